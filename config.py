@@ -1,0 +1,233 @@
+"""Every setting of every script, declared once: the command line is made from these dataclasses."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tyro
+
+from data.shards import DataError
+from model.config import SIZES, GPTConfig, ModelError
+from utils.checkpoint import CheckpointError
+from utils.distributed import DeviceError
+from utils.logger import LogError
+
+Config = TypeVar("Config")
+
+
+class ConfigError(ValueError):
+    """Settings that are wrong by themselves or do not fit each other."""
+
+
+USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, DeviceError, LogError)
+
+
+@dataclass
+class DataConfig:
+    """Turn text into token shards. Killed and started again, it continues where it was."""
+
+    local_dir: Path = Path("data/edu_fineweb10B")
+    """Folder for the shards and their manifest."""
+    dataset: str = "HuggingFaceFW/fineweb-edu"
+    """Hugging Face dataset to stream; HuggingFaceFW/fineweb works too."""
+    remote_name: str = "sample-10BT"
+    """Configuration of the dataset: sample-10BT, sample-100BT, sample-350BT, default, ..."""
+    input: tuple[str, ...] = ()
+    """Read these instead: files, folders or URLs of .parquet, .jsonl, .txt or .py."""
+    tokenizer: Literal["gpt2", "bytes"] = "gpt2"
+    """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download."""
+    shard_size: int = 100_000_000
+    """Tokens in a shard."""
+    max_shards: int | None = None
+    """Stop after this many train shards."""
+    format: Literal["npy", "bin"] = "npy"
+    """npy: numpy.load reads it; bin: llm.c's format."""
+    val_fraction: float = 0.01
+    """Share of documents for validation, chosen by a hash of their text."""
+    num_workers: int = os.cpu_count() or 1
+    """Threads that tokenise; the shards do not depend on it."""
+
+
+@dataclass
+class TrainConfig:
+    """Train a GPT-2. With --resume, settings not given come from the checkpoint."""
+
+    data_dir: Path = Path("data/edu_fineweb10B")
+    """Folder of token shards, from data/fineweb-edu.py or build-nanogpt, llm.c, modded-nanogpt."""
+    checkpoint_dir: Path = Path("checkpoints")
+    """Folder for model_last.pt, model_best.pt and those that --keep_last keeps."""
+    log_dir: Path = Path("logs")
+    """Folder for metrics.jsonl, samples.txt and config.json."""
+    resume: str | None = None
+    """A checkpoint to go on from; auto: the newest in --checkpoint_dir, a new run if none."""
+    overwrite: bool = False
+    """Start a new run over the checkpoints and logs of another."""
+
+    model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
+    """Named size: 124M, 350M, 774M, 1558M parameters."""
+    n_layer: int | None = None
+    """Blocks, over the named size."""
+    n_head: int | None = None
+    """Attention heads, over the named size."""
+    n_embd: int | None = None
+    """Width, over the named size."""
+    block_size: int = 1024
+    """Tokens in a sequence."""
+    dropout: float = 0.0
+    """Share of activations dropped; 0 for runs of about one epoch."""
+
+    max_steps: int = 19_073
+    """Optimizer steps; 19,073 of 524,288 tokens are 10B."""
+    total_batch_size: int = 524_288
+    """Tokens in a step, over all processes; gradient accumulation follows from it."""
+    micro_batch_size: int = 16
+    """Sequences in one forward on one process: as many as fit."""
+    max_lr: float = 6e-4
+    """Learning rate after warmup."""
+    min_lr: float | None = None
+    """Learning rate of the last step; a tenth of --max_lr unless given."""
+    warmup_steps: int = 715
+    """Steps of linear warmup; then cosine decay to --min_lr."""
+    weight_decay: float = 0.1
+    """AdamW decay of matrices and embeddings; biases and LayerNorms have none."""
+    beta1: float = 0.9
+    """AdamW, first moment."""
+    beta2: float = 0.95
+    """AdamW, second moment."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient; 0 for no clipping."""
+
+    eval_every: int = 250
+    """Steps between validations; 0 for only the last."""
+    val_tokens: int = 10_485_760
+    """Validation tokens, the same ones each time, or all there are."""
+    save_every: int = 500
+    """Steps between checkpoints; 0 for only the last."""
+    keep_last: int = 0
+    """Numbered checkpoints (model_step_005000.pt) kept beside the last and the best."""
+    sample_every: int = 500
+    """Steps between samples in samples.txt; 0 for none."""
+
+    seed: int = 1337
+    """Of weights, data order, dropout and samples."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of matrix products; weights stay float32. auto: bfloat16 on GPUs that have it."""
+    use_torch_compile: bool = False
+    """Compile the training step; evaluation and sampling use the plain module."""
+
+    def check(self) -> None:
+        """ConfigError for the first setting that cannot be."""
+        at_least = {
+            1: "max_steps total_batch_size micro_batch_size block_size val_tokens",
+            0: "warmup_steps eval_every save_every keep_last sample_every seed "
+            "max_lr weight_decay grad_clip",
+        }
+        for least, names in at_least.items():
+            for name in names.split():
+                if not getattr(self, name) >= least:
+                    raise ConfigError(f"--{name} {getattr(self, name)} must be at least {least}")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ConfigError("--beta1 and --beta2 must be at least 0 and below 1")
+        if not 0 <= self.floor_lr <= self.max_lr:
+            raise ConfigError(
+                f"--min_lr {self.min_lr} must be between 0 and --max_lr {self.max_lr}"
+            )
+
+    @property
+    def floor_lr(self) -> float:
+        return self.max_lr / 10 if self.min_lr is None else self.min_lr
+
+    def to_dict(self) -> dict:
+        """Plain values, for checkpoints and config.json."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "TrainConfig":
+        """The settings of an earlier run, except that this one may be resumed or overwritten."""
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        paths = {k: Path(v) for k, v in known.items() if k.endswith("_dir")}
+        return cls(**{**known, **paths, "resume": None, "overwrite": False})
+
+    def model_config(self, vocab_size: int) -> GPTConfig:
+        """The architecture: the named size, with what was given over it."""
+        size = SIZES[self.model_type]
+        given = {k: getattr(self, k) for k in size if getattr(self, k) is not None}
+        shape = {**size, **given}
+        return GPTConfig(self.block_size, vocab_size, dropout=self.dropout, **shape)
+
+    def sequences_per_step(self, world_size: int) -> int:
+        """Sequences in a global batch; ConfigError where the batch sizes do not divide."""
+        micro = self.micro_batch_size * self.block_size * world_size
+        if self.total_batch_size % micro:
+            raise ConfigError(
+                f"--total_batch_size {self.total_batch_size:,} does not divide by "
+                f"{self.micro_batch_size} sequences x {self.block_size} tokens x {world_size} "
+                f"processes = {micro:,}; nearest that does: "
+                f"{max(1, round(self.total_batch_size / micro)) * micro:,}"
+            )
+        return self.total_batch_size // self.block_size
+
+
+@dataclass
+class SamplingConfig:
+    """Write text with a trained model."""
+
+    checkpoint: Path = Path("checkpoints/model_best.pt")
+    """Checkpoint of train.py; architecture and tokenizer are read from it."""
+    prompt: str = ""
+    """Text to continue; @FILE reads a file, - standard input; empty: from nothing."""
+    num_samples: int = 1
+    """Texts to write; the first is shown as it is made."""
+    max_new_tokens: int = 200
+    """Longest continuation in tokens; end of text ends it sooner."""
+    temperature: float = 0.8
+    """Above 1 wilder, below 1 tamer, 0 always the likeliest token."""
+    top_k: int | None = None
+    """Choose among the k likeliest tokens."""
+    top_p: float | None = None
+    """Choose among the likeliest tokens that together have this probability."""
+    seed: int = 1337
+    """Sample i depends on (seed, i) alone, not on how many are made."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of matrix products. auto: bfloat16 on GPUs that have it."""
+
+
+@dataclass
+class PlotConfig:
+    """Draw the curves of one or more runs."""
+
+    log: tuple[Path, ...] = (Path("logs"),)
+    """metrics.jsonl files, or the folders that hold them."""
+    sz: Literal["124M", "350M", "774M", "1558M"] | None = None
+    """Draw OpenAI's GPT-2 of this size as dashed lines (validation loss known for 124M)."""
+    out: Path = Path("plots/log_plot.png")
+    """Picture to write."""
+
+
+def parse(config_class: type[Config], default: Config | None = None) -> Config:
+    """Settings from the command line; those not given come from `default`. Exits 2 if wrong."""
+    given = {} if default is None else {"default": default}
+    quiet = int(os.environ.get("RANK", 0)) > 0
+    return tyro.cli(config_class, use_underscores=True, console_outputs=not quiet, **given)
+
+
+def exit_with_sentence(work: Callable[[], None]) -> None:
+    """Runs a script's work: a user's mistake becomes one sentence and exit code 2."""
+    try:
+        work()
+    except USER_ERRORS as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(main: Callable[[Config], None], config_class: type[Config]) -> None:
+    """The last line of every script: parse the command line, work, end in a sentence."""
+    exit_with_sentence(lambda: main(parse(config_class)))

@@ -1,0 +1,47 @@
+"""GPTConfig: the architecture of a model, and the named GPT-2 sizes."""
+
+from dataclasses import dataclass
+
+# Radford et al. 2019, table 2: the four sizes OpenAI released.
+SIZES = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},  # 350M
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
+}
+
+
+class ModelError(ValueError):
+    """An architecture that cannot be built, or input that a model cannot take."""
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Everything needed to build a GPT. Raises ModelError for a shape that cannot be built."""
+
+    block_size: int = 1024
+    """Longest sequence in tokens: the number of learned positions."""
+    vocab_size: int = 50257
+    """Token ids the tokenizer knows."""
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ModelError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if self.n_embd % self.n_head:
+            raise ModelError(
+                f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; "
+                "every head needs the same width"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ModelError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: a multiple of 64 (50257 -> 50304), which matrix units prefer."""
+        return -(-self.vocab_size // 64) * 64

@@ -1,0 +1,157 @@
+"""GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
+
+B batch, T time, C channels, V vocabulary, L layers, H heads, D = C / H.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.config import GPTConfig, ModelError
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, so that each new token costs one forward of one.
+
+    Holds at most `capacity` tokens; memory is taken at the first append, in the dtype of the keys.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0  # tokens every layer has seen; GPT.hidden advances it
+        self.layers: dict[int, Tensor] = {}  # layer -> (2, B, H, capacity, D)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds k and v (B, H, T, D) of the newest T tokens; returns all of them so far."""
+        if layer not in self.layers:
+            B, H, _, D = k.shape
+            self.layers[layer] = k.new_empty(2, B, H, self.capacity, D)
+        end = self.length + k.size(2)
+        self.layers[layer][0, :, :, self.length : end] = k
+        self.layers[layer][1, :, :, self.length : end] = v
+        keys, values = self.layers[layer][:, :, :, :end]
+        return keys, values
+
+
+class Attention(nn.Module):
+    """Causal self-attention over H heads."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.layer = layer
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+        mask = None
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # (B, H, S, D), S = tokens seen so far
+            if T > 1:
+                S = k.size(2)
+                mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=cache is None,
+        )
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Two linear layers, four times as wide in between, with the tanh GELU of OpenAI's weights."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm transformer block."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, L blocks, a final LayerNorm; the head is the embedding."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+                "wpe": nn.Embedding(config.block_size, config.n_embd),
+                "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+                "ln_f": nn.LayerNorm(config.n_embd),
+            }
+        )
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal(0, 0.02), biases 0; GPT-2 scales projections into the residual stream."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Attention | MLP):
+            nn.init.normal_(module.c_proj.weight, std=0.02 * (2 * self.config.n_layer) ** -0.5)
+
+    def num_parameters(self) -> int:
+        """Trainable numbers, the tied head once and the padding of the vocabulary not at all."""
+        padding = self.config.padded_vocab_size - self.config.vocab_size
+        return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
+
+    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Final hidden states (B, T, C) of token ids (B, T), which continue `cache` if given."""
+        start = cache.length if cache is not None else 0
+        end = start + idx.size(1)
+        if end > self.config.block_size:
+            raise ModelError(f"{end} tokens do not fit the context of {self.config.block_size}")
+        positions = torch.arange(start, end, device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.transformer.h:
+            x = block(x, cache)
+        if cache is not None:
+            cache.length = end
+        return self.transformer.ln_f(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores (B, T, V) for the next token from hidden states (B, T, C), padding left out."""
+        return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V); with targets (B, T), their mean cross-entropy in nats instead.
+
+        Targets of -1 are left out of the mean.
+        """
+        logits = self.logits(self.hidden(idx))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)

@@ -1,0 +1,316 @@
+"""Train a GPT-2 on token shards.
+
+    python train.py                                        # one GPU, Apple GPU or CPU
+    torchrun --standalone --nproc_per_node=8 train.py      # eight GPUs
+    python train.py --resume auto                          # go on after any kind of end
+
+The global batch is --total_batch_size tokens whatever the number of processes: accumulation follows
+from it. SIGTERM and SIGINT finish the step, save and exit; SIGKILL costs the steps since the last
+checkpoint. Either way --resume gives the run that was never stopped.
+"""
+
+import json
+import math
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from config import ConfigError, TrainConfig, exit_with_sentence, parse
+from data.loader import Sequences, Slicing, TokenStream, read_ahead, train_batches
+from data.shards import DataError, atomic_write
+from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
+from model.generate import complete
+from model.gpt import GPT
+from utils import checkpoint as ckpt
+from utils import distributed, parallel
+from utils.evals import validation_loss
+from utils.logger import Logger, has_rows
+from utils.optim import make_optimizer
+from utils.schedule import cosine_lr
+from utils.throughput import flops_per_token, peak_flops
+
+
+def settings() -> tuple[TrainConfig, dict | None]:
+    """The settings of this run and the checkpoint it resumes, if any.
+
+    What is not given on the command line comes from the checkpoint.
+    """
+    config = parse(TrainConfig)
+    path = Path(config.resume) if config.resume else None
+    if config.resume == "auto":
+        path = ckpt.find_newest(config.checkpoint_dir)
+    saved = None
+    if path is not None:
+        saved = ckpt.load_checkpoint(path)
+        config = parse(TrainConfig, default=TrainConfig.from_dict(saved["train_config"]))
+        if config.model_config(saved["model_config"].get("vocab_size")) != ckpt.model_config(
+            saved, path
+        ):
+            raise ConfigError(
+                f"{path} holds a model of another shape ({saved['model_config']}); leave out the "
+                "flags that change it, or start a new run in another --checkpoint_dir"
+            )
+    config.check()
+    newest = ckpt.find_newest(config.checkpoint_dir)
+    if newest is not None and not config.overwrite:
+        if saved is None or ckpt.load_checkpoint(newest)["run_id"] != saved["run_id"]:
+            raise ConfigError(
+                f"{config.checkpoint_dir} holds the checkpoints of another run; continue it with "
+                "--resume auto, give another --checkpoint_dir, or replace it with --overwrite"
+            )
+    if config.resume is None and has_rows(config.log_dir) and not config.overwrite:
+        raise ConfigError(
+            f"{config.log_dir} holds the log of another run; continue it with --resume auto, give "
+            "another --log_dir, or replace it with --overwrite"
+        )
+    return config, saved
+
+
+class Stop:
+    """Remembers a SIGTERM or SIGINT until the step is done; a later second one ends at once."""
+
+    def __init__(self) -> None:
+        self.signal, self.when = 0, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.receive)
+
+    def receive(self, number: int, frame: object) -> None:
+        if self.signal and time.monotonic() - self.when > 1:  # torchrun passes each on twice
+            raise SystemExit(128 + number)
+        if not self.signal:
+            self.signal, self.when = number, time.monotonic()
+
+
+def to_device(batches: Iterator[tuple], device: torch.device) -> Iterator[tuple]:
+    """NumPy batches as tensors on the device; copies to a GPU overlap with its work."""
+    for arrays in batches:
+        tensors = [torch.from_numpy(x) for x in arrays]
+        if device.type == "cuda":
+            tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
+        yield tuple(x.to(device) for x in tensors)
+
+
+def tokenizer_or_none(name: str, say) -> Tokenizer | None:
+    """The tokenizer of the shards; a run does not end for want of it, it goes without samples."""
+    try:
+        return load_tokenizer(name)
+    except DataError as error:
+        say(f"{error}. This run goes without samples and bits per byte.")
+        return None
+
+
+def main() -> None:
+    config, saved = settings()
+    process = distributed.start(config.device)
+    device, dtype = process.device, distributed.pick_dtype(config.dtype, process.device)
+    stop = Stop()
+
+    # data: what step s trains on follows from the seed and s alone
+    train = Sequences(TokenStream(config.data_dir, "train"), config.block_size)
+    val = Sequences(TokenStream(config.data_dir, "val"), config.block_size)
+    tokenizer_name, vocab_size = train.stream.tokenizer, train.stream.vocab_size
+    if saved and saved["tokenizer"] != tokenizer_name:
+        raise ConfigError(
+            f"{config.data_dir} holds {tokenizer_name} tokens, but the checkpoint was trained on "
+            f"{saved['tokenizer']} tokens"
+        )
+    batch = config.sequences_per_step(process.world_size)
+    slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
+    accumulation = slicing.micro_steps
+
+    # model and optimizer, from the checkpoint if there is one
+    torch.manual_seed(config.seed)
+    model = GPT(config.model_config(vocab_size))
+    start, best_loss, run_id = 0, math.inf, uuid.uuid4().hex
+    if saved:
+        ckpt.load_weights(model, saved, Path(config.resume), exact=True)
+        start, best_loss, run_id = saved["step"], saved["best_loss"], saved["run_id"]
+    model.to(device)
+    optimizer = make_optimizer(
+        model, weight_decay=config.weight_decay, betas=(config.beta1, config.beta2)
+    )
+    if saved:
+        parallel.load_optimizer_state(model, optimizer, saved["optimizer"])
+        if saved["step"] > config.max_steps:
+            raise ConfigError(f"{config.resume} is at step {start}, after --max_steps")
+    # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
+    module = parallel.wrap(model, process)
+    if config.use_torch_compile:
+        module = torch.compile(module)
+
+    batches = read_ahead(
+        to_device(
+            train_batches(train, slicing, config.seed, range(start, config.max_steps)), device
+        )
+    )
+    first = next(batches, None)  # shards that cannot be read are found before anything is written
+    logger = Logger(
+        config.log_dir,
+        start=start,
+        total=config.max_steps,
+        is_main=process.is_main,
+        overwrite=config.overwrite and saved is None,
+    )
+    tokenizer = tokenizer_or_none(tokenizer_name, logger.say)
+    token_bytes = bytes_per_token(tokenizer) if tokenizer else None
+    flops = flops_per_token(
+        model.num_parameters(), model.config.n_layer, model.config.n_embd, config.block_size
+    )
+    peak = peak_flops(device, dtype)
+    if process.is_main:
+        describe_run(config, model, saved)
+    logger.say(
+        f"{model.num_parameters():,} parameters, {len(train.stream):,} train tokens, "
+        f"{config.max_steps * config.total_batch_size / len(train.stream):.2f} epochs in "
+        f"{config.max_steps:,} steps of {config.total_batch_size:,} tokens = "
+        f"{accumulation} x {config.micro_batch_size} x {config.block_size} x "
+        f"{process.world_size} on {device}, {dtype}"
+        + (f"; resumed at step {start}" if saved else "")
+    )
+
+    def save(name: str, step: int) -> None:
+        if process.is_main:
+            ckpt.save_checkpoint(
+                config.checkpoint_dir / name,
+                {key: value.cpu() for key, value in model.state_dict().items()},
+                optimizer=parallel.optimizer_state(model, optimizer),
+                step=step,
+                tokens=step * config.total_batch_size,
+                best_loss=best_loss,
+                seed=config.seed,
+                run_id=run_id,
+                model_config=ckpt.describe(model.config),
+                tokenizer=tokenizer_name,
+                train_config=config.to_dict(),
+            )
+
+    def due(every: int, step: int) -> bool:
+        return every > 0 and step % every == 0
+
+    step, stopping = start, False
+    while True:
+        last = step == config.max_steps
+        if step > start and (last or stopping or due(config.save_every, step)):
+            save(ckpt.LAST, step)
+            if process.is_main:
+                ckpt.keep_numbered(config.checkpoint_dir, step, config.keep_last)
+        if stopping:
+            break
+        if last or due(config.eval_every, step):
+            scores = validation_loss(
+                model,
+                val,
+                process,
+                tokens=config.val_tokens,
+                batch_size=config.micro_batch_size,
+                dtype=dtype,
+                token_bytes=token_bytes,
+            )
+            logger.log({"split": "val", **scores}, step)
+            bits = f", {scores['bits_per_byte']:.4f} bits per byte" if tokenizer else ""
+            logger.say(f"step {step}: validation loss {scores['loss']:.4f}{bits}")
+            if scores["loss"] < best_loss and step > 0:
+                best_loss = scores["loss"]
+                save(ckpt.BEST, step)
+        if tokenizer and step > start and config.sample_every:
+            if last or due(config.sample_every, step):
+                logger.sample(sample(model, tokenizer, config.seed + step, dtype), step)
+        if last:
+            break
+
+        # one step: all micro-batches forward and backward, then one update
+        began, waited = time.perf_counter(), 0.0
+        lr = cosine_lr(
+            step,
+            max_lr=config.max_lr,
+            min_lr=config.floor_lr,
+            warmup_steps=config.warmup_steps,
+            max_steps=config.max_steps,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        # dropout follows from (seed, step, rank), so there is no random state to save
+        torch.manual_seed((config.seed << 32) + step * 65_536 + process.rank)
+        total = torch.zeros((), device=device)
+        for micro_step in range(accumulation):
+            asked = time.perf_counter()
+            idx, targets = first if first is not None else next(batches)
+            first = None
+            waited += time.perf_counter() - asked
+            with parallel.accumulating(module, last=micro_step == accumulation - 1):
+                with distributed.autocast(device, dtype):
+                    loss = module(idx, targets) / accumulation
+                loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+
+        # the mean over processes, and whether one of them was told to stop
+        stopped = torch.full_like(total, float(stop.signal != 0))
+        mean, stopped = process.sum(torch.stack([total, stopped])).tolist()
+        stopping = stopped > 0
+        seconds = time.perf_counter() - began
+        tokens_per_s = config.total_batch_size / seconds
+        logger.train(
+            {
+                "loss": mean / process.world_size,
+                "lr": lr,
+                "grad_norm": norm.item(),
+                "tokens": step * config.total_batch_size,
+                "tokens_per_s": tokens_per_s,
+                "mfu": peak and flops * tokens_per_s / (peak * process.world_size),
+                "ms": 1000 * seconds,
+                "data_ms": 1000 * waited,
+            },
+            step,
+        )
+
+    if stopping:
+        logger.say(f"stopped by a signal; saved at step {step}: continue with --resume auto")
+    else:
+        logger.say(f"done: best validation loss {best_loss:.4f}, see {config.checkpoint_dir}")
+    logger.close()
+    distributed.stop()
+    if stopping:
+        sys.exit(128 + (stop.signal or signal.SIGTERM))
+
+
+def sample(model: GPT, tokenizer: Tokenizer, seed: int, dtype: torch.dtype) -> str:
+    """A short text from nothing; every process makes the same one."""
+    model.eval()
+    length = min(128, model.config.block_size)
+    with distributed.autocast(model.transformer.wte.weight.device, dtype):
+        (tokens,) = complete(
+            model, [tokenizer.eot], tokenizer.eot, max_new_tokens=length, temperature=0.8, seed=seed
+        )
+    model.train()
+    return tokenizer.decode_bytes(tokens).decode(errors="replace")
+
+
+def describe_run(config: TrainConfig, model: GPT, saved: dict | None) -> None:
+    """Writes config.json: everything needed to run it again."""
+    run = {
+        "command": sys.argv,
+        "train_config": config.to_dict(),
+        "model_config": ckpt.describe(model.config),
+        "resumed_at_step": saved["step"] if saved else None,
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
+    with atomic_write(config.log_dir / "config.json") as file:
+        file.write(json.dumps(run, indent=1).encode())
+
+
+if __name__ == "__main__":
+    exit_with_sentence(main)

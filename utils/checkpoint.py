@@ -1,0 +1,166 @@
+"""The checkpoint file: the one place that knows its format.
+
+    model         every weight in bfloat16, under nanoGPT's names: complete and usable by itself
+    model_low     the low 16 bits that bfloat16 drops, int16: both together are the float32 weights
+    optimizer     state by parameter name
+    step, tokens, best_loss, seed (with step, all there is to the random state), run_id
+    model_config, tokenizer, train_config, versions, format_version
+
+Plain containers and tensors, so that torch.load(path, weights_only=True, mmap=True) reads it. State
+is that of the whole model: any file resumes on any number of processes.
+"""
+
+import os
+import pickle
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.shards import atomic_write, sync_folder
+from model.config import GPTConfig, ModelError
+from model.gpt import GPT
+
+FORMAT_VERSION = 1
+LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
+TYPES = {
+    "model": dict,
+    "model_low": dict,
+    "optimizer": dict,
+    "step": int,
+    "tokens": int,
+    "best_loss": float,
+    "seed": int,
+    "run_id": str,
+    "model_config": dict,
+    "tokenizer": str,
+    "train_config": dict,
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, written or used here. Names the path."""
+
+
+def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper half of float32 numbers as bfloat16, rounded half up, and the int16 that is left.
+
+    Rounding half up on the bits as an integer keeps the difference within int16 for every pattern,
+    infinities and NaNs included.
+    """
+    bits = x.contiguous().view(torch.int32)
+    high = ((bits + 0x8000) >> 16).to(torch.int16)
+    low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
+    return high.view(torch.bfloat16), low
+
+
+def join_float32(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 numbers that split_float32 took apart, bit for bit."""
+    bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def save_checkpoint(path: Path, weights: dict[str, Tensor], **rest: object) -> None:
+    """Writes a checkpoint in one step: the file under `path` is the old one or all of the new one.
+
+    `weights` are float32 on the CPU; `rest` is what TYPES lists beside the two halves of them.
+    Raises CheckpointError if it cannot be written.
+    """
+    halves = {name: split_float32(weight) for name, weight in weights.items()}
+    state = {
+        "format_version": FORMAT_VERSION,
+        "versions": {"torch": torch.__version__},
+        "model": {name: high for name, (high, _) in halves.items()},
+        "model_low": {name: low for name, (_, low) in halves.items()},
+        **rest,
+    }
+    assert set(TYPES) <= set(state), set(TYPES) - set(state)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into the latter
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        kept = "; the one before it is untouched" if path.exists() else ""
+        raise CheckpointError(f"{path} could not be written: {reason}{kept}") from error
+
+
+def keep_numbered(folder: Path, step: int, keep: int) -> None:
+    """Keeps model_last.pt as model_step_{step} too, and of these the newest `keep`."""
+    if keep:
+        link = folder / NUMBERED.format(step)
+        link.unlink(missing_ok=True)
+        os.link(folder / LAST, link)  # model_last.pt is replaced, never rewritten
+        for old in numbered(folder)[:-keep]:
+            old.unlink()
+        sync_folder(folder)
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The numbered checkpoints of a folder, oldest first."""
+    return sorted(folder.glob("model_step_*.pt"))
+
+
+def find_newest(folder: Path) -> Path | None:
+    """The checkpoint that --resume auto continues, or None."""
+    last = folder / LAST
+    return last if last.exists() else next(reversed(numbered(folder)), None)
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The whole file as a dict, its tensors mapped from disk. Code in a file is refused, not run.
+
+    Raises CheckpointError for a file that is absent, damaged or not a checkpoint of this project.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or not a checkpoint (it holds something else than plain tensors)"
+        ) from error
+    if not isinstance(state, dict) or "format_version" not in state:
+        raise CheckpointError(f"{path} is not a checkpoint of this project's train.py")
+    if state["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {state['format_version']}; this code reads {FORMAT_VERSION}"
+        )
+    wrong = [key for key, kind in TYPES.items() if not isinstance(state.get(key), kind)]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing or of a wrong type")
+    return state
+
+
+def model_config(state: dict, path: Path) -> GPTConfig:
+    """The architecture that a loaded checkpoint holds."""
+    try:
+        return GPTConfig(**state["model_config"])
+    except (TypeError, ModelError) as error:
+        raise CheckpointError(f"{path} describes no model that can be built: {error}") from error
+
+
+def load_weights(model: GPT, state: dict, path: Path, *, exact: bool) -> None:
+    """Fills the model with a checkpoint's weights: float32 if `exact`, else bfloat16 alone."""
+    weights = state["model"]
+    try:
+        if exact:
+            low = state["model_low"]
+            weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
+        model.load_state_dict(weights)
+    except (RuntimeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} does not fit its own architecture: {error}") from error
+
+
+def load_model(path: Path) -> tuple[GPT, dict]:
+    """The model of a checkpoint, ready to be used in evaluation mode, and the rest of the file."""
+    state = load_checkpoint(path)
+    model = GPT(model_config(state, path))
+    load_weights(model, state, path, exact=False)
+    return model.eval(), state
+
+
+def describe(config: GPTConfig) -> dict:
+    """A GPTConfig as plain values for the file."""
+    return asdict(config)

@@ -1,0 +1,85 @@
+"""Processes, devices and dtypes: the one reader of RANK, LOCAL_RANK and WORLD_SIZE."""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class DeviceError(ValueError):
+    """A device that is not on this machine."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One of `world_size` processes that train together, and its device."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, in place; every process must call it."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device that `name` ("auto", "cpu", "cuda", "cuda:1", "mps") means for a process.
+
+    Raises DeviceError for a device that is not here.
+    """
+    here = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.mps.is_available())}
+    if name == "auto":
+        name = "cuda" if here["cuda"] else "mps" if here["mps"] else "cpu"
+    kind, _, index = name.partition(":")
+    number = int(index) if index.isdigit() else local_rank if kind == "cuda" else 0
+    if (index and not index.isdigit()) or number >= here.get(kind, 0):
+        found = ", ".join(f"{count} {kind}" for kind, count in here.items() if count)
+        raise DeviceError(
+            f"--device {name} (process {local_rank}) is not here; this machine has {found}"
+        )
+    return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
+
+
+def start(device: str) -> Process:
+    """Joins the processes that torchrun started, if it did: NCCL on CUDA, gloo elsewhere."""
+    rank, local_rank, world_size = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+    process = Process(rank, local_rank, world_size, pick_device(device, local_rank))
+    if process.device.type == "cuda":
+        torch.cuda.set_device(process.device)
+        torch.set_float32_matmul_precision("high")  # TF32 for what is not bfloat16
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if process.device.type == "cuda" else "gloo")
+    return process
+
+
+def stop() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products; "auto" is bfloat16 on CUDA devices that have it."""
+    if name == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float32
+    return getattr(torch, name)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """Matrix products in `dtype`; nothing changes where that is float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype is not torch.float32)

@@ -1,0 +1,54 @@
+"""Training on several processes: wrap the model, accumulate with one gradient reduction a step,
+gather and load the whole model's state by parameter name."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from utils.distributed import Process
+
+
+def wrap(model: nn.Module, process: Process) -> nn.Module:
+    """The module to train: the model itself on one process, DistributedDataParallel on several."""
+    if process.world_size == 1:
+        return model
+    device_ids = [process.device.index] if process.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+
+
+def accumulating(module: nn.Module, last: bool) -> AbstractContextManager:
+    """Around forward and backward of a micro-step: gradients are reduced on the last alone."""
+    if last or not isinstance(module, DistributedDataParallel):
+        return nullcontext()
+    return module.no_sync()
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    """Optimizer state by parameter name, on the CPU."""
+    return {
+        name: {key: value.cpu() for key, value in optimizer.state[parameter].items()}
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+def load_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, dict[str, Tensor]]
+) -> None:
+    """The opposite of optimizer_state. Raises ValueError where names or shapes do not fit."""
+    parameters = dict(model.named_parameters())
+    if set(state) - set(parameters) or (state and set(parameters) - set(state)):
+        raise ValueError("the optimizer state is not that of this model's parameters")
+    for name, values in state.items():
+        for key, value in values.items():
+            if value.dim() and value.shape != parameters[name].shape:
+                raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}")
+        device = parameters[name].device
+        optimizer.state[parameters[name]] = {
+            # a step count stays where the optimizer keeps it: beside the parameter if fused
+            key: value.clone().to(device)
+            for key, value in values.items()
+        }

@@ -1,0 +1,41 @@
+"""How fast a run is against what its device can do."""
+
+import torch
+
+# Peak dense bfloat16 matrix TFLOP/s by a part of the device's name, from the makers' data sheets;
+# the first that matches counts. A device that is not here gets no MFU rather than a wrong one.
+PEAK_BF16_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("GH200", 989.0),
+    ("H200", 989.0),
+    ("H100 NVL", 835.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+    ("MI300X", 1307.0),
+)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of the device for matrix products in bfloat16; None if not known."""
+    if device.type != "cuda" or dtype is not torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for part, peak in PEAK_BF16_TFLOPS if part in name), None)
+
+
+def flops_per_token(n_parameters: int, n_layer: int, n_embd: int, block_size: int) -> int:
+    """Forward and backward FLOPs per token: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
+
+    N leaves out the position embedding, which multiplies nothing; attention counts in full although
+    it is causal, as in the paper and in nanoGPT.
+    """
+    matmul_parameters = n_parameters - block_size * n_embd
+    return 6 * matmul_parameters + 12 * n_layer * n_embd * block_size
