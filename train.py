@@ -304,7 +304,7 @@ def describe_run(config: TrainConfig, model: GPT, saved: dict | None) -> None:
         "resumed_at_step": saved["step"] if saved else None,
         "versions": {
             "python": sys.version.split()[0],
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "numpy": np.__version__,
         },
     }

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import GPTConfig, ModelError
+from model.loss import HeadCrossEntropy
 
 
 class KVCache:
@@ -151,7 +152,8 @@ class GPT(nn.Module):
 
         Targets of -1 are left out of the mean.
         """
-        logits = self.logits(self.hidden(idx))
+        x = self.hidden(idx)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+            return self.logits(x)
+        weight, V = self.transformer.wte.weight, self.config.vocab_size
+        return HeadCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), V)

@@ -70,7 +70,7 @@ def save_checkpoint(path: Path, weights: dict[str, Tensor], **rest: object) -> N
     halves = {name: split_float32(weight) for name, weight in weights.items()}
     state = {
         "format_version": FORMAT_VERSION,
-        "versions": {"torch": torch.__version__},
+        "versions": {"torch": str(torch.__version__)},
         "model": {name: high for name, (high, _) in halves.items()},
         "model_low": {name: low for name, (_, low) in halves.items()},
         **rest,
@@ -119,7 +119,8 @@ def load_checkpoint(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path} is damaged or not a checkpoint (it holds something else than plain tensors)"
+            f"{path} is damaged or not a checkpoint of plain tensors "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
         ) from error
     if not isinstance(state, dict) or "format_version" not in state:
         raise CheckpointError(f"{path} is not a checkpoint of this project's train.py")

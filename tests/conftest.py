@@ -1,0 +1,120 @@
+"""What the tests share: a small fixed corpus, its shards, and the scripts run as users run them."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"  # real text for those who have it; never needed
+SMALL = (
+    "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --micro_batch_size 4 "
+    "--total_batch_size 512 --max_lr 3e-3 --warmup_steps 5 --device cpu --dtype float32 "
+    "--sample_every 0 --eval_every 10 --val_tokens 4096 --seed 7"
+).split()
+
+
+def environment() -> dict:
+    """The environment of a user without a network, and without a launcher around the tests."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return {**env, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def script(
+    *args: object, code: int = 0, timeout: int = 240, **options
+) -> subprocess.CompletedProcess:
+    """Runs `python ARGS` in the project; fails unless it exits with `code`."""
+    command = [sys.executable, *map(str, args)]
+    options = {"cwd": ROOT, "env": environment(), "text": True, "capture_output": True, **options}
+    done = subprocess.run(command, timeout=timeout, **options)
+    assert done.returncode == code, f"{command} -> {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def torchrun(processes: int, *args: object, **options) -> subprocess.CompletedProcess:
+    """Runs a script under torchrun."""
+    return script(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        *args,
+        **options,
+    )
+
+
+def train_args(data: Path, run: Path, steps: int, *extra: object) -> list:
+    """The command line of a small training run in the folder `run`."""
+    folders = ["--checkpoint_dir", run / "checkpoints", "--log_dir", run / "logs"]
+    return ["train.py", "--data_dir", data, *folders, "--max_steps", steps, *SMALL, *extra]
+
+
+def start(*args: object) -> subprocess.Popen:
+    """Starts a script in a process group of its own, to be killed."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, args)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to a process and all it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def documents() -> list[str]:
+    """600 fixed documents of made-up sentences, the same on every machine."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgilmnoprstu", k=rng.randint(2, 7))) for _ in range(150)]
+
+    def sentence() -> str:
+        return " ".join(rng.choices(words, k=rng.randint(4, 12))).capitalize() + "."
+
+    return ["\n".join(sentence() for _ in range(rng.randint(2, 12))) for _ in range(600)]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """The fixed documents as a jsonl file."""
+    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents()))
+    return path
+
+
+@pytest.fixture(scope="session")
+def shards(corpus, tmp_path_factory) -> Path:
+    """Byte shards of the fixed documents, several of them, cut at odd places."""
+    folder = tmp_path_factory.mktemp("shards")
+    script(
+        "data/fineweb-edu.py", "--input", corpus, "--local_dir", folder, "--tokenizer", "bytes",
+        "--shard_size", 50_001, "--val_fraction", 0.05,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(shards, tmp_path_factory) -> Path:
+    """A folder with a run of 20 steps: checkpoints/ and logs/."""
+    run = tmp_path_factory.mktemp("trained")
+    script(*train_args(shards, run, 20, "--save_every", 10))
+    return run
+
+
+def losses(run: Path, split: str = "train") -> dict[int, float]:
+    """Loss by step of a run, as the project's own reader gives them."""
+    from utils.logger import read_metrics
+
+    return {row["step"]: row["loss"] for row in read_metrics(run / "logs")[split]}

@@ -1,0 +1,49 @@
+import pytest
+import torch
+from conftest import script
+
+from config import ConfigError, TrainConfig
+from utils.distributed import DeviceError, pick_device
+from utils.throughput import flops_per_token, peak_flops
+
+
+@pytest.mark.parametrize("name", ["train.py", "sample.py", "plot.py", "data/fineweb-edu.py"])
+def test_help_tells_every_flag(name):
+    text = script(name, "--help").stdout
+    flags = {"train.py": "--total_batch_size", "sample.py": "--top_p", "plot.py": "--log"}
+    assert flags.get(name, "--val_fraction") in text and "default" in text
+
+
+def test_train_has_at_most_45_flags():
+    assert len(TrainConfig.__dataclass_fields__) <= 45
+
+
+def test_a_misspelt_flag_gets_a_suggestion():
+    done = script("sample.py", "--temprature", "1", code=2)
+    assert "--temperature" in done.stdout + done.stderr
+
+
+def test_a_batch_that_does_not_divide_says_what_would():
+    config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
+    with pytest.raises(ConfigError, match="nearest that does: 2,048"):
+        config.sequences_per_step(world_size=2)
+    assert TrainConfig().sequences_per_step(8) == 512
+
+
+def test_settings_survive_the_checkpoint():
+    config = TrainConfig(max_lr=1e-3, resume="auto", overwrite=True)
+    again = TrainConfig.from_dict(config.to_dict())
+    assert (again.max_lr, again.resume, again.overwrite) == (1e-3, None, False)
+    assert again.data_dir == config.data_dir
+
+
+def test_devices_that_are_not_here_are_named():
+    assert pick_device("cpu") == torch.device("cpu")
+    for name in ("cuda:99", "tpu", "cpu:x"):
+        with pytest.raises(DeviceError, match=name):
+            pick_device(name)
+
+
+def test_flops_follow_the_palm_formula_and_unknown_devices_get_no_peak():
+    assert flops_per_token(124_439_808, 12, 768, 1024) == 6 * 123_653_376 + 12 * 12 * 768 * 1024
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None

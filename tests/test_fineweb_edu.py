@@ -1,0 +1,229 @@
+import hashlib
+import http.server
+import importlib
+import json
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import SHARED, documents, kill, script, start
+
+from data.shards import find_shards
+from data.tokenizer import load_tokenizer
+
+fineweb_edu = importlib.import_module("data.fineweb-edu")
+BYTES = ["--tokenizer", "bytes", "--shard_size", 20_001, "--val_fraction", 0.1]
+
+
+def shard(source, folder, *extra, **options):
+    args = ["--input", source, "--local_dir", folder, *BYTES, *extra]
+    return script("data/fineweb-edu.py", *args, **options)
+
+
+def digests(folder):
+    return {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in folder.iterdir()
+        if p.name != "manifest.json"
+    }
+
+
+def texts_in(folder, split):
+    tokens = np.concatenate([s.open() for s in find_shards(folder, split)])
+    starts = np.flatnonzero(tokens == 256)
+    assert starts[0] == 0  # each document is preceded by end of text
+    return [bytes(part[1:].astype(np.uint8)).decode() for part in np.split(tokens, starts[1:])]
+
+
+@pytest.fixture(scope="module")
+def plain(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    shard(corpus, folder, "--num_workers", 1)
+    return folder
+
+
+def test_every_document_stands_once_in_order_on_one_side(plain):
+    train, val = texts_in(plain, "train"), texts_in(plain, "val")
+    assert sorted(train + val) == sorted(documents())
+    assert [text for text in documents() if text in set(train)] == train
+    assert 30 < len(val) < 95 and not set(train) & set(val)  # 600 x 0.1, 4 standard deviations
+
+
+def test_the_manifest_tells_what_is_there(plain):
+    manifest = json.loads((plain / "manifest.json").read_text())
+    assert manifest["complete"] and manifest["documents"] == 600
+    assert (manifest["tokenizer"], manifest["vocab_size"], manifest["eot"]) == ("bytes", 257, 256)
+    assert {s["file"]: s["sha256"] for s in manifest["shards"]} == digests(plain)
+    assert sum(s["tokens"] for s in manifest["shards"]) == sum(len(t) + 1 for t in documents())
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_number_of_workers_changes_nothing(corpus, plain, tmp_path, workers):
+    shard(corpus, tmp_path, "--num_workers", workers)
+    assert digests(tmp_path) == digests(plain)
+
+
+def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain, tmp_path):
+    done = shard(corpus, tmp_path, "--max_shards", 3)
+    assert "stopped at --max_shards" in done.stdout
+    assert len(list(tmp_path.glob("train_*.npy"))) == 3 and find_shards(tmp_path, "val")
+    shard(corpus, tmp_path, "--max_shards", 5)
+    assert len(list(tmp_path.glob("train_*.npy"))) == 5
+    shard(corpus, tmp_path)
+    assert digests(tmp_path) == digests(plain)
+    assert "complete; 0 tokens" in shard(corpus, tmp_path).stdout
+
+
+def test_ten_kills_at_random_moments_leave_the_same_shards(tmp_path):
+    source, whole, killed = tmp_path / "t.jsonl", tmp_path / "whole", tmp_path / "killed"
+    source.write_text("".join(json.dumps({"text": t * 20}) + "\n" for t in documents()))
+    big = ["--shard_size", 200_001]
+    began = time.monotonic()
+    shard(source, whole, *big)
+    took = time.monotonic() - began
+    rng = random.Random(3)
+    for _ in range(10):
+        args = ["--input", source, "--local_dir", killed, *BYTES, *big]
+        process = start("data/fineweb-edu.py", *args)
+        time.sleep(rng.uniform(0.3, 1.0) * took)
+        kill(process)
+    shard(source, killed, *big)
+    assert digests(killed) == digests(whole)
+
+
+def test_killed_between_rename_and_manifest_continues(corpus, plain, tmp_path):
+    shard(corpus, tmp_path, "--max_shards", 2)
+    manifest = (tmp_path / "manifest.json").read_text()
+    shard(corpus, tmp_path)  # goes on to the end ...
+    (tmp_path / "manifest.json").write_text(manifest)  # ... but the manifest never hears of it
+    shard(corpus, tmp_path)
+    assert digests(tmp_path) == digests(plain)
+
+
+def test_bin_holds_the_same_tokens(corpus, plain, tmp_path):
+    shard(corpus, tmp_path, "--format", "bin")
+    assert texts_in(tmp_path, "train") == texts_in(plain, "train")
+
+
+def test_a_document_longer_than_a_shard_spans_several(tmp_path):
+    source = tmp_path / "long.txt"
+    source.write_text("word " * 30_000)
+    shard(source, tmp_path / "out", "--val_fraction", 0)
+    assert texts_in(tmp_path / "out", "train") == ["word " * 30_000]
+    assert len(list((tmp_path / "out").glob("train_*.npy"))) == 8
+
+
+def test_folders_of_several_kinds_are_read_in_order_and_blanks_skipped(tmp_path):
+    source = tmp_path / "in"
+    (source / "sub").mkdir(parents=True)
+    (source / ".hidden").mkdir()
+    (source / "a.txt").write_text("first")
+    (source / "b.py").write_text("second = 2")
+    (source / "c.jsonl").write_text('{"text": "third", "n": 1}\n{"text": null}\n{"text": "  "}\n')
+    (source / "sub" / "d.txt").write_text("fourth")
+    (source / ".hidden" / "e.txt").write_text("never")
+    (source / "f.bin").write_bytes(b"never")
+    done = shard(source, tmp_path / "out", "--val_fraction", 0)
+    assert texts_in(tmp_path / "out", "train") == ["first", "second = 2", "third", "fourth"]
+    assert "skipped: 2 empty" in done.stdout
+
+
+def test_long_documents_cut_in_pieces_give_the_same_tokens(monkeypatch):
+    text = " ".join(documents()[:20]) + "\n\n  \t end" + "x" * 500 + "   "
+    monkeypatch.setattr(fineweb_edu, "PIECE_CHARS", 37)
+    parts = list(fineweb_edu.pieces(text))
+    assert "".join(parts) == text and len(parts) > 50
+    try:
+        tokenizer = load_tokenizer("gpt2")
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert np.concatenate([tokenizer.encode(p) for p in parts]).tolist() == (
+        tokenizer.encode(text).tolist()
+    )
+
+
+def test_other_settings_in_the_same_folder_are_refused(corpus, plain):
+    before = digests(plain)
+    done = shard(corpus, plain, "--shard_size", 1000, code=2)
+    assert "shard_size 20001, not 1000" in done.stderr and digests(plain) == before
+
+
+def test_missing_input_is_a_sentence_and_writes_nothing(tmp_path):
+    done = shard(tmp_path / "none.parquet", tmp_path / "out", code=2)
+    assert "does not exist" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_broken_parquet_is_a_sentence(tmp_path):
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    done = shard(tmp_path / "bad.parquet", tmp_path / "out", code=2)
+    assert "bad.parquet cannot be read" in done.stderr and "Traceback" not in done.stderr
+
+
+class Flaky(http.server.SimpleHTTPRequestHandler):
+    """Serves a file, after it has failed a number of times."""
+
+    failures = 0
+
+    def do_GET(self):
+        if type(self).failures:
+            type(self).failures -= 1
+            self.send_error(503)
+        else:
+            super().do_GET()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(corpus):
+    def handler(*args):
+        return Flaky(*args, directory=str(corpus.parent))
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{httpd.server_port}/text.jsonl"
+        httpd.shutdown()
+
+
+def in_process(monkeypatch, url, folder, waits):
+    config = fineweb_edu.DataConfig(
+        local_dir=folder, input=(url,), tokenizer="bytes", shard_size=20_001, val_fraction=0.1
+    )
+    monkeypatch.setattr(fineweb_edu.time, "sleep", waits.append)
+    fineweb_edu.main(config)
+
+
+def test_failed_downloads_are_tried_again(server, plain, tmp_path, monkeypatch):
+    waits = []
+    Flaky.failures = 4
+    in_process(monkeypatch, server, tmp_path, waits)
+    assert digests(tmp_path) == digests(plain) and [w for w in waits if w >= 1]
+
+
+def test_a_server_that_stays_away_ends_in_a_sentence(server, tmp_path, monkeypatch):
+    Flaky.failures = 10**6
+    waits = []
+    with pytest.raises(fineweb_edu.DataError, match="run the same command again to continue"):
+        in_process(monkeypatch, server, tmp_path, waits)
+    Flaky.failures = 0
+    assert {1, 2, 4, 8, 16, 32} <= set(waits)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/novels-*.parquet")
+def test_parquet_through_gpt2_gives_every_token(tmp_path):
+    novels = sorted((SHARED / "data").glob("novels-*.parquet"))
+    try:
+        load_tokenizer("gpt2")
+    except ValueError as error:
+        pytest.skip(str(error))
+    args = ["--input", *novels, "--local_dir", tmp_path, "--shard_size", 1_000_000]
+    script("data/fineweb-edu.py", *args)
+    tokens = [s.open() for split in ("train", "val") for s in find_shards(tmp_path, split)]
+    assert sum(map(len, tokens)) == 11_617_125 + 8_577
+    assert sum(int((t == 50256).sum()) for t in tokens) == 8_577

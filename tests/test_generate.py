@@ -1,0 +1,81 @@
+import pytest
+import torch
+
+from model.config import GPTConfig
+from model.generate import choose, complete, generate
+from model.gpt import GPT
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32)).eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.normal_(0, 0.3)  # far from uniform, so that wrong positions would show
+    return model
+
+
+def tokens(model, prompt, n, **options):
+    rows = list(generate(model, torch.tensor(prompt), n, **options))
+    return torch.stack(rows, 1).tolist()
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}])
+def test_the_cache_changes_no_token_also_beyond_the_context(model, options):
+    prompt = [[1, 2, 3], [4, 5, 6]]
+    with_cache = tokens(model, prompt, 60, **options)
+    assert with_cache == tokens(model, prompt, 60, use_cache=False, **options)
+    assert len(set(with_cache[0])) > 1
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
+    three = tokens(model, [[7]] * 3, 20, seed=5)
+    assert tokens(model, [[7]], 20, seed=5) == three[:1]
+    assert three[0] != three[1] != three[2]
+    assert tokens(model, [[7]], 20, seed=6) != three[:1]
+
+
+def test_greedy_takes_the_likeliest(model):
+    prompt = torch.tensor([[9, 8, 7]])
+    assert tokens(model, [[9, 8, 7]], 1, temperature=0) == [[model(prompt)[0, -1].argmax().item()]]
+
+
+def draw(logits, n=20_000, temperature=1.0, top_k=None, top_p=None):
+    uniform = (torch.arange(n) + 0.5) / n
+    ids = choose(logits.expand(n, -1), uniform, temperature, top_k, top_p)
+    return torch.bincount(ids, minlength=logits.numel()) / n
+
+
+def test_choice_follows_the_distribution_and_temperature():
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
+    for temperature in (0.5, 1.0, 2.0):
+        expected = (logits / temperature).softmax(-1)
+        torch.testing.assert_close(
+            draw(logits, temperature=temperature), expected, atol=1e-3, rtol=0
+        )
+
+
+def test_top_k_keeps_exactly_k_also_in_ties():
+    assert (draw(torch.tensor([1.0, 1.0, 1.0, 1.0]), top_k=2) > 0).sum() == 2
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    shares = draw(logits, top_p=0.6)
+    torch.testing.assert_close(shares, torch.tensor([0.625, 0.375, 0, 0]), atol=1e-3, rtol=0)
+    assert draw(logits, top_p=1e-9)[0] == 1
+
+
+def test_no_uniform_number_falls_off_the_end():
+    logits = torch.randn(4, 50257)
+    top = torch.full((4,), 1 - 2**-24)
+    ids = choose(logits, top, 1.0, None, None)
+    assert (ids < 50257).all() and (choose(logits, top, 1.0, None, 0.9) < 50257).all()
+
+
+def test_completion_ends_before_end_of_text(model):
+    (free,) = complete(model, [3], eot=-1, max_new_tokens=30, seed=2)
+    assert len(free) == 30
+    (cut,) = complete(model, [3], eot=free[10], max_new_tokens=30, seed=2)
+    assert cut == free[: free.index(free[10])]

@@ -1,0 +1,102 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.config import SIZES, GPTConfig, ModelError
+from model.gpt import GPT, KVCache
+from model.loss import CHUNK_BYTES
+
+
+def tiny(**changes):
+    torch.manual_seed(0)
+    shape = {"block_size": 16, "vocab_size": 257, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    return GPT(GPTConfig(**{**shape, **changes})).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_named_sizes_have_openai_s_parameter_counts(name, count):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**SIZES[name]))
+    assert model.num_parameters() == count
+    assert model.transformer.wte.weight.shape[0] == 50304
+
+
+def test_initialisation_follows_gpt2():
+    model = tiny(n_layer=8, n_embd=64)
+    assert model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    block = model.transformer.h[3]
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for projection in (block.attn.c_proj, block.mlp.c_proj):
+        assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_the_first_loss_is_near_ln_of_the_vocabulary():
+    model = tiny()
+    x = torch.randint(0, 257, (8, 16))
+    assert abs(model(x, x.roll(-1, 1)).item() - math.log(257)) < 0.1
+
+
+def test_no_token_sees_a_later_one():
+    model = tiny()
+    x = torch.randint(0, 257, (1, 16))
+    changed = x.clone()
+    changed[0, 9] = (x[0, 9] + 1) % 257
+    a, b = model(x), model(changed)
+    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
+
+
+def test_a_cache_filled_in_any_steps_gives_the_same_logits():
+    model = tiny()
+    x = torch.randint(0, 257, (3, 16))
+    cache = KVCache(16)
+    parts = [model.logits(model.hidden(part, cache)) for part in x.split([5, 4, 1, 1, 5], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 48, 1000])
+def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(monkeypatch, chunk_rows):
+    model = tiny()
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * chunk_rows * model.config.padded_vocab_size)
+    x, y = torch.randint(0, 257, (2, 3, 16))
+    y[0, :5] = -1  # does not count
+    ours = model(x, y)
+    (2 * ours).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    plain = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
+    (2 * plain).backward()
+    torch.testing.assert_close(ours, plain)
+    for mine, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
+    model = tiny()
+    with torch.no_grad():
+        model.transformer.wte.weight[257:] = 100.0  # would win every softmax
+    x, y = torch.randint(0, 257, (2, 3, 16))
+    loss = model(x, y)
+    loss.backward()
+    assert model(x).shape[-1] == 257 and loss.item() < 2 * math.log(257)
+    assert (model.transformer.wte.weight.grad[257:] == 0).all()
+
+
+@pytest.mark.parametrize("change", [{"n_head": 5}, {"n_layer": 0}, {"dropout": 1.0}])
+def test_shapes_that_cannot_be_are_named(change):
+    with pytest.raises(ModelError, match=next(iter(change))):
+        GPTConfig(**change)
+
+
+def test_more_tokens_than_the_context_are_refused():
+    with pytest.raises(ModelError, match="17 tokens do not fit the context of 16"):
+        tiny()(torch.zeros(1, 17, dtype=torch.long))

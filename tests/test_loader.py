@@ -1,0 +1,116 @@
+import itertools
+
+import numpy as np
+import pytest
+from conftest import script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.loader import (
+    Sequences,
+    Slicing,
+    TokenStream,
+    permute,
+    read_ahead,
+    step_sequences,
+    train_batches,
+)
+from data.shards import DataError, header
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 2**40), st.integers(0, 1000))
+def test_permute_is_a_permutation(n, seed, epoch):
+    assert sorted(permute(np.arange(n), n, seed, epoch)) == list(range(n))
+
+
+def test_permute_depends_on_seed_and_epoch_and_leaves_no_order():
+    n = 10_000
+    orders = [permute(np.arange(n), n, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    for a, b in itertools.combinations([np.arange(n), *orders], 2):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.04  # 4 standard deviations of a random order
+        assert (a == b).sum() < 10  # fixed points: Poisson with mean 1
+
+
+def test_permute_spreads_every_position_evenly():
+    first = np.array([permute(np.arange(8), 100, seed, 0) for seed in range(4000)])
+    for column in first.T:  # chi-squared over 100 cells: mean 99, standard deviation 14
+        assert ((np.bincount(column, minlength=100) - 40) ** 2 / 40).sum() < 170
+
+
+def folder_of(tmp_path, sizes, names="train_{:06d}.npy"):
+    tokens = np.arange(sum(sizes), dtype=np.uint16)
+    for i, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
+        path = tmp_path / names.format(i)
+        path.write_bytes(header(path.suffix, len(part)) + part.tobytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("names", ["edufineweb_train_{:06d}.npy", "fineweb_train_{:06d}.bin"])
+def test_sequences_run_across_shard_borders_and_only_the_last_is_cut(tmp_path, names):
+    stream = TokenStream(folder_of(tmp_path, [10, 3, 1, 30, 7], names), "train")
+    sequences = Sequences(stream, 4)
+    assert len(sequences) == 12  # 51 tokens: 12 sequences of 4 and a target, 2 left out
+    x, y = sequences.batch(np.arange(12))
+    assert x.ravel().tolist() == list(range(48)) and (y == x + 1).all()
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_step_is_the_same_sequences_for_any_slicing(micro, world):
+    ids = step_sequences(5, 24, 1000, seed=3)
+    shares = [Slicing(24, micro, rank, world).own(ids) for rank in range(world)]
+    assert sorted(np.concatenate([s.ravel() for s in shares])) == sorted(ids)
+
+
+def test_an_epoch_visits_everything_once_and_the_next_in_another_order():
+    n, batch = 103, 10
+    ids = np.concatenate([step_sequences(step, batch, n, seed=1) for step in range(21)])
+    assert sorted(ids[:n]) == list(range(n)) and sorted(ids[n : 2 * n]) == list(range(n))
+    assert ids[:n].tolist() != ids[n : 2 * n].tolist()
+
+
+def test_batches_from_the_middle_equal_those_from_the_start(tmp_path):
+    sequences = Sequences(TokenStream(folder_of(tmp_path, [500, 500]), "train"), 8)
+    slicing = Slicing(8, 2)
+    whole = list(train_batches(sequences, slicing, 7, range(0, 30)))
+    resumed = list(train_batches(sequences, slicing, 7, range(20, 30)))
+    for a, b in zip(whole[20 * slicing.micro_steps :], resumed, strict=True):
+        assert (a[0] == b[0]).all() and (a[1] == b[1]).all()
+
+
+def test_ids_outside_the_vocabulary_are_named(tmp_path):
+    path = tmp_path / "train_000000.npy"
+    np.save(path, np.array([1, 2, 50257, 3] * 10, np.uint16))
+    with pytest.raises(DataError, match="train_000000.npy holds token id 50257"):
+        Sequences(TokenStream(tmp_path, "train"), 4).batch(np.arange(2))
+
+
+def test_too_few_tokens_is_a_sentence(tmp_path):
+    with pytest.raises(DataError, match="too few for one sequence"):
+        Sequences(TokenStream(folder_of(tmp_path, [8]), "train"), 8)
+
+
+def test_read_ahead_keeps_order_and_passes_errors_on():
+    def items():
+        yield from range(20)
+        raise DataError("broken shard")
+
+    got = []
+    with pytest.raises(DataError, match="broken shard"):
+        for item in read_ahead(items()):
+            got.append(item)
+    assert got == list(range(20))
+
+
+def test_verify_proves_the_order_and_finds_a_flipped_bit(shards, tmp_path):
+    done = script("-m", "data.loader", "--data_dir", shards, "--verify", "--block_size", 32)
+    assert "each exactly once per epoch for 1, 2, 3, 4, 8 processes" in done.stdout
+    for path in shards.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "train_000000.npy"
+    raw = bytearray(path.read_bytes())
+    raw[5000] ^= 1
+    path.write_bytes(raw)
+    done = script("-m", "data.loader", "--data_dir", tmp_path, "--verify", code=2)
+    assert "train_000000.npy" in done.stderr

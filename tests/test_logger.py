@@ -1,0 +1,52 @@
+import pytest
+from conftest import script
+
+from utils.logger import LogError, Logger, read_metrics
+
+ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
+
+
+def write(folder, start, steps, loss, **options):
+    logger = Logger(folder, start=start, total=9, is_main=True, **options)
+    for step in steps:
+        logger.train({**ROW, "loss": loss}, step)
+    logger.close()
+
+
+def test_rows_of_steps_run_again_replace_the_old_ones(tmp_path):
+    write(tmp_path, 0, range(1, 8), 1.0)
+    write(tmp_path, 3, range(4, 6), 2.0)  # resumed at 3, stopped at 5: 6 and 7 never were
+    rows = read_metrics(tmp_path)["train"]
+    assert [(r["step"], r["loss"]) for r in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
+
+
+def test_half_a_row_left_by_a_kill_is_dropped(tmp_path):
+    write(tmp_path, 0, range(1, 4), 1.0)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "spl')
+    write(tmp_path, 3, range(4, 6), 2.0)
+    assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [1, 2, 3, 4, 5]
+
+
+def test_overwrite_starts_the_file_anew_and_other_ranks_write_nothing(tmp_path):
+    write(tmp_path, 0, range(1, 4), 1.0)
+    write(tmp_path, 0, range(1, 2), 2.0, overwrite=True)
+    assert [r["loss"] for r in read_metrics(tmp_path)["train"]] == [2.0]
+    silent = Logger(tmp_path / "none", start=0, total=1, is_main=False)
+    silent.train(ROW, 1)
+    silent.say("nothing")
+    silent.close()
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\nnonsense\n')
+    with pytest.raises(LogError, match="line 2"):
+        read_metrics(tmp_path)
+
+
+def test_plot_draws_runs_over_each_other(trained, tmp_path):
+    out = tmp_path / "plots" / "a.png"
+    script("plot.py", "--log", trained / "logs", trained / "logs" / "metrics.jsonl", "--out", out)
+    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
+    assert "there is no" in script("plot.py", "--log", tmp_path / "none", code=2).stderr

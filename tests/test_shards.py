@@ -1,0 +1,93 @@
+import json
+
+import numpy as np
+import pytest
+
+from data.shards import DataError, ShardWriter, find_shards, header, inspect, write_manifest
+
+
+def write(folder, split, index, tokens, suffix=".npy"):
+    writer = ShardWriter(folder, split, index, suffix)
+    writer.append(np.asarray(tokens, np.uint16))
+    return writer.finish()
+
+
+def test_npy_shards_are_what_numpy_reads(tmp_path):
+    entry = write(tmp_path, "train", 0, range(1000))
+    array = np.load(tmp_path / entry["file"], mmap_mode="r")
+    assert array.dtype == np.uint16 and array.shape == (1000,) and array[999] == 999
+    assert (inspect(tmp_path / entry["file"]).open() == array).all()
+
+
+def test_bin_shards_are_llm_c_format(tmp_path):
+    entry = write(tmp_path, "val", 3, [5, 6, 50256], ".bin")
+    assert entry["file"] == "val_000003.bin"
+    raw = (tmp_path / entry["file"]).read_bytes()
+    assert np.frombuffer(raw[:12], "<i4").tolist() == [20240520, 1, 3] and len(raw) == 1024 + 6
+    assert inspect(tmp_path / entry["file"]).open().tolist() == [5, 6, 50256]
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+def test_a_continued_shard_equals_one_written_at_once(tmp_path, suffix):
+    whole = write(tmp_path, "train", 0, range(100), suffix)
+    first = ShardWriter(tmp_path, "train", 1, suffix)
+    first.append(np.arange(70, dtype=np.uint16))
+    first.sync()  # 40 of these 70 are in the manifest; then a kill
+    second = ShardWriter(tmp_path, "train", 1, suffix, start=40)
+    second.append(np.arange(40, 100, dtype=np.uint16))
+    assert second.finish()["sha256"] == whole["sha256"]
+
+
+def test_an_unfinished_shard_is_not_seen(tmp_path):
+    write(tmp_path, "train", 0, range(10))
+    ShardWriter(tmp_path, "train", 1, ".npy").append(np.arange(5, dtype=np.uint16))
+    assert [s.path.name for s in find_shards(tmp_path, "train")] == ["train_000000.npy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train_0.npy", b"", "is not a .npy file"),
+        ("train_0.npy", b"not numpy at all", "is not a .npy file"),
+        ("train_0.npy", header(".npy", 100) + b"\0" * 199, "promises 100 tokens"),
+        ("train_0.bin", header(".bin", 100) + b"\0" * 202, "promises 100 tokens"),
+        ("train_0.bin", b"\0" * 4096, "llm.c's header"),
+        ("train_0.bin", b"short", "llm.c's header"),
+    ],
+)
+def test_a_broken_shard_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        find_shards(tmp_path, "train")
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize("array", [np.zeros(4, np.int32), np.zeros((2, 2), np.uint16)])
+def test_a_shard_of_another_dtype_or_shape_is_refused(tmp_path, array):
+    np.save(tmp_path / "train_0.npy", array)
+    with pytest.raises(DataError, match="one row of uint16"):
+        find_shards(tmp_path, "train")
+
+
+def test_missing_and_empty_folders_say_what_to_do(tmp_path):
+    with pytest.raises(DataError, match="python data/fineweb-edu.py"):
+        find_shards(tmp_path / "nothing", "train")
+    with pytest.raises(DataError, match="holds no val shards"):
+        find_shards(tmp_path, "val")
+
+
+def test_a_shard_that_the_manifest_lists_may_not_be_missing(tmp_path):
+    entries = [write(tmp_path, "train", i, range(10)) for i in range(2)]
+    manifest = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "shards": entries}
+    write_manifest(tmp_path, manifest)
+    (tmp_path / "train_000001.npy").unlink()
+    with pytest.raises(DataError, match="train_000001.npy is missing"):
+        find_shards(tmp_path, "train")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"shards": 3})])
+def test_a_damaged_manifest_is_named(tmp_path, text):
+    write(tmp_path, "train", 0, range(10))
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match="manifest.json is damaged"):
+        find_shards(tmp_path, "train")

@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+
+from data.shards import DataError
+from data.tokenizer import GPT2Tokenizer, bytes_per_token, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    try:
+        return GPT2Tokenizer()
+    except DataError as error:
+        pytest.skip(str(error))
+
+
+def test_bytes_round_trip_any_text():
+    tokenizer = load_tokenizer("bytes")
+    text = "def naïve(): return '🐍'\n\x00"
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint16 and ids.max() < 256
+    assert tokenizer.decode_bytes([tokenizer.eot, *ids.tolist()]).decode() == text
+
+
+def test_gpt2_round_trip_and_special_tokens_are_plain_text(gpt2):
+    text = "Hello <|endoftext|> naïve 🐍"
+    ids = gpt2.encode(text)
+    assert gpt2.eot not in ids
+    assert gpt2.decode_bytes(ids.tolist()).decode() == text
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+
+
+def test_bytes_per_token_adds_up_to_the_text(gpt2):
+    text = "The quick brown fox, naïve 🐍.\n\n  indented"
+    table = bytes_per_token(gpt2)
+    assert table[gpt2.encode(text)].sum() == len(text.encode())
+    assert table[gpt2.eot] == 0 and len(table) == 50257
+
+
+def test_unknown_tokenizer_is_named():
+    with pytest.raises(DataError, match="no tokenizer is called 'bert'"):
+        load_tokenizer("bert")

@@ -1,0 +1,212 @@
+import json
+import math
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import kill, losses, script, start, torchrun, train_args
+
+from data.shards import header
+from utils.checkpoint import join_float32, load_checkpoint
+
+GOLDEN_LOSS = 1.0  # of step 50
+
+
+def weights(run, name="model_last.pt"):
+    state = load_checkpoint(run / "checkpoints" / name)
+    return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}
+
+
+def same_weights(a, b):
+    a, b = weights(a), weights(b)
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run_until(process, condition, timeout=120):
+    began = time.monotonic()
+    while not condition() and time.monotonic() - began < timeout:
+        assert process.poll() is None, "ended before it was stopped"
+        time.sleep(0.01)
+
+
+def rows_written(run):
+    path = run / "logs" / "metrics.jsonl"
+    return path.read_text().count('"train"') if path.exists() else 0
+
+
+def test_killed_and_resumed_equals_never_stopped_to_the_bit(shards, trained, tmp_path):
+    process = start(*train_args(shards, tmp_path, 20, "--save_every", 10))
+    run_until(process, lambda: rows_written(tmp_path) >= 13)
+    kill(process)
+    assert load_checkpoint(tmp_path / "checkpoints" / "model_last.pt")["step"] == 10
+    script(*train_args(shards, tmp_path, 20, "--save_every", 10, "--resume", "auto"))
+    assert losses(tmp_path) == losses(trained) and len(losses(trained)) == 20
+    assert losses(tmp_path, "val") == losses(trained, "val")
+    assert same_weights(tmp_path, trained)
+
+
+@pytest.fixture(scope="module")
+def halfway(shards, tmp_path_factory):
+    """The same run as `trained`, stopped by SIGTERM somewhere before its end."""
+    run = tmp_path_factory.mktemp("halfway")
+    process = start(*train_args(shards, run, 20, "--save_every", 10))
+    run_until(process, lambda: rows_written(run) >= 7)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    return run
+
+
+def copy(run, to):
+    for path in run.rglob("*.*"):
+        target = to / path.relative_to(run)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+
+
+def test_sigterm_finishes_the_step_saves_and_exits(shards, trained, halfway, tmp_path):
+    step = load_checkpoint(halfway / "checkpoints" / "model_last.pt")["step"]
+    assert step == max(losses(halfway)) and 7 <= step < 20
+    copy(halfway, tmp_path)
+    script(*train_args(shards, tmp_path, 20, "--save_every", 10, "--resume", "auto"))
+    assert losses(tmp_path) == losses(trained) and same_weights(tmp_path, trained)
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(1, 16), (2, 2)])
+def test_resumed_with_other_slicing_goes_on_alike(
+    shards, trained, halfway, tmp_path, processes, micro
+):
+    copy(halfway, tmp_path)
+    args = train_args(shards, tmp_path, 20, "--micro_batch_size", micro, "--resume", "auto")
+    script(*args) if processes == 1 else torchrun(processes, *args)
+    a, b = losses(tmp_path), losses(trained)
+    assert max(abs(a[s] - b[s]) for s in b) < 1e-4 and len(a) == 20
+
+
+def test_two_processes_with_accumulation_equal_one(shards, trained, tmp_path):
+    torchrun(2, *train_args(shards, tmp_path, 20, "--micro_batch_size", 2))
+    a, b = losses(tmp_path), losses(trained)
+    assert max(abs(a[s] - b[s]) for s in range(1, 11)) < 1e-5
+    val_a, val_b = losses(tmp_path, "val"), losses(trained, "val")
+    assert max(abs(val_a[s] - val_b[s]) for s in val_b) < 1e-4
+
+
+def test_ten_kills_at_random_moments_change_nothing(shards, trained, tmp_path):
+    rng = random.Random(5)
+    args = train_args(shards, tmp_path, 20, "--save_every", 1, "--keep_last", 3, "--resume", "auto")
+    for _ in range(10):
+        before = rows_written(tmp_path)
+        process = start(*args)
+        run_until(process, lambda n=before: rows_written(tmp_path) > n)
+        time.sleep(rng.uniform(0, 0.05))
+        kill(process)
+        for path in (tmp_path / "checkpoints").glob("*.pt"):
+            load_checkpoint(path)
+    script(*args)
+    assert losses(tmp_path) == losses(trained) and same_weights(tmp_path, trained)
+    assert len(list((tmp_path / "checkpoints").glob("model_step_*.pt"))) == 3
+
+
+def test_golden_run_reaches_the_recorded_loss(shards, tmp_path):
+    script(*train_args(shards, tmp_path, 50))
+    found = losses(tmp_path)
+    assert abs(found[1] - math.log(257)) < 0.1
+    assert found[50] == pytest.approx(GOLDEN_LOSS, rel=0.01)
+
+
+def test_compiled_training_with_evaluation_and_samples_in_the_loop(shards, trained, tmp_path):
+    args = train_args(shards, tmp_path, 20, "--use_torch_compile", "--sample_every", 10)
+    script(*args, timeout=400)
+    a, b = losses(tmp_path), losses(trained)
+    assert max(abs(a[s] - b[s]) for s in b) < 1e-3
+    assert (tmp_path / "logs" / "samples.txt").read_text().count("--- step") == 2
+
+
+def test_dropout_resumes_to_the_bit(shards, tmp_path):
+    extra = ["--dropout", 0.2, "--save_every", 5, "--keep_last", 2]
+    script(*train_args(shards, tmp_path, 10, *extra))
+    whole = losses(tmp_path)
+    middle = tmp_path / "checkpoints" / "model_step_000005.pt"
+    script(*train_args(shards, tmp_path, 10, *extra, "--resume", middle))
+    assert losses(tmp_path) == whole and len(whole) == 10
+
+
+def test_settings_not_given_come_from_the_checkpoint(shards, tmp_path):
+    script(*train_args(shards, tmp_path, 4))
+    last = tmp_path / "checkpoints" / "model_last.pt"
+    script("train.py", "--resume", last, "--max_steps", 6)
+    assert sorted(losses(tmp_path)) == list(range(1, 7))
+    assert json.loads((tmp_path / "logs" / "config.json").read_text())["resumed_at_step"] == 4
+
+
+def test_rows_tell_what_happened(trained):
+    rows = [json.loads(line) for line in (trained / "logs" / "metrics.jsonl").open()]
+    train = [row for row in rows if row["split"] == "train"]
+    assert {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms"} <= set(
+        train[0]
+    )
+    assert train[-1]["tokens"] == 20 * 512 and train[-1]["mfu"] is None  # no peak known for a CPU
+    val = [row for row in rows if row["split"] == "val"]
+    assert [row["step"] for row in val] == [0, 10, 20]
+    assert val[-1]["bits_per_byte"] == pytest.approx(val[-1]["loss"] / math.log(2), rel=0.02)
+
+
+def files(run):
+    return {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+def bad(args, message, run=None):
+    """One sentence, exit code 2, nothing written and nothing lost."""
+    before = files(run) if run else None
+    done = script(*args, code=2)
+    assert message in done.stderr + done.stdout, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+    if run:
+        assert files(run) == before
+
+
+def test_bad_settings_are_sentences(shards, trained, tmp_path):
+    def args(*extra, data=shards):
+        return train_args(data, tmp_path / "new", 4, *extra)
+
+    bad(args(data=tmp_path / "nothing"), "there is no folder")
+    bad(args("--total_batch_size", 500), "does not divide by")
+    bad(args("--max_step", 5), "--max_steps")
+    bad(args("--n_head", 5), "does not divide by n_head")
+    bad(args("--device", "cuda:7"), "is not here")
+    bad(args("--min_lr", 1), "--min_lr")
+    bad(args("--resume", tmp_path / "no.pt"), "there is no checkpoint")
+    bad(args("--resume", shards / "manifest.json"), "damaged or not a checkpoint")
+    last = trained / "checkpoints" / "model_last.pt"
+    bad(args("--resume", last, "--n_layer", 3), "another shape")
+    assert not (tmp_path / "new").exists()
+    bad(train_args(shards, trained, 4), "checkpoints of another run", trained)
+
+
+def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
+    def folder(name, train_bytes, manifest=None):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "train_000000.npy").write_bytes(train_bytes)
+        (path / "val_000000.npy").write_bytes(tokens(np.zeros(100)))
+        if manifest:
+            (path / "manifest.json").write_text(json.dumps({"shards": [], **manifest}))
+        return path
+
+    def tokens(array):
+        return header(".npy", len(array)) + array.astype("<u2").tobytes()
+
+    def args(data, *extra):
+        return train_args(data, tmp_path / "new", 4, *extra)
+
+    as_bytes = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256}
+    bad(args(folder("cut", tokens(np.zeros(5000))[:-1001])), "promises 5,000 tokens")
+    bad(args(folder("ids", tokens(np.full(5000, 300)), as_bytes)), "token id 300")
+    bad(args(folder("short", tokens(np.zeros(9)))), "too few for one sequence")
+    foreign = folder("gpt2", tokens(np.zeros(5000)))
+    last = trained / "checkpoints" / "model_last.pt"
+    bad(args(foreign, "--resume", last), "tokens")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# bash train.sh demo     a small GPT on the Python standard library's source: offline, any machine,
+#                        minutes; needs pip alone
+# bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on every
+#                        visible GPU; FLAGS go to train.py. Killed, it continues where it was.
+set -euo pipefail
+cd "$(dirname "$0")"
+. scripts/env.sh requirements.txt
+
+if [ "${1:-}" = demo ]; then
+  shift
+  run=runs/demo
+  python data/fineweb-edu.py --tokenizer bytes --local_dir data/stdlib --val_fraction 0.05 \
+    --input "$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')"
+  python train.py --data_dir data/stdlib --checkpoint_dir $run/checkpoints --log_dir $run/logs \
+    --overwrite --n_layer 4 --n_head 4 --n_embd 192 --block_size 256 --micro_batch_size 16 \
+    --total_batch_size 4096 --max_steps 900 --warmup_steps 50 --max_lr 3e-3 --beta2 0.99 \
+    --eval_every 100 --val_tokens 262144 --save_every 300 --sample_every 0 "$@"
+  python plot.py --log $run/logs --out $run/loss.png
+  echo "--- what it writes after \"def \":"
+  python sample.py --checkpoint $run/checkpoints/model_best.pt --prompt "def " --num_samples 2 \
+    --max_new_tokens 300 --temperature 0.7
+  echo "--- checkpoints and logs are in $run, the loss curve is $run/loss.png"
+  exit
+fi
+
+data=data/edu_fineweb10B
+python data/fineweb-edu.py --local_dir $data
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -gt 1 ]; then
+  launch="torchrun --standalone --nproc_per_node=$gpus"
+else
+  launch=python
+fi
+exec $launch train.py --data_dir $data --resume auto "$@"
