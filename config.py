@@ -36,7 +36,8 @@ class DataConfig:
     remote_name: str = "sample-10BT"
     """Configuration of the dataset: sample-10BT, sample-100BT, sample-350BT, default, ..."""
     input: tuple[str, ...] = ()
-    """Read these instead: files, folders or URLs of .parquet, .jsonl, .txt or .py."""
+    """Read these instead: files or folders of .parquet, .jsonl, .txt, .py (or URLs, with
+    fsspec[http] installed)."""
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download."""
     shard_size: int = 100_000_000

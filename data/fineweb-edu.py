@@ -107,7 +107,7 @@ def read_documents(config: DataConfig, state: dict | None) -> Iterator[tuple[dic
             what = " ".join(config.input[:3]) or f"{config.dataset} {config.remote_name}"
             if isinstance(error, MemoryError):
                 raise
-            if not remote or isinstance(error, FileNotFoundError | ValueError):
+            if not remote or isinstance(error, FileNotFoundError | ValueError | ImportError):
                 raise DataError(f"{what} cannot be read ({reason[:300]})") from error
             failures += 1
             if failures > RETRIES:
