@@ -132,6 +132,8 @@ class TrainConfig:
             for name in names.split():
                 if not getattr(self, name) >= least:
                     raise ConfigError(f"--{name} {getattr(self, name)} must be at least {least}")
+        if self.seed >= 2**31:
+            raise ConfigError(f"--seed {self.seed} must be below {2**31}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ConfigError("--beta1 and --beta2 must be at least 0 and below 1")
         if not 0 <= self.floor_lr <= self.max_lr:
@@ -224,8 +226,8 @@ def exit_with_sentence(work: Callable[[], None]) -> None:
     try:
         work()
     except USER_ERRORS as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK")
+        print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,20 +50,21 @@ def settings() -> tuple[TrainConfig, dict | None]:
     if path is not None:
         saved = ckpt.load_checkpoint(path)
         config = parse(TrainConfig, default=TrainConfig.from_dict(saved["train_config"]))
-        if config.model_config(saved["model_config"].get("vocab_size")) != ckpt.model_config(
-            saved, path
-        ):
+        shape = ckpt.model_config(saved, path)
+        if config.model_config(shape.vocab_size) != replace(shape, dropout=config.dropout):
             raise ConfigError(
                 f"{path} holds a model of another shape ({saved['model_config']}); leave out the "
                 "flags that change it, or start a new run in another --checkpoint_dir"
             )
     config.check()
-    newest = ckpt.find_newest(config.checkpoint_dir)
-    if newest is not None and not config.overwrite:
+    folder = config.checkpoint_dir
+    newest = ckpt.find_newest(folder)
+    going_back = path is not None and path.resolve().parent == folder.resolve()
+    if newest is not None and not going_back and not config.overwrite:
         if saved is None or ckpt.load_checkpoint(newest)["run_id"] != saved["run_id"]:
             raise ConfigError(
-                f"{config.checkpoint_dir} holds the checkpoints of another run; continue it with "
-                "--resume auto, give another --checkpoint_dir, or replace it with --overwrite"
+                f"{folder} holds the checkpoints of another run; continue it with --resume auto, "
+                "give another --checkpoint_dir, or replace it with --overwrite"
             )
     if config.resume is None and has_rows(config.log_dir) and not config.overwrite:
         raise ConfigError(

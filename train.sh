@@ -32,4 +32,5 @@ if [ "$gpus" -gt 1 ]; then
 else
   launch=python
 fi
+[ "$gpus" -eq 0 ] || set -- --use_torch_compile "$@"
 exec $launch train.py --data_dir $data --resume auto "$@"

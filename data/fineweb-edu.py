@@ -105,9 +105,8 @@ def read_documents(config: DataConfig, state: dict | None) -> Iterator[tuple[dic
         except Exception as error:  # whatever datasets, its file systems and parsers raise
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             what = " ".join(config.input[:3]) or f"{config.dataset} {config.remote_name}"
-            if isinstance(error, MemoryError):
-                raise
-            if not remote or isinstance(error, FileNotFoundError | ValueError | ImportError):
+            final = isinstance(error, ValueError | ImportError | MemoryError)
+            if not remote or final or type(error).__name__ == "DatasetNotFoundError":
                 raise DataError(f"{what} cannot be read ({reason[:300]})") from error
             failures += 1
             if failures > RETRIES:

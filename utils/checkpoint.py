@@ -12,6 +12,7 @@ is that of the whole model: any file resumes on any number of processes.
 
 import os
 import pickle
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -91,7 +92,11 @@ def keep_numbered(folder: Path, step: int, keep: int) -> None:
     if keep:
         link = folder / NUMBERED.format(step)
         link.unlink(missing_ok=True)
-        os.link(folder / LAST, link)  # model_last.pt is replaced, never rewritten
+        try:
+            os.link(folder / LAST, link)  # model_last.pt is replaced, never rewritten
+        except OSError:  # a file system without hard links
+            with open(folder / LAST, "rb") as last, atomic_write(link) as copy:
+                shutil.copyfileobj(last, copy)
         for old in numbered(folder)[:-keep]:
             old.unlink()
         sync_folder(folder)

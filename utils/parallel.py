@@ -46,9 +46,5 @@ def load_optimizer_state(
         for key, value in values.items():
             if value.dim() and value.shape != parameters[name].shape:
                 raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}")
-        device = parameters[name].device
-        optimizer.state[parameters[name]] = {
-            # a step count stays where the optimizer keeps it: beside the parameter if fused
-            key: value.clone().to(device)
-            for key, value in values.items()
-        }
+        device = parameters[name].device  # the fused optimizer keeps its step count there too
+        optimizer.state[parameters[name]] = {k: v.clone().to(device) for k, v in values.items()}
