@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real text for those who have it; never needed
+if (SHARED / "tiktoken").is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
 SMALL = (
     "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --micro_batch_size 4 "
     "--total_batch_size 512 --max_lr 3e-3 --warmup_steps 5 --device cpu --dtype float32 "

@@ -94,20 +94,22 @@ def test_two_processes_with_accumulation_equal_one(shards, trained, tmp_path):
     assert max(abs(val_a[s] - val_b[s]) for s in val_b) < 1e-4
 
 
-def test_ten_kills_at_random_moments_change_nothing(shards, trained, tmp_path):
-    rng = random.Random(5)
-    args = train_args(shards, tmp_path, 20, "--save_every", 1, "--keep_last", 3, "--resume", "auto")
+def test_ten_kills_at_random_moments_change_nothing(shards, tmp_path):
+    whole, run, rng = tmp_path / "whole", tmp_path / "run", random.Random(5)
+    script(*train_args(shards, whole, 200, "--save_every", 0))
+    args = train_args(shards, run, 200, "--save_every", 1, "--keep_last", 3, "--resume", "auto")
     for _ in range(10):
-        before = rows_written(tmp_path)
+        before = rows_written(run)
         process = start(*args)
-        run_until(process, lambda n=before: rows_written(tmp_path) > n)
-        time.sleep(rng.uniform(0, 0.05))
+        run_until(process, lambda n=before: rows_written(run) > n)
+        time.sleep(rng.uniform(0, 0.15))
         kill(process)
-        for path in (tmp_path / "checkpoints").glob("*.pt"):
+        assert len(losses(run)) < 200  # the kill came before the end
+        for path in (run / "checkpoints").glob("*.pt"):
             load_checkpoint(path)
     script(*args)
-    assert losses(tmp_path) == losses(trained) and same_weights(tmp_path, trained)
-    assert len(list((tmp_path / "checkpoints").glob("model_step_*.pt"))) == 3
+    assert losses(run) == losses(whole) and same_weights(run, whole)
+    assert len(list((run / "checkpoints").glob("model_step_*.pt"))) == 3
 
 
 def test_golden_run_reaches_the_recorded_loss(shards, tmp_path):

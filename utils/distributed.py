@@ -62,7 +62,10 @@ def start(device: str) -> Process:
         torch.cuda.set_device(process.device)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not bfloat16
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if process.device.type == "cuda" else "gloo")
+        if process.device.type == "cuda":
+            dist.init_process_group("nccl", device_id=process.device)
+        else:
+            dist.init_process_group("gloo")
     return process
 
 
