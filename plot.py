@@ -23,7 +23,7 @@ STYLES = ("-", "--", "-.", ":")
 def label_of(path: Path) -> str:
     """What tells a run from the others: the folder of its log, or the one above a plain logs/."""
     folder = path if path.is_dir() else path.parent
-    return folder.resolve().parent.name if folder.name in ("logs", "l") else folder.name
+    return folder.resolve().parent.name if folder.name == "logs" else folder.name
 
 
 def draw_loss(axes: plt.Axes, runs: dict[str, dict]) -> None:

@@ -142,9 +142,8 @@ def main() -> None:
         if saved["step"] > config.max_steps:
             raise ConfigError(f"{config.resume} is at step {start}, after --max_steps")
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
-    module = parallel.wrap(model, process)
-    if config.use_torch_compile:
-        module = torch.compile(module)
+    wrapped = parallel.wrap(model, process)
+    module = torch.compile(wrapped) if config.use_torch_compile else wrapped
 
     batches = read_ahead(
         to_device(
@@ -152,6 +151,8 @@ def main() -> None:
         )
     )
     first = next(batches, None)  # shards that cannot be read are found before anything is written
+    if config.overwrite and not saved and process.is_main:
+        ckpt.remove_all(config.checkpoint_dir)
     logger = Logger(
         config.log_dir,
         start=start,
@@ -176,6 +177,12 @@ def main() -> None:
         + (f"; resumed at step {start}" if saved else "")
     )
 
+    if saved and saved["train_tokens"] != len(train.stream):
+        logger.say(
+            f"warning: the checkpoint was trained on {saved['train_tokens']:,} train tokens; with "
+            "other data the order from here on is another one"
+        )
+
     def save(name: str, step: int) -> None:
         if process.is_main:
             ckpt.save_checkpoint(
@@ -189,6 +196,7 @@ def main() -> None:
                 run_id=run_id,
                 model_config=ckpt.describe(model.config),
                 tokenizer=tokenizer_name,
+                train_tokens=len(train.stream),
                 train_config=config.to_dict(),
             )
 
@@ -245,7 +253,7 @@ def main() -> None:
             idx, targets = first if first is not None else next(batches)
             first = None
             waited += time.perf_counter() - asked
-            with parallel.accumulating(module, last=micro_step == accumulation - 1):
+            with parallel.accumulating(wrapped, last=micro_step == accumulation - 1):
                 with distributed.autocast(device, dtype):
                     loss = module(idx, targets) / accumulation
                 loss.backward()

@@ -168,7 +168,16 @@ class Sharder:
             "val_fraction": config.val_fraction,
         }
         fresh = {"shards": [], "complete": False, "state": None, "documents": 0, "skipped": {}}
-        self.manifest = read_manifest(self.folder) or {**settings, **fresh}
+        self.manifest = read_manifest(self.folder)
+        if self.manifest is None:
+            foreign = [p for p in self.folder.iterdir() if p.suffix in (".npy", ".bin")]
+            if foreign:
+                raise DataError(
+                    f"{self.folder} holds shards of another origin ({foreign[0].name}, "
+                    f"no {MANIFEST}); train on them as they are, or give another --local_dir"
+                )
+            self.manifest = {**settings, **fresh}
+            write_manifest(self.folder, self.manifest)
         for key, value in settings.items():
             if self.manifest.get(key) != value:
                 raise DataError(
@@ -181,13 +190,23 @@ class Sharder:
                 self.folder, split, done["index"], f".{config.format}", done["tokens"]
             )
             for split, done in state.get("open", {}).items()
-            if not self.full
+            if not self.done
         }
 
     @property
     def full(self) -> bool:
-        """Nothing is left to do: the source has ended or max_shards are there."""
-        return self.manifest["complete"] or self.train_shards == self.config.max_shards
+        """Nothing is left to read: the source has ended or max_shards are there."""
+        allowed = self.config.max_shards
+        return self.manifest["complete"] or (allowed is not None and self.train_shards >= allowed)
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to do: full, and the short shards it ended with are in their places."""
+        unfinished = (self.manifest["state"] or {}).get("open", {})
+        names = {f"{s}_{o['index']:06d}.{self.config.format}" for s, o in unfinished.items()}
+        listed = {s["file"] for s in self.manifest["shards"]}
+        in_place = names <= listed and all((self.folder / name).exists() for name in names)
+        return self.manifest["complete"] or (self.full and in_place)
 
     @property
     def train_shards(self) -> int:
@@ -296,10 +315,11 @@ def main(config: DataConfig) -> None:
         config.local_dir.mkdir(parents=True, exist_ok=True)
         sharder = Sharder(config, tokenizer)
         before = sharder.tokens
-        if not sharder.full:
+        if not sharder.done:
             sharder.reopen()
             before = sharder.tokens
-            sharder.end(complete=shard(config, sharder, tokenizer))
+            complete = False if sharder.full else shard(config, sharder, tokenizer)
+            sharder.end(complete)
     except OSError as error:
         raise DataError(
             f"writing to {config.local_dir} failed ({error.strerror}); whole shards are safe: "

@@ -105,7 +105,7 @@ class Sequences:
         """Inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
         T = self.block_size
         rows = np.stack([self.stream.read(int(w) * T, T + 1) for w in ids])
-        return rows[:, :-1], rows[:, 1:]
+        return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 
 def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:

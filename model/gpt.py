@@ -156,4 +156,5 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x)
         weight, V = self.transformer.wte.weight, self.config.vocab_size
-        return HeadCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), V)
+        with_grad = torch.is_grad_enabled()
+        return HeadCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), V, with_grad)

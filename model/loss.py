@@ -11,24 +11,26 @@ class HeadCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of x @ weight.T against targets, in nats.
 
     x (N, C), weight (padded V, C), targets (N,) with -1 for tokens that do not count; rows of the
-    weight from `vocab_size` on are padding. The gradients are made in the forward pass, while a
-    chunk's logits are there; the backward pass scales them. Products run in the autocast dtype,
-    everything after them in float32, as in the plain F.linear + F.cross_entropy.
+    weight from `vocab_size` on are padding. If `with_grad`, the gradients are
+    made in the forward pass, while a chunk's logits are there; the backward pass scales them.
+    Products run in the autocast dtype, everything after them in float32, as in the
+    plain F.linear + F.cross_entropy.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_grad: bool
+    ) -> Tensor:
         device = x.device.type
         dtype = x.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        ctx.with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         with torch.autocast(device, enabled=False):
             low_x, low_weight = x.to(dtype), weight.to(dtype)
             counted = targets >= 0
             count = counted.sum()
             total = torch.zeros((), device=x.device)
-            if ctx.with_grad:
+            if with_grad:
                 grad_x = torch.empty_like(x)
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             rows = max(1, CHUNK_BYTES.get(device, 2**30) // (4 * len(weight)))
@@ -38,17 +40,17 @@ class HeadCrossEntropy(torch.autograd.Function):
                 log_p = logits.log_softmax(-1)
                 own = targets[part].clamp(min=0).unsqueeze(-1)
                 total -= (log_p.gather(-1, own).squeeze(-1) * counted[part]).sum()
-                if ctx.with_grad:  # softmax minus the target's one, over the count
+                if with_grad:  # softmax minus the target's one, over the count
                     grad = log_p.exp_()
                     grad.scatter_add_(-1, own, torch.full_like(own, -1, dtype=grad.dtype))
                     grad = grad.mul_((counted[part] / count).unsqueeze(-1)).to(dtype)
                     grad_x[part] = grad @ low_weight
                     grad_weight += grad.T @ low_x[part]
-        if ctx.with_grad:
+        if with_grad:
             ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
         return total / count
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, grad_weight * grad_loss, None, None
+        return grad_x * grad_loss, grad_weight * grad_loss, None, None, None

@@ -102,6 +102,26 @@ def test_killed_between_rename_and_manifest_continues(corpus, plain, tmp_path):
     assert digests(tmp_path) == digests(plain)
 
 
+def test_killed_while_ending_at_max_shards_still_gets_its_val_shard(corpus, plain, tmp_path):
+    shard(corpus, tmp_path, "--max_shards", 3)
+    whole = digests(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (val,) = [s for s in manifest["shards"] if s["split"] == "val" and s["tokens"] < 20_001]
+    manifest["shards"].remove(val)  # as after a kill between the last shard and the end
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / val["file"]).rename(tmp_path / (val["file"] + ".tmp"))
+    shard(corpus, tmp_path, "--max_shards", 3)
+    assert digests(tmp_path) == whole
+    shard(corpus, tmp_path, "--max_shards", 2)  # fewer than there are: nothing to do
+    assert digests(tmp_path) == whole
+
+
+def test_shards_of_another_origin_are_not_mixed_with_ours(corpus, tmp_path):
+    np.save(tmp_path / "edufineweb_train_000001.npy", np.zeros(10, np.uint16))
+    done = shard(corpus, tmp_path, code=2)
+    assert "another origin" in done.stderr and len(list(tmp_path.iterdir())) == 1
+
+
 def test_bin_holds_the_same_tokens(corpus, plain, tmp_path):
     shard(corpus, tmp_path, "--format", "bin")
     assert texts_in(tmp_path, "train") == texts_in(plain, "train")

@@ -156,6 +156,18 @@ def test_rows_tell_what_happened(trained):
     assert val[-1]["bits_per_byte"] == pytest.approx(val[-1]["loss"] / math.log(2), rel=0.02)
 
 
+def test_a_best_checkpoint_alone_is_another_run_s_and_overwriting_removes_all(shards, tmp_path):
+    script(*train_args(shards, tmp_path, 10, "--keep_last", 2, "--save_every", 4))
+    folder = tmp_path / "checkpoints"
+    (folder / "model_last.pt").unlink()
+    for path in folder.glob("model_step_*.pt"):
+        path.unlink()
+    bad(train_args(shards, tmp_path, 4), "checkpoints of another run", tmp_path)
+    old = load_checkpoint(folder / "model_best.pt")["run_id"]
+    script(*train_args(shards, tmp_path, 4, "--overwrite", "--eval_every", 0))
+    assert all(load_checkpoint(path)["run_id"] != old for path in folder.glob("*.pt"))
+
+
 def files(run):
     return {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
 

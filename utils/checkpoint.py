@@ -4,7 +4,7 @@
     model_low     the low 16 bits that bfloat16 drops, int16: both together are the float32 weights
     optimizer     state by parameter name
     step, tokens, best_loss, seed (with step, all there is to the random state), run_id
-    model_config, tokenizer, train_config, versions, format_version
+    model_config, tokenizer, train_tokens, train_config, versions, format_version
 
 Plain containers and tensors, so that torch.load(path, weights_only=True, mmap=True) reads it. State
 is that of the whole model: any file resumes on any number of processes.
@@ -36,6 +36,7 @@ TYPES = {
     "run_id": str,
     "model_config": dict,
     "tokenizer": str,
+    "train_tokens": int,
     "train_config": dict,
 }
 
@@ -108,9 +109,15 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The checkpoint that --resume auto continues, or None."""
-    last = folder / LAST
-    return last if last.exists() else next(reversed(numbered(folder)), None)
+    """The checkpoint that --resume auto continues: the last, else a numbered or the best one."""
+    candidates = [folder / LAST, *reversed(numbered(folder)), folder / BEST]
+    return next((path for path in candidates if path.exists()), None)
+
+
+def remove_all(folder: Path) -> None:
+    """Removes the checkpoints of a run that another one overwrites."""
+    for path in [folder / LAST, folder / BEST, *numbered(folder)]:
+        path.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path) -> dict:
