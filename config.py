@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
+import torch
 import tyro
 
 from data.shards import DataError
@@ -221,16 +222,29 @@ def parse(config_class: type[Config], default: Config | None = None) -> Config:
     return tyro.cli(config_class, use_underscores=True, console_outputs=not quiet, **given)
 
 
-def exit_with_sentence(work: Callable[[], None]) -> None:
-    """Runs a script's work: a user's mistake becomes one sentence and exit code 2."""
+def exit_with_sentence(work: Callable[[], None]) -> NoReturn:
+    """Runs a script's work and ends: a user's mistake becomes one sentence and exit code 2."""
+    message, code = "", 0
     try:
         work()
+    except SystemExit as end:
+        code = end.code or 0
     except USER_ERRORS as error:
+        message, code = str(error), 2
+    except torch.OutOfMemoryError as error:
+        message, code = f"{str(error).split('. ')[0]}; lower --micro_batch_size or --num_samples", 2
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    if message:
         rank = os.environ.get("RANK")
-        print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # not the interpreter's own end: the reader threads of datasets can hold it up, and gloo's abort
+    # it when they are still releasing a tensor (they need the lock that is being taken down)
+    os._exit(code)
 
 
-def run(main: Callable[[Config], None], config_class: type[Config]) -> None:
+def run(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
     """The last line of every script: parse the command line, work, end in a sentence."""
     exit_with_sentence(lambda: main(parse(config_class)))
