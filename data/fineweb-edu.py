@@ -8,7 +8,6 @@ bytes as if it had never been killed, with any number of workers.
 """
 
 import hashlib
-import os
 import sys
 import time
 from collections import deque
@@ -23,7 +22,8 @@ import numpy as np
 from tqdm import tqdm
 
 from config import ConfigError, DataConfig, run
-from data.shards import MANIFEST, DataError, ShardWriter, read_manifest, write_manifest
+from data.sharder import Sharder, locked
+from data.shards import MANIFEST, DataError
 from data.tokenizer import Tokenizer, load_tokenizer
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text", ".py": "text"}
@@ -54,7 +54,22 @@ def list_files(inputs: tuple[str, ...]) -> list[str]:
     return files
 
 
-def open_source(config: DataConfig):
+def digest_of(files: list[str]) -> str:
+    """Changes when a file is added, removed, renamed or resized."""
+    sizes = [(f, Path(f).stat().st_size if Path(f).is_file() else None) for f in files]
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()
+
+
+def hub_revision(config: DataConfig) -> str | None:
+    """The dataset's newest commit on the hub, None for what does not come from there."""
+    if config.input or Path(config.dataset).exists():
+        return None
+    from huggingface_hub import HfApi
+
+    return HfApi().dataset_info(config.dataset).sha
+
+
+def open_source(config: DataConfig, revision: str | None):
     """The documents as one streaming dataset with a single column "text"."""
     import datasets  # takes a second, so not before the command line is known to be right
 
@@ -62,7 +77,7 @@ def open_source(config: DataConfig):
     datasets.disable_progress_bars()
     if not config.input:
         stream = datasets.load_dataset(
-            config.dataset, config.remote_name, split="train", streaming=True
+            config.dataset, config.remote_name, split="train", streaming=True, revision=revision
         )
         return stream.select_columns(["text"])
     options = {"text": {"sample_by": "document", "encoding_errors": "replace"}}
@@ -78,27 +93,29 @@ def open_source(config: DataConfig):
 
 
 def read_documents(config: DataConfig, state: dict | None) -> Iterator[tuple[dict, list]]:
-    """Batches of texts, each with the state of the source before it; goes on from `state`.
+    """Batches of texts, each with the state of the source before it; goes on from `state`, at the
+    same commit of the dataset.
 
     A failed read from the network is tried again with growing pauses; DataError when it stays so.
     """
     remote = not config.input or any("://" in name for name in config.input)
+    revision, place = (state["revision"], state["place"]) if state else (None, None)
     failures = 0
     while True:
         try:
-            source = open_source(config)
-            if state is not None:
-                source.load_state_dict(state)
-            state = source.state_dict()
-            texts, chars = [], 0
+            revision = revision or hub_revision(config)
+            source = open_source(config, revision)
+            if place is not None:
+                source.load_state_dict(place)
+            place, texts, chars = source.state_dict(), [], 0
             for row in source:
                 texts.append(row["text"])
                 chars += len(row["text"] or "")
                 if chars >= TASK_CHARS or len(texts) == 1000:
-                    yield state, texts
-                    state, texts, chars, failures = source.state_dict(), [], 0, 0
+                    yield {"revision": revision, "place": place}, texts
+                    place, texts, chars, failures = source.state_dict(), [], 0, 0
             if texts:
-                yield state, texts
+                yield {"revision": revision, "place": place}, texts
             return
         except DataError:
             raise
@@ -106,7 +123,8 @@ def read_documents(config: DataConfig, state: dict | None) -> Iterator[tuple[dic
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             what = " ".join(config.input[:3]) or f"{config.dataset} {config.remote_name}"
             final = isinstance(error, ValueError | ImportError | MemoryError)
-            if not remote or final or type(error).__name__ == "DatasetNotFoundError":
+            missing = ("DatasetNotFoundError", "RepositoryNotFoundError", "GatedRepoError")
+            if not remote or final or type(error).__name__ in missing:
                 raise DataError(f"{what} cannot be read ({reason[:300]})") from error
             failures += 1
             if failures > RETRIES:
@@ -150,115 +168,6 @@ def tokenise(tokenizer: Tokenizer, val_fraction: float, texts: list) -> list:
         share = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") / 2**64
         out.append(("val" if share < val_fraction else "train", tokens))
     return out
-
-
-class Sharder:
-    """The shards being written, and the manifest that says how to go on after them."""
-
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        self.config, self.folder = config, config.local_dir
-        settings = {
-            "format_version": 1,
-            "tokenizer": tokenizer.name,
-            "vocab_size": tokenizer.vocab_size,
-            "eot": tokenizer.eot,
-            "source": list(config.input) or [config.dataset, config.remote_name],
-            "shard_size": config.shard_size,
-            "format": config.format,
-            "val_fraction": config.val_fraction,
-        }
-        fresh = {"shards": [], "complete": False, "state": None, "documents": 0, "skipped": {}}
-        self.manifest = read_manifest(self.folder)
-        if self.manifest is None:
-            foreign = [p for p in self.folder.iterdir() if p.suffix in (".npy", ".bin")]
-            if foreign:
-                raise DataError(
-                    f"{self.folder} holds shards of another origin ({foreign[0].name}, "
-                    f"no {MANIFEST}); train on them as they are, or give another --local_dir"
-                )
-            self.manifest = {**settings, **fresh}
-            write_manifest(self.folder, self.manifest)
-        for key, value in settings.items():
-            if self.manifest.get(key) != value:
-                raise DataError(
-                    f"{self.folder} holds shards made with {key} {self.manifest.get(key)}, not "
-                    f"{value}; give another --local_dir or empty that one"
-                )
-        state = self.manifest["state"] or {}
-        self.open = {
-            split: ShardWriter(
-                self.folder, split, done["index"], f".{config.format}", done["tokens"]
-            )
-            for split, done in state.get("open", {}).items()
-            if not self.done
-        }
-
-    @property
-    def full(self) -> bool:
-        """Nothing is left to read: the source has ended or max_shards are there."""
-        allowed = self.config.max_shards
-        return self.manifest["complete"] or (allowed is not None and self.train_shards >= allowed)
-
-    @property
-    def done(self) -> bool:
-        """Nothing is left to do: full, and the short shards it ended with are in their places."""
-        unfinished = (self.manifest["state"] or {}).get("open", {})
-        names = {f"{s}_{o['index']:06d}.{self.config.format}" for s, o in unfinished.items()}
-        listed = {s["file"] for s in self.manifest["shards"]}
-        in_place = names <= listed and all((self.folder / name).exists() for name in names)
-        return self.manifest["complete"] or (self.full and in_place)
-
-    @property
-    def train_shards(self) -> int:
-        """Train shards of full size."""
-        return sum(
-            s["split"] == "train" and s["tokens"] == self.config.shard_size
-            for s in self.manifest["shards"]
-        )
-
-    @property
-    def tokens(self) -> int:
-        return sum(w.tokens for w in self.open.values()) + sum(
-            s["tokens"] for s in self.manifest["shards"]
-        )
-
-    def reopen(self) -> None:
-        """Takes back the short shards that an earlier --max_shards ended with."""
-        names = {writer.path.name for writer in self.open.values()}
-        self.manifest["shards"] = [s for s in self.manifest["shards"] if s["file"] not in names]
-
-    def write(self, split: str, tokens: np.ndarray, start: int, position: dict) -> bool:
-        """Adds a document's tokens from `start` on. Whenever a shard is full, saves it with
-        `position` and how much of this document is done; False when that was the last allowed."""
-        while start < len(tokens):
-            if split not in self.open:
-                index = sum(s["split"] == split for s in self.manifest["shards"])
-                self.open[split] = ShardWriter(self.folder, split, index, f".{self.config.format}")
-            writer = self.open[split]
-            part = tokens[start : start + self.config.shard_size - writer.tokens]
-            writer.append(part)
-            start += len(part)
-            if writer.tokens == self.config.shard_size:
-                self.manifest["shards"].append(self.open.pop(split).finish())
-                self.save({**position, "tokens": start})
-                if self.full:
-                    return False
-        return True
-
-    def save(self, position: dict) -> None:
-        """Writes the manifest: where the source is, and how far the unfinished shards are."""
-        for writer in self.open.values():
-            writer.sync()
-        unfinished = {s: {"index": w.index, "tokens": w.tokens} for s, w in self.open.items()}
-        self.manifest["state"] = {**position, "open": unfinished}
-        write_manifest(self.folder, self.manifest)
-
-    def end(self, complete: bool) -> None:
-        """Finishes the shards that are not full; the saved state still knows them as open."""
-        for split in sorted(self.open):
-            self.manifest["shards"].append(self.open.pop(split).finish())
-        self.manifest["complete"] = complete
-        write_manifest(self.folder, self.manifest)
 
 
 def tokenised(config: DataConfig, tokenizer: Tokenizer, state: dict | None) -> Iterator[tuple]:
@@ -307,19 +216,29 @@ def main(config: DataConfig) -> None:
         raise ConfigError("--shard_size, --num_workers and --max_shards must be at least 1")
     if not 0 <= config.val_fraction < 1:
         raise ConfigError(f"--val_fraction {config.val_fraction} must be at least 0 and below 1")
-    if config.input:
-        list_files(config.input)  # before anything is written
     tokenizer = load_tokenizer(config.tokenizer)
+    settings = {
+        "format_version": 1,
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "source": list(config.input) or [config.dataset, config.remote_name],
+        "files_digest": digest_of(list_files(config.input)) if config.input else None,
+        "shard_size": config.shard_size,
+        "format": config.format,
+        "val_fraction": config.val_fraction,
+    }
     began = time.time()
     try:
         config.local_dir.mkdir(parents=True, exist_ok=True)
-        sharder = Sharder(config, tokenizer)
-        before = sharder.tokens
-        if not sharder.done:
-            sharder.reopen()
+        with locked(config.local_dir):
+            sharder = Sharder(config.local_dir, settings, config.max_shards)
             before = sharder.tokens
-            complete = False if sharder.full else shard(config, sharder, tokenizer)
-            sharder.end(complete)
+            if not sharder.done:
+                sharder.reopen()
+                before = sharder.tokens
+                complete = False if sharder.full else shard(config, sharder, tokenizer)
+                sharder.end(complete)
     except OSError as error:
         raise DataError(
             f"writing to {config.local_dir} failed ({error.strerror}); whole shards are safe: "
@@ -341,5 +260,3 @@ def main(config: DataConfig) -> None:
 
 if __name__ == "__main__":
     run(main, DataConfig)
-    sys.stdout.flush()
-    os._exit(0)  # datasets' reader threads can hold up the interpreter's own exit

@@ -1,19 +1,36 @@
 import hashlib
 import http.server
 import importlib
+import io
 import json
 import random
 import threading
 import time
 
+import hub
 import numpy as np
+import pyarrow as pa
 import pytest
-from conftest import SHARED, documents, kill, script, start
+from conftest import SHARED, documents, environment, kill, script, start
+from pyarrow import parquet
 
+from data.sharder import locked
 from data.shards import find_shards
 from data.tokenizer import load_tokenizer
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
+README = b"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample-10BT
+  data_files:
+  - split: train
+    path: sample/10BT/*
+---
+"""
 BYTES = ["--tokenizer", "bytes", "--shard_size", 20_001, "--val_fraction", 0.1]
 
 
@@ -180,6 +197,51 @@ def test_broken_parquet_is_a_sentence(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
     done = shard(tmp_path / "bad.parquet", tmp_path / "out", code=2)
     assert "bad.parquet cannot be read" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_input_that_changed_is_not_mixed_with_what_it_was(corpus, tmp_path):
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    (source / "a.jsonl").write_bytes(corpus.read_bytes())
+    shard(source, out, "--max_shards", 2)
+    before = digests(out)
+    (source / "b.txt").write_text("more")
+    assert "files_digest" in shard(source, out, code=2).stderr and digests(out) == before
+
+
+def test_two_processes_do_not_shard_into_one_folder(corpus, tmp_path):
+    with locked(tmp_path):
+        assert "another process is sharding" in shard(corpus, tmp_path, code=2).stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def hub_files():
+    """A dataset laid out as FineWeb-Edu is: two configurations, several parquet files each."""
+    files = {"README.md": README}
+    for i in range(4):
+        table = pa.table({"text": documents()[150 * i : 150 * (i + 1)], "id": range(150)})
+        parquet.write_table(table, buffer := io.BytesIO(), row_group_size=40)
+        files[f"sample/10BT/{i:03d}_00000.parquet"] = buffer.getvalue()
+        files[f"data/CC-MAIN/{i:03d}_00000.parquet"] = b"not this one"
+    return files
+
+
+def test_a_hub_dataset_is_streamed_and_continued_at_the_same_commit(hub_files, plain, tmp_path):
+    with hub.serve(hub_files) as (address, handler):
+        env = {**environment(), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
+        env["HF_HOME"] = str(tmp_path / "home")
+        args = ["--dataset", "me/corpus", "--local_dir", tmp_path / "out", *BYTES]
+        script("data/fineweb-edu.py", *args, "--max_shards", 2, env=env)
+        handler.failures = 1
+        script("data/fineweb-edu.py", *args, env=env)
+        assert digests(tmp_path / "out") == digests(plain)
+        assert not any("CC-MAIN/0" in path for path in handler.asked)
+        manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+        assert manifest["state"]["source"]["revision"] == hub.COMMIT
+        args[1], args[3] = "me/nothing", tmp_path / "none"
+        done = script("data/fineweb-edu.py", *args, env=env, code=2)
+        assert "me/nothing" in done.stderr and "Traceback" not in done.stderr
 
 
 class Flaky(http.server.SimpleHTTPRequestHandler):

@@ -1,0 +1,129 @@
+"""The shards of a run being written, and the manifest that says how to go on after them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data.shards import MANIFEST, DataError, ShardWriter, read_manifest, write_manifest
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps a second process from sharding into the folder (POSIX; not on Windows)."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise DataError(f"another process is sharding into {folder}") from error
+    finally:
+        os.close(fd)
+
+
+class Sharder:
+    """Appends documents to the shards of a folder, train and val.
+
+    `settings` go into the manifest: among them shard_size (tokens) and format ("npy" or "bin").
+    Raises DataError if the folder holds shards made with other settings.
+    """
+
+    def __init__(self, folder: Path, settings: dict, max_shards: int | None) -> None:
+        self.folder, self.max_shards = folder, max_shards
+        self.size, self.suffix = settings["shard_size"], f".{settings['format']}"
+        fresh = {"shards": [], "complete": False, "state": None, "documents": 0, "skipped": {}}
+        self.manifest = read_manifest(self.folder)
+        if self.manifest is None:
+            foreign = [p for p in self.folder.iterdir() if p.suffix in (".npy", ".bin")]
+            if foreign:
+                raise DataError(
+                    f"{self.folder} holds shards of another origin ({foreign[0].name}, "
+                    f"no {MANIFEST}); train on them as they are, or give another --local_dir"
+                )
+            self.manifest = {**settings, **fresh}
+            write_manifest(self.folder, self.manifest)
+        for key, value in settings.items():
+            if self.manifest.get(key) != value:
+                raise DataError(
+                    f"{self.folder} holds shards made with {key} {self.manifest.get(key)}, not "
+                    f"{value}; give another --local_dir or empty that one"
+                )
+        state = self.manifest["state"] or {}
+        self.open = {
+            split: ShardWriter(self.folder, split, done["index"], self.suffix, done["tokens"])
+            for split, done in state.get("open", {}).items()
+            if not self.done
+        }
+
+    @property
+    def full(self) -> bool:
+        """Nothing is left to read: the source has ended or max_shards are there."""
+        allowed = self.max_shards
+        return self.manifest["complete"] or (allowed is not None and self.train_shards >= allowed)
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to do: full, and the short shards it ended with are in their places."""
+        unfinished = (self.manifest["state"] or {}).get("open", {})
+        names = {f"{s}_{o['index']:06d}{self.suffix}" for s, o in unfinished.items()}
+        listed = {s["file"] for s in self.manifest["shards"]}
+        in_place = names <= listed and all((self.folder / name).exists() for name in names)
+        return self.manifest["complete"] or (self.full and in_place)
+
+    @property
+    def train_shards(self) -> int:
+        """Train shards of full size."""
+        return sum(
+            s["split"] == "train" and s["tokens"] == self.size for s in self.manifest["shards"]
+        )
+
+    @property
+    def tokens(self) -> int:
+        return sum(w.tokens for w in self.open.values()) + sum(
+            s["tokens"] for s in self.manifest["shards"]
+        )
+
+    def reopen(self) -> None:
+        """Takes back the short shards that an earlier --max_shards ended with."""
+        names = {writer.path.name for writer in self.open.values()}
+        self.manifest["shards"] = [s for s in self.manifest["shards"] if s["file"] not in names]
+
+    def write(self, split: str, tokens: np.ndarray, start: int, position: dict) -> bool:
+        """Adds a document's tokens from `start` on. Whenever a shard is full, saves it with
+        `position` and how much of this document is done; False when that was the last allowed."""
+        while start < len(tokens):
+            if split not in self.open:
+                index = sum(s["split"] == split for s in self.manifest["shards"])
+                self.open[split] = ShardWriter(self.folder, split, index, self.suffix)
+            writer = self.open[split]
+            part = tokens[start : start + self.size - writer.tokens]
+            writer.append(part)
+            start += len(part)
+            if writer.tokens == self.size:
+                self.manifest["shards"].append(self.open.pop(split).finish())
+                self.save({**position, "tokens": start})
+                if self.full:
+                    return False
+        return True
+
+    def save(self, position: dict) -> None:
+        """Writes the manifest: where the source is, and how far the unfinished shards are."""
+        for writer in self.open.values():
+            writer.sync()
+        unfinished = {s: {"index": w.index, "tokens": w.tokens} for s, w in self.open.items()}
+        self.manifest["state"] = {**position, "open": unfinished}
+        write_manifest(self.folder, self.manifest)
+
+    def end(self, complete: bool) -> None:
+        """Finishes the shards that are not full; the saved state still knows them as open."""
+        for split in sorted(self.open):
+            self.manifest["shards"].append(self.open.pop(split).finish())
+        self.manifest["complete"] = complete
+        write_manifest(self.folder, self.manifest)
