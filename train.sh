@@ -2,7 +2,8 @@
 # bash train.sh demo     a small GPT on the Python standard library's source: offline, any machine,
 #                        minutes; needs pip alone
 # bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on every
-#                        visible GPU; FLAGS go to train.py. Killed, it continues where it was.
+#                        visible GPU; FLAGS go to train.py (with --data_dir it shards nothing).
+#                        Killed, it continues where it was. NPROC=3 chooses the number of processes.
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/env.sh requirements.txt
@@ -24,13 +25,21 @@ if [ "${1:-}" = demo ]; then
   exit
 fi
 
-data=data/edu_fineweb10B
-python data/fineweb-edu.py --local_dir $data
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-if [ "$gpus" -gt 1 ]; then
-  launch="torchrun --standalone --nproc_per_node=$gpus"
-else
-  launch=python
-fi
 [ "$gpus" -eq 0 ] || set -- --use_torch_compile "$@"
-exec $launch train.py --data_dir $data --resume auto "$@"
+case " $* " in *" --overwrite "* | *" --resume "*) ;; *) set -- --resume auto "$@" ;; esac
+# 524,288 tokens divide by powers of two: of six GPUs four are used, unless NPROC says otherwise
+processes=1
+while [ $((processes * 2)) -le "$gpus" ]; do processes=$((processes * 2)); done
+processes=${NPROC:-$processes}
+
+# wrong flags are found before hours of sharding
+processes=$processes python -c 'import os, config
+n = int(os.environ["processes"])
+config.run(lambda c: (c.check(), c.sequences_per_step(n)), config.TrainConfig)' "$@"
+case " $* " in *" --data_dir"*) ;; *) python data/fineweb-edu.py ;; esac
+echo "training on $processes of $gpus GPUs"
+if [ "$processes" -gt 1 ]; then
+  exec torchrun --standalone --nproc_per_node="$processes" train.py "$@"
+fi
+exec python train.py "$@"
