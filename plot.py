@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # draws files, needs no screen
 
 import matplotlib.pyplot as plt
 
-from config import PlotConfig, run
+from config import ConfigError, PlotConfig, run
 from utils.logger import read_metrics
 
 # Validation loss in nats per token of OpenAI's 124M on FineWeb-Edu's first shard, as build-nanogpt
@@ -63,7 +63,13 @@ def draw_loss(axes: plt.Axes, runs: dict[str, dict]) -> None:
 
 
 def main(config: PlotConfig) -> None:
-    runs = {label_of(path): read_metrics(path) for path in config.log}
+    kinds = plt.gcf().canvas.get_supported_filetypes()
+    if config.out.suffix[1:] not in kinds:
+        raise ConfigError(f"--out {config.out} must end in one of .{', .'.join(sorted(kinds))}")
+    labels = [label_of(path) for path in config.log]
+    if len(set(labels)) < len(labels):
+        labels = list(map(str, config.log))
+    runs = dict(zip(labels, map(read_metrics, config.log), strict=True))
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(2, 1))
     draw_loss(left, runs)
     if config.sz in GPT2_VAL_LOSS:

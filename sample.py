@@ -22,13 +22,13 @@ from utils.distributed import autocast, pick_device, pick_dtype
 
 def read_prompt(prompt: str) -> str:
     """The text that --prompt stands for: itself, @FILE or - for standard input."""
-    if prompt == "-":
-        return sys.stdin.read()
-    if prompt.startswith("@"):
-        try:
-            return Path(prompt[1:]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--prompt {prompt} cannot be read as text: {error}") from error
+    try:
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode()
+        if prompt.startswith("@"):
+            return Path(prompt[1:]).read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt {prompt} cannot be read as text: {error}") from error
     return prompt
 
 

@@ -31,7 +31,7 @@ from model.gpt import GPT
 from utils import checkpoint as ckpt
 from utils import distributed, parallel
 from utils.evals import validation_loss
-from utils.logger import Logger, has_rows
+from utils.logger import Logger, has_rows, writing
 from utils.optim import make_optimizer
 from utils.schedule import cosine_lr
 from utils.throughput import flops_per_token, peak_flops
@@ -43,6 +43,8 @@ def settings() -> tuple[TrainConfig, dict | None]:
     What is not given on the command line comes from the checkpoint.
     """
     config = parse(TrainConfig)
+    if config.resume and config.overwrite:
+        raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
     path = Path(config.resume) if config.resume else None
     if config.resume == "auto":
         path = ckpt.find_newest(config.checkpoint_dir)
@@ -50,6 +52,7 @@ def settings() -> tuple[TrainConfig, dict | None]:
     if path is not None:
         saved = ckpt.load_checkpoint(path)
         config = parse(TrainConfig, default=TrainConfig.from_dict(saved["train_config"]))
+        config.resume = str(path)
         shape = ckpt.model_config(saved, path)
         if config.model_config(shape.vocab_size) != replace(shape, dropout=config.dropout):
             raise ConfigError(
@@ -90,7 +93,7 @@ class Stop:
 
 
 def to_device(batches: Iterator[tuple], device: torch.device) -> Iterator[tuple]:
-    """NumPy batches as tensors on the device; copies to a GPU overlap with its work."""
+    """NumPy batches as tensors on the device; copies to a GPU do not hold up the caller."""
     for arrays in batches:
         tensors = [torch.from_numpy(x) for x in arrays]
         if device.type == "cuda":
@@ -129,7 +132,7 @@ def main() -> None:
     # model and optimizer, from the checkpoint if there is one
     torch.manual_seed(config.seed)
     model = GPT(config.model_config(vocab_size))
-    start, best_loss, run_id = 0, math.inf, uuid.uuid4().hex
+    start, best_loss, run_id, trained_on = 0, math.inf, uuid.uuid4().hex, len(train.stream)
     if saved:
         ckpt.load_weights(model, saved, Path(config.resume), exact=True)
         start, best_loss, run_id = saved["step"], saved["best_loss"], saved["run_id"]
@@ -139,8 +142,10 @@ def main() -> None:
     )
     if saved:
         parallel.load_optimizer_state(model, optimizer, saved["optimizer"])
-        if saved["step"] > config.max_steps:
+        if start > config.max_steps:
             raise ConfigError(f"{config.resume} is at step {start}, after --max_steps")
+        trained_on = saved["train_tokens"]
+    resumed, saved = saved is not None, None  # lets go of the file, which is mapped from disk
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
     wrapped = parallel.wrap(model, process)
     module = torch.compile(wrapped) if config.use_torch_compile else wrapped
@@ -151,36 +156,38 @@ def main() -> None:
         )
     )
     first = next(batches, None)  # shards that cannot be read are found before anything is written
-    if config.overwrite and not saved and process.is_main:
+    val.batch(np.arange(1))
+    if config.overwrite and process.is_main:
         ckpt.remove_all(config.checkpoint_dir)
     logger = Logger(
         config.log_dir,
         start=start,
         total=config.max_steps,
         is_main=process.is_main,
-        overwrite=config.overwrite and saved is None,
+        overwrite=config.overwrite,
     )
     tokenizer = tokenizer_or_none(tokenizer_name, logger.say)
+    if not process.all(tokenizer is not None):
+        tokenizer = None
     token_bytes = bytes_per_token(tokenizer) if tokenizer else None
     flops = flops_per_token(
         model.num_parameters(), model.config.n_layer, model.config.n_embd, config.block_size
     )
     peak = peak_flops(device, dtype)
     if process.is_main:
-        describe_run(config, model, saved)
+        describe_run(config, model, start if resumed else None)
     logger.say(
         f"{model.num_parameters():,} parameters, {len(train.stream):,} train tokens, "
         f"{config.max_steps * config.total_batch_size / len(train.stream):.2f} epochs in "
         f"{config.max_steps:,} steps of {config.total_batch_size:,} tokens = "
         f"{accumulation} x {config.micro_batch_size} x {config.block_size} x "
         f"{process.world_size} on {device}, {dtype}"
-        + (f"; resumed at step {start}" if saved else "")
+        + (f"; resumed at step {start}" if resumed else "")
     )
-
-    if saved and saved["train_tokens"] != len(train.stream):
+    if trained_on != len(train.stream):
         logger.say(
-            f"warning: the checkpoint was trained on {saved['train_tokens']:,} train tokens; with "
-            "other data the order from here on is another one"
+            f"warning: the checkpoint was trained on {trained_on:,} train tokens; with other data "
+            "the order from here on is another one"
         )
 
     def save(name: str, step: int) -> None:
@@ -305,20 +312,20 @@ def sample(model: GPT, tokenizer: Tokenizer, seed: int, dtype: torch.dtype) -> s
     return tokenizer.decode_bytes(tokens).decode(errors="replace")
 
 
-def describe_run(config: TrainConfig, model: GPT, saved: dict | None) -> None:
+def describe_run(config: TrainConfig, model: GPT, resumed_at: int | None) -> None:
     """Writes config.json: everything needed to run it again."""
     run = {
         "command": sys.argv,
         "train_config": config.to_dict(),
         "model_config": ckpt.describe(model.config),
-        "resumed_at_step": saved["step"] if saved else None,
+        "resumed_at_step": resumed_at,
         "versions": {
             "python": sys.version.split()[0],
             "torch": str(torch.__version__),
             "numpy": np.__version__,
         },
     }
-    with atomic_write(config.log_dir / "config.json") as file:
+    with writing(config.log_dir), atomic_write(config.log_dir / "config.json") as file:
         file.write(json.dumps(run, indent=1).encode())
 
 

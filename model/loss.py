@@ -11,10 +11,9 @@ class HeadCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of x @ weight.T against targets, in nats.
 
     x (N, C), weight (padded V, C), targets (N,) with -1 for tokens that do not count; rows of the
-    weight from `vocab_size` on are padding. If `with_grad`, the gradients are
-    made in the forward pass, while a chunk's logits are there; the backward pass scales them.
-    Products run in the autocast dtype, everything after them in float32, as in the
-    plain F.linear + F.cross_entropy.
+    weight from `vocab_size` on are padding. If `with_grad`, the gradients are made in the forward
+    pass, while a chunk's logits are there; the backward pass scales them. Products run in the
+    autocast dtype, everything after them in float32, as in plain F.linear + F.cross_entropy.
     """
 
     @staticmethod

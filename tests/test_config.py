@@ -4,7 +4,7 @@ from conftest import script
 
 from config import ConfigError, TrainConfig
 from utils.distributed import DeviceError, pick_device
-from utils.throughput import flops_per_token, peak_flops
+from utils.throughput import flops_per_token, peak_by_name, peak_flops
 
 
 @pytest.mark.parametrize("name", ["train.py", "sample.py", "plot.py", "data/fineweb-edu.py"])
@@ -47,3 +47,18 @@ def test_devices_that_are_not_here_are_named():
 def test_flops_follow_the_palm_formula_and_unknown_devices_get_no_peak():
     assert flops_per_token(124_439_808, 12, 768, 1024) == 6 * 123_653_376 + 12 * 12 * 768 * 1024
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_peaks_are_of_the_very_chip():
+    assert peak_by_name("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_by_name("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_by_name("NVIDIA H100 PCIe") == 756e12
+    assert peak_by_name("NVIDIA GeForce RTX 4090") == 165.2e12
+    for name in (
+        "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    ):
+        assert peak_by_name(name) is None, name

@@ -50,3 +50,4 @@ def test_plot_draws_runs_over_each_other(trained, tmp_path):
     script("plot.py", "--log", trained / "logs", trained / "logs" / "metrics.jsonl", "--out", out)
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
     assert "there is no" in script("plot.py", "--log", tmp_path / "none", code=2).stderr
+    assert "must end in" in script("plot.py", "--out", tmp_path / "a.xyz", code=2).stderr

@@ -24,6 +24,11 @@ def test_prompts_come_from_files_and_standard_input(trained, tmp_path):
     assert sample(trained, "--prompt", "-", "--temperature", 0, input="naïve").stdout == given
 
 
+def test_a_prompt_that_is_no_text_is_a_sentence(trained):
+    done = sample(trained, "--prompt", "-", code=2, input=b"\xff\xfe\xff", text=False)
+    assert b"cannot be read as text" in done.stderr and b"Traceback" not in done.stderr
+
+
 def test_bad_settings_are_sentences(trained, tmp_path):
     for extra, message in (
         (["--prompt", "x" * 33], "the prompt is 33 tokens long; this model reads at most 32"),

@@ -192,12 +192,15 @@ def test_bad_settings_are_sentences(shards, trained, tmp_path):
     bad(args("--n_head", 5), "does not divide by n_head")
     bad(args("--device", "cuda:7"), "is not here")
     bad(args("--min_lr", 1), "--min_lr")
+    bad(args("--resume", "auto", "--overwrite"), "give one of the two")
     bad(args("--resume", tmp_path / "no.pt"), "there is no checkpoint")
     bad(args("--resume", shards / "manifest.json"), "damaged or not a checkpoint")
     last = trained / "checkpoints" / "model_last.pt"
     bad(args("--resume", last, "--n_layer", 3), "another shape")
     assert not (tmp_path / "new").exists()
     bad(train_args(shards, trained, 4), "checkpoints of another run", trained)
+    bad(args("--log_dir", shards / "manifest.json" / "logs"), "the log in")
+    assert not (tmp_path / "new").exists()
 
 
 def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):

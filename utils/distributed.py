@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class DeviceError(ValueError):
-    """A device that is not on this machine."""
+    """A device that is not on this machine, or that cannot be used in this way."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Process:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def all(self, holds: bool) -> bool:
+        """Whether something holds on every process; every process must call it."""
+        return self.sum(torch.tensor(int(holds), device=self.device)).item() == self.world_size
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all processes, in place; every process must call it."""
@@ -58,6 +62,11 @@ def start(device: str) -> Process:
         for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
     process = Process(rank, local_rank, world_size, pick_device(device, local_rank))
+    if world_size > 1 and (process.device.type == "mps" or ":" in device):
+        raise DeviceError(
+            f"--device {device} is one device, which {world_size} processes cannot share; start "
+            "train.py without torchrun, or with --device cuda or cpu"
+        )
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not bfloat16

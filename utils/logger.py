@@ -1,9 +1,11 @@
 """Metrics of a run: a line or a progress bar on the console, and logs/metrics.jsonl."""
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,7 +14,19 @@ METRICS = "metrics.jsonl"
 
 
 class LogError(ValueError):
-    """A metrics file that cannot be read. Names the path."""
+    """A log that cannot be read or written. Names the path."""
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Around writes to the log in `folder`: LogError where the disk refuses one."""
+    try:
+        yield
+    except OSError as error:
+        raise LogError(
+            f"the log in {folder} could not be written: {error.strerror}; continue with "
+            "--resume auto once it can"
+        ) from error
 
 
 class Logger:
@@ -20,24 +34,26 @@ class Logger:
 
     A new run (start == 0) begins the file anew if `overwrite`; a resumed one marks the step it
     starts from, and the reader forgets the rows after it that the earlier try had written.
+    Raises LogError where the folder cannot be written.
     """
 
     def __init__(
         self, folder: Path, *, start: int, total: int, is_main: bool, overwrite: bool = False
     ) -> None:
-        self.is_main = is_main
+        self.folder, self.is_main = folder, is_main
         if not is_main:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
-        if overwrite:
-            path.unlink(missing_ok=True)
-        _drop_partial_line(path)
-        appending = path.exists()
-        self.file = open(path, "a", buffering=1, encoding="utf-8")
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if overwrite:
+                path.unlink(missing_ok=True)
+            _drop_partial_line(path)
+            appending = path.exists()
+            self.file = open(path, "a", buffering=1, encoding="utf-8")
+            self.samples = open(folder / "samples.txt", "w" if overwrite else "a", encoding="utf-8")
         if appending:
             self.log({"split": "resume"}, start)
-        self.samples = open(folder / "samples.txt", "w" if overwrite else "a", encoding="utf-8")
         self.shown = float("-inf")  # when the last line went to a console without a bar
         self.bar = tqdm(
             total=total,
@@ -50,7 +66,8 @@ class Logger:
     def log(self, metrics: dict, step: int) -> None:
         """Writes one row; `metrics` names its "split"."""
         if self.is_main:
-            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+            with writing(self.folder):
+                self.file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def train(self, metrics: dict, step: int) -> None:
         """A row of the training split: on the progress bar, or as a line every ten seconds."""
@@ -73,8 +90,9 @@ class Logger:
     def sample(self, text: str, step: int) -> None:
         """Adds a sample to samples.txt."""
         if self.is_main:
-            self.samples.write(f"--- step {step}\n{text}\n")
-            self.samples.flush()
+            with writing(self.folder):
+                self.samples.write(f"--- step {step}\n{text}\n")
+                self.samples.flush()
 
     def say(self, message: str) -> None:
         """A line for people, above the progress bar."""

@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.checkpoint import CheckpointError
 from utils.distributed import Process
 
 
@@ -38,13 +39,17 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, dict[str, Tensor]]
 ) -> None:
-    """The opposite of optimizer_state. Raises ValueError where names or shapes do not fit."""
+    """The opposite of optimizer_state. Raises CheckpointError where names or shapes do not
+    fit."""
     parameters = dict(model.named_parameters())
     if set(state) - set(parameters) or (state and set(parameters) - set(state)):
-        raise ValueError("the optimizer state is not that of this model's parameters")
+        raise CheckpointError("the checkpoint's optimizer state is of other parameters")
     for name, values in state.items():
         for key, value in values.items():
             if value.dim() and value.shape != parameters[name].shape:
-                raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}")
+                raise CheckpointError(
+                    f"the checkpoint's optimizer state {key} of {name} has shape "
+                    f"{tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}"
+                )
         device = parameters[name].device  # the fused optimizer keeps its step count there too
         optimizer.state[parameters[name]] = {k: v.clone().to(device) for k, v in values.items()}

@@ -1,17 +1,21 @@
 """How fast a run is against what its device can do."""
 
+import re
+
 import torch
 
-# Peak dense bfloat16 matrix TFLOP/s by a part of the device's name, from the makers' data sheets;
+# Peak dense bfloat16 matrix TFLOP/s by words of the device's name, from the makers' data sheets;
 # the first that matches counts. A device that is not here gets no MFU rather than a wrong one.
 PEAK_BF16_TFLOPS = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
     ("GH200", 989.0),
+    ("H200 NVL", 835.0),
     ("H200", 989.0),
     ("H100 NVL", 835.0),
     ("H100 PCIe", 756.0),
     ("H100", 989.0),
+    ("H800 PCIe", 756.0),
     ("H800", 989.0),
     ("A100", 312.0),
     ("A800", 312.0),
@@ -21,14 +25,22 @@ PEAK_BF16_TFLOPS = (
     ("RTX 3090", 71.0),
     ("MI300X", 1307.0),
 )
+SLICED_OR_SLOWED = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}  # other chips of the same name
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of the device for matrix products in bfloat16; None if not known."""
     if device.type != "cuda" or dtype is not torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for part, peak in PEAK_BF16_TFLOPS if part in name), None)
+    return peak_by_name(torch.cuda.get_device_name(device))
+
+
+def peak_by_name(name: str) -> float | None:
+    """Peak bfloat16 FLOP/s of the GPU that calls itself `name`; None if not known."""
+    words = set(re.split(r"[ -]", name))
+    if words & SLICED_OR_SLOWED:
+        return None
+    return next((p * 1e12 for part, p in PEAK_BF16_TFLOPS if words >= set(part.split())), None)
 
 
 def flops_per_token(n_parameters: int, n_layer: int, n_embd: int, block_size: int) -> int:

@@ -1,0 +1,87 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from model.config import GPTConfig
+from model.gpt import GPT
+from utils import distributed
+from utils.checkpoint import CheckpointError
+from utils.distributed import DeviceError, Process
+from utils.optim import make_optimizer
+from utils.parallel import accumulating, load_optimizer_state, optimizer_state
+
+CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
+X = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def stepped(seed=0):
+    torch.manual_seed(seed)
+    model = GPT(CONFIG)
+    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    model(X, X).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_optimizer_state_by_name_carries_over():
+    (a, a_optimizer), (b, b_optimizer) = stepped(0), stepped(1)
+    b.load_state_dict(a.state_dict())
+    load_optimizer_state(b, b_optimizer, optimizer_state(a, a_optimizer))
+    for model, optimizer in ((a, a_optimizer), (b, b_optimizer)):
+        model.zero_grad()
+        model(X, X).backward()
+        optimizer.step()
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_optimizer_state_that_does_not_fit_is_named():
+    model, optimizer = stepped()
+    state = optimizer_state(model, optimizer)
+    name = "transformer.ln_f.weight"
+    with pytest.raises(CheckpointError, match="other parameters"):
+        load_optimizer_state(model, optimizer, {k: v for k, v in state.items() if k != name})
+    state[name] = {**state[name], "exp_avg": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=name):
+        load_optimizer_state(model, optimizer, state)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone, so that DDP and its hooks run in the test."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_reduced_on_the_last_micro_step_alone(one_process, compiled):
+    reductions = []
+
+    def count(state, bucket):
+        reductions.append(step)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped = DistributedDataParallel(GPT(CONFIG))
+    wrapped.register_comm_hook(None, count)
+    module = torch.compile(wrapped) if compiled else wrapped
+    for step in range(8):  # two steps of four micro-steps, as train.py runs them
+        with accumulating(wrapped, last=step % 4 == 3):
+            loss = module(X, X)
+            loss.backward()
+    assert set(reductions) == {3, 7}
+
+
+def test_processes_cannot_share_one_device(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(distributed, "pick_device", lambda name, rank: torch.device("mps"))
+    with pytest.raises(DeviceError, match="2 processes cannot share"):
+        distributed.start("mps")
+
+
+def test_what_holds_on_one_process_holds_on_all_of_one():
+    process = Process(0, 0, 1, torch.device("cpu"))
+    assert process.all(True) and not process.all(False)
