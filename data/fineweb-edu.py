@@ -30,6 +30,13 @@ READERS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text", ".py": "text
 TASK_CHARS = 250_000  # of text that one worker gets at a time
 WAITING_CHARS = 50_000_000  # of text read ahead of the writer at the most
 PIECE_CHARS = 1_000_000  # of a long document tokenised at a time
+FINAL = (  # errors of the hub that trying again does not mend
+    "DatasetNotFoundError",
+    "DataFilesNotFoundError",
+    "RepositoryNotFoundError",
+    "GatedRepoError",
+    "OfflineModeIsEnabled",
+)
 RETRIES = 6  # after a failed read from the network, waiting 1, 2, 4, ... seconds
 
 
@@ -123,8 +130,7 @@ def read_documents(config: DataConfig, state: dict | None) -> Iterator[tuple[dic
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             what = " ".join(config.input[:3]) or f"{config.dataset} {config.remote_name}"
             final = isinstance(error, ValueError | ImportError | MemoryError)
-            missing = ("DatasetNotFoundError", "RepositoryNotFoundError", "GatedRepoError")
-            if not remote or final or type(error).__name__ in missing:
+            if not remote or final or type(error).__name__ in FINAL:
                 raise DataError(f"{what} cannot be read ({reason[:300]})") from error
             failures += 1
             if failures > RETRIES:
@@ -164,7 +170,11 @@ def tokenise(tokenizer: Tokenizer, val_fraction: float, texts: list) -> list:
             out.append(("not valid Unicode", None))
             continue
         start = np.array([tokenizer.eot], np.uint16)
-        tokens = np.concatenate([start, *map(tokenizer.encode, pieces(text))])
+        try:
+            tokens = np.concatenate([start, *map(tokenizer.encode, pieces(text))])
+        except ValueError:  # tiktoken gives up on a million spaces in a row
+            out.append(("not tokenisable", None))
+            continue
         share = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") / 2**64
         out.append(("val" if share < val_fraction else "train", tokens))
     return out
@@ -218,7 +228,7 @@ def main(config: DataConfig) -> None:
         raise ConfigError(f"--val_fraction {config.val_fraction} must be at least 0 and below 1")
     tokenizer = load_tokenizer(config.tokenizer)
     settings = {
-        "format_version": 1,
+        "format_version": 2,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
@@ -231,6 +241,9 @@ def main(config: DataConfig) -> None:
     began = time.time()
     try:
         config.local_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{config.local_dir} cannot be a folder: {error.strerror}") from error
+    try:
         with locked(config.local_dir):
             sharder = Sharder(config.local_dir, settings, config.max_shards)
             before = sharder.tokens

@@ -12,7 +12,7 @@ from data.shards import MANIFEST, DataError, ShardWriter, read_manifest, write_m
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps a second process from sharding into the folder (POSIX; not on Windows)."""
+    """Keeps a second process from sharding into the folder, where its file system has locks."""
     if os.name != "posix":
         yield
         return
@@ -20,10 +20,13 @@ def locked(folder: Path) -> Iterator[None]:
 
     fd = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another process is sharding into {folder}") from error
+        except OSError:  # some network file systems have none
+            pass
         yield
-    except BlockingIOError as error:
-        raise DataError(f"another process is sharding into {folder}") from error
     finally:
         os.close(fd)
 
@@ -50,6 +53,11 @@ class Sharder:
             self.manifest = {**settings, **fresh}
             write_manifest(self.folder, self.manifest)
         for key, value in settings.items():
+            if key == "files_digest" and self.manifest.get(key) != value:
+                raise DataError(
+                    f"the files of --input are not those that {self.folder} was begun with (added, "
+                    "removed, renamed or resized); give another --local_dir or empty that one"
+                )
             if self.manifest.get(key) != value:
                 raise DataError(
                     f"{self.folder} holds shards made with {key} {self.manifest.get(key)}, not "

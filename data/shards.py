@@ -167,6 +167,8 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         if p.suffix in (".npy", ".bin") and split in p.name and p.is_file()
     )
     if not paths:
+        if split == "val" and any("train" in p.name for p in folder.iterdir()):
+            make = "shard again with a --val_fraction above 0, or with more text"
         raise DataError(f"{folder} holds no {split} shards (.npy or .bin); {make}")
     if len({p.suffix for p in paths}) > 1:
         raise DataError(f"{folder} holds {split} shards as .npy and as .bin; remove one of the two")

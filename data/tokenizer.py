@@ -20,6 +20,9 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: list[int]) -> bytes:
         """UTF-8 bytes of token ids; a cut-off character stays cut off. End of text is empty."""
 
+    def ranks(self) -> dict[bytes, int]:
+        """The id of each token but end of text; merges of lower ids come first."""
+
 
 class ByteTokenizer:
     """One token per UTF-8 byte, and 256 for end of text."""
@@ -33,6 +36,9 @@ class ByteTokenizer:
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return bytes(i for i in ids if i != self.eot)
+
+    def ranks(self) -> dict[bytes, int]:
+        return {bytes([i]): i for i in range(256)}
 
 
 class GPT2Tokenizer:
@@ -59,6 +65,10 @@ class GPT2Tokenizer:
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return self.encoding.decode_bytes([i for i in ids if i != self.eot])
+
+    def ranks(self) -> dict[bytes, int]:
+        ids = range(self.eot)
+        return {self.encoding.decode_single_token_bytes(i): i for i in ids}
 
 
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}

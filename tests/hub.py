@@ -8,15 +8,17 @@ import threading
 import urllib.parse
 from collections.abc import Iterator
 
-COMMIT = "c0ffee" + "0" * 34
+COMMIT, LATER = "c0ffee" + "0" * 34, "beef" + "0" * 36
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves `files` (path -> bytes) as the dataset me/corpus, after `failures` requests failed."""
+    """Serves `files` (path -> bytes) as the dataset me/corpus at COMMIT, which need not be the
+    `newest`; the first `failures` requests for a file fail."""
 
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}
     failures = 0
+    newest = COMMIT
     asked: list[str] = []
 
     def log_message(self, *args) -> None:
@@ -35,12 +37,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         self.asked.append(urllib.parse.unquote(url.path))
         kind, _, rest = self.asked[-1].partition("/datasets/me/corpus")
-        if type(self).failures and "/resolve/" in rest:
+        if type(self).failures and rest.endswith(".parquet"):
             type(self).failures -= 1
-            self.answer(b"busy", 503)
+            self.answer(b"no", 418)  # one that huggingface_hub does not try again itself
         elif kind == "/api" and rest in ("", f"/revision/{COMMIT}"):
             names = [{"rfilename": name} for name in self.files]
-            about = {"_id": "1", "id": "me/corpus", "sha": COMMIT, "siblings": names}
+            sha = COMMIT if rest else self.newest
+            about = {"_id": "1", "id": "me/corpus", "sha": sha, "siblings": names}
             self.answer(json.dumps({**about, "private": False, "tags": []}).encode())
         elif kind == "/api" and rest.startswith(f"/tree/{COMMIT}"):
             folder = rest.removeprefix(f"/tree/{COMMIT}").strip("/")

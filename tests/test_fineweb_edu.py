@@ -206,7 +206,19 @@ def test_input_that_changed_is_not_mixed_with_what_it_was(corpus, tmp_path):
     shard(source, out, "--max_shards", 2)
     before = digests(out)
     (source / "b.txt").write_text("more")
-    assert "files_digest" in shard(source, out, code=2).stderr and digests(out) == before
+    assert "are not those" in shard(source, out, code=2).stderr and digests(out) == before
+
+
+def test_text_that_the_tokenizer_gives_up_on_is_skipped(tmp_path):
+    try:
+        load_tokenizer("gpt2")
+    except ValueError as error:
+        pytest.skip(str(error))
+    rows = ["fine", "table" + " " * 1_000_000 + "end", "fine too"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in rows))
+    args = ["--input", tmp_path / "a.jsonl", "--local_dir", tmp_path / "out", "--val_fraction", 0]
+    assert "skipped: 1 not tokenisable" in script("data/fineweb-edu.py", *args).stdout
+    assert sum(len(s.open()) for s in find_shards(tmp_path / "out", "train")) == 2 + 3
 
 
 def test_two_processes_do_not_shard_into_one_folder(corpus, tmp_path):
@@ -233,8 +245,9 @@ def test_a_hub_dataset_is_streamed_and_continued_at_the_same_commit(hub_files, p
         env["HF_HOME"] = str(tmp_path / "home")
         args = ["--dataset", "me/corpus", "--local_dir", tmp_path / "out", *BYTES]
         script("data/fineweb-edu.py", *args, "--max_shards", 2, env=env)
-        handler.failures = 1
-        script("data/fineweb-edu.py", *args, env=env)
+        handler.failures, handler.newest = 1, hub.LATER  # which has no files
+        done = script("data/fineweb-edu.py", *args, env=env)
+        assert "read failed" in done.stderr
         assert digests(tmp_path / "out") == digests(plain)
         assert not any("CC-MAIN/0" in path for path in handler.asked)
         manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
