@@ -9,6 +9,7 @@ SIZES = {
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
+NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
 
 
 class ModelError(ValueError):

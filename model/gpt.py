@@ -46,11 +46,13 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.layer = layer
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-        mask = None
+        causal = cache is None and mask is None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D), S = tokens seen so far
             if T > 1:
@@ -62,7 +64,7 @@ class Attention(nn.Module):
             v,
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=cache is None,
+            is_causal=causal,
         )
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
@@ -92,8 +94,10 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache, mask)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -128,17 +132,29 @@ class GPT(nn.Module):
         padding = self.config.padded_vocab_size - self.config.vocab_size
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
-    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of token ids (B, T), which continue `cache` if given."""
+    def hidden(
+        self,
+        idx: Tensor,
+        cache: KVCache | None = None,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states (B, T, C) of token ids (B, T), which continue `cache` if given.
+
+        For several continuations in one row, without a cache: `positions` (B, T), each below the
+        block size, and `mask` (B, 1, T, T), true where a token may look.
+        """
         start = cache.length if cache is not None else 0
         end = start + idx.size(1)
-        if end > self.config.block_size:
-            raise ModelError(f"{end} tokens do not fit the context of {self.config.block_size}")
-        positions = torch.arange(start, end, device=idx.device)
+        if positions is None:
+            if end > self.config.block_size:
+                raise ModelError(f"{end} tokens do not fit the context of {self.config.block_size}")
+            positions = torch.arange(start, end, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.transformer.h:
-            x = block(x, cache)
+            x = block(x, cache, mask)
         if cache is not None:
             cache.length = end
         return self.transformer.ln_f(x)

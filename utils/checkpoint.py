@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from data.shards import atomic_write, sync_folder
+from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
+from model.huggingface import load_pretrained
 
 FORMAT_VERSION = 1
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
@@ -98,14 +100,21 @@ def keep_numbered(folder: Path, step: int, keep: int) -> None:
         except OSError:  # a file system without hard links
             with open(folder / LAST, "rb") as last, atomic_write(link) as copy:
                 shutil.copyfileobj(last, copy)
-        for old in numbered(folder)[:-keep]:
+        # those of later steps are of a run that was gone back from: not its to keep or remove
+        for old in [path for path in numbered(folder) if step_of(path) <= step][:-keep]:
             old.unlink()
         sync_folder(folder)
 
 
 def numbered(folder: Path) -> list[Path]:
     """The numbered checkpoints of a folder, oldest first."""
-    return sorted(folder.glob("model_step_*.pt"))
+    found = folder.glob("model_step_*.pt")
+    return sorted((path for path in found if path.stem[11:].isdigit()), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a numbered checkpoint."""
+    return int(path.stem.removeprefix("model_step_"))
 
 
 def find_newest(folder: Path) -> Path | None:
@@ -172,6 +181,21 @@ def load_model(path: Path) -> tuple[GPT, dict]:
     model = GPT(model_config(state, path))
     load_weights(model, state, path, exact=False)
     return model.eval(), state
+
+
+def open_model(checkpoint: Path, pretrained: str | None) -> tuple[GPT, str, dict]:
+    """A model in evaluation mode, its tokenizer's name, and the rest of the file: the Hugging Face
+    model `pretrained` (name or folder), where the rest is empty, or else that of a checkpoint."""
+    if pretrained is None:
+        model, state = load_model(checkpoint)
+        return model, state["tokenizer"], state
+    model = load_pretrained(pretrained)
+    names = {kind.vocab_size: name for name, kind in TOKENIZERS.items()}
+    if model.config.vocab_size not in names:
+        raise ModelError(
+            f"{pretrained} has {model.config.vocab_size} tokens, those of no tokenizer here"
+        )
+    return model.eval(), names[model.config.vocab_size], {}
 
 
 def describe(config: GPTConfig) -> dict:
