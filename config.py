@@ -65,6 +65,9 @@ class TrainConfig:
     """Folder for metrics.jsonl, samples.txt and config.json."""
     resume: str | None = None
     """A checkpoint to go on from; auto: the newest in --checkpoint_dir, a new run if none."""
+    init_from: str | None = None
+    """Start from these weights instead of random ones, to fine-tune: a Hugging Face GPT-2 by name
+    (gpt2, gpt2-xl, ...) or folder; the architecture is read from it."""
     overwrite: bool = False
     """Start a new run over the checkpoints and logs of another."""
 
@@ -112,6 +115,20 @@ class TrainConfig:
     """Numbered checkpoints (model_step_005000.pt) kept beside the last and the best."""
     sample_every: int = 500
     """Steps between samples in samples.txt; 0 for none."""
+    hellaswag_every: int = 0
+    """Steps between HellaSwag scores; 0 for none."""
+    lambada_every: int = 0
+    """Steps between LAMBADA scores; 0 for none."""
+    eval_full: bool = False
+    """Score all examples of a benchmark, not 500 that stand evenly over it."""
+    hellaswag_data: Path | None = None
+    """HellaSwag .jsonl in the original format; from the hub unless given."""
+    lambada_data: Path | None = None
+    """LAMBADA .jsonl in OpenAI's format; from the hub unless given."""
+    tensorboard: bool = False
+    """Log to TensorBoard too, in --log_dir."""
+    wandb: bool = False
+    """Log to Weights & Biases too."""
 
     seed: int = 1337
     """Of weights, data order, dropout and samples."""
@@ -121,13 +138,15 @@ class TrainConfig:
     """Of matrix products; weights stay float32. auto: bfloat16 on GPUs that have it."""
     use_torch_compile: bool = False
     """Compile the training step; evaluation and sampling use the plain module."""
+    dry_run: bool = False
+    """Check the settings, say what would be trained, and end."""
 
     def check(self) -> None:
         """ConfigError for the first setting that cannot be."""
         at_least = {
             1: "max_steps total_batch_size micro_batch_size block_size val_tokens",
-            0: "warmup_steps eval_every save_every keep_last sample_every seed "
-            "max_lr weight_decay grad_clip",
+            0: "warmup_steps eval_every save_every keep_last sample_every hellaswag_every "
+            "lambada_every seed max_lr weight_decay grad_clip",
         }
         for least, names in at_least.items():
             for name in names.split():
@@ -154,8 +173,8 @@ class TrainConfig:
     def from_dict(cls, values: dict) -> "TrainConfig":
         """The settings of an earlier run, except that this one may be resumed or overwritten."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        paths = {k: Path(v) for k, v in known.items() if k.endswith("_dir")}
-        return cls(**{**known, **paths, "resume": None, "overwrite": False})
+        paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
+        return cls(**{**known, **paths, "resume": None, "overwrite": False, "dry_run": False})
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The architecture: the named size, with what was given over it."""
@@ -183,6 +202,8 @@ class SamplingConfig:
 
     checkpoint: Path = Path("checkpoints/model_best.pt")
     """Checkpoint of train.py; architecture and tokenizer are read from it."""
+    model: str | None = None
+    """Sample from this instead: a Hugging Face GPT-2 (gpt2, gpt2-xl, ...) or a folder of one."""
     prompt: str = ""
     """Text to continue; @FILE reads a file, - standard input; empty: from nothing."""
     num_samples: int = 1
@@ -204,13 +225,62 @@ class SamplingConfig:
 
 
 @dataclass
+class EvalConfig:
+    """Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test."""
+
+    checkpoint: Path = Path("checkpoints/model_best.pt")
+    """Checkpoint of train.py."""
+    model: str | None = None
+    """Score this instead: a Hugging Face GPT-2 (gpt2, gpt2-medium, gpt2-large, gpt2-xl, ...) or a
+    folder in that format."""
+    tasks: tuple[Literal["val", "hellaswag", "lambada", "cbt_cn", "cbt_ne"], ...] = (
+        "hellaswag",
+        "lambada",
+    )
+    """What to score."""
+    data: tuple[Path, ...] = ()
+    """Files in the original formats, one for each benchmark of --tasks in that order; else they
+    come from the hub."""
+    data_dir: Path | None = None
+    """Folder of shards for the task val; unless given, the one the checkpoint was trained on."""
+    limit: int | None = None
+    """Score only the first examples of each benchmark."""
+    val_tokens: int = 10_485_760
+    """Validation tokens, or all there are."""
+    batch_size: int = 16
+    """Examples in a forward; the figures do not depend on it."""
+    out: Path = Path("logs/evaluation.json")
+    """JSON file for the table."""
+    dump: Path | None = None
+    """JSON lines file for one row per example and protocol."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Of matrix products; losses are summed in float32. auto: bfloat16 on GPUs that have it."""
+
+
+@dataclass
+class ConvertConfig:
+    """Convert between this project's checkpoints and Hugging Face's GPT-2 format."""
+
+    out: Path
+    """What to write: a folder with --checkpoint, a .pt file with --model."""
+    checkpoint: Path | None = None
+    """Checkpoint to turn into a folder that transformers loads."""
+    model: str | None = None
+    """Hugging Face GPT-2, by name or folder, to turn into a checkpoint."""
+
+
+@dataclass
 class PlotConfig:
     """Draw the curves of one or more runs."""
 
     log: tuple[Path, ...] = (Path("logs"),)
     """metrics.jsonl files, or the folders that hold them."""
     sz: Literal["124M", "350M", "774M", "1558M"] | None = None
-    """Draw OpenAI's GPT-2 of this size as dashed lines (validation loss known for 124M)."""
+    """Draw OpenAI's GPT-2 of this size as dashed lines, where figures were published."""
+    x: Literal["tokens", "hours", "step"] = "tokens"
+    """What runs are laid over each other by; hours are those of the training steps."""
     out: Path = Path("plots/log_plot.png")
     """Picture to write."""
 
@@ -231,10 +301,13 @@ def exit_with_sentence(work: Callable[[], None]) -> NoReturn:
         code = end.code or 0
     except USER_ERRORS as error:
         message, code = str(error), 2
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         message, code = f"{str(error).split('. ')[0]}; lower --micro_batch_size or --num_samples", 2
+    except BrokenPipeError:  # what reads the output has ended, as head does
+        sys.stdout = open(os.devnull, "w")
+        code = 128 + 13
     except KeyboardInterrupt:
-        message, code = "interrupted", 130
+        message, code = "interrupted", 128 + 2
     if message:
         rank = os.environ.get("RANK")
         print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)

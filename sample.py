@@ -16,7 +16,7 @@ import torch
 from config import ConfigError, SamplingConfig, run
 from data.tokenizer import load_tokenizer
 from model.generate import generate
-from utils.checkpoint import load_model
+from utils.checkpoint import open_model
 from utils.distributed import autocast, pick_device, pick_dtype
 
 
@@ -27,18 +27,20 @@ def read_prompt(prompt: str) -> str:
             return sys.stdin.buffer.read().decode()
         if prompt.startswith("@"):
             return Path(prompt[1:]).read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt {prompt} cannot be read as text: {error}") from error
+        prompt.encode()  # bytes of the command line that are no text
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--prompt {prompt!a} cannot be read as text: {error}") from error
     return prompt
 
 
 def check(config: SamplingConfig) -> None:
     """ConfigError for the first setting that cannot be."""
-    if config.num_samples < 1 or config.max_new_tokens < 0 or config.seed < 0:
+    if config.num_samples < 1 or config.max_new_tokens < 0 or not 0 <= config.seed < 2**31:
         raise ConfigError(
-            "--num_samples must be at least 1, --max_new_tokens and --seed at least 0"
+            "--num_samples must be at least 1, --max_new_tokens at least 0, and --seed at least 0 "
+            f"and below {2**31}"
         )
-    if config.temperature < 0:
+    if not config.temperature >= 0:
         raise ConfigError(f"--temperature {config.temperature} must be at least 0")
     if config.top_k is not None and config.top_k < 1:
         raise ConfigError(f"--top_k {config.top_k} must be at least 1")
@@ -49,8 +51,8 @@ def check(config: SamplingConfig) -> None:
 def main(config: SamplingConfig) -> None:
     check(config)
     device = pick_device(config.device)
-    model, saved = load_model(config.checkpoint)
-    tokenizer = load_tokenizer(saved["tokenizer"])
+    model, name, _ = open_model(config.checkpoint, config.model)
+    tokenizer = load_tokenizer(name)
     text = read_prompt(config.prompt)
     prompt = tokenizer.encode(text).tolist() or [tokenizer.eot]
     if len(prompt) > model.config.block_size:

@@ -15,8 +15,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +25,18 @@ import torch
 from config import ConfigError, TrainConfig, exit_with_sentence, parse
 from data.loader import Sequences, Slicing, TokenStream, read_ahead, train_batches
 from data.shards import DataError, atomic_write
-from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
+from data.tokenizer import TOKENIZERS, Tokenizer, bytes_per_token, load_tokenizer
 from model.generate import complete
 from model.gpt import GPT
+from model.huggingface import load_pretrained
 from utils import checkpoint as ckpt
 from utils import distributed, parallel
-from utils.evals import validation_loss
-from utils.logger import Logger, has_rows, writing
+from utils.evals import benchmark_row, benchmark_rows, validation_loss
+from utils.logger import Logger, has_rows_of_another, writing
 from utils.optim import make_optimizer
 from utils.schedule import cosine_lr
+from utils.scoring import score_items
+from utils.signals import Stop
 from utils.throughput import flops_per_token, peak_flops
 
 
@@ -69,49 +72,20 @@ def settings() -> tuple[TrainConfig, dict | None]:
                 f"{folder} holds the checkpoints of another run; continue it with --resume auto, "
                 "give another --checkpoint_dir, or replace it with --overwrite"
             )
-    if config.resume is None and has_rows(config.log_dir) and not config.overwrite:
-        raise ConfigError(
-            f"{config.log_dir} holds the log of another run; continue it with --resume auto, give "
-            "another --log_dir, or replace it with --overwrite"
-        )
+    if saved is None and not config.overwrite:
+        if has_rows_of_another(config.log_dir, folder if config.resume else None):
+            raise ConfigError(
+                f"{config.log_dir} holds the log of another run; continue it with --resume auto, "
+                "give another --log_dir, or replace it with --overwrite"
+            )
     return config, saved
-
-
-class Stop:
-    """Remembers a SIGTERM or SIGINT until the step is done; a later second one ends at once."""
-
-    def __init__(self) -> None:
-        self.signal, self.when = 0, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.receive)
-
-    def receive(self, number: int, frame: object) -> None:
-        if self.signal and time.monotonic() - self.when > 1:  # torchrun passes each on twice
-            raise SystemExit(128 + number)
-        if not self.signal:
-            self.signal, self.when = number, time.monotonic()
-
-
-def to_device(batches: Iterator[tuple], device: torch.device) -> Iterator[tuple]:
-    """NumPy batches as tensors on the device; copies to a GPU do not hold up the caller."""
-    for arrays in batches:
-        tensors = [torch.from_numpy(x) for x in arrays]
-        if device.type == "cuda":
-            tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
-        yield tuple(x.to(device) for x in tensors)
-
-
-def tokenizer_or_none(name: str, say) -> Tokenizer | None:
-    """The tokenizer of the shards; a run does not end for want of it, it goes without samples."""
-    try:
-        return load_tokenizer(name)
-    except DataError as error:
-        say(f"{error}. This run goes without samples and bits per byte.")
-        return None
 
 
 def main() -> None:
     config, saved = settings()
+    if config.dry_run:
+        dry_run(config, saved)
+        return
     process = distributed.start(config.device)
     device, dtype = process.device, distributed.pick_dtype(config.dtype, process.device)
     stop = Stop()
@@ -131,8 +105,11 @@ def main() -> None:
 
     # model and optimizer, from the checkpoint if there is one
     torch.manual_seed(config.seed)
-    model = GPT(config.model_config(vocab_size))
-    start, best_loss, run_id, trained_on = 0, math.inf, uuid.uuid4().hex, len(train.stream)
+    if config.init_from and not saved:
+        model = start_from(config, vocab_size)
+    else:
+        model = GPT(config.model_config(vocab_size))
+    start, best_loss, run_id, tokens_before, warnings = 0, math.inf, uuid.uuid4().hex, 0, []
     if saved:
         ckpt.load_weights(model, saved, Path(config.resume), exact=True)
         start, best_loss, run_id = saved["step"], saved["best_loss"], saved["run_id"]
@@ -144,28 +121,36 @@ def main() -> None:
         parallel.load_optimizer_state(model, optimizer, saved["optimizer"])
         if start > config.max_steps:
             raise ConfigError(f"{config.resume} is at step {start}, after --max_steps")
-        trained_on = saved["train_tokens"]
+        tokens_before = saved["tokens"] - start * config.total_batch_size
+        warnings = other_order(config, saved, len(train.stream))
     resumed, saved = saved is not None, None  # lets go of the file, which is mapped from disk
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
     wrapped = parallel.wrap(model, process)
     module = torch.compile(wrapped) if config.use_torch_compile else wrapped
 
-    batches = read_ahead(
-        to_device(
-            train_batches(train, slicing, config.seed, range(start, config.max_steps)), device
+    steps = range(start, config.max_steps)
+    batches = read_ahead(process.to_device(train_batches(train, slicing, config.seed, steps)))
+    benchmarks = {
+        task: benchmark_rows(task, path, config.eval_full, process)
+        for task, every, path in (
+            ("hellaswag", config.hellaswag_every, config.hellaswag_data),
+            ("lambada", config.lambada_every, config.lambada_data),
         )
-    )
+        if every
+    }
     first = next(batches, None)  # shards that cannot be read are found before anything is written
     val.batch(np.arange(1))
-    if config.overwrite and process.is_main:
-        ckpt.remove_all(config.checkpoint_dir)
     logger = Logger(
         config.log_dir,
         start=start,
         total=config.max_steps,
         is_main=process.is_main,
         overwrite=config.overwrite,
+        tensorboard=config.tensorboard,
+        wandb={"id": run_id, "config": config.to_dict()} if config.wandb else None,
     )
+    if config.overwrite and process.is_main:
+        ckpt.remove_all(config.checkpoint_dir)
     tokenizer = tokenizer_or_none(tokenizer_name, logger.say)
     if not process.all(tokenizer is not None):
         tokenizer = None
@@ -184,11 +169,8 @@ def main() -> None:
         f"{process.world_size} on {device}, {dtype}"
         + (f"; resumed at step {start}" if resumed else "")
     )
-    if trained_on != len(train.stream):
-        logger.say(
-            f"warning: the checkpoint was trained on {trained_on:,} train tokens; with other data "
-            "the order from here on is another one"
-        )
+    for warning in warnings:
+        logger.say(warning)
 
     def save(name: str, step: int) -> None:
         if process.is_main:
@@ -197,7 +179,7 @@ def main() -> None:
                 {key: value.cpu() for key, value in model.state_dict().items()},
                 optimizer=parallel.optimizer_state(model, optimizer),
                 step=step,
-                tokens=step * config.total_batch_size,
+                tokens=tokens_before + step * config.total_batch_size,
                 best_loss=best_loss,
                 seed=config.seed,
                 run_id=run_id,
@@ -210,6 +192,14 @@ def main() -> None:
     def due(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
+    score = partial(
+        score_items,
+        model,
+        tokenizer,
+        process,
+        batch_size=config.micro_batch_size,
+        dtype=dtype,
+    )
     step, stopping = start, False
     while True:
         last = step == config.max_steps
@@ -235,6 +225,12 @@ def main() -> None:
             if scores["loss"] < best_loss and step > 0:
                 best_loss = scores["loss"]
                 save(ckpt.BEST, step)
+        for task, rows in benchmarks.items() if tokenizer else ():
+            if last or due(getattr(config, f"{task}_every"), step):
+                row = benchmark_row(task, rows, score, tokenizer)
+                logger.log({"split": task, **row}, step)
+                told = ", ".join(f"{key} {value:.4g}" for key, value in row.items())
+                logger.say(f"step {step}: {task} {told}")
         if tokenizer and step > start and config.sample_every:
             if last or due(config.sample_every, step):
                 logger.sample(sample(model, tokenizer, config.seed + step, dtype), step)
@@ -281,7 +277,7 @@ def main() -> None:
                 "loss": mean / process.world_size,
                 "lr": lr,
                 "grad_norm": norm.item(),
-                "tokens": step * config.total_batch_size,
+                "tokens": tokens_before + step * config.total_batch_size,
                 "tokens_per_s": tokens_per_s,
                 "mfu": peak and flops * tokens_per_s / (peak * process.world_size),
                 "ms": 1000 * seconds,
@@ -295,9 +291,67 @@ def main() -> None:
     else:
         logger.say(f"done: best validation loss {best_loss:.4f}, see {config.checkpoint_dir}")
     logger.close()
+    if process.is_main and not stopping:
+        from utils.figure import draw_if_possible  # matplotlib takes its time
+
+        draw_if_possible([config.log_dir], config.log_dir / "log_plot.png")
     distributed.stop()
     if stopping:
         sys.exit(128 + (stop.signal or signal.SIGTERM))
+
+
+def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str]:
+    """What is not as it was when the checkpoint was written, and changes the order of the data."""
+    then, now = saved["train_config"], config.to_dict()
+    changed = [
+        f"--{name} was {then[name]}"
+        for name in ("total_batch_size", "seed")
+        if then.get(name, now[name]) != now[name]
+    ]
+    if saved["train_tokens"] not in (0, train_tokens):
+        changed.append(f"there were {saved['train_tokens']:,} train tokens")
+    end = "the order from here on is another one, so this epoch may repeat or miss sequences"
+    return [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
+
+
+def dry_run(config: TrainConfig, saved: dict | None) -> None:
+    """Says what would be trained where, without data; the folder of shards is the last line."""
+    device, world_size = distributed.pick_device(config.device), distributed.world_size()
+    batch = config.sequences_per_step(world_size)
+    vocab_size = saved["model_config"]["vocab_size"] if saved else TOKENIZERS["gpt2"].vocab_size
+    with torch.device("meta"):
+        model = GPT(config.model_config(vocab_size))
+    print(
+        f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
+        f"{config.total_batch_size:,} tokens = {batch // config.micro_batch_size // world_size} x "
+        f"{config.micro_batch_size} x {config.block_size} x {world_size} on {device.type}"
+    )
+    print(config.data_dir)
+
+
+def start_from(config: TrainConfig, vocab_size: int) -> GPT:
+    """The pre-trained model of --init_from; its shape becomes that of the run."""
+    model = load_pretrained(config.init_from, config.block_size, config.dropout)
+    if model.config.vocab_size != vocab_size:
+        raise ConfigError(
+            f"{config.init_from} has {model.config.vocab_size:,} tokens, {config.data_dir} "
+            f"{vocab_size:,}: the shards need the same tokenizer"
+        )
+    for name in ("n_layer", "n_head", "n_embd"):
+        value = getattr(model.config, name)
+        if getattr(config, name) not in (None, value):
+            raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
+        setattr(config, name, value)
+    return model
+
+
+def tokenizer_or_none(name: str, say) -> Tokenizer | None:
+    """The tokenizer of the shards; a run does not end for want of it, it goes without samples."""
+    try:
+        return load_tokenizer(name)
+    except DataError as error:
+        say(f"{error}. This run goes without samples and bits per byte.")
+        return None
 
 
 def sample(model: GPT, tokenizer: Tokenizer, seed: int, dtype: torch.dtype) -> str:

@@ -2,8 +2,9 @@
 # bash train.sh demo     a small GPT on the Python standard library's source: offline, any machine,
 #                        minutes; needs pip alone
 # bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on every
-#                        visible GPU; FLAGS go to train.py (with --data_dir it shards nothing).
-#                        Killed, it continues where it was. NPROC=3 chooses the number of processes.
+#                        visible GPU; FLAGS go to train.py (with another --data_dir it shards
+#                        nothing). Killed, it continues where it was. NPROC=2 chooses the number of
+#                        processes.
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/env.sh requirements.txt
@@ -25,20 +26,21 @@ if [ "${1:-}" = demo ]; then
   exit
 fi
 
+case " $* " in *" --help "* | *" -h "*) exec python train.py --help ;; esac
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" -eq 0 ] || set -- --use_torch_compile "$@"
-case " $* " in *" --overwrite "* | *" --resume "*) ;; *) set -- --resume auto "$@" ;; esac
+case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@" ;; esac
 # 524,288 tokens divide by powers of two: of six GPUs four are used, unless NPROC says otherwise
 processes=1
 while [ $((processes * 2)) -le "$gpus" ]; do processes=$((processes * 2)); done
 processes=${NPROC:-$processes}
+case $processes in *[!0-9]* | 0) echo "error: NPROC=$processes is no number of processes" >&2; exit 2 ;; esac
 
-# wrong flags are found before hours of sharding
-processes=$processes python -c 'import os, config
-n = int(os.environ["processes"])
-config.run(lambda c: (c.check(), c.sequences_per_step(n)), config.TrainConfig)' "$@"
-case " $* " in *" --data_dir"*) ;; *) python data/fineweb-edu.py ;; esac
-echo "training on $processes of $gpus GPUs"
+# wrong settings are found before hours of sharding; the last line says where the shards belong
+plan=$(WORLD_SIZE=$processes python train.py --dry_run "$@")
+echo "$plan"
+case $plan in *"
+data/edu_fineweb10B") python data/fineweb-edu.py ;; esac
 if [ "$processes" -gt 1 ]; then
   exec torchrun --standalone --nproc_per_node="$processes" train.py "$@"
 fi

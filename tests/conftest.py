@@ -31,7 +31,7 @@ def script(
     *args: object, code: int = 0, timeout: int = 240, **options
 ) -> subprocess.CompletedProcess:
     """Runs `python ARGS` in the project; fails unless it exits with `code`."""
-    command = [sys.executable, *map(str, args)]
+    command = [sys.executable, *(a if isinstance(a, bytes) else str(a) for a in args)]
     options = {"cwd": ROOT, "env": environment(), "text": True, "capture_output": True, **options}
     done = subprocess.run(command, timeout=timeout, **options)
     assert done.returncode == code, f"{command} -> {done.returncode}\n{done.stdout}{done.stderr}"

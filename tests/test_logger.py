@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from conftest import script
 
@@ -50,4 +52,28 @@ def test_plot_draws_runs_over_each_other(trained, tmp_path):
     script("plot.py", "--log", trained / "logs", trained / "logs" / "metrics.jsonl", "--out", out)
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
     assert "there is no" in script("plot.py", "--log", tmp_path / "none", code=2).stderr
-    assert "must end in" in script("plot.py", "--out", tmp_path / "a.xyz", code=2).stderr
+    bad = ["plot.py", "--log", trained / "logs", "--out"]
+    assert "not supported" in script(*bad, tmp_path / "a.xyz", code=2).stderr
+    assert "could not be written" in script(*bad, out / "a.png", code=2).stderr
+    assert "is not a row" in script("plot.py", "--log", out, code=2).stderr
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, 0, range(1, 4), 1.5, tensorboard=True)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (s, 1.5) for s in (1, 2, 3)
+    ]
+    assert "train/mfu" not in events.Tags()["scalars"]
+
+
+def test_an_absent_package_is_a_sentence_with_the_line_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(LogError, match="pip install wandb"):
+        write(tmp_path, 0, [], 1.0, wandb={})
+    with pytest.raises(LogError, match="pip install tensorboard"):
+        write(tmp_path, 0, [], 1.0, tensorboard=True)

@@ -35,6 +35,9 @@ def test_bad_settings_are_sentences(trained, tmp_path):
         (["--prompt", f"@{tmp_path}/none"], "cannot be read"),
         (["--top_p", 0], "--top_p"),
         (["--temperature", -1], "--temperature"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--seed", 10**20], "--seed"),
+        (["--prompt", b"caf\xe9"], "cannot be read as text"),
         (["--checkpoint", tmp_path / "none.pt"], "there is no checkpoint"),
     ):
         done = sample(trained, *extra, code=2)

@@ -3,12 +3,14 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import kill, losses, script, start, torchrun, train_args
+from conftest import ROOT, environment, kill, losses, script, start, torchrun, train_args
 
 from data.shards import header
 from utils.checkpoint import join_float32, load_checkpoint
@@ -201,6 +203,61 @@ def test_bad_settings_are_sentences(shards, trained, tmp_path):
     bad(train_args(shards, trained, 4), "checkpoints of another run", trained)
     bad(args("--log_dir", shards / "manifest.json" / "logs"), "the log in")
     assert not (tmp_path / "new").exists()
+    over = train_args(shards, trained, 4, "--overwrite")
+    bad([*over, "--log_dir", shards / "manifest.json" / "logs"], "the log in", trained)
+    elsewhere = ["--checkpoint_dir", tmp_path / "new", "--resume", "auto"]
+    bad([*train_args(shards, trained, 4), *elsewhere], "the log of another run", trained)
+
+
+def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
+    done = script("train.py", "--dry_run", "--device", "cpu", "--data_dir", tmp_path / "none")
+    assert "124,439,808 parameters; 19,073 steps" in done.stdout
+    assert "= 32 x 16 x 1024 x 1 on cpu" in done.stdout
+    assert done.stdout.endswith(f"\n{tmp_path / 'none'}\n")
+
+
+def test_going_back_keeps_what_it_goes_back_to_and_what_comes_of_it(shards, tmp_path):
+    args = [shards, tmp_path, 12]
+    script(*train_args(*args, "--save_every", 4, "--keep_last", 3))
+    numbered = tmp_path / "checkpoints" / "model_step_{:06d}.pt"
+    back = ["--resume", str(numbered).format(4), "--max_lr", 1e-3, "--save_every", 2]
+    script(*train_args(shards, tmp_path, 7, *back, "--keep_last", 2))
+    kept = {p.name: load_checkpoint(p) for p in (tmp_path / "checkpoints").glob("model_step_*")}
+    rates = {s["step"]: s["train_config"]["max_lr"] for s in kept.values()}
+    assert rates == {6: 1e-3, 7: 1e-3, 8: 3e-3, 12: 3e-3}
+
+
+def test_another_batch_from_a_checkpoint_is_warned_of_and_counted_right(shards, tmp_path):
+    script(*train_args(shards, tmp_path, 4))
+    done = script(*train_args(shards, tmp_path, 6, "--resume", "auto", "--total_batch_size", 1024))
+    assert "--total_batch_size was 512" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").open()]
+    tokens = {row["step"]: row["tokens"] for row in rows if row["split"] == "train"}
+    assert [tokens[s] for s in (4, 5, 6)] == [2048, 3072, 4096]
+
+
+def test_a_console_that_is_gone_does_not_end_the_run(shards, tmp_path):
+    args = [sys.executable, *map(str, train_args(shards, tmp_path, 20))]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(args, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe)
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(120) == 0 and len(losses(tmp_path)) == 20
+
+
+def test_benchmarks_during_training_are_logged_and_drawn(shards, tmp_path):
+    (tmp_path / "h.jsonl").write_text(
+        json.dumps({"ctx": "A dog", "endings": ["a", "bb", "c c", "d"], "label": 0}) + "\n"
+    )
+    (tmp_path / "l.jsonl").write_text('{"text": "the cat e"}\n' * 600)
+    extra = ["--hellaswag_every", 5, "--hellaswag_data", tmp_path / "h.jsonl"]
+    extra += ["--lambada_every", 10, "--lambada_data", tmp_path / "l.jsonl", "--use_torch_compile"]
+    torchrun(2, *train_args(shards, tmp_path, 10, *extra, "--micro_batch_size", 2), timeout=400)
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").open()]
+    h, a = ([r for r in rows if r["split"] == task] for task in ("hellaswag", "lambada"))
+    assert [r["step"] for r in h] == [0, 5, 10] and {"acc", "acc_norm"} <= set(h[0])
+    assert [r["n"] for r in a] == [500, 500] and a[0]["perplexity"] > 1
+    assert (tmp_path / "logs" / "log_plot.png").stat().st_size > 10_000
 
 
 def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):

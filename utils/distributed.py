@@ -1,6 +1,7 @@
 """Processes, devices and dtypes: the one reader of RANK, LOCAL_RANK and WORLD_SIZE."""
 
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -30,11 +31,24 @@ class Process:
         """Whether something holds on every process; every process must call it."""
         return self.sum(torch.tensor(int(holds), device=self.device)).item() == self.world_size
 
+    def to_device(self, batches: Iterator[tuple]) -> Iterator[tuple]:
+        """NumPy batches as tensors on the device; copies to a GPU do not hold up the caller."""
+        for arrays in batches:
+            tensors = [torch.from_numpy(x) for x in arrays]
+            if self.device.type == "cuda":
+                tensors = [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
+            yield tuple(x.to(self.device) for x in tensors)
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all processes, in place; every process must call it."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def sum_float64(self, values: Tensor) -> Tensor:
+        """The same for a float64 tensor on the CPU: NCCL reduces on the GPU, Apple's has none."""
+        home = self.device if self.device.type == "cuda" else values.device
+        return self.sum(values.to(home)).cpu()
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -55,22 +69,24 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
 
+def world_size() -> int:
+    """How many processes the launcher started, or will."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def start(device: str) -> Process:
     """Joins the processes that torchrun started, if it did: NCCL on CUDA, gloo elsewhere."""
-    rank, local_rank, world_size = (
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
-    process = Process(rank, local_rank, world_size, pick_device(device, local_rank))
-    if world_size > 1 and (process.device.type == "mps" or ":" in device):
+    rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    process = Process(rank, local_rank, world_size(), pick_device(device, local_rank))
+    if process.world_size > 1 and (process.device.type == "mps" or ":" in device):
         raise DeviceError(
-            f"--device {device} is one device, which {world_size} processes cannot share; start "
-            "train.py without torchrun, or with --device cuda or cpu"
+            f"--device {device} is one device, which {process.world_size} processes cannot share; "
+            "start without torchrun, or with --device cuda or cpu"
         )
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not bfloat16
-    if world_size > 1 and not dist.is_initialized():
+    if process.world_size > 1 and not dist.is_initialized():
         if process.device.type == "cuda":
             dist.init_process_group("nccl", device_id=process.device)
         else:

@@ -1,13 +1,27 @@
-"""Scores of a model: used by train.py and the other scripts alike."""
+"""Validation loss and benchmarks: used by train.py and evaluate.py alike."""
 
 import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from data.benchmarks import (
+    STOP_WORDS,
+    Item,
+    cbt_items,
+    hellaswag_clean,
+    hellaswag_raw,
+    lambada_items,
+    read_rows,
+)
 from data.loader import Sequences
+from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from utils.distributed import Process, autocast
+from utils.scoring import Score
 
 
 @torch.no_grad()
@@ -42,7 +56,7 @@ def validation_loss(
         if mine < len(batches):
             nats[mine] = loss.item() * targets.size
             n_bytes[mine] = 0 if token_bytes is None else float(token_bytes[targets].sum())
-    totals = process.sum(torch.stack([nats, n_bytes]).to(_float64_home(process)))
+    totals = process.sum_float64(torch.stack([nats, n_bytes]))
     total_nats, total_bytes = totals.sum(dim=1).tolist()
     model.train()
     scores = {"loss": total_nats / (n * sequences.block_size)}
@@ -51,6 +65,136 @@ def validation_loss(
     return scores
 
 
-def _float64_home(process: Process) -> torch.device:
-    """Where float64 can be reduced: NCCL reduces on the GPU; Apple's has no float64."""
-    return process.device if process.device.type == "cuda" else torch.device("cpu")
+@dataclass(frozen=True)
+class Result:
+    """One figure: a metric of a task under a named protocol, over n examples."""
+
+    task: str
+    protocol: str
+    metric: str
+    n: int
+    value: float
+    stderr: float | None = None
+
+
+Scorer = Callable[..., list[list[Score]]]  # score_items with all but the items filled in
+
+
+def hellaswag(rows: list[dict], score: Scorer, protocol: str) -> tuple[list[Result], list[dict]]:
+    """Zero-shot choice of the ending: by its probability (acc), and by that per token
+    (build-nanogpt, llm.c) or per character and per byte (lm-evaluation-harness)."""
+    items = {"build-nanogpt": hellaswag_raw, "lm-eval": hellaswag_clean}[protocol](rows)
+    scores = score(items)
+    nats = [[s.logprob for s in choices] for choices in scores]
+    lengths = {"acc": [[1] * len(item.choices) for item in items]}
+    if protocol == "build-nanogpt":
+        lengths["acc_norm"] = [[s.tokens for s in choices] for choices in scores]
+    else:  # without the space that joins an ending to the context
+        lengths["acc_norm"] = [[len(c) - 1 for c in item.choices] for item in items]
+        lengths["acc_bytes"] = [[len(c.encode()) - 1 for c in item.choices] for item in items]
+    picks = {
+        metric: [int(np.argmax(np.divide(a, b))) for a, b in zip(nats, by, strict=True)]
+        for metric, by in lengths.items()
+    }
+    return choice_results("hellaswag", protocol, items, picks, nats)
+
+
+def cbt(rows: list[dict], score: Scorer, task: str) -> tuple[list[Result], list[dict]]:
+    """Choice of the word in the blank: by the mean loss of context and question together, and by
+    the probability of the question from the blank on (Radford et al. 2019, section 3.2)."""
+    items = cbt_items(rows)
+    scores = score(items, with_context=True)
+    whole = [
+        [(s.context_logprob + s.logprob) / (s.context_tokens + s.tokens) for s in choices]
+        for choices in scores
+    ]
+    rest = [[s.logprob for s in choices] for choices in scores]
+    results: list[Result] = []
+    examples: list[dict] = []
+    for protocol, nats in (("full sequence", whole), ("from the blank", rest)):
+        picks = {"acc": [int(np.argmax(x)) for x in nats]}
+        found, more = choice_results(task, protocol, items, picks, nats)
+        results += found
+        examples += more
+    return results, examples
+
+
+def choice_results(
+    task: str, protocol: str, items: list[Item], picks: dict[str, list[int]], nats: list
+) -> tuple[list[Result], list[dict]]:
+    """Accuracy of each metric's picks, and a row for each item."""
+    labels = [item.label for item in items]
+    results = [
+        accuracy(task, protocol, metric, [p == label for p, label in zip(x, labels, strict=True)])
+        for metric, x in picks.items()
+    ]
+    examples = [
+        {"task": task, "protocol": protocol, "index": i, "label": label, "logprobs": nats[i]}
+        | {f"pick_{metric}": x[i] for metric, x in picks.items()}
+        for i, label in enumerate(labels)
+    ]
+    return results, examples
+
+
+def lambada(
+    rows: list[dict], score: Scorer, tokenizer: Tokenizer
+) -> tuple[list[Result], list[dict]]:
+    """The last word: whole and greedy, with its perplexity (lm-evaluation-harness); its last token
+    alone; and with stop words left out of the choice of its first token, as the GPT-2 paper does in
+    some way it does not tell."""
+    words = [tokenizer.encode(" " + word).tolist() for word in STOP_WORDS]
+    banned = [ids[0] for ids in words if len(ids) == 1]
+    scores = [choices[0] for choices in score(lambada_items(rows), banned=banned)]
+    nats = np.array([s.logprob for s in scores])
+    perplexity = float(np.exp(-nats.mean()))
+    spread = perplexity * float(nats.std(ddof=1)) / len(nats) ** 0.5 if len(nats) > 1 else None
+    results = [
+        accuracy("lambada", "lm-eval", "acc", [s.greedy for s in scores]),
+        Result("lambada", "lm-eval", "perplexity", len(scores), perplexity, spread),
+        accuracy("lambada", "last token", "acc", [s.last for s in scores]),
+        accuracy("lambada", "stop words", "acc", [s.greedy_filtered for s in scores]),
+    ]
+    examples = [{"task": "lambada", "index": i} | asdict(s) for i, s in enumerate(scores)]
+    return results, examples
+
+
+def benchmark_rows(task: str, path: Path | None, whole: bool, process: Process) -> list[dict]:
+    """A benchmark's rows, or 500 that stand evenly over it, for scores during training."""
+    rows: list[dict] = []
+    for first in (True, False):  # one process of a machine downloads, the others find it there
+        if (process.local_rank == 0) == first:
+            rows = read_rows(task, path)
+        process.all(True)
+    keep = np.linspace(0, len(rows) - 1, len(rows) if whole else min(500, len(rows)))
+    return [rows[i] for i in keep.astype(int)]
+
+
+def benchmark_row(
+    task: str, rows: list[dict], score: Scorer, tokenizer: Tokenizer
+) -> dict[str, float]:
+    """A task's figures as a row of metrics during training, by the protocol that is followed there:
+    build-nanogpt's for HellaSwag, lm-evaluation-harness's for LAMBADA."""
+    if task == "hellaswag":
+        results, _ = hellaswag(rows, score, "build-nanogpt")
+    else:
+        results = [r for r in lambada(rows, score, tokenizer)[0] if r.protocol == "lm-eval"]
+    return {"n": results[0].n} | {r.metric: r.value for r in results}
+
+
+def accuracy(task: str, protocol: str, metric: str, hits: list[bool]) -> Result:
+    """The share of hits and its standard error."""
+    n, p = len(hits), sum(hits) / len(hits)
+    return Result(task, protocol, metric, n, p, (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else None)
+
+
+def benchmark(
+    task: str, rows: list[dict], score: Scorer, tokenizer: Tokenizer
+) -> tuple[list[Result], list[dict]]:
+    """All figures of a task ("hellaswag", "lambada", "cbt_cn", "cbt_ne") on its rows, and one row
+    for each example and protocol."""
+    if task == "hellaswag":
+        parts = [hellaswag(rows, score, protocol) for protocol in ("build-nanogpt", "lm-eval")]
+        return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+    if task == "lambada":
+        return lambada(rows, score, tokenizer)
+    return cbt(rows, score, task)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from tqdm import tqdm
 
@@ -29,20 +30,82 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
+class Sink(Protocol):
+    """Another place for metrics, beside metrics.jsonl."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Takes values named "split/metric"."""
+
+    def close(self) -> None:
+        """Writes what is still held back."""
+
+
+class TensorBoard:
+    """Event files in the log folder; what an earlier try wrote from `start` on is dropped."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise LogError(
+                "--tensorboard needs a package that is not here: pip install tensorboard"
+            ) from error
+        self.writer = SummaryWriter(str(folder), purge_step=start + 1)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """A Weights & Biases run with these `options`; a resumed training goes on in the same one."""
+
+    def __init__(self, folder: Path, options: dict) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise LogError("--wandb needs a package that is not here: pip install wandb") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(project="gpt2", resume="allow", dir=str(folder), **options)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
 class Logger:
     """Appends rows to metrics.jsonl and shows them; on other processes than the main it is silent.
 
     A new run (start == 0) begins the file anew if `overwrite`; a resumed one marks the step it
     starts from, and the reader forgets the rows after it that the earlier try had written.
-    Raises LogError where the folder cannot be written.
+    `tensorboard` and `wandb` (options of wandb.init) choose further sinks. Raises LogError where
+    the folder cannot be written or a package is missing.
     """
 
     def __init__(
-        self, folder: Path, *, start: int, total: int, is_main: bool, overwrite: bool = False
+        self,
+        folder: Path,
+        *,
+        start: int,
+        total: int,
+        is_main: bool,
+        overwrite: bool = False,
+        tensorboard: bool = False,
+        wandb: dict | None = None,
     ) -> None:
         self.folder, self.is_main = folder, is_main
         if not is_main:
             return
+        self.sinks: list[Sink] = []
+        if tensorboard:
+            self.sinks.append(TensorBoard(folder, start))
+        if wandb is not None:
+            self.sinks.append(WandB(folder, wandb))
         path = folder / METRICS
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +131,10 @@ class Logger:
         if self.is_main:
             with writing(self.folder):
                 self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+            split = metrics["split"]
+            values = {k: v for k, v in metrics.items() if k != "split" and v is not None}
+            for sink in self.sinks:
+                sink.log({f"{split}/{key}": value for key, value in values.items()}, step)
 
     def train(self, metrics: dict, step: int) -> None:
         """A row of the training split: on the progress bar, or as a line every ten seconds."""
@@ -97,14 +164,19 @@ class Logger:
     def say(self, message: str) -> None:
         """A line for people, above the progress bar."""
         if self.is_main:
-            self.bar.write(message, file=sys.stdout)
-            sys.stdout.flush()
+            try:
+                self.bar.write(message, file=sys.stdout)
+                sys.stdout.flush()
+            except OSError:  # nobody listens any more (| tee, | head): the run goes on
+                sys.stdout = open(os.devnull, "w")
 
     def close(self) -> None:
         if self.is_main:
             self.bar.close()
             self.file.close()
             self.samples.close()
+            for sink in self.sinks:
+                sink.close()
 
 
 def _drop_partial_line(path: Path) -> None:
@@ -125,7 +197,7 @@ def read_metrics(path: Path) -> dict[str, list[dict]]:
     splits: dict[str, dict[int, dict]] = {}
     if not path.is_file():
         raise LogError(f"there is no {path}; give the metrics.jsonl of a run, or its folder")
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
@@ -141,7 +213,14 @@ def read_metrics(path: Path) -> dict[str, list[dict]]:
     return {split: [rows[s] for s in sorted(rows)] for split, rows in splits.items()}
 
 
-def has_rows(folder: Path) -> bool:
-    """Whether a run has logged into this folder."""
+def has_rows_of_another(folder: Path, checkpoint_dir: Path | None) -> bool:
+    """Whether a run with another folder of checkpoints has logged into this folder. One with the
+    same and no checkpoint in it was killed before its first save."""
     path = folder / METRICS
-    return path.exists() and os.path.getsize(path) > 0
+    if not path.exists() or not os.path.getsize(path):
+        return False
+    try:
+        run = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return run["train_config"]["checkpoint_dir"] != str(checkpoint_dir)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True

@@ -1,0 +1,161 @@
+"""Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test.
+
+    python evaluate.py --checkpoint checkpoints/model_best.pt --tasks val hellaswag lambada
+    python evaluate.py --model gpt2 --tasks hellaswag --data hellaswag_val.jsonl --limit 1000
+    torchrun --standalone --nproc_per_node=8 evaluate.py --tasks hellaswag lambada cbt_cn cbt_ne
+
+Prints a table (task, protocol, metric, number of examples, value and its standard error, what was
+published for OpenAI's GPT-2 of that size) and writes it as JSON. The figures depend neither on the
+batch size nor on the number of processes.
+"""
+
+import json
+import math
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from config import ConfigError, EvalConfig, run
+from data.benchmarks import read_rows
+from data.loader import Sequences, TokenStream
+from data.shards import atomic_write
+from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
+from model.config import SIZES
+from model.gpt import GPT
+from utils import distributed
+from utils.checkpoint import open_model
+from utils.distributed import Process, pick_dtype
+from utils.evals import Result, benchmark, validation_loss
+from utils.published import PUBLISHED
+from utils.scoring import score_items
+
+
+def check(config: EvalConfig) -> dict[str, Path | None]:
+    """The file of each benchmark, None for the hub; ConfigError for the first wrong setting."""
+    tasks = [task for task in config.tasks if task != "val"]
+    if not config.tasks or len(set(config.tasks)) < len(config.tasks):
+        raise ConfigError(f"--tasks {' '.join(config.tasks)}: give each task once")
+    if config.data and len(config.data) != len(tasks):
+        raise ConfigError(
+            f"--data has {len(config.data)} files for the benchmarks {' '.join(tasks) or 'none'}; "
+            "give one for each, in that order"
+        )
+    for name in ("limit", "val_tokens", "batch_size"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value} must be at least 1")
+    return dict(zip(tasks, config.data or [None] * len(tasks), strict=True))
+
+
+def validation(
+    config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved: dict, process: Process
+) -> list[Result]:
+    """Loss in nats per token, perplexity and bits per byte on a folder of shards."""
+    folder = config.data_dir or saved.get("train_config", {}).get("data_dir")
+    if folder is None:
+        raise ConfigError("the task val needs --data_dir, a folder of shards")
+    stream = TokenStream(folder, "val")
+    if stream.tokenizer != tokenizer.name:
+        raise ConfigError(f"{folder} holds {stream.tokenizer} tokens, the model {tokenizer.name}")
+    sequences = Sequences(stream, model.config.block_size)
+    scores = validation_loss(
+        model,
+        sequences,
+        process,
+        tokens=config.val_tokens,
+        batch_size=config.batch_size,
+        dtype=pick_dtype(config.dtype, process.device),
+        token_bytes=bytes_per_token(tokenizer),
+    )
+    n = min(len(sequences), max(1, config.val_tokens // sequences.block_size))
+    values = {**scores, "perplexity": math.exp(scores["loss"])}
+    tokens = n * sequences.block_size
+    return [Result("val", Path(folder).name, key, tokens, value) for key, value in values.items()]
+
+
+def size_of(model: GPT) -> str | None:
+    """The named size of a model's shape, None if it has no name."""
+    shape = {key: getattr(model.config, key) for key in SIZES["gpt2"]}
+    return next((name for name, size in SIZES.items() if size == shape), None)
+
+
+def published(result: Result, size: str | None) -> tuple[float, str] | None:
+    """Value and source for OpenAI's GPT-2 of a size, the smallest where the size has no name."""
+    return PUBLISHED.get((result.task, result.protocol, result.metric), {}).get(size or "gpt2")
+
+
+def table(results: list[Result], size: str | None) -> str:
+    """The results as lines of text."""
+    lines = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size or 'gpt2'}"]]
+    sources: list[str] = []
+    for r in results:
+        value, source = published(r, size) or (None, None)
+        if source is not None and source not in sources:
+            sources.append(source)
+        spread = "" if r.stderr is None else f"± {r.stderr:.4f}"
+        theirs = "" if source is None else f"{value:.4f} [{sources.index(source) + 1}]"
+        lines.append([r.task, r.protocol, r.metric, f"{r.n:,}", f"{r.value:.4f}", spread, theirs])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    form = "  ".join(f"{{:{'>' if i in (3, 4) else '<'}{w}}}" for i, w in enumerate(widths))
+    notes = [f"[{i}] {source}" for i, source in enumerate(sources, 1)]
+    return "\n".join([form.format(*line).rstrip() for line in lines] + notes)
+
+
+def main(config: EvalConfig) -> None:
+    files = check(config)
+    process = distributed.start(config.device)
+    model, name, saved = open_model(config.checkpoint, config.model)
+    tokenizer = load_tokenizer(name)
+    model.to(process.device)
+    results: list[Result] = []
+    examples: list[dict] = []
+    for task in config.tasks:
+        if task == "val":
+            results += validation(config, model, tokenizer, saved, process)
+            continue
+        rows = read_rows(task, files[task])[: config.limit]
+        with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
+            score = partial(
+                score_items,
+                model,
+                tokenizer,
+                process,
+                batch_size=config.batch_size,
+                dtype=pick_dtype(config.dtype, process.device),
+                progress=bar.update,
+            )
+            found, more = benchmark(task, rows, score, tokenizer)
+        results += found
+        examples += more
+    if process.is_main:
+        write(config, results, examples, size_of(model))
+    distributed.stop()
+
+
+def write(
+    config: EvalConfig, results: list[Result], examples: list[dict], size: str | None
+) -> None:
+    """The table on standard output, and the files."""
+    print(table(results, size))
+    rows = [
+        asdict(r) | {"published": published(r, size), "published_size": size or "gpt2"}
+        for r in results
+    ]
+    report = {"model": config.model or str(config.checkpoint), "dtype": config.dtype}
+    texts = {config.out: json.dumps({**report, "results": rows}, indent=1)}
+    if config.dump is not None:
+        texts[config.dump] = "".join(json.dumps(example) + "\n" for example in examples)
+    for path, text in texts.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise ConfigError(f"{path} could not be written: {error.strerror}") from error
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    run(main, EvalConfig)
