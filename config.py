@@ -243,6 +243,11 @@ class EvalConfig:
     come from the hub."""
     data_dir: Path | None = None
     """Folder of shards for the task val; unless given, the one the checkpoint was trained on."""
+    hellaswag_protocols: tuple[Literal["build-nanogpt", "lm-eval"], ...] = (
+        "build-nanogpt",
+        "lm-eval",
+    )
+    """Each is a pass over the data: the raw text, and the text that lm-evaluation-harness makes."""
     limit: int | None = None
     """Score only the first examples of each benchmark."""
     val_tokens: int = 10_485_760

@@ -126,7 +126,7 @@ def main(config: EvalConfig) -> None:
                 dtype=pick_dtype(config.dtype, process.device),
                 progress=bar.update,
             )
-            found, more = benchmark(task, rows, score, tokenizer)
+            found, more = benchmark(task, rows, score, tokenizer, config.hellaswag_protocols)
         results += found
         examples += more
     if process.is_main:

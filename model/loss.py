@@ -7,6 +7,11 @@ from torch import Tensor
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}  # of float32 logits; 32 MiB is what malloc reuses
 
 
+def chunk_rows(device: str, vocab_size: int) -> int:
+    """Tokens whose float32 logits are alive at a time on a kind of device."""
+    return max(1, CHUNK_BYTES.get(device, 2**30) // (4 * vocab_size))
+
+
 class HeadCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of x @ weight.T against targets, in nats.
 
@@ -32,7 +37,7 @@ class HeadCrossEntropy(torch.autograd.Function):
             if with_grad:
                 grad_x = torch.empty_like(x)
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            rows = max(1, CHUNK_BYTES.get(device, 2**30) // (4 * len(weight)))
+            rows = chunk_rows(device, len(weight))
             for part in (slice(start, start + rows) for start in range(0, len(x), rows)):
                 logits = (low_x[part] @ low_weight.T).float()  # (rows, padded V)
                 logits[:, vocab_size:] = -torch.inf

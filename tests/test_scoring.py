@@ -1,6 +1,7 @@
 import json
 from functools import partial
 
+import harness_model
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from data.tokenizer import load_tokenizer
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
+from scripts.harness import complete
 from utils.distributed import Process
 from utils.evals import benchmark
 from utils.scoring import score_items
@@ -233,3 +235,27 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
             "evaluate.py", "--checkpoint", trained / "checkpoints" / "model_best.pt", *extra, code=2
         )
         assert message in done.stderr and "Traceback" not in done.stderr
+
+
+# what `python scripts/harness.py` gave for tests/harness_model.py, lm_eval 0.4.13
+HARNESS = {"acc": 0.222, "acc_norm": 0.286, "lambada acc": 0.001, "perplexity": 22325077.53}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/hellaswag_val_1000.jsonl")
+def test_figures_are_those_of_lm_evaluation_harness(tmp_path):
+    try:
+        harness_model.write(tmp_path / "model")
+    except DataError as error:
+        pytest.skip(str(error))
+    rows = read_rows("hellaswag", SHARED / "data" / "hellaswag_val_1000.jsonl")
+    full = tmp_path / "full.jsonl"
+    full.write_text("".join(json.dumps(complete(row)) + "\n" for row in rows))
+    args = ["--tasks", "hellaswag", "lambada", "--hellaswag_protocols", "lm-eval", "--data", full]
+    args += [SHARED / "data" / "lambada_test_1000.jsonl", "--out", tmp_path / "e.json"]
+    script("evaluate.py", "--model", tmp_path / "model", *args, "--device", "cpu")
+    results = json.loads((tmp_path / "e.json").read_text())["results"]
+    found = {(r["task"], r["metric"]): r["value"] for r in results if r["protocol"] == "lm-eval"}
+    assert found["hellaswag", "acc"] == HARNESS["acc"]
+    assert found["hellaswag", "acc_norm"] == HARNESS["acc_norm"]
+    assert found["lambada", "acc"] == HARNESS["lambada acc"]
+    assert found["lambada", "perplexity"] == pytest.approx(HARNESS["perplexity"], rel=1e-3)

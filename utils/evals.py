@@ -188,13 +188,17 @@ def accuracy(task: str, protocol: str, metric: str, hits: list[bool]) -> Result:
 
 
 def benchmark(
-    task: str, rows: list[dict], score: Scorer, tokenizer: Tokenizer
+    task: str,
+    rows: list[dict],
+    score: Scorer,
+    tokenizer: Tokenizer,
+    hellaswag_protocols: tuple[str, ...] = ("build-nanogpt", "lm-eval"),
 ) -> tuple[list[Result], list[dict]]:
     """All figures of a task ("hellaswag", "lambada", "cbt_cn", "cbt_ne") on its rows, and one row
     for each example and protocol."""
     if task == "hellaswag":
-        parts = [hellaswag(rows, score, protocol) for protocol in ("build-nanogpt", "lm-eval")]
-        return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+        parts = [hellaswag(rows, score, protocol) for protocol in hellaswag_protocols]
+        return sum((found for found, _ in parts), []), sum((more for _, more in parts), [])
     if task == "lambada":
         return lambada(rows, score, tokenizer)
     return cbt(rows, score, task)

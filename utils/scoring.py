@@ -15,6 +15,7 @@ from data.benchmarks import Item
 from data.tokenizer import Tokenizer
 from model.config import ModelError
 from model.gpt import GPT
+from model.loss import chunk_rows
 from utils.distributed import Process, autocast
 
 
@@ -122,7 +123,8 @@ def score_rows(
         mask = None if mask is None else mask.to(device)
         x = model.hidden(idx.to(device), positions=positions.to(device), mask=mask)
         x = x[torch.tensor(batch, device=device), torch.tensor(place, device=device)]  # (N, C)
-        for part in torch.arange(len(x), device=device).split(2048):
+        rows_at_once = chunk_rows(device.type, model.config.padded_vocab_size)
+        for part in torch.arange(len(x), device=device).split(rows_at_once):
             logits = model.logits(x[part]).float()  # (n, V)
             own = logits.gather(-1, targets[part, None]).squeeze(-1)
             logprob.append(own - logits.logsumexp(-1))

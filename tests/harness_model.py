@@ -1,0 +1,39 @@
+"""A small GPT-2 with fixed random weights, for the comparison with lm-evaluation-harness.
+
+    python -m tests.harness_model FOLDER
+    python scripts/harness.py FOLDER hellaswag_val_1000.jsonl lambada_test_1000.jsonl
+
+writes it in Hugging Face's format and scores it; test_scoring.py holds what that gave.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.tokenizer import load_tokenizer
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.huggingface import save_pretrained
+
+# frequent last words of LAMBADA passages, so that some are right
+LIKELY = (" Sarah", " Nick", " Ana", " Daniel", " Gabriel", " too")
+
+
+def write(folder: Path) -> None:
+    """Saves the model with GPT-2's tokenizer."""
+    tokenizer = load_tokenizer("gpt2")
+    model = GPT(GPTConfig(block_size=256, n_layer=2, n_head=2, n_embd=32))
+    rng = np.random.default_rng(0)  # gives the same numbers everywhere, torch need not
+    for name, p in sorted(model.named_parameters()):
+        values = rng.normal(1.0 if ".ln_" in name and "weight" in name else 0.0, 0.2, p.shape)
+        p.data.copy_(torch.from_numpy(values))
+    wte, bias = model.transformer.wte.weight, model.transformer.ln_f.bias
+    for word in LIKELY:
+        bias.data += 4.0 * wte.data[int(tokenizer.encode(word)[0])]
+    save_pretrained(model, folder, tokenizer)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
