@@ -208,6 +208,10 @@ class SamplingConfig:
     """Text to continue; @FILE reads a file, - standard input; empty: from nothing."""
     num_samples: int = 1
     """Texts to write; the first is shown as it is made."""
+    interactive: bool = False
+    """Ask for prompts, and for settings between them."""
+    json: bool = False
+    """Write a line of JSON for each text instead, for machines."""
     max_new_tokens: int = 200
     """Longest continuation in tokens; end of text ends it sooner."""
     temperature: float = 0.8

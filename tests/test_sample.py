@@ -1,3 +1,5 @@
+import json
+
 from conftest import script
 
 
@@ -22,6 +24,27 @@ def test_prompts_come_from_files_and_standard_input(trained, tmp_path):
         sample(trained, "--prompt", f"@{tmp_path}/prompt.txt", "--temperature", 0).stdout == given
     )
     assert sample(trained, "--prompt", "-", "--temperature", 0, input="naïve").stdout == given
+
+
+def test_json_is_a_line_for_each_sample(trained):
+    options = ["--prompt", "Abc", "--num_samples", 2, "--seed", 3]
+    rows = [json.loads(line) for line in sample(trained, *options, "--json").stdout.splitlines()]
+    assert [row["sample"] for row in rows] == [0, 1] and all(r["prompt"] == "Abc" for r in rows)
+    assert sample(trained, *options).stdout.startswith("Abc" + rows[0]["text"])
+    assert all(r["tokens"] == 60 or r["finish"] == "end of text" for r in rows)
+
+
+def test_a_conversation_streams_and_changes_settings(trained):
+    lines = ["/", "Abc", "/temperature 0", "/max_new_tokens 5", "Abc", "Abc", "/top_k none"]
+    lines += ["/top_p 7", "/tempo 1", "/seed x", "x" * 40, "/quit", "never"]
+    out = sample(trained, "--interactive", "--seed", 3, input="\n".join(lines)).stdout
+    assert "/temperature 0.8" in out and "/top_k none" in out
+    first = sample(trained, "--prompt", "Abc", "--seed", 3).stdout
+    assert first.strip() in out
+    greedy = sample(trained, "--prompt", "Abc", "--temperature", 0).stdout[:8]
+    assert out.count(greedy) == 2
+    assert "--top_p 7.0 must be" in out and "there is no /tempo" in out
+    assert "not 'x'" in out and "40 tokens long" in out and "never" not in out
 
 
 def test_a_prompt_that_is_no_text_is_a_sentence(trained):

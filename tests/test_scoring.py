@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import script, torchrun
+from conftest import SHARED, script, torchrun
 
 from data.benchmarks import (
     Item,
