@@ -14,6 +14,7 @@ from utils.logger import LogError, read_metrics
 from utils.published import PUBLISHED
 
 STYLES = ("-", "--", "-.", ":")  # tell runs apart in grey too
+DASHES = (0, (6, 3))
 UNITS = {"step": "step", "tokens": "training tokens", "hours": "hours of training steps"}
 ACCURACIES = {
     "hellaswag": ("acc_norm", "HellaSwag", "build-nanogpt"),
@@ -51,12 +52,14 @@ def curve(axes: plt.Axes, splits: dict, unit: str, split: str, key: str, **style
     return bool(rows)
 
 
-def dashed(axes: plt.Axes, key: tuple[str, str, str], size: str | None, name: str) -> None:
+def dashed(
+    axes: plt.Axes, key: tuple[str, str, str], size: str | None, name: str, ls: tuple | str
+) -> None:
     """OpenAI's GPT-2 as a horizontal line with its source, where somebody published the figure."""
     if size in PUBLISHED[key]:
         value, source = PUBLISHED[key][size]
         label = f"OpenAI {size}{name}: {value:g}\n({source.split(',')[0]})"
-        axes.axhline(value, color="black", ls=(0, (6, 3)), lw=1, label=label)
+        axes.axhline(value, color="black", ls=ls, lw=1, label=label)
 
 
 def draw_loss(axes: plt.Axes, runs: dict[str, dict], unit: str) -> None:
@@ -77,20 +80,20 @@ def draw_loss(axes: plt.Axes, runs: dict[str, dict], unit: str) -> None:
         formatter(matplotlib.ticker.FormatStrFormatter("%.2g"))
 
 
-def draw_accuracies(axes: plt.Axes, runs: dict[str, dict], unit: str, size: str | None) -> bool:
-    """HellaSwag and LAMBADA; False where no run has them."""
+def draw_accuracies(axes: plt.Axes, runs: dict[str, dict], unit: str, size: str | None) -> None:
+    """HellaSwag and LAMBADA, as far as the runs have them."""
     found = set()
     for i, ((label, splits), ls) in enumerate(zip(runs.items(), cycle(STYLES), strict=False)):
         for (task, (key, name, _)), marker in zip(ACCURACIES.items(), "os", strict=True):
             style = {"ls": ls, "color": f"C{i}", "marker": marker, "ms": 4}
             if curve(axes, splits, unit, task, key, label=f"{name}, {label}", **style):
                 found.add(task)
-    for task in sorted(found):
+    for task, ls in (("hellaswag", DASHES), ("lambada", (0, (1, 2)))):
         key, name, protocol = ACCURACIES[task]
-        dashed(axes, (task, protocol, key), size, f", {name}")
-    axes.set(ylabel="accuracy")
+        if task in found:
+            dashed(axes, (task, protocol, key), size, f", {name}", ls)
+    axes.set(ylabel="accuracy", xlim=(0, None))
     axes.set_title("benchmarks", fontsize=10)
-    return bool(found)
 
 
 def draw_if_possible(paths: list[Path], out: Path) -> None:
@@ -108,26 +111,34 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     be read or a picture that cannot be written.
     """
     runs = dict(zip(labels_of(paths), map(read_metrics, paths), strict=True))
-    figure, ((loss, accuracy), (rate, speed)) = plt.subplots(
-        2, 2, figsize=(12, 7), width_ratios=(3, 2), height_ratios=(3, 2), layout="constrained"
+    scored = any(task in splits for splits in runs.values() for task in ACCURACIES)
+    figure, panels = plt.subplot_mosaic(
+        [["loss", "accuracy" if scored else "loss"], ["rate", "speed"]],
+        figsize=(12, 7),
+        width_ratios=(3, 2) if scored else (1, 1),
+        height_ratios=(3, 2),
+        layout="constrained",
     )
+    loss, rate, speed = panels["loss"], panels["rate"], panels["speed"]
     draw_loss(loss, runs, unit)
-    dashed(loss, ("val", "FineWeb-Edu", "loss"), size, "")
-    if not draw_accuracies(accuracy, runs, unit, size):
-        accuracy.set_axis_off()
+    dashed(loss, ("val", "FineWeb-Edu", "loss"), size, "", DASHES)
+    if scored:
+        draw_accuracies(panels["accuracy"], runs, unit, size)
     for i, ((label, splits), ls) in enumerate(zip(runs.items(), cycle(STYLES), strict=False)):
         style = {"ls": ls, "color": f"C{i}", "lw": 1, "label": label}
         curve(rate, splits, unit, "train", "lr", **style)
         curve(speed, splits, unit, "train", "tokens_per_s", **style)
     rate.set(ylabel="learning rate")
     speed.set(ylabel="tokens per second", ylim=(0, None))
-    for axes in (loss, accuracy, rate, speed):
+    speed.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    for axes in panels.values():
         axes.set_xlabel(UNITS[unit])
+        if unit != "hours":
+            axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in (loss, accuracy):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
+    for name in panels.keys() & {"loss", "accuracy"}:
+        panels[name].legend(frameon=False, fontsize=8)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=130)
