@@ -10,6 +10,8 @@ every bit of the weights; a .pt file can be sampled, scored and resumed.
 import math
 import uuid
 
+from safetensors import SafetensorError
+
 from config import ConfigError, ConvertConfig, TrainConfig, run
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT
@@ -25,8 +27,8 @@ def to_folder(config: ConvertConfig) -> None:
     ckpt.load_weights(model, saved, config.checkpoint, exact=True)
     try:
         save_pretrained(model, config.out, tokenizer)
-    except OSError as error:
-        raise ConfigError(f"{config.out} could not be written: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{config.out} could not be written whole: {error}") from error
 
 
 def to_checkpoint(config: ConvertConfig) -> None:

@@ -15,19 +15,18 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from config import ConfigError, EvalConfig, run
-from data.benchmarks import read_rows
 from data.loader import Sequences, TokenStream
-from data.shards import atomic_write
+from data.shards import atomic_write, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from model.config import SIZES
 from model.gpt import GPT
 from utils import distributed
 from utils.checkpoint import open_model
 from utils.distributed import Process, pick_dtype
-from utils.evals import Result, benchmark, validation_loss
+from utils.evals import Result, benchmark, shared_rows, validation_loss
 from utils.published import PUBLISHED
 from utils.scoring import score_items
 
@@ -46,20 +45,31 @@ def check(config: EvalConfig) -> dict[str, Path | None]:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
+    for path in filter(None, (config.out, config.dump)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path} could not be written: {error.strerror}") from error
+        if path.is_dir():
+            raise ConfigError(f"{path} could not be written: it is a folder")
     return dict(zip(tasks, config.data or [None] * len(tasks), strict=True))
 
 
-def validation(
-    config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved: dict, process: Process
-) -> list[Result]:
-    """Loss in nats per token, perplexity and bits per byte on a folder of shards."""
+def open_validation(config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved: dict) -> Sequences:
+    """The validation sequences of --data_dir, or of the folder that the model was trained on."""
     folder = config.data_dir or saved.get("train_config", {}).get("data_dir")
     if folder is None:
         raise ConfigError("the task val needs --data_dir, a folder of shards")
     stream = TokenStream(folder, "val")
     if stream.tokenizer != tokenizer.name:
         raise ConfigError(f"{folder} holds {stream.tokenizer} tokens, the model {tokenizer.name}")
-    sequences = Sequences(stream, model.config.block_size)
+    return Sequences(stream, model.config.block_size)
+
+
+def validation(
+    config: EvalConfig, model: GPT, tokenizer: Tokenizer, sequences: Sequences, process: Process
+) -> list[Result]:
+    """Loss in nats per token, perplexity and bits per byte on a folder of shards."""
     scores = validation_loss(
         model,
         sequences,
@@ -72,13 +82,8 @@ def validation(
     n = min(len(sequences), max(1, config.val_tokens // sequences.block_size))
     values = {**scores, "perplexity": math.exp(scores["loss"])}
     tokens = n * sequences.block_size
-    return [Result("val", Path(folder).name, key, tokens, value) for key, value in values.items()]
-
-
-def size_of(model: GPT) -> str | None:
-    """The named size of a model's shape, None if it has no name."""
-    shape = {key: getattr(model.config, key) for key in SIZES["gpt2"]}
-    return next((name for name, size in SIZES.items() if size == shape), None)
+    corpus = corpus_name(sequences.stream.shards[0].path.parent)
+    return [Result("val", corpus, key, tokens, value) for key, value in values.items()]
 
 
 def published(result: Result, size: str | None) -> tuple[float, str] | None:
@@ -106,16 +111,19 @@ def table(results: list[Result], size: str | None) -> str:
 def main(config: EvalConfig) -> None:
     files = check(config)
     process = distributed.start(config.device)
-    model, name, saved = open_model(config.checkpoint, config.model)
+    torch.set_float32_matmul_precision("highest")  # float32 here means that, not TF32
+    model, name, saved = open_model(config.checkpoint, config.model, exact=True)
     tokenizer = load_tokenizer(name)
+    # whatever cannot be read or written is found before the first forward pass
+    val = open_validation(config, model, tokenizer, saved) if "val" in config.tasks else None
+    rows = {task: shared_rows(task, path, process)[: config.limit] for task, path in files.items()}
     model.to(process.device)
     results: list[Result] = []
     examples: list[dict] = []
     for task in config.tasks:
-        if task == "val":
-            results += validation(config, model, tokenizer, saved, process)
+        if val is not None and task == "val":
+            results += validation(config, model, tokenizer, val, process)
             continue
-        rows = read_rows(task, files[task])[: config.limit]
         with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
             score = partial(
                 score_items,
@@ -126,11 +134,11 @@ def main(config: EvalConfig) -> None:
                 dtype=pick_dtype(config.dtype, process.device),
                 progress=bar.update,
             )
-            found, more = benchmark(task, rows, score, tokenizer, config.hellaswag_protocols)
+            found, more = benchmark(task, rows[task], score, tokenizer, config.hellaswag_protocols)
         results += found
         examples += more
     if process.is_main:
-        write(config, results, examples, size_of(model))
+        write(config, results, examples, model.config.size)
     distributed.stop()
 
 
@@ -149,7 +157,6 @@ def write(
         texts[config.dump] = "".join(json.dumps(example) + "\n" for example in examples)
     for path, text in texts.items():
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as file:
                 file.write(text.encode())
         except OSError as error:

@@ -7,11 +7,14 @@ python plot.py --log logs --x hours
 from config import PlotConfig, run
 from model.config import NICKNAMES
 from utils.figure import draw
+from utils.published import PUBLISHED
 
 
 def main(config: PlotConfig) -> None:
     size = NICKNAMES[config.sz] if config.sz else None
     draw(list(config.log), config.out, size, config.x)
+    if size is not None and size not in PUBLISHED["val", "FineWeb-Edu", "loss"]:
+        print(f"nobody published the validation loss of OpenAI's {config.sz} on FineWeb-Edu")
     print(f"wrote {config.out}")
 
 

@@ -48,11 +48,15 @@ def read_prompt(prompt: str) -> str:
 
 def check(config: SamplingConfig) -> None:
     """ConfigError for the first setting that cannot be."""
-    if config.num_samples < 1 or config.max_new_tokens < 0 or not 0 <= config.seed < 2**31:
-        raise ConfigError(
-            "--num_samples must be at least 1, --max_new_tokens at least 0, and --seed at least 0 "
-            f"and below {2**31}"
-        )
+    for name, least, below in (
+        ("num_samples", 1, 2**16),
+        ("max_new_tokens", 0, 2**24),
+        ("seed", 0, 2**31),
+    ):
+        if not least <= getattr(config, name) < below:
+            raise ConfigError(
+                f"--{name} {getattr(config, name)} must be at least {least} and below {below}"
+            )
     if not config.temperature >= 0:
         raise ConfigError(f"--temperature {config.temperature} must be at least 0")
     if config.top_k is not None and config.top_k < 1:
@@ -134,10 +138,13 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show) -> 
             elif line.startswith("/"):
                 config = changed(config, line)
             elif line:
+                line.encode()
                 write(model, tokenizer, line, config, show)
                 config = replace(config, seed=(config.seed + 1) % 2**31)  # another text next time
         except ConfigError as error:
             show(f"{error}\n")
+        except UnicodeError:
+            show("that line is not UTF-8\n")
         except KeyboardInterrupt:
             show("\n")
         except EOFError:

@@ -17,6 +17,7 @@ import time
 import uuid
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +25,15 @@ import torch
 
 from config import ConfigError, TrainConfig, exit_with_sentence, parse
 from data.loader import Sequences, Slicing, TokenStream, read_ahead, train_batches
-from data.shards import DataError, atomic_write
+from data.shards import DataError, atomic_write, corpus_name
 from data.tokenizer import TOKENIZERS, Tokenizer, bytes_per_token, load_tokenizer
+from model.config import GPTConfig
 from model.generate import complete
 from model.gpt import GPT
-from model.huggingface import load_pretrained
+from model.huggingface import find_folder, load_pretrained, read_config
 from utils import checkpoint as ckpt
 from utils import distributed, parallel
-from utils.evals import benchmark_row, benchmark_rows, validation_loss
+from utils.evals import benchmark_row, shared_rows, spread, validation_loss
 from utils.logger import Logger, has_rows_of_another, writing
 from utils.optim import make_optimizer
 from utils.schedule import cosine_lr
@@ -72,6 +74,7 @@ def settings() -> tuple[TrainConfig, dict | None]:
                 f"{folder} holds the checkpoints of another run; continue it with --resume auto, "
                 "give another --checkpoint_dir, or replace it with --overwrite"
             )
+    check_extras(config)
     if saved is None and not config.overwrite:
         if has_rows_of_another(config.log_dir, folder if config.resume else None):
             raise ConfigError(
@@ -130,14 +133,14 @@ def main() -> None:
 
     steps = range(start, config.max_steps)
     batches = read_ahead(process.to_device(train_batches(train, slicing, config.seed, steps)))
-    benchmarks = {
-        task: benchmark_rows(task, path, config.eval_full, process)
-        for task, every, path in (
-            ("hellaswag", config.hellaswag_every, config.hellaswag_data),
-            ("lambada", config.lambada_every, config.lambada_data),
-        )
-        if every
-    }
+    benchmarks = {}
+    for task, every, path in (
+        ("hellaswag", config.hellaswag_every, config.hellaswag_data),
+        ("lambada", config.lambada_every, config.lambada_data),
+    ):
+        if every:
+            rows = shared_rows(task, path, process)
+            benchmarks[task] = rows if config.eval_full else spread(rows, 500)
     first = next(batches, None)  # shards that cannot be read are found before anything is written
     val.batch(np.arange(1))
     logger = Logger(
@@ -294,10 +297,21 @@ def main() -> None:
     if process.is_main and not stopping:
         from utils.figure import draw_if_possible  # matplotlib takes its time
 
-        draw_if_possible([config.log_dir], config.log_dir / "log_plot.png")
+        size = model.config.size if corpus_name(config.data_dir) == "FineWeb-Edu" else None
+        draw_if_possible([config.log_dir], config.log_dir / "log_plot.png", size)
     distributed.stop()
     if stopping:
         sys.exit(128 + (stop.signal or signal.SIGTERM))
+
+
+def check_extras(config: TrainConfig) -> None:
+    """ConfigError for benchmark files and packages that are not here, found before any work."""
+    for path in (config.hellaswag_data, config.lambada_data):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"there is no file {path}")
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and find_spec(name) is None:
+            raise ConfigError(f"--{name} needs a package that is not here: pip install {name}")
 
 
 def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str]:
@@ -320,7 +334,10 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
     batch = config.sequences_per_step(world_size)
     vocab_size = saved["model_config"]["vocab_size"] if saved else TOKENIZERS["gpt2"].vocab_size
     with torch.device("meta"):
-        model = GPT(config.model_config(vocab_size))
+        if config.init_from and not saved:
+            model = GPT(fitting(config, read_config(find_folder(config.init_from))))
+        else:
+            model = GPT(config.model_config(vocab_size))
     print(
         f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
         f"{config.total_batch_size:,} tokens = {batch // config.micro_batch_size // world_size} x "
@@ -337,12 +354,25 @@ def start_from(config: TrainConfig, vocab_size: int) -> GPT:
             f"{config.init_from} has {model.config.vocab_size:,} tokens, {config.data_dir} "
             f"{vocab_size:,}: the shards need the same tokenizer"
         )
+    fitting(config, model.config)
+    return model
+
+
+def fitting(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
+    """Takes the shape of a pre-trained model over into the settings, which may not contradict."""
+    asked = config.model_type if config.model_type != "gpt2" else pretrained.size
+    if asked != pretrained.size:
+        raise ConfigError(f"--model_type {asked}: {config.init_from} is a {pretrained}")
+    if config.block_size > pretrained.block_size:
+        raise ConfigError(
+            f"--block_size {config.block_size}: {config.init_from} has {pretrained.block_size}"
+        )
     for name in ("n_layer", "n_head", "n_embd"):
-        value = getattr(model.config, name)
+        value = getattr(pretrained, name)
         if getattr(config, name) not in (None, value):
             raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
         setattr(config, name, value)
-    return model
+    return replace(pretrained, block_size=config.block_size, dropout=config.dropout)
 
 
 def tokenizer_or_none(name: str, say) -> Tokenizer | None:

@@ -42,17 +42,43 @@ def read_rows(task: str, path: Path | None = None) -> list[dict]:
 
     Raises DataError where they cannot be had, or a row lacks something.
     """
-    fields = {"hellaswag": ("ctx", "endings", "label"), "lambada": ("text",)}.get(
-        task, ("sentences", "question", "answer", "options")
-    )
     rows = _hub_rows(task) if path is None else _file_rows(task, path)
     if not rows:
         raise DataError(f"{path or HUB[task][0]} holds no {task} items")
     for number, row in enumerate(rows, 1):
-        missing = [f for f in fields if f not in row] if isinstance(row, dict) else fields
-        if missing:
-            raise DataError(f"{path or HUB[task][0]}, item {number}: no {', '.join(missing)}")
+        try:
+            whole = CHECKS.get(task, _is_cbt)(row)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+            whole = False
+        if not whole:
+            raise DataError(f"{path or HUB[task][0]}, item {number}, is not one of {task}")
     return rows
+
+
+def _are_texts(*values: object) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _is_hellaswag(row: dict) -> bool:
+    parts = ("activity_label", "ctx_a", "ctx_b")
+    named = "ctx_a" not in row or _are_texts(*(row[part] for part in parts))
+    labelled = 0 <= int(row["label"]) < len(row["endings"])
+    return named and labelled and _are_texts(row["ctx"], *row["endings"])
+
+
+def _is_lambada(row: dict) -> bool:
+    return _are_texts(row["text"]) and bool(row["text"].strip())
+
+
+def _is_cbt(row: dict) -> bool:
+    return (
+        _are_texts(row["question"], *row["sentences"], *row["options"])
+        and "XXXXX" in row["question"]
+        and row["answer"] in row["options"]
+    )
+
+
+CHECKS = {"hellaswag": _is_hellaswag, "lambada": _is_lambada}
 
 
 def _hub_rows(task: str) -> list[dict]:
@@ -73,7 +99,7 @@ def _file_rows(task: str, path: Path) -> list[dict]:
         text = path.read_text(encoding="utf-8")
         if task.startswith("cbt"):
             return parse_cbt(text)
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -85,7 +111,7 @@ def parse_cbt(text: str) -> list[dict]:
     word, a tab, the answer, two tabs, ten candidates between bars."""
     rows: list[dict] = []
     sentences: list[str] = []
-    for line in filter(None, map(str.strip, text.splitlines())):
+    for line in filter(None, map(str.strip, text.split("\n"))):
         number, _, rest = line.partition(" ")
         if number != str(len(sentences) + 1):
             raise ValueError(f"line {line[:40]!r} does not have number {len(sentences) + 1}")
@@ -143,9 +169,7 @@ def cbt_items(rows: list[dict]) -> list[Item]:
     """Sentences and question up to the blank; each candidate, with the rest of the question."""
     items = []
     for row in rows:
-        before, blank, after = row["question"].partition("XXXXX")
-        if not blank or row["answer"] not in row["options"]:
-            raise DataError(f"a CBT question has no XXXXX or no answer: {row['question'][:60]!r}")
+        before, _, after = row["question"].partition("XXXXX")
         context = " ".join([*row["sentences"], before]).rstrip()
         choices = tuple(f" {option}{after}" for option in row["options"])
         items.append(Item(context, choices, row["options"].index(row["answer"])))

@@ -146,6 +146,15 @@ def read_manifest(folder: Path) -> dict | None:
     return manifest
 
 
+def corpus_name(folder: Path) -> str:
+    """What the tokens of a folder are: "FineWeb-Edu" where they are GPT-2 tokens of that, else the
+    folder's name. Folders without a manifest go by their name."""
+    manifest = read_manifest(folder) or {"source": [folder.name], "tokenizer": "gpt2"}
+    source = " ".join(map(str, manifest.get("source", ""))).lower()
+    edu = "fineweb-edu" in source or "edu_fineweb" in source or "edufineweb" in source
+    return "FineWeb-Edu" if edu and manifest["tokenizer"] == "gpt2" else folder.resolve().name
+
+
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Replaces the manifest of a folder in one step."""
     with atomic_write(folder / MANIFEST) as file:

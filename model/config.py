@@ -43,6 +43,12 @@ class GPTConfig:
             raise ModelError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
     @property
+    def size(self) -> str | None:
+        """The name in SIZES of this shape, None if it has none."""
+        shape = {key: getattr(self, key) for key in SIZES["gpt2"]}
+        return next((name for name, size in SIZES.items() if size == shape), None)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 (50257 -> 50304), which matrix units prefer."""
         return -(-self.vocab_size // 64) * 64

@@ -113,6 +113,14 @@ def find_folder(name: str) -> Path:
     return folder
 
 
+def read_config(folder: Path) -> GPTConfig:
+    """The architecture that a folder's config.json describes; ModelError if it is no GPT-2."""
+    try:
+        return config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError) as error:  # ModelError is a ValueError
+        raise ModelError(f"{folder} is not a GPT-2 that can be loaded: {error}") from error
+
+
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors in a folder's .safetensors files, or else in its pytorch_model*.bin files."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
@@ -124,7 +132,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             if file.suffix == ".safetensors":
                 state.update(load_file(file))
             else:
-                state.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+                state.update(torch.load(file, map_location="cpu", weights_only=True))
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
             raise ModelError(f"{file.name} is damaged ({type(error).__name__})") from error
     return state
@@ -136,9 +144,8 @@ def load_pretrained(name: str | Path, block_size: int | None = None, dropout: fl
     A smaller `block_size` keeps the first positions. Raises ModelError naming what does not fit.
     """
     folder = find_folder(str(name))
+    config = read_config(folder)
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = config_from_hf(values)
         state = from_hf(read_weights(folder), config)
     except (OSError, ValueError, AttributeError) as error:  # ModelError is a ValueError
         raise ModelError(f"{name} is not a GPT-2 that can be loaded: {error}") from error

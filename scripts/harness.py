@@ -29,7 +29,7 @@ def main() -> None:
 
     folder, hellaswag, lambada = sys.argv[1:4]
     limit = int(sys.argv[4]) if len(sys.argv) > 4 else None
-    rows = [json.loads(line) for line in Path(hellaswag).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(hellaswag).read_text().split("\n") if line.strip()]
     full = Path(tempfile.mkdtemp()) / "hellaswag_full.jsonl"
     full.write_text("".join(json.dumps(complete(row)) + "\n" for row in rows))
     results = {"rows": str(full)}

@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one dataset on the loopback interface: enough of it for streaming."""
+"""A Hugging Face hub of one repository on the loopback interface: enough of it to read from."""
 
 import contextlib
 import hashlib
@@ -12,10 +12,11 @@ COMMIT, LATER = "c0ffee" + "0" * 34, "beef" + "0" * 36
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves `files` (path -> bytes) as the dataset me/corpus at COMMIT, which need not be the
-    `newest`; the first `failures` requests for a file fail."""
+    """Serves `files` (path -> bytes) as a repository at COMMIT, which need not be the `newest`; the
+    first `failures` requests for parquet files fail."""
 
     protocol_version = "HTTP/1.1"
+    repository = "datasets/me/corpus"  # or models/me/gpt
     files: dict[str, bytes] = {}
     failures = 0
     newest = COMMIT
@@ -36,22 +37,25 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         self.asked.append(urllib.parse.unquote(url.path))
-        kind, _, rest = self.asked[-1].partition("/datasets/me/corpus")
+        kind, rest = "/api", self.asked[-1].removeprefix(f"/api/{self.repository}")
+        if rest == self.asked[-1]:  # files of models stand at the root
+            kind, rest = "", rest.removeprefix("/" + self.repository.removeprefix("models/"))
         if type(self).failures and rest.endswith(".parquet"):
             type(self).failures -= 1
             self.answer(b"no", 418)  # one that huggingface_hub does not try again itself
-        elif kind == "/api" and rest in ("", f"/revision/{COMMIT}"):
+        elif kind and rest in ("", "/revision/main", f"/revision/{COMMIT}"):
             names = [{"rfilename": name} for name in self.files]
-            sha = COMMIT if rest else self.newest
-            about = {"_id": "1", "id": "me/corpus", "sha": sha, "siblings": names}
+            sha = COMMIT if rest.endswith(COMMIT) else self.newest
+            name = self.repository.partition("/")[2]
+            about = {"_id": "1", "id": name, "sha": sha, "siblings": names}
             self.answer(json.dumps({**about, "private": False, "tags": []}).encode())
-        elif kind == "/api" and rest.startswith(f"/tree/{COMMIT}"):
+        elif kind and rest.startswith(f"/tree/{COMMIT}"):
             folder = rest.removeprefix(f"/tree/{COMMIT}").strip("/")
             self.answer(json.dumps(self.tree(folder, "recursive=true" in url.query)).encode())
         elif rest.startswith(f"/resolve/{COMMIT}/") and rest.split("/", 3)[3] in self.files:
             self.send_file(self.files[rest.split("/", 3)[3]])
         else:
-            missing = "EntryNotFound" if "/me/corpus" in self.asked[-1] else "RepoNotFound"
+            missing = "RepoNotFound" if rest == self.asked[-1] else "EntryNotFound"
             self.answer(b"{}", 404, X_Error_Code=missing)
 
     do_HEAD = do_GET
@@ -91,9 +95,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve(files: dict[str, bytes]) -> Iterator[tuple[str, type[Hub]]]:
+def serve(
+    files: dict[str, bytes], repository: str = Hub.repository
+) -> Iterator[tuple[str, type[Hub]]]:
     """The address of a hub that serves `files`, and its handler class."""
-    handler = type("Handler", (Hub,), {"files": files, "asked": []})
+    handler = type("Handler", (Hub,), {"files": files, "repository": repository, "asked": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", handler

@@ -1,6 +1,7 @@
+import hub
 import pytest
 import torch
-from conftest import losses, script, train_args
+from conftest import environment, losses, script, train_args
 
 from model.gpt import GPT
 from model.huggingface import load_pretrained
@@ -25,6 +26,22 @@ def test_out_and_back_keeps_every_bit(trained, exported, tmp_path):
         theirs = join_float32(back["model"][name], back["model_low"][name])
         rows = 257 if name == "transformer.wte.weight" else len(ours)  # but the padding
         assert torch.equal(ours[:rows], theirs[:rows]), name
+
+
+def test_a_converted_checkpoint_can_be_resumed(shards, exported, tmp_path):
+    path = tmp_path / "checkpoints" / "model_last.pt"
+    script("convert.py", "--model", exported, "--out", path)
+    folders = [
+        "--data_dir",
+        shards,
+        "--checkpoint_dir",
+        path.parent,
+        "--log_dir",
+        tmp_path / "logs",
+    ]
+    options = ["--max_steps", 3, "--total_batch_size", 512, "--micro_batch_size", 4]
+    script("train.py", *folders, "--resume", "auto", *options, "--sample_every", 0)
+    assert sorted(losses(tmp_path)) == [1, 2, 3] and losses(tmp_path)[1] < 5
 
 
 def test_the_folder_samples_as_the_checkpoint_does(trained, exported):
@@ -59,7 +76,23 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (["convert.py", "--model", tmp_path, "--out", tmp_path / "x.pt"], "not a GPT-2"),
         (train_args(shards, tmp_path, 4, "--init_from", exported, "--n_layer", 3), "--n_layer 3"),
         (["sample.py", "--model", tmp_path / "none"], "is no folder"),
+        (["train.py", "--dry_run", "--init_from", tmp_path], "not a GPT-2"),
+        (["train.py", "--dry_run", "--hellaswag_data", tmp_path / "x"], "there is no file"),
+        (["train.py", "--dry_run", "--init_from", exported, "--model_type", "gpt2-xl"], "gpt2-xl"),
     ):
         done = script(*args, code=2)
         assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_of_the_hub_is_downloaded_and_used(exported, tmp_path):
+    files = {p.name: p.read_bytes() for p in exported.iterdir()} | {"flax_model.msgpack": b"no"}
+    args = ["sample.py", "--prompt", "Abc", "--temperature", 0, "--max_new_tokens", 20]
+    with hub.serve(files, "models/me/gpt") as (address, handler):
+        env = {**environment(), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
+        env["HF_HOME"] = str(tmp_path)
+        out = script(*args, "--model", "me/gpt", env=env).stdout
+        assert out == script(*args, "--model", exported).stdout
+        assert not any("msgpack" in path for path in handler.asked)
+        done = script(*args, "--model", "me/other", env=env, code=2)
+        assert "me/other is no folder" in done.stderr and "Traceback" not in done.stderr

@@ -73,8 +73,10 @@ def test_bin_files_and_bare_names_load_too(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     state = theirs.transformer.state_dict()  # names without "transformer.", as OpenAI's on the hub
     state["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)  # the mask that old files carry
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    assert differ(load_pretrained(tmp_path).eval(), theirs, SHAPES[2]) < 1e-4
+    for zipped in (True, False):  # and the format of before PyTorch 1.6
+        path = tmp_path / "pytorch_model.bin"
+        torch.save(state, path, _use_new_zipfile_serialization=zipped)
+        assert differ(load_pretrained(tmp_path).eval(), theirs, SHAPES[2]) < 1e-4
 
 
 def test_fewer_positions_and_dropout_for_fine_tuning(tmp_path):

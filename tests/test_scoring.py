@@ -1,12 +1,16 @@
+import io
 import json
 from functools import partial
 
 import harness_model
+import hub
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHARED, script, torchrun
+from conftest import SHARED, environment, script, torchrun
+from pyarrow import parquet
 
 from data.benchmarks import (
     Item,
@@ -171,13 +175,24 @@ def test_files_of_another_kind_are_named(tmp_path):
         read_rows("lambada", path)
     for text, message in (
         ("not json", "not in the original format"),
-        ('{"text": 1}\n{"n": 2}', "item 2: no text"),
+        ('{"text": "a b"}\n{"n": 2}', "item 2, is not one of lambada"),
+        ('{"text": 1}', "item 1, is not one of lambada"),
         ("", "holds no"),
         ("[1]", "item 1"),
     ):
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             read_rows("lambada", path)
+    path.write_text('{"text": "a\u2028b c"}')  # a line separator that ends no line of JSON
+    assert read_rows("lambada", path) == [{"text": "a\u2028b c"}]
+    good = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
+    for change in ({"label": ""}, {"label": 2}, {"endings": []}, {"ctx_a": "a"}, {"ctx": None}):
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(DataError, match="item 1, is not one of hellaswag"):
+            read_rows("hellaswag", path)
+    path.write_text(CBT.replace("21 ", "3 ").replace("XXXXX", "what"))
+    with pytest.raises(DataError, match="item 1, is not one of cbt_ne"):
+        read_rows("cbt_ne", path)
     with pytest.raises(ValueError, match="number 2"):
         parse_cbt("1 a\n3 b\n")
 
@@ -194,21 +209,26 @@ def exported(model, tmp_path_factory):
         )
     )
     (folder / "l.jsonl").write_text("".join(f'{{"text": "the cat {i} e"}}\n' for i in range(23)))
+    (folder / "c.txt").write_text(CBT.replace("21 ", "3 ") * 9)
     return folder
 
 
-def test_one_process_or_two_give_the_same_table(exported, tmp_path):
-    args = ["evaluate.py", "--model", exported, "--tasks", "hellaswag", "lambada", "--data"]
-    args += [exported / "h.jsonl", exported / "l.jsonl", "--device", "cpu"]
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_batches_and_processes_change_no_figure(exported, shards, tmp_path, batch_size):
+    tasks = ["--tasks", "val", "hellaswag", "lambada", "cbt_cn", "--data_dir", shards]
+    data = ["--data", exported / "h.jsonl", exported / "l.jsonl", exported / "c.txt"]
+    args = ["evaluate.py", "--model", exported, *tasks, *data, "--val_tokens", 8192]
     one = script(*args, "--out", tmp_path / "1.json", "--dump", tmp_path / "1.jsonl").stdout
-    torchrun(2, *args, "--out", tmp_path / "2.json", "--batch_size", 3)
+    torchrun(2, *args, "--out", tmp_path / "2.json", "--batch_size", batch_size)
     a, b = (json.loads((tmp_path / f"{n}.json").read_text())["results"] for n in (1, 2))
+    assert len(a) == 3 + 5 + 4 + 2
     for x, y in zip(a, b, strict=True):
-        assert x["value"] == pytest.approx(y["value"], rel=1e-6), x
-        if x["metric"] != "perplexity":
+        assert x["value"] == pytest.approx(y["value"], rel=1e-5), x
+        if x["metric"].startswith("acc"):
             assert x["value"] == y["value"]
-    assert "hellaswag" in one and "0.3114 [2]" in one
-    assert len((tmp_path / "1.jsonl").read_text().splitlines()) == 3 * 23
+    # the rows lack what the harness's query needs: its figure is not put beside them
+    assert "lm-eval, ctx alone" in one and "0.2955 [1]" in one and "0.3114" not in one
+    assert len((tmp_path / "1.jsonl").read_text().splitlines()) == 3 * 23 + 2 * 9
 
 
 def test_a_checkpoint_is_scored_on_the_shards_it_was_trained_on(trained, tmp_path):
@@ -218,13 +238,14 @@ def test_a_checkpoint_is_scored_on_the_shards_it_was_trained_on(trained, tmp_pat
     found = {r["metric"]: r for r in json.loads((tmp_path / "e.json").read_text())["results"]}
     rows = [json.loads(line) for line in (trained / "logs" / "metrics.jsonl").open()]
     best = min(row["loss"] for row in rows if row["split"] == "val")
-    assert found["loss"]["value"] == pytest.approx(best, abs=2e-3)  # bfloat16 weights
+    assert found["loss"]["value"] == pytest.approx(best, rel=1e-6)
     assert found["loss"]["n"] == 4096 and {"perplexity", "bits_per_byte"} <= set(found)
 
 
 def test_bad_settings_are_sentences(trained, exported, tmp_path):
     for extra, message in (
         (["--tasks", "lambada", "--data", tmp_path / "none"], "cannot be read"),
+        (["--tasks", "val", "--out", tmp_path], "could not be written"),
         (["--tasks", "val", "val"], "once"),
         (["--tasks", "lambada", "--data", tmp_path, tmp_path], "2 files"),
         (["--model", exported, "--tasks", "val"], "needs --data_dir"),
@@ -259,3 +280,19 @@ def test_figures_are_those_of_lm_evaluation_harness(tmp_path):
     assert found["hellaswag", "acc_norm"] == HARNESS["acc_norm"]
     assert found["lambada", "acc"] == HARNESS["lambada acc"]
     assert found["lambada", "perplexity"] == pytest.approx(HARNESS["perplexity"], rel=1e-3)
+
+
+def test_benchmarks_come_from_the_hub(exported, tmp_path):
+    rows = {"text": [f"the cat {i} e" for i in range(23)]}
+    parquet.write_table(pa.table(rows), buffer := io.BytesIO())
+    readme = b"---\nconfigs:\n- config_name: default\n  data_files:\n"
+    readme += b"  - split: test\n    path: data/test-*\n---\n"
+    files = {"README.md": readme, "data/test-00000-of-00001.parquet": buffer.getvalue()}
+    args = ["evaluate.py", "--model", exported, "--tasks", "lambada", "--device", "cpu", "--out"]
+    with hub.serve(files, "datasets/EleutherAI/lambada_openai") as (address, _):
+        env = {**environment(), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
+        env["HF_HOME"] = str(tmp_path)
+        script(*args, tmp_path / "1.json", env=env)
+    script(*args, tmp_path / "2.json", "--data", exported / "l.jsonl")
+    one, two = ((tmp_path / f"{n}.json").read_text() for n in (1, 2))
+    assert json.loads(one)["results"] == json.loads(two)["results"]

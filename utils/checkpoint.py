@@ -175,19 +175,22 @@ def load_weights(model: GPT, state: dict, path: Path, *, exact: bool) -> None:
         raise CheckpointError(f"{path} does not fit its own architecture: {error}") from error
 
 
-def load_model(path: Path) -> tuple[GPT, dict]:
+def load_model(path: Path, *, exact: bool = False) -> tuple[GPT, dict]:
     """The model of a checkpoint, ready to be used in evaluation mode, and the rest of the file."""
     state = load_checkpoint(path)
     model = GPT(model_config(state, path))
-    load_weights(model, state, path, exact=False)
+    load_weights(model, state, path, exact=exact)
     return model.eval(), state
 
 
-def open_model(checkpoint: Path, pretrained: str | None) -> tuple[GPT, str, dict]:
+def open_model(
+    checkpoint: Path, pretrained: str | None, *, exact: bool = False
+) -> tuple[GPT, str, dict]:
     """A model in evaluation mode, its tokenizer's name, and the rest of the file: the Hugging Face
-    model `pretrained` (name or folder), where the rest is empty, or else that of a checkpoint."""
+    model `pretrained` (name or folder), where the rest is empty, or else that of a checkpoint, of
+    which `exact` reads the float32 weights, not their bfloat16 half alone."""
     if pretrained is None:
-        model, state = load_model(checkpoint)
+        model, state = load_model(checkpoint, exact=exact)
         return model, state["tokenizer"], state
     model = load_pretrained(pretrained)
     names = {kind.vocab_size: name for name, kind in TOKENIZERS.items()}

@@ -18,6 +18,7 @@ from data.benchmarks import (
     read_rows,
 )
 from data.loader import Sequences
+from data.shards import DataError
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from utils.distributed import Process, autocast
@@ -85,6 +86,9 @@ def hellaswag(rows: list[dict], score: Scorer, protocol: str) -> tuple[list[Resu
     (build-nanogpt, llm.c) or per character and per byte (lm-evaluation-harness)."""
     items = {"build-nanogpt": hellaswag_raw, "lm-eval": hellaswag_clean}[protocol](rows)
     scores = score(items)
+    name = protocol
+    if protocol == "lm-eval" and not all("ctx_a" in row for row in rows):
+        name = "lm-eval, ctx alone"  # the harness's query needs more: not to be compared
     nats = [[s.logprob for s in choices] for choices in scores]
     lengths = {"acc": [[1] * len(item.choices) for item in items]}
     if protocol == "build-nanogpt":
@@ -96,7 +100,7 @@ def hellaswag(rows: list[dict], score: Scorer, protocol: str) -> tuple[list[Resu
         metric: [int(np.argmax(np.divide(a, b))) for a, b in zip(nats, by, strict=True)]
         for metric, by in lengths.items()
     }
-    return choice_results("hellaswag", protocol, items, picks, nats)
+    return choice_results("hellaswag", name, items, picks, nats)
 
 
 def cbt(rows: list[dict], score: Scorer, task: str) -> tuple[list[Result], list[dict]]:
@@ -158,14 +162,26 @@ def lambada(
     return results, examples
 
 
-def benchmark_rows(task: str, path: Path | None, whole: bool, process: Process) -> list[dict]:
-    """A benchmark's rows, or 500 that stand evenly over it, for scores during training."""
+def shared_rows(task: str, path: Path | None, process: Process) -> list[dict]:
+    """A benchmark's rows on every process: one of a machine downloads, the others find it there."""
+    if path is not None:
+        return read_rows(task, path)
     rows: list[dict] = []
-    for first in (True, False):  # one process of a machine downloads, the others find it there
+    problem: DataError | None = None
+    for first in (True, False):
         if (process.local_rank == 0) == first:
-            rows = read_rows(task, path)
-        process.all(True)
-    keep = np.linspace(0, len(rows) - 1, len(rows) if whole else min(500, len(rows)))
+            try:
+                rows = read_rows(task)
+            except DataError as error:
+                problem = error
+        if not process.all(problem is None):
+            raise problem or DataError(f"another process could not read {task}")
+    return rows
+
+
+def spread(rows: list[dict], count: int) -> list[dict]:
+    """At most `count` rows that stand evenly over all of them."""
+    keep = np.linspace(0, len(rows) - 1, min(count, len(rows)))
     return [rows[i] for i in keep.astype(int)]
 
 

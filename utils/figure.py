@@ -36,10 +36,12 @@ def places(splits: dict[str, list[dict]], unit: str, steps: list[int]) -> np.nda
         return np.array(steps)
     rows = splits.get("train", [])
     known = [0, *(row["step"] for row in rows)]
-    if unit == "tokens":
-        there = [0, *(row["tokens"] for row in rows)]
-    else:
-        there = np.cumsum([0, *(row["ms"] for row in rows)]) / 3.6e6
+    key = "tokens" if unit == "tokens" else "ms"
+    if any(key not in row for row in rows):
+        raise LogError(f"rows of training have no {key} to draw by; draw by another --x")
+    there = [0, *(row[key] for row in rows)]
+    if unit == "hours":
+        there = np.cumsum(there) / 3.6e6
     return np.interp(steps, known, there)
 
 
@@ -96,10 +98,10 @@ def draw_accuracies(axes: plt.Axes, runs: dict[str, dict], unit: str, size: str 
     axes.set_title("benchmarks", fontsize=10)
 
 
-def draw_if_possible(paths: list[Path], out: Path) -> None:
+def draw_if_possible(paths: list[Path], out: Path, size: str | None) -> None:
     """Draws; where that fails, says why."""
     try:
-        draw(paths, out)
+        draw(paths, out, size)
     except LogError as error:
         print(error)
 

@@ -101,12 +101,8 @@ class Logger:
         self.folder, self.is_main = folder, is_main
         if not is_main:
             return
-        self.sinks: list[Sink] = []
-        if tensorboard:
-            self.sinks.append(TensorBoard(folder, start))
-        if wandb is not None:
-            self.sinks.append(WandB(folder, wandb))
         path = folder / METRICS
+        self.sinks: list[Sink] = []
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if overwrite:
@@ -115,6 +111,10 @@ class Logger:
             appending = path.exists()
             self.file = open(path, "a", buffering=1, encoding="utf-8")
             self.samples = open(folder / "samples.txt", "w" if overwrite else "a", encoding="utf-8")
+            if tensorboard:
+                self.sinks.append(TensorBoard(folder, start))
+            if wandb is not None:
+                self.sinks.append(WandB(folder, wandb))
         if appending:
             self.log({"split": "resume"}, start)
         self.shown = float("-inf")  # when the last line went to a console without a bar

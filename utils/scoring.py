@@ -118,14 +118,16 @@ def score_rows(
             target += targets
             owner.append(len(places))
     targets = torch.tensor(target, device=device)
+    rows_at_once = chunk_rows(device.type, model.config.padded_vocab_size)
     logprob, hit, hit_filtered = [], [], []
     with autocast(device, dtype):
         mask = None if mask is None else mask.to(device)
         x = model.hidden(idx.to(device), positions=positions.to(device), mask=mask)
         x = x[torch.tensor(batch, device=device), torch.tensor(place, device=device)]  # (N, C)
-        rows_at_once = chunk_rows(device.type, model.config.padded_vocab_size)
+    # the head in float32 whatever the dtype: bfloat16 logits tie, and argmax would take the first
+    with torch.autocast(device.type, enabled=False):
         for part in torch.arange(len(x), device=device).split(rows_at_once):
-            logits = model.logits(x[part]).float()  # (n, V)
+            logits = model.logits(x[part].float())  # (n, V)
             own = logits.gather(-1, targets[part, None]).squeeze(-1)
             logprob.append(own - logits.logsumexp(-1))
             hit.append(logits.argmax(-1) == targets[part])
