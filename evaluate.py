@@ -145,8 +145,7 @@ def main(config: EvalConfig) -> None:
 def write(
     config: EvalConfig, results: list[Result], examples: list[dict], size: str | None
 ) -> None:
-    """The table on standard output, and the files."""
-    print(table(results, size))
+    """The files, and the table on standard output."""
     rows = [
         asdict(r) | {"published": published(r, size), "published_size": size or "gpt2"}
         for r in results
@@ -161,7 +160,8 @@ def write(
                 file.write(text.encode())
         except OSError as error:
             raise ConfigError(f"{path} could not be written: {error.strerror}") from error
-        print(f"wrote {path}")
+    print(table(results, size))
+    print(f"wrote {', '.join(map(str, texts))}")
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def rows_of(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Ro
 
 def collate(rows: list[Row]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Token ids and positions (B, T) of rows, and the mask (B, 1, T, T) that keeps continuations of
-    a context apart; none where each row holds one. T is a multiple of 16, so shapes are few."""
-    T = -(-max(row.length for row in rows) // 16) * 16
+    a context apart; none where each row holds one. T is a multiple of 8, so shapes are few."""
+    T = -(-max(row.length for row in rows) // 8) * 8
     idx, positions = np.zeros((2, len(rows), T), np.int64)
     part = np.full((len(rows), T), -1)  # 0 the context, 1, 2, ... its continuations, -1 padding
     for b, row in enumerate(rows):
