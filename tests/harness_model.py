@@ -17,7 +17,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 
-# frequent last words of LAMBADA passages, so that some are right
+# frequent last words of LAMBADA passages, made likely so that the model is not always wrong
 LIKELY = (" Sarah", " Nick", " Ana", " Daniel", " Gabriel", " too")
 
 
