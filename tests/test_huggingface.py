@@ -58,6 +58,9 @@ def test_the_full_124m_configuration_agrees_and_generates_the_same(tmp_path):
     theirs.save_pretrained(tmp_path)
     ours = load_pretrained(tmp_path).eval()
     assert differ(ours, theirs, (12, 12, 768, 128, 50257)) < 1e-4
+    save_pretrained(ours, tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert differ(ours, back, (12, 12, 768, 128, 50257)) < 1e-4
     prompt = torch.randint(0, 50257, (1, 8))
     with torch.no_grad():
         expected = theirs.generate(

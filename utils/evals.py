@@ -151,10 +151,10 @@ def lambada(
     scores = [choices[0] for choices in score(lambada_items(rows), banned=banned)]
     nats = np.array([s.logprob for s in scores])
     perplexity = float(np.exp(-nats.mean()))
-    spread = perplexity * float(nats.std(ddof=1)) / len(nats) ** 0.5 if len(nats) > 1 else None
+    stderr = perplexity * float(nats.std(ddof=1)) / len(nats) ** 0.5 if len(nats) > 1 else None
     results = [
         accuracy("lambada", "lm-eval", "acc", [s.greedy for s in scores]),
-        Result("lambada", "lm-eval", "perplexity", len(scores), perplexity, spread),
+        Result("lambada", "lm-eval", "perplexity", len(scores), perplexity, stderr),
         accuracy("lambada", "last token", "acc", [s.last for s in scores]),
         accuracy("lambada", "stop words", "acc", [s.greedy_filtered for s in scores]),
     ]
@@ -185,18 +185,6 @@ def spread(rows: list[dict], count: int) -> list[dict]:
     return [rows[i] for i in keep.astype(int)]
 
 
-def benchmark_row(
-    task: str, rows: list[dict], score: Scorer, tokenizer: Tokenizer
-) -> dict[str, float]:
-    """A task's figures as a row of metrics during training, by the protocol that is followed there:
-    build-nanogpt's for HellaSwag, lm-evaluation-harness's for LAMBADA."""
-    if task == "hellaswag":
-        results, _ = hellaswag(rows, score, "build-nanogpt")
-    else:
-        results = [r for r in lambada(rows, score, tokenizer)[0] if r.protocol == "lm-eval"]
-    return {"n": results[0].n} | {r.metric: r.value for r in results}
-
-
 def accuracy(task: str, protocol: str, metric: str, hits: list[bool]) -> Result:
     """The share of hits and its standard error."""
     n, p = len(hits), sum(hits) / len(hits)
@@ -218,3 +206,13 @@ def benchmark(
     if task == "lambada":
         return lambada(rows, score, tokenizer)
     return cbt(rows, score, task)
+
+
+def benchmark_row(
+    task: str, rows: list[dict], score: Scorer, tokenizer: Tokenizer
+) -> dict[str, float]:
+    """A task's figures as a row of metrics during training, by the first of its protocols:
+    build-nanogpt's for HellaSwag, lm-evaluation-harness's for LAMBADA."""
+    results, _ = benchmark(task, rows, score, tokenizer, ("build-nanogpt",))
+    own = [r for r in results if r.protocol == results[0].protocol]
+    return {"n": own[0].n} | {r.metric: r.value for r in own}

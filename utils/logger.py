@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +31,12 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def require(package: str) -> None:
+    """LogError with the line that installs it where the package of a sink is not here."""
+    if find_spec(package) is None:
+        raise LogError(f"--{package} needs a package that is not here: pip install {package}")
+
+
 class Sink(Protocol):
     """Another place for metrics, beside metrics.jsonl."""
 
@@ -44,12 +51,9 @@ class TensorBoard:
     """Event files in the log folder; what an earlier try wrote from `start` on is dropped."""
 
     def __init__(self, folder: Path, start: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise LogError(
-                "--tensorboard needs a package that is not here: pip install tensorboard"
-            ) from error
+        require("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -64,11 +68,9 @@ class WandB:
     """A Weights & Biases run with these `options`; a resumed training goes on in the same one."""
 
     def __init__(self, folder: Path, options: dict) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise LogError("--wandb needs a package that is not here: pip install wandb") from error
-        folder.mkdir(parents=True, exist_ok=True)
+        require("wandb")
+        import wandb
+
         self.run = wandb.init(project="gpt2", resume="allow", dir=str(folder), **options)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
