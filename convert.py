@@ -12,21 +12,18 @@ import uuid
 
 from safetensors import SafetensorError
 
-from config import ConfigError, ConvertConfig, TrainConfig, run
+from cli import run
+from config import ConfigError, ConvertConfig, TrainConfig
 from data.tokenizer import load_tokenizer
-from model.gpt import GPT
 from model.huggingface import save_pretrained
 from utils import checkpoint as ckpt
 
 
 def to_folder(config: ConvertConfig) -> None:
     """A checkpoint as a folder for transformers."""
-    saved = ckpt.load_checkpoint(config.checkpoint)
-    tokenizer = load_tokenizer(saved["tokenizer"])
-    model = GPT(ckpt.model_config(saved, config.checkpoint))
-    ckpt.load_weights(model, saved, config.checkpoint, exact=True)
+    model, saved = ckpt.load_model(config.checkpoint, exact=True)
     try:
-        save_pretrained(model, config.out, tokenizer)
+        save_pretrained(model, config.out, load_tokenizer(saved["tokenizer"]))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{config.out} could not be written whole: {error}") from error
 

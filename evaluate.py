@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from config import ConfigError, EvalConfig, run
+from cli import run
+from config import ConfigError, EvalConfig
 from data.loader import Sequences, TokenStream
 from data.shards import atomic_write, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer

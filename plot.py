@@ -4,7 +4,8 @@ python plot.py --log logs runs/other/logs --sz 124M --out plots/log_plot.png
 python plot.py --log logs --x hours
 """
 
-from config import PlotConfig, run
+from cli import run
+from config import PlotConfig
 from model.config import NICKNAMES
 from utils.figure import draw
 from utils.published import PUBLISHED

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, SamplingConfig, run
+from cli import run
+from config import ConfigError, SamplingConfig
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
 from model.gpt import GPT

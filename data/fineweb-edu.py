@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python puts data
 import numpy as np
 from tqdm import tqdm
 
-from config import ConfigError, DataConfig, run
+from cli import run
+from config import ConfigError, DataConfig
 from data.sharder import Sharder, locked
 from data.shards import MANIFEST, DataError
 from data.tokenizer import Tokenizer, load_tokenizer

@@ -1,0 +1,93 @@
+"""The settings of a training run: the command line, over the checkpoint that it resumes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from cli import parse
+from config import ConfigError, TrainConfig
+from model.config import GPTConfig
+from utils import checkpoint as ckpt
+from utils.logger import has_rows_of_another, require
+
+
+def settings() -> tuple[TrainConfig, dict | None]:
+    """The settings of this run and the checkpoint it resumes, if any.
+
+    What is not given on the command line comes from the checkpoint.
+    """
+    config = parse(TrainConfig)
+    if config.resume and config.overwrite:
+        raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
+    path = Path(config.resume) if config.resume else None
+    if config.resume == "auto":
+        path = ckpt.find_newest(config.checkpoint_dir)
+    saved = None
+    if path is not None:
+        saved = ckpt.load_checkpoint(path)
+        config = parse(TrainConfig, default=TrainConfig.from_dict(saved["train_config"]))
+        config.resume = str(path)
+        shape = ckpt.model_config(saved, path)
+        if config.model_config(shape.vocab_size) != replace(shape, dropout=config.dropout):
+            raise ConfigError(
+                f"{path} holds a model of another shape ({saved['model_config']}); leave out the "
+                "flags that change it, or start a new run in another --checkpoint_dir"
+            )
+    config.check()
+    folder = config.checkpoint_dir
+    newest = ckpt.find_newest(folder)
+    going_back = path is not None and path.resolve().parent == folder.resolve()
+    if newest is not None and not going_back and not config.overwrite:
+        if saved is None or ckpt.load_checkpoint(newest)["run_id"] != saved["run_id"]:
+            raise ConfigError(
+                f"{folder} holds the checkpoints of another run; continue it with --resume auto, "
+                "give another --checkpoint_dir, or replace it with --overwrite"
+            )
+    check_extras(config)
+    if saved is None and not config.overwrite:
+        if has_rows_of_another(config.log_dir, folder if config.resume else None):
+            raise ConfigError(
+                f"{config.log_dir} holds the log of another run; continue it with --resume auto, "
+                "give another --log_dir, or replace it with --overwrite"
+            )
+    return config, saved
+
+
+def check_extras(config: TrainConfig) -> None:
+    """ConfigError or LogError for benchmark files or packages that are not here."""
+    for path in (config.hellaswag_data, config.lambada_data):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"there is no file {path}")
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name):
+            require(name)
+
+
+def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str]:
+    """What is not as it was when the checkpoint was written, and changes the order of the data."""
+    then, now = saved["train_config"], config.to_dict()
+    changed = [
+        f"--{name} was {then[name]}"
+        for name in ("total_batch_size", "seed")
+        if then.get(name, now[name]) != now[name]
+    ]
+    if saved["train_tokens"] not in (0, train_tokens):
+        changed.append(f"there were {saved['train_tokens']:,} train tokens")
+    end = "the order from here on is another one, so this epoch may repeat or miss sequences"
+    return [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
+
+
+def fitting(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
+    """Takes the shape of a pre-trained model over into the settings, which may not contradict."""
+    asked = config.model_type if config.model_type != "gpt2" else pretrained.size
+    if asked != pretrained.size:
+        raise ConfigError(f"--model_type {asked}: {config.init_from} is a {pretrained}")
+    if config.block_size > pretrained.block_size:
+        raise ConfigError(
+            f"--block_size {config.block_size}: {config.init_from} has {pretrained.block_size}"
+        )
+    for name in ("n_layer", "n_head", "n_embd"):
+        value = getattr(pretrained, name)
+        if getattr(config, name) not in (None, value):
+            raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
+        setattr(config, name, value)
+    return replace(pretrained, block_size=config.block_size, dropout=config.dropout)
