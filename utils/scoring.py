@@ -128,12 +128,15 @@ def score_rows(
     with torch.autocast(device.type, enabled=False):
         for part in torch.arange(len(x), device=device).split(rows_at_once):
             logits = model.logits(x[part].float())  # (n, V)
-            own = logits.gather(-1, targets[part, None]).squeeze(-1)
-            logprob.append(own - logits.logsumexp(-1))
-            hit.append(logits.argmax(-1) == targets[part])
             if banned:
-                logits[:, banned] = -torch.inf
-                hit_filtered.append(logits.argmax(-1) == targets[part])
+                allowed = logits.index_fill(-1, torch.tensor(banned, device=device), -torch.inf)
+                hit_filtered.append(allowed.argmax(-1) == targets[part])
+            own = logits.gather(-1, targets[part, None]).squeeze(-1)
+            # argmax, which is slow, can give the target only where that has the highest logit
+            (likely,) = torch.where(own == logits.amax(-1))
+            hit.append(torch.zeros(len(part), dtype=torch.bool, device=device))
+            hit[-1][likely] = logits[likely].argmax(-1) == targets[part][likely]
+            logprob.append(own - logits.logsumexp(-1))
     splits = [torch.cat(x).cpu().split(owner) for x in (logprob, hit, hit_filtered or hit)]
     scores, spans = [], zip(*splits, strict=True)
     for row in rows:
@@ -174,7 +177,12 @@ def score_items(
     """
     model.eval()
     rows = sorted(rows_of(items, tokenizer, model.config.block_size), key=lambda r: -r.length)
-    batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+    batches: list[list[Row]] = []
+    for row in rows:  # rows much shorter than the first of a batch would be padding for the most
+        if batches and len(batches[-1]) < batch_size and row.length > 0.9 * batches[-1][0].length:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
     starts = np.cumsum([0, *(len(item.choices) for item in items)])
     table = torch.zeros(starts[-1], len(fields(Score)), dtype=torch.float64)
     for turn in range(0, len(batches), process.world_size):
