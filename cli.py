@@ -11,12 +11,22 @@ import tyro
 from config import ConfigError
 from data.shards import DataError
 from model.config import ModelError
+from utils import distributed
 from utils.checkpoint import CheckpointError
 from utils.distributed import DeviceError
+from utils.guard import TrainingError
 from utils.logger import LogError
 
 Config = TypeVar("Config")
-USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, DeviceError, LogError)
+USER_ERRORS = (
+    ConfigError,
+    DataError,
+    ModelError,
+    CheckpointError,
+    DeviceError,
+    LogError,
+    TrainingError,
+)
 
 
 def parse(config_class: type[Config], default: Config | None = None) -> Config:
@@ -41,9 +51,12 @@ def exit_with_sentence(work: Callable[[], None]) -> NoReturn:
         sys.stdout = open(os.devnull, "w")
         code = 128 + 13
     except RuntimeError as error:  # memory that the CPU does not have has no error of its own
-        if "can't allocate memory" not in str(error):
+        if "can't allocate memory" in str(error):
+            message, code = "out of memory; lower --micro_batch_size or --num_samples", 2
+        else:
+            message, code = distributed.lost_contact(error) or "", 2
+        if not message:
             raise
-        message, code = "out of memory; lower --micro_batch_size or --num_samples", 2
     except KeyboardInterrupt:
         message, code = "interrupted", 128 + 2
     if message:

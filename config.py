@@ -122,6 +122,13 @@ class TrainConfig:
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of matrix products; weights stay float32. auto: bfloat16 on GPUs that have it."""
+    sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
+    """What several processes divide: nothing (DDP), optimizer state, gradients too, weights too."""
+    activation_checkpointing: Literal["none", "mlp", "block"] = "none"
+    """Compute again in the backward pass, for memory: nothing, GELUs (cheap), whole blocks."""
+    skip_spikes: float | None = None
+    """Leave out steps whose loss or gradient norm is this many standard deviations above the last
+    128; those that are not finite are always left out."""
     use_torch_compile: bool = False
     """Compile the training step; evaluation and sampling use the plain module."""
     dry_run: bool = False
@@ -138,6 +145,8 @@ class TrainConfig:
             for name in names.split():
                 if not getattr(self, name) >= least:
                     raise ConfigError(f"--{name} {getattr(self, name)} must be at least {least}")
+        if self.skip_spikes is not None and not self.skip_spikes > 0:
+            raise ConfigError(f"--skip_spikes {self.skip_spikes} must be above 0")
         if self.seed >= 2**31:
             raise ConfigError(f"--seed {self.seed} must be below {2**31}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):

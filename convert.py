@@ -36,8 +36,7 @@ def to_checkpoint(config: ConvertConfig) -> None:
     shape = ckpt.describe(model.config)
     names = ("n_layer", "n_head", "n_embd", "block_size")
     settings = TrainConfig(**{name: shape[name] for name in names})
-    ckpt.save_checkpoint(
-        config.out,
+    state = ckpt.assemble(
         model.state_dict(),
         optimizer={},
         step=0,
@@ -49,7 +48,9 @@ def to_checkpoint(config: ConvertConfig) -> None:
         tokenizer=tokenizer,
         train_tokens=0,
         train_config=settings.to_dict(),
+        guard={},
     )
+    ckpt.save_checkpoint(config.out, state)
 
 
 def main(config: ConvertConfig) -> None:

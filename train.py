@@ -5,8 +5,8 @@
     python train.py --resume auto                          # go on after any kind of end
 
 The global batch is --total_batch_size tokens whatever the number of processes: accumulation follows
-from it. SIGTERM and SIGINT finish the step, save and exit; SIGKILL costs the steps since the last
-checkpoint. Either way --resume gives the run that was never stopped.
+from it. SIGTERM, SIGINT and SIGUSR1 finish the step, save and exit; SIGKILL costs the steps since
+the last checkpoint. Either way --resume gives the run that was never stopped.
 """
 
 import json
@@ -23,7 +23,14 @@ import torch
 
 from cli import exit_with_sentence
 from config import ConfigError, TrainConfig
-from data.loader import Sequences, Slicing, TokenStream, read_ahead, train_batches
+from data.loader import (
+    Sequences,
+    Slicing,
+    TokenStream,
+    read_ahead,
+    step_sequences,
+    train_batches,
+)
 from data.shards import DataError, atomic_write, corpus_name
 from data.tokenizer import TOKENIZERS, Tokenizer, bytes_per_token, load_tokenizer
 from model.generate import complete
@@ -31,10 +38,11 @@ from model.gpt import GPT
 from model.huggingface import find_folder, load_pretrained, read_config
 from settings import fitting, other_order, settings
 from utils import checkpoint as ckpt
-from utils import distributed, parallel
+from utils import distributed, guard, parallel
 from utils.evals import benchmark_row, shared_rows, spread, validation_loss
 from utils.logger import Logger, writing
 from utils.optim import make_optimizer
+from utils.saver import Saver
 from utils.schedule import cosine_lr
 from utils.scoring import score_items
 from utils.signals import Stop
@@ -70,10 +78,16 @@ def main() -> None:
     else:
         model = GPT(config.model_config(vocab_size))
     start, best_loss, run_id, tokens_before, warnings = 0, math.inf, uuid.uuid4().hex, 0, []
+    seen: dict = {}
     if saved:
         ckpt.load_weights(model, saved, Path(config.resume), exact=True)
         start, best_loss, run_id = saved["step"], saved["best_loss"], saved["run_id"]
-    model.to(device)
+        seen = saved["guard"]
+    judge = guard.Guard(config.skip_spikes, seen)
+    # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
+    parallel.recompute(model, config.activation_checkpointing)
+    wrapped = parallel.wrap(model, process, config.sharding, dtype)
+    module = torch.compile(wrapped) if config.use_torch_compile else wrapped
     optimizer = make_optimizer(
         model, weight_decay=config.weight_decay, betas=(config.beta1, config.beta2)
     )
@@ -84,9 +98,6 @@ def main() -> None:
         tokens_before = saved["tokens"] - start * config.total_batch_size
         warnings = other_order(config, saved, len(train.stream))
     resumed, saved = saved is not None, None  # lets go of the file, which is mapped from disk
-    # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
-    wrapped = parallel.wrap(model, process)
-    module = torch.compile(wrapped) if config.use_torch_compile else wrapped
 
     steps = range(start, config.max_steps)
     batches = read_ahead(process.to_device(train_batches(train, slicing, config.seed, steps)))
@@ -132,12 +143,15 @@ def main() -> None:
     for warning in warnings:
         logger.say(warning)
 
+    saver = Saver(config.checkpoint_dir, keep_last=config.keep_last, say=logger.say)
+
     def save(name: str, step: int) -> None:
+        weights, optimizer_state = parallel.gather_state(model, optimizer)
         if process.is_main:
-            ckpt.save_checkpoint(
-                config.checkpoint_dir / name,
-                {key: value.cpu() for key, value in model.state_dict().items()},
-                optimizer=parallel.optimizer_state(model, optimizer),
+            saver.save(
+                name,
+                weights,
+                optimizer_state,
                 step=step,
                 tokens=tokens_before + step * config.total_batch_size,
                 best_loss=best_loss,
@@ -147,6 +161,7 @@ def main() -> None:
                 tokenizer=tokenizer_name,
                 train_tokens=len(train.stream),
                 train_config=config.to_dict(),
+                guard=judge.state,
             )
 
     def due(every: int, step: int) -> bool:
@@ -165,8 +180,6 @@ def main() -> None:
         last = step == config.max_steps
         if step > start and (last or stopping or due(config.save_every, step)):
             save(ckpt.LAST, step)
-            if process.is_main:
-                ckpt.keep_numbered(config.checkpoint_dir, step, config.keep_last)
         if stopping:
             break
         if last or due(config.eval_every, step):
@@ -215,28 +228,42 @@ def main() -> None:
             asked = time.perf_counter()
             idx, targets = first if first is not None else next(batches)
             first = None
+            distributed.tick()
             waited += time.perf_counter() - asked
-            with parallel.accumulating(wrapped, last=micro_step == accumulation - 1):
+            final = micro_step == accumulation - 1
+            with parallel.accumulating(wrapped, config.sharding, last=final):
                 with distributed.autocast(device, dtype):
                     loss = module(idx, targets) / accumulation
                 loss.backward()
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        optimizer.step()
+        norm = parallel.clip_grad_norm(model, config.grad_clip)
+
+        # means over processes, and whether one of them was told to stop
+        stopped = torch.full_like(total, float(stop.signal != 0))
+        sums = process.sum(torch.stack([total, norm, stopped]))
+        loss, grad_norm, stopped = (sums / process.world_size).tolist()
+        stopping = stopped > 0
+        left_out = judge.reason(loss, grad_norm)
+        if left_out is None:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-
-        # the mean over processes, and whether one of them was told to stop
-        stopped = torch.full_like(total, float(stop.signal != 0))
-        mean, stopped = process.sum(torch.stack([total, stopped])).tolist()
-        stopping = stopped > 0
+        if left_out is not None:
+            ids = step_sequences(step - 1, batch, len(train), config.seed).tolist()
+            logger.log({"split": "skipped", "reason": left_out, "sequences": ids}, step)
+            logger.say(f"step {step} left out: {left_out} ({judge.skipped} so far)")
+            if judge.in_a_row == guard.PATIENCE:
+                save(ckpt.LAST, step - guard.PATIENCE)
+                saver.close()
+                raise guard.TrainingError(judge.explain(step, batch))
+            continue
         seconds = time.perf_counter() - began
         tokens_per_s = config.total_batch_size / seconds
         logger.train(
             {
-                "loss": mean / process.world_size,
+                "loss": loss,
                 "lr": lr,
-                "grad_norm": norm.item(),
+                "grad_norm": grad_norm,
                 "tokens": tokens_before + step * config.total_batch_size,
                 "tokens_per_s": tokens_per_s,
                 "mfu": peak and flops * tokens_per_s / (peak * process.world_size),
@@ -246,6 +273,7 @@ def main() -> None:
             step,
         )
 
+    saver.close()
     if stopping:
         logger.say(f"stopped by a signal; saved at step {step}: continue with --resume auto")
     else:

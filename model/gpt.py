@@ -80,8 +80,11 @@ class MLP(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
-        return F.dropout(self.c_proj(x), self.dropout, self.training)
+        return F.dropout(self.project(self.c_fc(x)), self.dropout, self.training)
+
+    def project(self, x: Tensor) -> Tensor:
+        """From the first layer's output (B, T, 4C) back to (B, T, C)."""
+        return self.c_proj(F.gelu(x, approximate="tanh"))
 
 
 class Block(nn.Module):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from utils import distributed
 from utils.checkpoint import CheckpointError
 from utils.distributed import DeviceError, Process
 from utils.optim import make_optimizer
-from utils.parallel import accumulating, load_optimizer_state, optimizer_state
+from utils.parallel import accumulating, gather_state, load_optimizer_state, recompute
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
 X = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -27,7 +29,8 @@ def stepped(seed=0):
 def test_optimizer_state_by_name_carries_over():
     (a, a_optimizer), (b, b_optimizer) = stepped(0), stepped(1)
     b.load_state_dict(a.state_dict())
-    load_optimizer_state(b, b_optimizer, optimizer_state(a, a_optimizer))
+    _, state = gather_state(a, a_optimizer)
+    load_optimizer_state(b, b_optimizer, state)
     for model, optimizer in ((a, a_optimizer), (b, b_optimizer)):
         model.zero_grad()
         model(X, X).backward()
@@ -38,7 +41,7 @@ def test_optimizer_state_by_name_carries_over():
 
 def test_optimizer_state_that_does_not_fit_is_named():
     model, optimizer = stepped()
-    state = optimizer_state(model, optimizer)
+    _, state = gather_state(model, optimizer)
     name = "transformer.ln_f.weight"
     with pytest.raises(CheckpointError, match="other parameters"):
         load_optimizer_state(model, optimizer, {k: v for k, v in state.items() if k != name})
@@ -69,10 +72,46 @@ def test_gradients_are_reduced_on_the_last_micro_step_alone(one_process, compile
     wrapped.register_comm_hook(None, count)
     module = torch.compile(wrapped) if compiled else wrapped
     for step in range(8):  # two steps of four micro-steps, as train.py runs them
-        with accumulating(wrapped, last=step % 4 == 3):
+        with accumulating(wrapped, "none", last=step % 4 == 3):
             loss = module(X, X)
             loss.backward()
     assert set(reductions) == {3, 7}
+
+
+@pytest.mark.parametrize("what", ["mlp", "block"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recomputed_activations_give_the_same_gradients(what, dropout):
+    config = replace(CONFIG, dropout=dropout)
+    torch.manual_seed(0)
+    plain = GPT(config)
+    again = GPT(config)
+    again.load_state_dict(plain.state_dict())
+    recompute(again, what)
+    for model in (plain, again):
+        torch.manual_seed(1)
+        model(X, X).backward()
+    for p, q in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_recomputing_keeps_fewer_activations_alive():
+    def kept(what):
+        model = GPT(replace(CONFIG, n_layer=3, n_embd=64))
+        recompute(model, what)
+        own = {p.data_ptr() for p in model.parameters()}
+        sizes = {}
+
+        def pack(x):
+            if x.untyped_storage().data_ptr() not in own:
+                sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(X, X)
+        assert loss.grad_fn is not None
+        return sum(sizes.values())
+
+    assert kept("block") < 0.4 * kept("none") and kept("mlp") < 0.85 * kept("none")
 
 
 def test_processes_cannot_share_one_device(monkeypatch):

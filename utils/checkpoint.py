@@ -4,6 +4,7 @@
     model_low     the low 16 bits that bfloat16 drops, int16: both together are the float32 weights
     optimizer     state by parameter name
     step, tokens, best_loss, seed (with step, all there is to the random state), run_id
+    guard         the recent losses and gradient norms that spikes are measured against
     model_config, tokenizer, train_tokens, train_config, versions, format_version
 
 Plain containers and tensors, so that torch.load(path, weights_only=True, mmap=True) reads it. State
@@ -40,6 +41,7 @@ TYPES = {
     "tokenizer": str,
     "train_tokens": int,
     "train_config": dict,
+    "guard": dict,
 }
 
 
@@ -65,12 +67,9 @@ def join_float32(high: Tensor, low: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def save_checkpoint(path: Path, weights: dict[str, Tensor], **rest: object) -> None:
-    """Writes a checkpoint in one step: the file under `path` is the old one or all of the new one.
-
-    `weights` are float32 on the CPU; `rest` is what TYPES lists beside the two halves of them.
-    Raises CheckpointError if it cannot be written.
-    """
+def assemble(weights: dict[str, Tensor], **rest: object) -> dict:
+    """What a checkpoint file holds. `weights` are float32 on the CPU and are copied; `rest` is what
+    TYPES lists beside the two halves of them."""
     halves = {name: split_float32(weight) for name, weight in weights.items()}
     state = {
         "format_version": FORMAT_VERSION,
@@ -80,6 +79,15 @@ def save_checkpoint(path: Path, weights: dict[str, Tensor], **rest: object) -> N
         **rest,
     }
     assert set(TYPES) <= set(state), set(TYPES) - set(state)
+    return state
+
+
+def save_checkpoint(path: Path, state: dict) -> None:
+    """Writes what `assemble` made in one step: the file under `path` is the old one or all of the
+    new one.
+
+    Raises CheckpointError if it cannot be written, before a byte is if the disk is too full.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
@@ -149,6 +157,7 @@ def load_checkpoint(path: Path) -> dict:
         raise CheckpointError(
             f"{path} has format {state['format_version']}; this code reads {FORMAT_VERSION}"
         )
+    state.setdefault("guard", {})  # files of before there was one
     wrong = [key for key, kind in TYPES.items() if not isinstance(state.get(key), kind)]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing or of a wrong type")

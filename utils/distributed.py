@@ -4,10 +4,16 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from utils.watch import Watch
+
+TIMEOUT = timedelta(minutes=10)  # of a collective: longer than a download or a slow disk
+watch: Watch | None = None  # on the other processes, as long as there is a process group
 
 
 class DeviceError(ValueError):
@@ -22,6 +28,8 @@ class Process:
     local_rank: int
     world_size: int
     device: torch.device
+    nodes: int = 1
+    """Machines with several processes each; 1 too where every machine has one process."""
 
     @property
     def is_main(self) -> bool:
@@ -76,8 +84,11 @@ def world_size() -> int:
 
 def start(device: str) -> Process:
     """Joins the processes that torchrun started, if it did: NCCL on CUDA, gloo elsewhere."""
+    global watch
     rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
-    process = Process(rank, local_rank, world_size(), pick_device(device, local_rank))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    nodes = world_size() // here if here > 1 and world_size() % here == 0 else 1
+    process = Process(rank, local_rank, world_size(), pick_device(device, local_rank), nodes)
     if process.world_size > 1 and (process.device.type == "mps" or ":" in device):
         raise DeviceError(
             f"--device {device} is one device, which {process.world_size} processes cannot share; "
@@ -87,15 +98,35 @@ def start(device: str) -> Process:
         torch.cuda.set_device(process.device)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not bfloat16
     if process.world_size > 1 and not dist.is_initialized():
+        watch = Watch(rank, process.world_size)
         if process.device.type == "cuda":
-            dist.init_process_group("nccl", device_id=process.device)
+            dist.init_process_group("nccl", timeout=TIMEOUT, device_id=process.device)
         else:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=TIMEOUT)
     return process
+
+
+def tick() -> None:
+    """Tells the watch that this process begins a micro-step."""
+    if watch is not None:
+        watch.tick()
+
+
+def lost_contact(error: RuntimeError) -> str | None:
+    """What a failed collective means, as a sentence; None for an error that is none."""
+    own = isinstance(error, dist.DistError) or "gloo" in str(error)
+    if watch is None or not own:
+        return None
+    reason = str(error).splitlines()[0]
+    return f"a collective failed: {watch.explain()} ({reason}); go on with --resume auto"
 
 
 def stop() -> None:
     """Leaves the process group, if there is one."""
+    global watch
+    if watch is not None:
+        watch.stop()
+        watch = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -134,7 +134,7 @@ class Logger:
             with writing(self.folder):
                 self.file.write(json.dumps({"step": step, **metrics}) + "\n")
             split = metrics["split"]
-            values = {k: v for k, v in metrics.items() if k != "split" and v is not None}
+            values = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
             for sink in self.sinks:
                 sink.log({f"{split}/{key}": value for key, value in values.items()}, step)
 

@@ -1,48 +1,128 @@
-"""Training on several processes: wrap the model, accumulate with one gradient reduction a step,
-gather and load the whole model's state by parameter name."""
+"""Training on several processes with PyTorch's own engines: wrap the model, accumulate, clip,
+gather and load the whole model's state by parameter name.
 
+    none    DistributedDataParallel: every process holds everything
+    zero1   optimizer state and float32 weights are divided; gradients are reduced once a step
+    zero2   gradients too: they are reduced and divided at every micro-step
+    zero3   the weights for compute too: gathered block by block, forward and backward
+
+The three are FSDP2 (torch.distributed.fsdp.fully_shard) with different settings, named as in
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+import math
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from model.gpt import GPT
 from utils.checkpoint import CheckpointError
 from utils.distributed import Process
 
 
-def wrap(model: nn.Module, process: Process) -> nn.Module:
-    """The module to train: the model itself on one process, DistributedDataParallel on several."""
+def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.Module:
+    """The module to train, on the process's device; the model itself where there is one process.
+
+    Sharding changes the model in place: its parameters become the shards of this process. Products
+    of `dtype` then take weights that were gathered in it; gradients are reduced in float32. Several
+    machines shard within each and replicate across them.
+    """
     if process.world_size == 1:
-        return model
-    device_ids = [process.device.index] if process.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        return model.to(process.device)
+    if sharding == "none":
+        device_ids = [process.device.index] if process.device.type == "cuda" else None
+        model.to(process.device)
+        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    shape, names = (process.world_size,), ("shard",)
+    if process.nodes > 1:
+        shape = (process.nodes, process.world_size // process.nodes)
+        names = ("replicate", "shard")
+    mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
+    # LayerNorms and embeddings stay float32, as under autocast; so does the residual stream
+    low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.transformer.h:
+        parts, again = [block.attn, block.mlp], sharding == "zero3"
+        fully_shard(parts, mesh=mesh, mp_policy=low, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    register_fsdp_forward_method(model, "hidden")  # evaluation and sampling enter there
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
+    return model
 
 
-def accumulating(module: nn.Module, last: bool) -> AbstractContextManager:
-    """Around forward and backward of a micro-step: gradients are reduced on the last alone."""
-    if last or not isinstance(module, DistributedDataParallel):
-        return nullcontext()
-    return module.no_sync()
+def recompute(model: GPT, what: str) -> None:
+    """Activation checkpointing: the backward pass computes again what forward then does not keep.
+
+    "mlp": each block's GELU (llm.c's -r 1), 4C of about 16C values per token and block for little
+    work. "block": all but the input of each block, C values, for a third more work.
+    """
+    for block in model.transformer.h if what != "none" else ():
+        if what == "mlp":
+            block.mlp.project = partial(checkpoint, block.mlp.project, use_reentrant=False)
+        else:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-    """Optimizer state by parameter name, on the CPU."""
-    return {
-        name: {key: value.cpu() for key, value in optimizer.state[parameter].items()}
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-    }
+def accumulating(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
+    """Around forward and backward of a micro-step; `last` is that before the update."""
+    if isinstance(module, DistributedDataParallel):
+        return nullcontext() if last else module.no_sync()
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(last)
+        if sharding == "zero1":
+            module.set_requires_gradient_sync(last)
+        else:
+            module.set_requires_all_reduce(last)  # across machines, which replicate
+        if sharding != "zero3":
+            module.set_reshard_after_backward(last)
+    return nullcontext()
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales gradients down to a norm of `max_norm`, if that is not 0; returns the norm before."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def gather_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Weights and optimizer state of the whole model by parameter name, on the CPU of the main
+    process, empty on the others. Every process must call it. On a CPU they may be the model's own
+    tensors: copy what is to stay as it is."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    return weights, state.get("state", {})
 
 
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, dict[str, Tensor]]
 ) -> None:
-    """The opposite of optimizer_state. Raises CheckpointError where names or shapes do not
-    fit."""
+    """The opposite of gather_state, for any sharding. Raises CheckpointError where names or shapes
+    do not fit."""
+    if not state:  # a converted checkpoint has weights alone
+        return
     parameters = dict(model.named_parameters())
-    if set(state) - set(parameters) or (state and set(parameters) - set(state)):
+    if set(state) != set(parameters):
         raise CheckpointError("the checkpoint's optimizer state is of other parameters")
     for name, values in state.items():
         for key, value in values.items():
@@ -51,5 +131,12 @@ def load_optimizer_state(
                     f"the checkpoint's optimizer state {key} of {name} has shape "
                     f"{tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}"
                 )
-        device = parameters[name].device  # the fused optimizer keeps its step count there too
-        optimizer.state[parameters[name]] = {k: v.clone().to(device) for k, v in values.items()}
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    set_optimizer_state_dict(
+        model,
+        optimizer,
+        {"state": state, "param_groups": groups},
+        options=StateDictOptions(full_state_dict=True),
+    )
+    for values in optimizer.state.values():  # lets go of the file that `state` is mapped from
+        values.update({key: value.clone() for key, value in values.items()})

@@ -1,0 +1,62 @@
+"""Checkpoints written while training goes on."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from utils import checkpoint as ckpt
+
+PAUSES = (1, 5, 20)  # seconds before a failed write is tried again
+
+
+class Saver:
+    """Writes checkpoints of the main process in a thread, one at a time: a step waits for the copy
+    of its state in memory, and for the write before if that is not done.
+
+    A write that fails is told to `say` and tried again. When it stays so, the run goes on, the
+    files before it are whole, and the next save tries anew; `close` raises what the last one did.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int, say: Callable[[str], None]) -> None:
+        self.folder, self.keep_last, self.say = folder, keep_last, say
+        self.thread = threading.Thread()
+        self.error: Exception | None = None
+
+    def save(
+        self, name: str, weights: dict[str, Tensor], optimizer: dict[str, dict], **rest: object
+    ) -> None:
+        """Takes a copy of the state and has it written as `name`; returns before it is."""
+        self.wait()
+        copied = {n: {k: v.clone() for k, v in values.items()} for n, values in optimizer.items()}
+        state = ckpt.assemble(weights, optimizer=copied, **rest)
+        self.thread = threading.Thread(target=self.write, args=(name, state), daemon=True)
+        self.thread.start()
+
+    def write(self, name: str, state: dict) -> None:
+        """Writes a file, and the numbered one beside it if it is the last."""
+        for pause in (*PAUSES, None):
+            try:
+                ckpt.save_checkpoint(self.folder / name, state)
+                if name == ckpt.LAST:
+                    ckpt.keep_numbered(self.folder, state["step"], self.keep_last)
+                self.error = None
+                return
+            except Exception as error:  # of a thread, so nothing else would tell of it
+                self.error = error
+                again = "at the next save" if pause is None else f"in {pause} s"
+                self.say(f"{error}; trying again {again}")
+                time.sleep(pause or 0)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written."""
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def close(self) -> None:
+        """Waits for the last write and raises its error if it failed."""
+        self.wait()
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,112 @@
+"""Whether the other processes of a run are still there: who is lost is named, and nobody waits on.
+
+Each process counts up a number in the store that they share (torchrun's, or that of rank 0). Rank 0
+looks at all of them, the others at rank 0: a process or a machine that dies without a word, or that
+the network no longer reaches, ends the run within a minute, whatever the collectives wait for.
+"""
+
+import os
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+BEAT = 2.0  # seconds between two counts
+LOST = 30.0  # seconds without one after which a process counts as lost
+DONE = "done"
+
+
+class Watch:
+    """Counts and looks, in threads of its own, until `stop`."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        # a connection of its own: one that waits for a collective would hold up the counting
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+        self.store, self.rank = dist.PrefixStore("watch", store), rank
+        self.others = [r for r in range(world_size) if r != rank]
+        self.watched = self.others if rank == 0 else [0]
+        self.steps = 0  # micro-steps that this process has begun
+        self.seen: dict[int, tuple[str, float]] = {}  # rank -> its newest count, since when
+        self.exchanged = time.monotonic()  # when the store last answered
+        self.running = True
+        self.store.set(self.key(rank), "0 0")
+        for work in (self.exchange, self.judge):
+            threading.Thread(target=work, daemon=True, name="watch").start()
+
+    def key(self, rank: int) -> str:
+        return f"alive/{rank}"
+
+    def tick(self) -> None:
+        """A micro-step has begun."""
+        self.steps += 1
+
+    def exchange(self) -> None:
+        """Counts up and reads the others' counts; hangs for as long as the store does."""
+        beats = 0
+        while self.running:
+            beats += 1
+            try:
+                self.store.set(self.key(self.rank), f"{beats} {self.steps}")
+                watched = [r for r in self.watched if self.store.check([self.key(r)])]
+                values = self.store.multi_get([self.key(r) for r in watched]) if watched else []
+            except (RuntimeError, OSError):  # judge() finds that nothing was exchanged
+                time.sleep(BEAT)
+                continue
+            now = self.exchanged = time.monotonic()
+            for rank, value in zip(watched, map(bytes.decode, values), strict=True):
+                if self.seen.get(rank, ("", 0.0))[0] != value:
+                    self.seen[rank] = (value, now)
+            time.sleep(BEAT)
+
+    def judge(self) -> None:
+        """Ends the process, and with it the run, when another is lost."""
+        while self.running:
+            began = time.monotonic()
+            time.sleep(BEAT)
+            now = time.monotonic()
+            if now - began > LOST:  # this process itself was suspended: begin to look anew
+                self.exchanged, self.seen = now, {}
+            lost = self.lost(LOST)
+            if lost and self.running:
+                print(
+                    f"error on rank {self.rank}: {lost} for {LOST:.0f} s; the run ends here and "
+                    "goes on with --resume auto",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(2)
+
+    def lost(self, seconds: float) -> str:
+        """Which processes have not been heard of for so long, as a clause; empty if none."""
+        now = time.monotonic()
+        if now - self.exchanged > seconds:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            return f"the machine of rank 0 ({address}) has not answered"
+        silent = [
+            rank
+            for rank, (value, since) in sorted(self.seen.copy().items())
+            if value != DONE and now - since > seconds
+        ]
+        return f"rank {', '.join(map(str, silent))} has not been heard of" if silent else ""
+
+    def explain(self) -> str:
+        """After a collective failed: who is lost or behind, after looking for a few beats."""
+        self.watched = self.others
+        time.sleep(4 * BEAT)
+        lost = self.lost(3 * BEAT)
+        if lost:
+            return lost
+        steps = {r: int(v.split()[1]) for r, (v, _) in self.seen.copy().items() if v != DONE}
+        behind = [r for r, n in sorted(steps.items()) if n < max(self.steps, *steps.values())]
+        if behind:
+            return f"rank {', '.join(map(str, behind))} is alive but behind"
+        return "all processes are alive"
+
+    def stop(self) -> None:
+        """This process has done its work and may leave."""
+        self.running = False
+        try:
+            self.store.set(self.key(self.rank), DONE)
+        except (RuntimeError, OSError):
+            pass
