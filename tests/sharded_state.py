@@ -1,0 +1,51 @@
+"""Under torchrun: how many bytes of parameters, gradients and optimizer state this process holds
+for each --sharding, and what a step under it gives; rank 0 prints them as JSON."""
+
+import json
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from model.config import GPTConfig
+from model.gpt import GPT
+from utils import distributed, parallel
+from utils.optim import make_optimizer
+
+CONFIG = GPTConfig(block_size=16, vocab_size=256, n_layer=3, n_head=2, n_embd=64)
+
+
+def held(tensors):
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
+    return sum(storages.values())
+
+
+def measure(process, sharding):
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    whole = held(model.parameters())
+    wrapped = parallel.wrap(model, process, sharding, torch.float32)
+    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    x = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(1))
+    x = x.chunk(process.world_size)[process.rank]
+    for number, part in enumerate(x.chunk(2)):
+        with parallel.accumulating(wrapped, sharding, last=number == 1):
+            wrapped(part, part).backward()
+    norm = parallel.clip_grad_norm(model, 1.0)
+    optimizer.step()
+    moments = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
+    return {
+        "whole": whole,
+        "parameters": held(model.parameters()),
+        "gradients": held(p.grad for p in model.parameters()),
+        "optimizer": held(moments),
+        "norm": norm.item(),
+    }
+
+
+process = distributed.start("cpu")
+found = {sharding: measure(process, sharding) for sharding in sys.argv[1:]}
+if process.is_main:
+    print(json.dumps(found))
+distributed.stop()
