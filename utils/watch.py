@@ -6,6 +6,7 @@ the network no longer reaches, ends the run within a minute, whatever the collec
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -15,6 +16,12 @@ import torch.distributed as dist
 BEAT = 2.0  # seconds between two counts
 LOST = 30.0  # seconds without one after which a process counts as lost
 DONE = "done"
+
+
+def restarts_left() -> bool:
+    """Whether torchrun, if it is there, will start the run anew when the network is back."""
+    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    return allowed is None or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(allowed)
 
 
 class Watch:
@@ -75,6 +82,9 @@ class Watch:
                     file=sys.stderr,
                     flush=True,
                 )
+                if time.monotonic() - self.exchanged > LOST and not restarts_left():
+                    # torchrun waits for the same store until TCP gives up, a quarter of an hour
+                    os.kill(os.getppid(), signal.SIGKILL)
                 os._exit(2)
 
     def lost(self, seconds: float) -> str:
