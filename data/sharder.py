@@ -31,6 +31,23 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Makes the folder and locks it; what goes wrong with the disk becomes a DataError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be a folder: {error.strerror}") from error
+    try:
+        with locked(folder):
+            yield
+    except OSError as error:
+        raise DataError(
+            f"writing to {folder} failed ({error.strerror}); whole shards are safe: "
+            "make room and run the same command again to continue"
+        ) from error
+
+
 class Sharder:
     """Appends documents to the shards of a folder, train and val.
 

@@ -15,7 +15,7 @@ from conftest import SHARED, documents, environment, kill, script, start
 from pyarrow import parquet
 
 from data.sharder import locked
-from data.shards import find_shards
+from data.shards import DataError, find_shards
 from data.tokenizer import load_tokenizer
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
@@ -304,7 +304,7 @@ def test_failed_downloads_are_tried_again(server, plain, tmp_path, monkeypatch):
 def test_a_server_that_stays_away_ends_in_a_sentence(server, tmp_path, monkeypatch):
     Flaky.failures = 10**6
     waits = []
-    with pytest.raises(fineweb_edu.DataError, match="run the same command again to continue"):
+    with pytest.raises(DataError, match="run the same command again to continue"):
         in_process(monkeypatch, server, tmp_path, waits)
     Flaky.failures = 0
     assert {1, 2, 4, 8, 16, 32} <= set(waits)
