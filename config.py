@@ -37,6 +37,10 @@ class DataConfig:
     """Share of documents for validation, chosen by a hash of their text."""
     num_workers: int = os.cpu_count() or 1
     """Threads that tokenise; the shards do not depend on it."""
+    worker_index: int = 0
+    """Which of --worker_count machines this one is, from 0; each needs its own --local_dir."""
+    worker_count: int = 1
+    """Machines that share the work: number i takes every n-th source file, from the i-th on."""
 
 
 @dataclass

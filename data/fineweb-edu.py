@@ -113,7 +113,8 @@ def shard(config: DataConfig, source: Source, sharder: Sharder, tokenizer: Token
 def prepare(config: DataConfig) -> tuple[dict, int]:
     """Shards what the folder lacks: its manifest, and how many tokens are new."""
     tokenizer = load_tokenizer(config.tokenizer)
-    source = Source(config.input, config.dataset, config.remote_name)
+    worker = {"worker_index": config.worker_index, "worker_count": config.worker_count}
+    source = Source(config.input, config.dataset, config.remote_name, **worker)
     settings = {
         "format_version": 2,
         "tokenizer": tokenizer.name,
@@ -121,6 +122,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         "eot": tokenizer.eot,
         "source": source.name,
         "files_digest": source.digest(),
+        **worker,
         "shard_size": config.shard_size,
         "format": config.format,
         "val_fraction": config.val_fraction,
@@ -141,6 +143,11 @@ def main(config: DataConfig) -> None:
         raise ConfigError("--shard_size, --num_workers and --max_shards must be at least 1")
     if not 0 <= config.val_fraction < 1:
         raise ConfigError(f"--val_fraction {config.val_fraction} must be at least 0 and below 1")
+    if not 0 <= config.worker_index < config.worker_count:
+        raise ConfigError(
+            f"--worker_index {config.worker_index} must be at least 0 and below --worker_count "
+            f"{config.worker_count}"
+        )
     began = time.time()
     manifest, new = prepare(config)
     seconds = time.time() - began

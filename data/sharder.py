@@ -9,6 +9,8 @@ import numpy as np
 
 from data.shards import MANIFEST, DataError, ShardWriter, read_manifest, write_manifest
 
+UNSPLIT = {"worker_index": 0, "worker_count": 1}  # in manifests that do not say
+
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
@@ -59,16 +61,18 @@ class Sharder:
         self.folder, self.max_shards = folder, max_shards
         self.size, self.suffix = settings["shard_size"], f".{settings['format']}"
         fresh = {"shards": [], "complete": False, "state": None, "documents": 0, "skipped": {}}
-        self.manifest = read_manifest(self.folder)
-        if self.manifest is None:
+        found = read_manifest(self.folder)
+        if found is None:
             foreign = [p for p in self.folder.iterdir() if p.suffix in (".npy", ".bin")]
             if foreign:
                 raise DataError(
                     f"{self.folder} holds shards of another origin ({foreign[0].name}, "
                     f"no {MANIFEST}); train on them as they are, or give another --local_dir"
                 )
-            self.manifest = {**settings, **fresh}
-            write_manifest(self.folder, self.manifest)
+        if found is None or not (found["shards"] or found["complete"]):  # nothing is there yet
+            found = {**settings, **fresh}
+            write_manifest(self.folder, found)
+        self.manifest = {**UNSPLIT, **found}
         for key, value in settings.items():
             if key == "files_digest" and self.manifest.get(key) != value:
                 raise DataError(

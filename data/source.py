@@ -51,20 +51,38 @@ def digest_of(files: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of `inputs`; without any, configuration `remote_name` of the hub's `dataset`."""
+    """The files of `inputs`; without any, configuration `remote_name` of the hub's `dataset`. Of
+    those files worker i of n takes every n-th, from the i-th on."""
 
     inputs: tuple[str, ...]
     dataset: str
     remote_name: str
+    worker_index: int = 0
+    worker_count: int = 1
 
     @property
     def name(self) -> list[str]:
         """What the manifest calls it."""
         return list(self.inputs) or [self.dataset, self.remote_name]
 
+    def files(self) -> list[str]:
+        """The files of `inputs`, of all workers; DataError if this worker would get none."""
+        files = list_files(self.inputs)
+        self.check_share(len(files))
+        return files
+
+    def check_share(self, files: int) -> None:
+        """DataError if there are too few files for this worker to get one."""
+        if self.worker_index >= files:
+            raise DataError(
+                f"--worker_index {self.worker_index} of --worker_count {self.worker_count} has "
+                f"nothing to read: {' '.join(self.name[:3])} is {files} files; lower "
+                f"--worker_count to {files} for all workers"
+            )
+
     def digest(self) -> str | None:
-        """digest_of the files; None for the hub, whose commit is kept with the place in it."""
-        return digest_of(list_files(self.inputs)) if self.inputs else None
+        """digest_of all files; None for the hub, whose commit is kept with the place in it."""
+        return digest_of(self.files()) if self.inputs else None
 
     def newest(self) -> str | None:
         """The dataset's newest commit on the hub, None for what does not come from there."""
@@ -75,7 +93,7 @@ class Source:
         return HfApi().dataset_info(self.dataset).sha
 
     def open(self, revision: str | None):
-        """The documents as one streaming dataset with a single column "text"."""
+        """This worker's documents as one streaming dataset with a single column "text"."""
         import datasets  # takes a second, so not before the command line is known to be right
 
         datasets.config.STREAMING_READ_MAX_RETRIES = 1  # `read` retries, and says so
@@ -84,12 +102,13 @@ class Source:
             stream = datasets.load_dataset(
                 self.dataset, self.remote_name, split="train", streaming=True, revision=revision
             )
-            return stream.select_columns(["text"])
+            self.check_share(stream.num_shards)  # as datasets calls files
+            share = stream.shard(self.worker_count, self.worker_index, contiguous=False)
+            return share.select_columns(["text"])
         options = {"text": {"sample_by": "document", "encoding_errors": "replace"}}
+        share = self.files()[self.worker_index :: self.worker_count]
         parts = []
-        for reader, files in groupby(
-            list_files(self.inputs), lambda f: READERS.get(Path(f).suffix, "text")
-        ):
+        for reader, files in groupby(share, lambda f: READERS.get(Path(f).suffix, "text")):
             part = datasets.load_dataset(
                 reader,
                 data_files=list(files),

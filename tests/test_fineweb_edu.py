@@ -227,6 +227,74 @@ def test_two_processes_do_not_shard_into_one_folder(corpus, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """The fixed documents as five files, of which one is text."""
+    folder = tmp_path_factory.mktemp("parts")
+    for i in range(5):
+        rows = [json.dumps({"text": text}) + "\n" for text in documents()[120 * i : 120 * (i + 1)]]
+        (folder / f"{i}.jsonl").write_text("".join(rows))
+    (folder / "2.txt").write_text((folder / "2.jsonl").read_text())
+    (folder / "2.jsonl").unlink()
+    return folder
+
+
+def test_workers_take_every_nth_file_and_sides_do_not_change(parts, tmp_path):
+    shard(parts, tmp_path / "all")
+    whole = {split: texts_in(tmp_path / "all", split) for split in ("train", "val")}
+    seen = {"train": [], "val": []}
+    for i in range(2):
+        out = tmp_path / str(i)
+        shard(parts, out, "--worker_index", i, "--worker_count", 2)
+        for split in seen:
+            seen[split].append(texts_in(out, split))
+    third = [t for t in documents()[360:480] if t in whole["train"]]
+    assert seen["train"][1] == [t for t in documents()[120:240] if t in whole["train"]] + third
+    for split in seen:
+        assert sorted(sum(seen[split], [])) == sorted(whole[split])
+
+
+def test_a_worker_stopped_and_killed_and_continued_ends_with_the_same_bytes(parts, tmp_path):
+    worker = ["--worker_index", 0, "--worker_count", 2]
+    shard(parts, tmp_path / "whole", *worker)
+    shard(parts, tmp_path / "out", *worker, "--max_shards", 1)
+    manifest = (tmp_path / "out" / "manifest.json").read_text()
+    shard(parts, tmp_path / "out", *worker)
+    (tmp_path / "out" / "manifest.json").write_text(manifest)  # killed before it was written
+    shard(parts, tmp_path / "out", *worker)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_a_folder_begun_as_one_worker_is_not_continued_as_another(parts, tmp_path):
+    shard(parts, tmp_path, "--worker_index", 1, "--worker_count", 2)
+    before = digests(tmp_path)
+    for other, message in (
+        (["--worker_index", 0, "--worker_count", 2], "worker_index 1, not 0"),
+        (["--worker_index", 1, "--worker_count", 3], "worker_count 2, not 3"),
+        ([], "worker_index 1, not 0"),
+    ):
+        assert message in shard(parts, tmp_path, *other, code=2).stderr
+    assert digests(tmp_path) == before
+
+
+def test_a_manifest_from_before_there_were_workers_is_continued(corpus, plain, tmp_path):
+    shard(corpus, tmp_path, "--max_shards", 2)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    del manifest["worker_index"], manifest["worker_count"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    shard(corpus, tmp_path)
+    assert digests(tmp_path) == digests(plain)
+
+
+def test_a_worker_without_a_file_is_told_so_and_writes_nothing(parts, tmp_path):
+    out = tmp_path / "out"
+    done = shard(parts, out, "--worker_index", 5, "--worker_count", 6, code=2)
+    assert "is 5 files; lower --worker_count to 5" in done.stderr and not out.exists()
+    for index, count in ((2, 2), (-1, 2), (0, 0)):
+        args = ["--worker_index", index, "--worker_count", count]
+        assert "below --worker_count" in shard(parts, out, *args, code=2).stderr
+
+
 @pytest.fixture
 def hub_files():
     """A dataset laid out as FineWeb-Edu is: two configurations, several parquet files each."""
@@ -255,6 +323,26 @@ def test_a_hub_dataset_is_streamed_and_continued_at_the_same_commit(hub_files, p
         args[1], args[3] = "me/nothing", tmp_path / "none"
         done = script("data/fineweb-edu.py", *args, env=env, code=2)
         assert "me/nothing" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_workers_share_the_files_of_a_hub_dataset(hub_files, tmp_path):
+    with hub.serve(hub_files) as (address, _):
+        env = {**environment(), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
+        env["HF_HOME"] = str(tmp_path / "home")
+        args = ["--dataset", "me/corpus", *BYTES, "--val_fraction", 0, "--worker_count", 3]
+        for i, first in enumerate((0, 150, 300)):
+            out = ["--local_dir", tmp_path / str(i), "--worker_index", i]
+            script("data/fineweb-edu.py", *args, *out, "--max_shards", 1, env=env)
+            script("data/fineweb-edu.py", *args, *out, env=env)
+            expected = documents()[first : first + 150] + (documents()[450:] if i == 0 else [])
+            assert texts_in(tmp_path / str(i), "train") == expected
+        args[-1] = 5
+        out = ["--local_dir", tmp_path / "none", "--worker_index", 4]
+        done = script("data/fineweb-edu.py", *args, *out, env=env, code=2)
+        assert "is 4 files; lower --worker_count to 4" in done.stderr
+        args[-1], out[-1] = 4, 3  # and so, in the same folder
+        script("data/fineweb-edu.py", *args, *out, env=env)
+        assert texts_in(tmp_path / "none", "train") == documents()[450:]
 
 
 class Flaky(http.server.SimpleHTTPRequestHandler):
