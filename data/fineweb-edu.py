@@ -131,6 +131,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         sharder = Sharder(config.local_dir, settings, config.max_shards)
         before = sharder.tokens
         if not sharder.done:
+            sharder.check_room(source.tokens)
             sharder.reopen()
             before = sharder.tokens
             complete = False if sharder.full else shard(config, source, sharder, tokenizer)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import MANIFEST, DataError, ShardWriter, read_manifest, write_manifest
+from data.shards import (
+    MANIFEST,
+    DataError,
+    ShardWriter,
+    check_space,
+    read_manifest,
+    write_manifest,
+)
 
 UNSPLIT = {"worker_index": 0, "worker_count": 1}  # in manifests that do not say
 
@@ -84,12 +91,7 @@ class Sharder:
                     f"{self.folder} holds shards made with {key} {self.manifest.get(key)}, not "
                     f"{value}; give another --local_dir or empty that one"
                 )
-        state = self.manifest["state"] or {}
-        self.open = {
-            split: ShardWriter(self.folder, split, done["index"], self.suffix, done["tokens"])
-            for split, done in state.get("open", {}).items()
-            if not self.done
-        }
+        self.open: dict[str, ShardWriter] = {}
 
     @property
     def full(self) -> bool:
@@ -100,11 +102,16 @@ class Sharder:
     @property
     def done(self) -> bool:
         """Nothing is left to do: full, and the short shards it ended with are in their places."""
-        unfinished = (self.manifest["state"] or {}).get("open", {})
-        names = {f"{s}_{o['index']:06d}{self.suffix}" for s, o in unfinished.items()}
+        names = self.unfinished
         listed = {s["file"] for s in self.manifest["shards"]}
         in_place = names <= listed and all((self.folder / name).exists() for name in names)
         return self.manifest["complete"] or (self.full and in_place)
+
+    @property
+    def unfinished(self) -> set[str]:
+        """Names of the shards that were not full when the manifest was last saved."""
+        shards = (self.manifest["state"] or {}).get("open", {}).items()
+        return {f"{split}_{shard['index']:06d}{self.suffix}" for split, shard in shards}
 
     @property
     def train_shards(self) -> int:
@@ -119,10 +126,27 @@ class Sharder:
             s["tokens"] for s in self.manifest["shards"]
         )
 
+    def check_room(self, tokens: int | None) -> None:
+        """DataError if the disk lacks room for what is still to come, as far as that is known: of
+        `tokens` in the source, or of max_shards, what the folder does not hold yet."""
+        allowed = self.max_shards and self.max_shards * self.size
+        total = min((n for n in (tokens, allowed) if n is not None), default=0)
+        held = sum(p.stat().st_size for p in self.folder.iterdir() if self.suffix in p.suffixes)
+        check_space(self.folder, 2 * total - held, f"sharding {total:,} tokens")
+
     def reopen(self) -> None:
-        """Takes back the short shards that an earlier --max_shards ended with."""
-        names = {writer.path.name for writer in self.open.values()}
-        self.manifest["shards"] = [s for s in self.manifest["shards"] if s["file"] not in names]
+        """Goes on with the shards that are not full, also if an earlier --max_shards ended with
+        them; what a killed run had begun after these is gone."""
+        for path in self.folder.glob(f"*_??????{self.suffix}.tmp"):
+            if path.stem not in self.unfinished:
+                path.unlink()
+        state = self.manifest["state"] or {}
+        for split, at in state.get("open", {}).items():
+            self.open[split] = ShardWriter(
+                self.folder, split, at["index"], self.suffix, at["tokens"]
+            )
+        shards = [s for s in self.manifest["shards"] if s["file"] not in self.unfinished]
+        self.manifest["shards"] = shards
 
     def write(self, split: str, tokens: np.ndarray, start: int, position: dict) -> bool:
         """Adds a document's tokens from `start` on. Whenever a shard is full, saves it with
@@ -130,6 +154,7 @@ class Sharder:
         while start < len(tokens):
             if split not in self.open:
                 index = sum(s["split"] == split for s in self.manifest["shards"])
+                check_space(self.folder, 2 * self.size, f"shard {split}_{index:06d}{self.suffix}")
                 self.open[split] = ShardWriter(self.folder, split, index, self.suffix)
             writer = self.open[split]
             part = tokens[start : start + self.size - writer.tokens]

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,24 @@ def sync_folder(folder: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def readable(size: int) -> str:
+    """A number of bytes as people write it: 20.0 GB."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
+        if size >= 1000**power:
+            return f"{size / 1000**power:.1f} {unit}"
+    return f"{size} bytes"
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """DataError if the disk of `folder` has fewer than `needed` bytes free for `what`."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise DataError(
+            f"{what} needs {readable(needed)}, but the disk of {folder} has only {readable(free)} "
+            "free; make room and run the same command again"
+        )
 
 
 @dataclass(frozen=True)

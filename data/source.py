@@ -11,6 +11,8 @@ from pathlib import Path
 from data.shards import DataError
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text", ".py": "text"}
+SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 10**10}  # tokens
+SAMPLED = ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb")
 BATCH_CHARS = 250_000  # of text that is handed on at a time
 FINAL = (  # errors of the hub that trying again does not mend
     "DatasetNotFoundError",
@@ -64,6 +66,13 @@ class Source:
     def name(self) -> list[str]:
         """What the manifest calls it."""
         return list(self.inputs) or [self.dataset, self.remote_name]
+
+    @property
+    def tokens(self) -> int | None:
+        """GPT-2 tokens in all of it, where its name tells; the bytes are more. None for a worker's
+        share, as files differ in size."""
+        whole = self.dataset in SAMPLED and not self.inputs and self.worker_count == 1
+        return SAMPLES.get(self.remote_name) if whole else None
 
     def files(self) -> list[str]:
         """The files of `inputs`, of all workers; DataError if this worker would get none."""

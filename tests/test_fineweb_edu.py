@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import random
+import shutil
 import threading
 import time
 
@@ -225,6 +226,49 @@ def test_two_processes_do_not_shard_into_one_folder(corpus, tmp_path):
     with locked(tmp_path):
         assert "another process is sharding" in shard(corpus, tmp_path, code=2).stderr
     assert not list(tmp_path.iterdir())
+
+
+def fill(folder, free):
+    """Leaves `free` bytes of a disk, by a file that stands beside what is sharded."""
+    size = shutil.disk_usage(folder).free - free
+    (folder / "filler").write_bytes(b"\0" * size)
+
+
+def test_no_shard_is_begun_without_room_for_it(corpus, plain, small_disk):
+    out = small_disk / "out"
+    shard(corpus, out, "--max_shards", 2)
+    fill(small_disk, 60_000)  # bytes: a shard is 40,002
+    done = shard(corpus, out, code=2)
+    assert "needs 40.0 kB" in done.stderr and "kB free" in done.stderr
+    assert "Traceback" not in done.stderr and texts_in(out, "train")
+    (small_disk / "filler").unlink()
+    shard(corpus, out)
+    assert digests(out) == digests(plain)
+
+
+def test_a_disk_that_fills_while_a_shard_is_written_is_a_sentence(corpus, tmp_path, small_disk):
+    half = ["--shard_size", 50_001, "--val_fraction", 0.5]
+    shard(corpus, tmp_path / "whole", *half)
+    fill(small_disk, 150_000)  # room for either split's first shard, of 100,002 bytes, not for both
+    done = shard(corpus, small_disk / "out", *half, code=2)
+    assert "failed (No space left on device)" in done.stderr and "Traceback" not in done.stderr
+    (small_disk / "filler").unlink()
+    shard(corpus, small_disk / "out", *half)
+    assert digests(small_disk / "out") == digests(tmp_path / "whole")
+
+
+def test_what_does_not_fit_as_a_whole_is_not_begun(corpus, small_disk):
+    out = small_disk / "out"
+    done = shard(corpus, out, "--max_shards", 53, code=2)  # of 40,002 bytes; the disk has 2,097,152
+    assert "needs 2.1 MB" in done.stderr and not digests(out)
+    shard(corpus, out, "--max_shards", 3)
+    whole = digests(out)
+    assert "needs 2.0 MB" in shard(corpus, out, "--max_shards", 53, code=2).stderr
+    assert digests(out) == whole and texts_in(out, "val")
+    shard(corpus, out, "--max_shards", 51)  # what is there does not count again; the source ends
+    hub = ["--local_dir", small_disk / "hub", "--tokenizer", "bytes"]
+    done = script("data/fineweb-edu.py", *hub, code=2)
+    assert "sharding 10,000,000,000 tokens needs 20.0 GB" in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,19 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
 
-from data.shards import DataError, ShardWriter, find_shards, header, inspect, write_manifest
+from data.shards import (
+    DataError,
+    ShardWriter,
+    check_space,
+    find_shards,
+    header,
+    inspect,
+    readable,
+    write_manifest,
+)
 
 
 def write(folder, split, index, tokens, suffix=".npy"):
@@ -91,3 +101,19 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DataError, match="manifest.json is damaged"):
         find_shards(tmp_path, "train")
+
+
+def test_too_little_room_says_how_much_is_needed_and_free(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=3_100_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    check_space(tmp_path, 3_100_000_000, "all of it")
+    with pytest.raises(DataError, match=r"^a shard needs 20.0 GB, .* only 3.1 GB free"):
+        check_space(tmp_path, 20 * 10**9, "a shard")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (40_130, "40.1 kB"), (7 * 10**14, "700.0 TB")],
+)
+def test_bytes_are_written_as_people_do(size, text):
+    assert readable(size) == text
