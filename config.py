@@ -41,6 +41,9 @@ class DataConfig:
     """Which of --worker_count machines this one is, from 0; each needs its own --local_dir."""
     worker_count: int = 1
     """Machines that share the work: number i takes every n-th source file, from the i-th on."""
+    merge: tuple[Path, ...] = ()
+    """Read no text but merge these folders, one of each worker, into --local_dir. Shards are linked
+    where the file system can, else copied."""
 
 
 @dataclass

@@ -3,8 +3,13 @@
     python data/fineweb-edu.py                                 # sample-10BT -> data/edu_fineweb10B
     python data/fineweb-edu.py --input books/ more.parquet --local_dir data/books
 
+Machines share the work by files, each with a folder of its own; these are then merged:
+
+    python data/fineweb-edu.py --worker_index 0 --worker_count 4 --local_dir data/worker0
+    python data/fineweb-edu.py --merge data/worker? --local_dir data/edu_fineweb10B
+
 Killed at any moment and started again, it goes on from the last whole shard and ends with the same
-bytes as if it had never been killed, with any number of workers.
+bytes as if it had never been killed, with any number of threads.
 """
 
 import hashlib
@@ -22,6 +27,7 @@ from tqdm import tqdm
 
 from cli import run
 from config import ConfigError, DataConfig
+from data.merge import merge
 from data.sharder import Sharder, writing_to
 from data.shards import MANIFEST
 from data.source import Source
@@ -111,7 +117,7 @@ def shard(config: DataConfig, source: Source, sharder: Sharder, tokenizer: Token
 
 
 def prepare(config: DataConfig) -> tuple[dict, int]:
-    """Shards what the folder lacks: its manifest, and how many tokens are new."""
+    """Shards what the folder lacks; gives its manifest, and how many tokens are new."""
     tokenizer = load_tokenizer(config.tokenizer)
     worker = {"worker_index": config.worker_index, "worker_count": config.worker_count}
     source = Source(config.input, config.dataset, config.remote_name, **worker)
@@ -150,7 +156,11 @@ def main(config: DataConfig) -> None:
             f"{config.worker_count}"
         )
     began = time.time()
-    manifest, new = prepare(config)
+    if config.merge:
+        manifest = merge(config.merge, config.local_dir)
+        new = sum(shard["tokens"] for shard in manifest["shards"])
+    else:
+        manifest, new = prepare(config)
     seconds = time.time() - began
     skipped = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items()) or "none"
     by_split = {

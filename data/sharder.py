@@ -17,6 +17,7 @@ from data.shards import (
 )
 
 UNSPLIT = {"worker_index": 0, "worker_count": 1}  # in manifests that do not say
+UNENDED = {"complete": False, "stopped": False}  # by the end of the source, by --max_shards
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ class Sharder:
     def __init__(self, folder: Path, settings: dict, max_shards: int | None) -> None:
         self.folder, self.max_shards = folder, max_shards
         self.size, self.suffix = settings["shard_size"], f".{settings['format']}"
-        fresh = {"shards": [], "complete": False, "state": None, "documents": 0, "skipped": {}}
+        fresh = {"shards": [], "state": None, "documents": 0, "skipped": {}, **UNENDED}
         found = read_manifest(self.folder)
         if found is None:
             foreign = [p for p in self.folder.iterdir() if p.suffix in (".npy", ".bin")]
@@ -91,6 +92,11 @@ class Sharder:
                     f"{self.folder} holds shards made with {key} {self.manifest.get(key)}, not "
                     f"{value}; give another --local_dir or empty that one"
                 )
+        if "merged" in self.manifest and not self.full:
+            raise DataError(
+                f"{self.folder} was merged from {self.manifest['merged']} workers' folders and "
+                "cannot go on; continue those and merge them into another folder"
+            )
         self.open: dict[str, ShardWriter] = {}
 
     @property
@@ -105,7 +111,8 @@ class Sharder:
         names = self.unfinished
         listed = {s["file"] for s in self.manifest["shards"]}
         in_place = names <= listed and all((self.folder / name).exists() for name in names)
-        return self.manifest["complete"] or (self.full and in_place)
+        ended = self.manifest.get("stopped") and in_place
+        return self.manifest["complete"] or bool(self.full and ended)
 
     @property
     def unfinished(self) -> set[str]:
@@ -137,6 +144,9 @@ class Sharder:
     def reopen(self) -> None:
         """Goes on with the shards that are not full, also if an earlier --max_shards ended with
         them; what a killed run had begun after these is gone."""
+        shards = [s for s in self.manifest["shards"] if s["file"] not in self.unfinished]
+        self.manifest.update(shards=shards, **UNENDED)
+        write_manifest(self.folder, self.manifest)
         for path in self.folder.glob(f"*_??????{self.suffix}.tmp"):
             if path.stem not in self.unfinished:
                 path.unlink()
@@ -145,8 +155,6 @@ class Sharder:
             self.open[split] = ShardWriter(
                 self.folder, split, at["index"], self.suffix, at["tokens"]
             )
-        shards = [s for s in self.manifest["shards"] if s["file"] not in self.unfinished]
-        self.manifest["shards"] = shards
 
     def write(self, split: str, tokens: np.ndarray, start: int, position: dict) -> bool:
         """Adds a document's tokens from `start` on. Whenever a shard is full, saves it with
@@ -179,5 +187,5 @@ class Sharder:
         """Finishes the shards that are not full; the saved state still knows them as open."""
         for split in sorted(self.open):
             self.manifest["shards"].append(self.open.pop(split).finish())
-        self.manifest["complete"] = complete
+        self.manifest.update(complete=complete, stopped=not complete)
         write_manifest(self.folder, self.manifest)

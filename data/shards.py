@@ -46,6 +46,12 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames in `folder` survive a power cut (POSIX; Windows cannot open a folder)."""
     if os.name == "posix":
@@ -248,8 +254,7 @@ class ShardWriter:
         self.file.write(header(self.path.suffix, self.tokens))
         self.sync()
         self.file.close()
-        with open(self.temporary, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256(self.temporary)
         os.replace(self.temporary, self.path)
         sync_folder(self.path.parent)
         return {

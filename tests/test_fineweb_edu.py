@@ -246,6 +246,15 @@ def test_no_shard_is_begun_without_room_for_it(corpus, plain, small_disk):
     assert digests(out) == digests(plain)
 
 
+def test_what_a_killed_run_had_begun_does_not_take_the_room_twice(tmp_path, small_disk):
+    (tmp_path / "a.txt").write_text("word " * 3000)
+    (small_disk / "out").mkdir()
+    (small_disk / "out" / "train_000000.npy.tmp").write_bytes(b"\0" * 40_000)
+    fill(small_disk, 30_000)  # bytes, of the 40,002 of a shard
+    shard(tmp_path / "a.txt", small_disk / "out", "--val_fraction", 0)
+    assert texts_in(small_disk / "out", "train") == ["word " * 3000]
+
+
 def test_a_disk_that_fills_while_a_shard_is_written_is_a_sentence(corpus, tmp_path, small_disk):
     half = ["--shard_size", 50_001, "--val_fraction", 0.5]
     shard(corpus, tmp_path / "whole", *half)
@@ -269,18 +278,6 @@ def test_what_does_not_fit_as_a_whole_is_not_begun(corpus, small_disk):
     hub = ["--local_dir", small_disk / "hub", "--tokenizer", "bytes"]
     done = script("data/fineweb-edu.py", *hub, code=2)
     assert "sharding 10,000,000,000 tokens needs 20.0 GB" in done.stderr
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    """The fixed documents as five files, of which one is text."""
-    folder = tmp_path_factory.mktemp("parts")
-    for i in range(5):
-        rows = [json.dumps({"text": text}) + "\n" for text in documents()[120 * i : 120 * (i + 1)]]
-        (folder / f"{i}.jsonl").write_text("".join(rows))
-    (folder / "2.txt").write_text((folder / "2.jsonl").read_text())
-    (folder / "2.jsonl").unlink()
-    return folder
 
 
 def test_workers_take_every_nth_file_and_sides_do_not_change(parts, tmp_path):
