@@ -103,7 +103,7 @@ def test_a_write_that_stays_failed_leaves_the_run_and_the_file_before_it(
     save(saver, 1)
     saver.wait()
     monkeypatch.setattr(ckpt, "save_checkpoint", failing(4))
-    save(saver, 2)  # fails three times
+    save(saver, 2)  # fails at every try
     saver.wait()
     assert said[-1].endswith("again at the next save")
     assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 1

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.shards import atomic_write, sync_folder
+from data.shards import DataError, atomic_write, check_space, sync_folder
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
@@ -88,11 +88,15 @@ def save_checkpoint(path: Path, state: dict) -> None:
 
     Raises CheckpointError if it cannot be written, before a byte is if the disk is too full.
     """
+    moments = [x for values in state["optimizer"].values() for x in values.values()]
+    tensors = [*state["model"].values(), *state["model_low"].values(), *moments]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # what a killed run left
+        check_space(path.parent, sum(1000 + x.nbytes for x in tensors), path.name)
         with atomic_write(path) as file:
             torch.save(state, file)
-    except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into the latter
+    except (OSError, RuntimeError, DataError) as error:  # a full disk is a RuntimeError to torch
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         kept = "; the one before it is untouched" if path.exists() else ""
         raise CheckpointError(f"{path} could not be written: {reason}{kept}") from error

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from utils import checkpoint as ckpt
 
-PAUSES = (1, 5, 20)  # seconds before a failed write is tried again
+PAUSES = (1, 5)  # seconds before a failed write is tried again
 
 
 class Saver:
@@ -17,13 +17,13 @@ class Saver:
     of its state in memory, and for the write before if that is not done.
 
     A write that fails is told to `say` and tried again. When it stays so, the run goes on, the
-    files before it are whole, and the next save tries anew; `close` raises what the last one did.
+    files before it are whole, and the next save tries anew; `close` raises if that never came.
     """
 
     def __init__(self, folder: Path, *, keep_last: int, say: Callable[[str], None]) -> None:
         self.folder, self.keep_last, self.say = folder, keep_last, say
         self.thread = threading.Thread()
-        self.error: Exception | None = None
+        self.errors: dict[str, Exception] = {}  # by file, of its newest save
 
     def save(
         self, name: str, weights: dict[str, Tensor], optimizer: dict[str, dict], **rest: object
@@ -42,10 +42,10 @@ class Saver:
                 ckpt.save_checkpoint(self.folder / name, state)
                 if name == ckpt.LAST:
                     ckpt.keep_numbered(self.folder, state["step"], self.keep_last)
-                self.error = None
+                self.errors.pop(name, None)
                 return
             except Exception as error:  # of a thread, so nothing else would tell of it
-                self.error = error
+                self.errors[name] = error
                 again = "at the next save" if pause is None else f"in {pause} s"
                 self.say(f"{error}; trying again {again}")
                 time.sleep(pause or 0)
@@ -56,7 +56,7 @@ class Saver:
             self.thread.join()
 
     def close(self) -> None:
-        """Waits for the last write and raises its error if it failed."""
+        """Waits for the last write and raises the error of a file that is not as it should be."""
         self.wait()
-        if self.error is not None:
-            raise self.error
+        for error in self.errors.values():
+            raise error
