@@ -71,11 +71,14 @@ def start(*args: object) -> subprocess.Popen:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to a process and all it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    """SIGKILL to a process and all it started; torchrun's processes have groups of their own."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    started = children.read_text().split() if children.exists() else []
+    for group in (process.pid, *map(int, started)):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
     process.wait()
 
 

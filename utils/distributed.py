@@ -122,13 +122,13 @@ def lost_contact(error: RuntimeError) -> str | None:
 
 
 def stop() -> None:
-    """Leaves the process group, if there is one."""
-    global watch
+    """Tells the other processes that this one has done its work.
+
+    The process group is left to the end of the process: taking it down joins a thread of gloo's
+    that may be waiting for the interpreter's lock, which the joining one holds.
+    """
     if watch is not None:
         watch.stop()
-        watch = None
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

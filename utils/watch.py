@@ -37,6 +37,7 @@ class Watch:
         self.seen: dict[int, tuple[str, float]] = {}  # rank -> its newest count, since when
         self.exchanged = time.monotonic()  # when the store last answered
         self.running = True
+        self.parent = os.getppid()
         self.store.set(self.key(rank), "0 0")
         for work in (self.exchange, self.judge):
             threading.Thread(target=work, daemon=True, name="watch").start()
@@ -75,30 +76,36 @@ class Watch:
             if now - began > LOST:  # this process itself was suspended: begin to look anew
                 self.exchanged, self.seen = now, {}
             lost = self.lost(LOST)
+            if os.getppid() != self.parent:  # killed, it leaves its processes behind
+                lost = "the launcher of this process is gone"
             if lost and self.running:
-                print(
-                    f"error on rank {self.rank}: {lost} for {LOST:.0f} s; the run ends here and "
-                    "goes on with --resume auto",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                if time.monotonic() - self.exchanged > LOST and not restarts_left():
-                    # torchrun waits for the same store until TCP gives up, a quarter of an hour
-                    os.kill(os.getppid(), signal.SIGKILL)
-                os._exit(2)
+                self.end(lost)
+
+    def end(self, lost: str) -> None:
+        """Ends this process with a sentence."""
+        end = "the run ends here and goes on with --resume auto"
+        print(f"error on rank {self.rank}: {lost}; {end}", file=sys.stderr, flush=True)
+        if time.monotonic() - self.exchanged > LOST and not restarts_left():
+            # torchrun waits for the same store until TCP gives up, a quarter of an hour
+            os.kill(self.parent, signal.SIGKILL)
+        os._exit(2)
 
     def lost(self, seconds: float) -> str:
         """Which processes have not been heard of for so long, as a clause; empty if none."""
         now = time.monotonic()
         if now - self.exchanged > seconds:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return f"the machine of rank 0 ({address}) has not answered"
+            return f"the machine of rank 0 ({address}) has not answered for {seconds:.0f} s"
         silent = [
             rank
             for rank, (value, since) in sorted(self.seen.copy().items())
             if value != DONE and now - since > seconds
         ]
-        return f"rank {', '.join(map(str, silent))} has not been heard of" if silent else ""
+        return (
+            f"rank {', '.join(map(str, silent))} has not been heard of for {seconds:.0f} s"
+            if silent
+            else ""
+        )
 
     def explain(self) -> str:
         """After a collective failed: who is lost or behind, after looking for a few beats."""
