@@ -58,6 +58,20 @@ def writing_to(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def can_go_on(manifest: dict) -> bool:
+    """Whether a manifest says where to go on, as Sharder.save writes it."""
+    try:
+        state = manifest["state"] or {"documents": 0, "tokens": 0, "open": {}}
+        numbers = [manifest["documents"], state["documents"], state["tokens"]]
+        numbers += [*manifest["skipped"].values()]
+        numbers += [done[key] for done in state["open"].values() for key in ("index", "tokens")]
+        splits = set(state["open"]) <= {"train", "val"}
+    except (KeyError, TypeError, AttributeError):
+        return False
+    whole = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+    return whole and splits and type(manifest.get("complete")) is bool
+
+
 class Sharder:
     """Appends documents to the shards of a folder, train and val.
 
@@ -77,7 +91,7 @@ class Sharder:
                     f"{self.folder} holds shards of another origin ({foreign[0].name}, "
                     f"no {MANIFEST}); train on them as they are, or give another --local_dir"
                 )
-        if found is None or not (found["shards"] or found["complete"]):  # nothing is there yet
+        if found is None or not (found["shards"] or found.get("complete")):  # nothing is there yet
             found = {**settings, **fresh}
             write_manifest(self.folder, found)
         self.manifest = {**UNSPLIT, **found}
@@ -89,9 +103,11 @@ class Sharder:
                 )
             if self.manifest.get(key) != value:
                 raise DataError(
-                    f"{self.folder} holds shards made with {key} {self.manifest.get(key)}, not "
-                    f"{value}; give another --local_dir or empty that one"
+                    f"{self.folder} holds shards made with {key} {self.manifest.get(key)!a:.300}, "
+                    f"not {value!a:.300}; give another --local_dir or empty that one"
                 )
+        if not can_go_on(self.manifest):
+            raise DataError(f"{self.folder / MANIFEST} is damaged; shard into an empty folder")
         if "merged" in self.manifest and not self.full:
             raise DataError(
                 f"{self.folder} was merged from {self.manifest['merged']} workers' folders and "

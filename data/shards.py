@@ -14,6 +14,7 @@ import io
 import json
 import os
 import shutil
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ import numpy as np
 
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 1024
 NPY_HEADER_BYTES = 128  # numpy pads the header of a 1-D array to this
+# what numpy raises for the headers of damaged files, which are Python literals
+BAD_HEADER = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, RecursionError)
 MANIFEST = "manifest.json"
 
 
@@ -107,18 +110,19 @@ def header(suffix: str, tokens: int) -> bytes:
 
 
 def _read_npy_header(file: IO[bytes], path: Path) -> tuple[int, int]:
+    start = io.BytesIO(file.read(12_000))  # numpy reads as much as a damaged length says
     try:
-        version = np.lib.format.read_magic(file)
+        version = np.lib.format.read_magic(start)
         read = {
             (1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0,
         }
-        shape, _, dtype = read[version](file)
-    except (ValueError, KeyError, EOFError) as error:
+        shape, _, dtype = read[version](start)
+    except BAD_HEADER as error:
         raise DataError(f"{path} is not a .npy file; make it again") from error
     if dtype != np.dtype("<u2") or len(shape) != 1:
         raise DataError(f"{path} holds {dtype} {shape}; a shard is one row of uint16")
-    return file.tell(), int(shape[0])
+    return start.tell(), int(shape[0])
 
 
 def _read_bin_header(file: IO[bytes], path: Path) -> tuple[int, int]:
@@ -156,17 +160,25 @@ def read_manifest(folder: Path) -> dict | None:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         ids = manifest["vocab_size"], manifest["eot"]
         listed = [(s["file"], s["split"], s["tokens"], s["sha256"]) for s in manifest["shards"]]
+        source = manifest.get("source", [])
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error!r}); shard into an empty folder") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{path} is damaged ({type(error).__name__}: {error}); shard into an empty folder"
+        ) from error
     whole = all(type(i) is int and 0 < i < 2**16 for i in ids) and all(
-        isinstance(f, str) and isinstance(s, str) and type(t) is int and isinstance(h, str)
+        isinstance(f, str)
+        and f.isprintable()
+        and isinstance(s, str)
+        and type(t) is int
+        and 0 <= t < 2**63
+        and isinstance(h, str)
         for f, s, t, h in listed
     )
-    if not whole or not isinstance(manifest.get("tokenizer"), str):
+    if not (whole and isinstance(manifest.get("tokenizer"), str) and isinstance(source, list)):
         raise DataError(f"{path} is damaged; shard into an empty folder")
     return manifest
 

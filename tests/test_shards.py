@@ -59,6 +59,7 @@ def test_an_unfinished_shard_is_not_seen(tmp_path):
     [
         ("train_0.npy", b"", "is not a .npy file"),
         ("train_0.npy", b"not numpy at all", "is not a .npy file"),
+        ("train_0.npy", header(".npy", 9).replace(b"}", b"("), "is not a .npy file"),
         ("train_0.npy", header(".npy", 100) + b"\0" * 199, "promises 100 tokens"),
         ("train_0.bin", header(".bin", 100) + b"\0" * 202, "promises 100 tokens"),
         ("train_0.bin", b"\0" * 4096, "llm.c's header"),
@@ -95,7 +96,17 @@ def test_a_shard_that_the_manifest_lists_may_not_be_missing(tmp_path):
         find_shards(tmp_path, "train")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"shards": 3})])
+WHOLE = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "shards": []}
+ENTRY = {"file": "train_000000.npy", "split": "val", "tokens": -1, "sha256": ""}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", "[" * 100_000),
+        *(json.dumps({**WHOLE, **c}) for c in ({"shards": 3}, {"source": 3}, {"shards": [ENTRY]})),
+    ],
+)
 def test_a_damaged_manifest_is_named(tmp_path, text):
     write(tmp_path, "train", 0, range(10))
     (tmp_path / "manifest.json").write_text(text)
