@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from model.config import SIZES, GPTConfig
 
@@ -173,8 +173,13 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainConfig":
-        """The settings of an earlier run, except that this one may be resumed or overwritten."""
+        """The settings of an earlier run, except that this one may be resumed or overwritten.
+        Raises ConfigError for a value of a wrong type."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        kinds = get_type_hints(cls)
+        wrong = [name for name, value in known.items() if not fits(value, kinds[name])]
+        if wrong:
+            raise ConfigError(f"the saved settings are damaged: {', '.join(wrong)}")
         paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
         return cls(**{**known, **paths, "resume": None, "overwrite": False, "dry_run": False})
 
@@ -196,6 +201,15 @@ class TrainConfig:
                 f"{max(1, round(self.total_batch_size / micro)) * micro:,}"
             )
         return self.total_batch_size // self.block_size
+
+
+def fits(value: object, kind: object) -> bool:
+    """Whether `value`, as to_dict writes it, is one for a field of type `kind`."""
+    if get_origin(kind) is Literal:
+        return type(value) is str and value in get_args(kind)
+    written = {Path: (str,), float: (float, int)}
+    kinds = [k for part in get_args(kind) or (kind,) for k in written.get(part, (part,))]
+    return type(value) in kinds and not (type(value) is str and "\0" in value)  # of no path
 
 
 @dataclass

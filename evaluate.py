@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from cli import run
-from config import ConfigError, EvalConfig
+from config import ConfigError, EvalConfig, TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shards import atomic_write, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
@@ -58,7 +58,9 @@ def check(config: EvalConfig) -> dict[str, Path | None]:
 
 def open_validation(config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved: dict) -> Sequences:
     """The validation sequences of --data_dir, or of the folder that the model was trained on."""
-    folder = config.data_dir or saved.get("train_config", {}).get("data_dir")
+    folder = config.data_dir
+    if folder is None and saved:
+        folder = TrainConfig.from_dict(saved["train_config"]).data_dir
     if folder is None:
         raise ConfigError("the task val needs --data_dir, a folder of shards")
     stream = TokenStream(folder, "val")

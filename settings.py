@@ -24,7 +24,11 @@ def settings() -> tuple[TrainConfig, dict | None]:
     saved = None
     if path is not None:
         saved = ckpt.load_checkpoint(path)
-        config = parse(TrainConfig, default=TrainConfig.from_dict(saved["train_config"]))
+        try:
+            default = TrainConfig.from_dict(saved["train_config"])
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        config = parse(TrainConfig, default=default)
         config.resume = str(path)
         shape = ckpt.model_config(saved, path)
         if config.model_config(shape.vocab_size) != replace(shape, dropout=config.dropout):

@@ -1,6 +1,7 @@
 """GPTConfig: the architecture of a model, and the named GPT-2 sizes."""
 
 from dataclasses import dataclass
+from reprlib import repr as brief
 
 # Radford et al. 2019, table 2: the four sizes OpenAI released.
 SIZES = {
@@ -32,15 +33,17 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ModelError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            if type(value) is not int or value < 1:
+                raise ModelError(
+                    f"{name} is {brief(value)}; it must be a whole number of at least 1"
+                )
         if self.n_embd % self.n_head:
             raise ModelError(
                 f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; "
                 "every head needs the same width"
             )
-        if not 0 <= self.dropout < 1:
-            raise ModelError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ModelError(f"dropout is {brief(self.dropout)}; it must be at least 0 and below 1")
 
     @property
     def size(self) -> str | None:

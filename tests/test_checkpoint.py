@@ -90,7 +90,19 @@ def test_damaged_and_foreign_files_are_named(trained, tmp_path):
     with pytest.raises(CheckpointError, match="not a checkpoint of this project"):
         load_checkpoint(tmp_path / "nanogpt.pt")
     state = load_checkpoint(trained / "checkpoints" / "model_last.pt")
-    for change in ({"step": "20"}, {"model": None}, {"model_config": {"n_layer": "many"}}):
+    shape, weight = state["model_config"], {"transformer.wte.weight": torch.zeros(2).double()}
+    for change in (
+        {"step": "20"},
+        {"step": -1},
+        {"model": None},
+        {"model": {**state["model"], **weight}},
+        {"model_low": {**state["model_low"], **weight}},
+        {"optimizer": weight},
+        {"optimizer": dict.fromkeys(state["model"], {"step": torch.zeros(())})},
+        {"model_config": {"n_layer": "many"}},
+        {"model_config": {**shape, "n_layer": 10**9}},
+        {"model_config": {**shape, "n_embd": 2**40}},
+    ):
         torch.save({**state, **change}, tmp_path / "odd.pt")
         with pytest.raises(CheckpointError, match="odd.pt"):
             load_model(tmp_path / "odd.pt")

@@ -11,8 +11,8 @@ Plain containers and tensors, so that torch.load(path, weights_only=True, mmap=T
 is that of the whole model: any file resumes on any number of processes.
 """
 
+import math
 import os
-import pickle
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +42,14 @@ TYPES = {
     "train_tokens": int,
     "train_config": dict,
     "guard": dict,
+}
+LARGEST = {int: 2**63 - 1, float: math.inf}  # the numbers among them lie between 0 and this
+DTYPES = {  # of the tensors that belong to one weight; all but step have its shape
+    "model": torch.bfloat16,
+    "model_low": torch.int16,
+    "step": torch.float32,
+    "exp_avg": torch.float32,
+    "exp_avg_sq": torch.float32,
 }
 
 
@@ -150,30 +158,66 @@ def load_checkpoint(path: Path) -> dict:
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged pickle can ask torch for anything
         raise CheckpointError(
-            f"{path} is damaged or not a checkpoint of plain tensors "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            f"{path} is damaged or not a checkpoint of plain tensors ({type(error).__name__})"
         ) from error
-    if not isinstance(state, dict) or "format_version" not in state:
+    if type(state) is not dict or not is_sound(state.get("format_version"), int):
         raise CheckpointError(f"{path} is not a checkpoint of this project's train.py")
     if state["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {state['format_version']}; this code reads {FORMAT_VERSION}"
         )
     state.setdefault("guard", {})  # files of before there was one
-    wrong = [key for key, kind in TYPES.items() if not isinstance(state.get(key), kind)]
+    wrong = [key for key, kind in TYPES.items() if not is_sound(state.get(key), kind)]
+    if not wrong and not is_guard(state["guard"]):
+        wrong = ["guard"]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing or of a wrong type")
     return state
 
 
+def is_sound(value: object, kind: type) -> bool:
+    """Whether a value is of that kind and, if a number, neither negative nor beyond int64."""
+    return type(value) is kind and (kind not in LARGEST or 0 <= value <= LARGEST[kind])
+
+
+def is_guard(values: dict) -> bool:
+    """Whether these are counts and lists of numbers, as utils/guard.py keeps them."""
+    parts = [x if isinstance(x, list) else [x] for x in values.values()]
+    return all(type(x) in (int, float) for part in parts for x in part)
+
+
+def is_plain(x: object, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Whether a value is such a tensor, with all its numbers in the file and in a row."""
+    plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and x.is_cpu
+    return plain and x.dtype is dtype and x.shape == shape and x.is_contiguous()
+
+
 def model_config(state: dict, path: Path) -> GPTConfig:
-    """The architecture that a loaded checkpoint holds."""
+    """The architecture that a loaded checkpoint holds. Raises CheckpointError, before memory for
+    it is taken, where the tensors in the file are of another."""
+    model, low, optimizer = state["model"], state["model_low"], state["optimizer"]
     try:
-        return GPTConfig(**state["model_config"])
-    except (TypeError, ModelError) as error:
-        raise CheckpointError(f"{path} describes no model that can be built: {error}") from error
+        config = GPTConfig(**state["model_config"])
+        if config.n_layer > len(model):
+            raise ModelError(f"{config.n_layer} layers of {len(model)} weights")
+        with torch.device("meta"):
+            shapes = {name: x.shape for name, x in GPT(config).state_dict().items()}
+    except (TypeError, ValueError, RuntimeError) as error:  # of sizes beyond int64, the last
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} describes no model that can be built: {reason}") from error
+    misfit = f"{path} does not fit its own architecture"
+    if not set(shapes) == set(model) == set(low) == (set(optimizer) or set(shapes)):
+        raise CheckpointError(f"{misfit}: weights are missing or unknown")
+    for name, shape in shapes.items():
+        moments = optimizer.get(name)
+        found = {**(moments if type(moments) is dict else {}), "model": model[name]}
+        found["model_low"] = low[name]
+        for part in DTYPES if optimizer else ("model", "model_low"):
+            if not is_plain(found.get(part), DTYPES[part], () if part == "step" else shape):
+                raise CheckpointError(f"{misfit}: {part} of {name} is not as train.py writes it")
+    return config
 
 
 def load_weights(model: GPT, state: dict, path: Path, *, exact: bool) -> None:
