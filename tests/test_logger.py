@@ -41,8 +41,15 @@ def test_overwrite_starts_the_file_anew_and_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_line_that_is_no_row_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\nnonsense\n')
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("nonsense", "[]", "[" * 100_000, '{"step": "1", "split": "train"}'),
+        *('{"step": Infinity, "split": "train"}', '{"step": 1, "split": "train", "loss": "1"}'),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "split": "train"}}\n{line}\n')
     with pytest.raises(LogError, match="line 2"):
         read_metrics(tmp_path)
 

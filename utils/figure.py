@@ -37,7 +37,7 @@ def places(splits: dict[str, list[dict]], unit: str, steps: list[int]) -> np.nda
     rows = splits.get("train", [])
     known = [0, *(row["step"] for row in rows)]
     key = "tokens" if unit == "tokens" else "ms"
-    if any(key not in row for row in rows):
+    if any(row.get(key) is None for row in rows):
         raise LogError(f"rows of training have no {key} to draw by; draw by another --x")
     there = [0, *(row[key] for row in rows)]
     if unit == "hours":
@@ -69,7 +69,8 @@ def draw_loss(axes: plt.Axes, runs: dict[str, dict], unit: str) -> None:
     for i, ((label, splits), ls) in enumerate(zip(runs.items(), cycle(STYLES), strict=False)):
         style = {"ls": ls, "color": f"C{i}"}
         curve(axes, splits, unit, "train", "loss", lw=0.6, alpha=0.45, **style)
-        last = [row["loss"] for row in splits.get("val", []) if row["step"] > 0][-1:]
+        rows = [r for r in splits.get("val", []) if r["step"] > 0 and r.get("loss") is not None]
+        last = [row["loss"] for row in rows][-1:]
         name = f"{label}: {last[0]:.3f} at the end" if last else f"{label}, training"
         found = curve(
             axes, splits, unit, "val", "loss", lw=1.8, marker="o", ms=3, label=name, **style
@@ -113,7 +114,7 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     be read or a picture that cannot be written.
     """
     runs = dict(zip(labels_of(paths), map(read_metrics, paths), strict=True))
-    scored = any(task in splits for splits in runs.values() for task in ACCURACIES)
+    scored = any(splits.get(task) for splits in runs.values() for task in ACCURACIES)
     figure, panels = plt.subplot_mosaic(
         [["loss", "accuracy" if scored else "loss"], ["rate", "speed"]],
         figsize=(12, 7),
@@ -140,7 +141,8 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
     for name in panels.keys() & {"loss", "accuracy"}:
-        panels[name].legend(frameon=False, fontsize=8)
+        if panels[name].get_legend_handles_labels()[0]:
+            panels[name].legend(frameon=False, fontsize=8)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=130)

@@ -189,6 +189,15 @@ def _drop_partial_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
+def is_row(row: object) -> bool:
+    """Whether a value is a row of metrics: a split, a step, and figures that may be None."""
+    if type(row) is not dict or type(row.get("split")) is not str:
+        return False
+    figures = [v for k, v in row.items() if k != "split" and v is not None]
+    numbers = all(type(v) is float or (type(v) is int and abs(v) < 2**63) for v in figures)
+    return numbers and type(row.get("step")) is int and row["step"] >= 0
+
+
 def read_metrics(path: Path) -> dict[str, list[dict]]:
     """Rows by split, in order of step, the last of each step: what a run never killed had written.
 
@@ -203,9 +212,11 @@ def read_metrics(path: Path) -> dict[str, list[dict]]:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                step, split = int(row["step"]), str(row["split"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise LogError(f"{path}, line {number}, is not a row of metrics") from error
+            except (ValueError, RecursionError):
+                row = None
+            if not is_row(row):
+                raise LogError(f"{path}, line {number}, is not a row of metrics")
+            step, split = row["step"], row["split"]
             if split == "resume":
                 for rows in splits.values():
                     for later in [s for s in rows if s > step]:
@@ -224,5 +235,5 @@ def has_rows_of_another(folder: Path, checkpoint_dir: Path | None) -> bool:
     try:
         run = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return run["train_config"]["checkpoint_dir"] != str(checkpoint_dir)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
