@@ -5,12 +5,11 @@ write the folders that transformers' from_pretrained and save_pretrained use.
 """
 
 import json
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from reprlib import repr as brief
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,17 +34,19 @@ DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 def config_from_hf(values: dict) -> GPTConfig:
     """GPTConfig of a config.json; ModelError where it is not a GPT-2 that can be built here."""
     if values.get("model_type") != "gpt2":
-        raise ModelError(f"config.json describes a {values.get('model_type')} model, not a gpt2")
+        model_type = brief(values.get("model_type"))
+        raise ModelError(f"config.json describes a model {model_type}, not gpt2")
     for name, value in FIXED.items():
         if values.get(name, value) != value:
-            raise ModelError(f"config.json has {name} {values[name]}; only {value} is supported")
+            found = brief(values[name])
+            raise ModelError(f"config.json has {name} {found}; only {value} is supported")
     needed = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
     missing = [name for name in needed if name not in values]
     if missing:
         raise ModelError(f"config.json does not say {', '.join(missing)}")
     block_size, vocab_size, n_layer, n_head, n_embd = (values[name] for name in needed)
     if values.get("n_inner") not in (None, 4 * n_embd):
-        raise ModelError(f"config.json has n_inner {values['n_inner']}, not 4 x {n_embd}")
+        raise ModelError(f"config.json has n_inner {brief(values['n_inner'])}, not 4 x {n_embd}")
     return GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd)
 
 
@@ -56,34 +57,47 @@ def from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """
     prefix = "transformer."
     state = {name if name.startswith(prefix) else prefix + name: x for name, x in state.items()}
+    if config.n_layer > len(state):
+        raise ModelError(f"config.json asks for {config.n_layer} layers, of {len(state)} tensors")
     with torch.device("meta"):
         shapes = {name: x.shape for name, x in GPT(config).state_dict().items()}
     ours = {}
     for name, shape in shapes.items():
         if name not in state:
             raise ModelError(f"the tensor {name.removeprefix(prefix)} is missing")
-        x = state.pop(name).float()
-        if name.endswith(TRANSPOSED):
-            x = x.T
-        expected = list(shape)
+        x, expected = whole(state.pop(name), name), list(shape)
         if name == "transformer.wte.weight":
             expected[0] = config.vocab_size
+        if name.endswith(TRANSPOSED):
+            expected.reverse()
         if list(x.shape) != expected:
             raise ModelError(
                 f"the tensor {name.removeprefix(prefix)} is {tuple(x.shape)} where config.json "
-                f"asks for {tuple(expected)} (matrices as out, in)"
+                f"asks for {tuple(expected)}"
             )
+        x = x.T.float() if name.endswith(TRANSPOSED) else x.float()
         padding = x.new_zeros(shape[0] - len(x), *shape[1:])  # of the vocabulary
         ours[name] = torch.cat([x, padding]).contiguous()
     head = state.pop("transformer.lm_head.weight", None)
     if head is not None and not torch.equal(
-        head.float(), ours["transformer.wte.weight"][: config.vocab_size]
+        whole(head, "lm_head.weight").float(),
+        ours["transformer.wte.weight"][: config.vocab_size],
     ):
         raise ModelError("the tensor lm_head.weight is not wte.weight; the head here is tied to it")
     unknown = [n for n in state if not n.endswith((".attn.bias", ".attn.masked_bias"))]
     if unknown:
         raise ModelError(f"the tensor {unknown[0].removeprefix(prefix)} belongs to no GPT-2")
     return ours
+
+
+def whole(x: Tensor, name: str) -> Tensor:
+    """The same tensor; ModelError unless it is one of plain real numbers that are all there."""
+    real = isinstance(x, Tensor) and x.is_floating_point() and x.layout is torch.strided
+    if not real or x.is_nested or not x.is_cpu:
+        raise ModelError(f"the tensor {name} is not one of plain real numbers")
+    if x.numel() * x.element_size() > x.untyped_storage().nbytes():
+        raise ModelError(f"the tensor {name} is larger than the numbers in the file")
+    return x
 
 
 def to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
@@ -117,7 +131,7 @@ def read_config(folder: Path) -> GPTConfig:
     """The architecture that a folder's config.json describes; ModelError if it is no GPT-2."""
     try:
         return config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError) as error:  # ModelError is a ValueError
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{folder} is not a GPT-2 that can be loaded: {error}") from error
 
 
@@ -133,7 +147,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                 state.update(load_file(file))
             else:
                 state.update(torch.load(file, map_location="cpu", weights_only=True))
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        except Exception as error:  # a damaged pickle can ask torch for anything
             raise ModelError(f"{file.name} is damaged ({type(error).__name__})") from error
     return state
 
@@ -147,8 +161,9 @@ def load_pretrained(name: str | Path, block_size: int | None = None, dropout: fl
     config = read_config(folder)
     try:
         state = from_hf(read_weights(folder), config)
-    except (OSError, ValueError, AttributeError) as error:  # ModelError is a ValueError
-        raise ModelError(f"{name} is not a GPT-2 that can be loaded: {error}") from error
+    except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"{name} is not a GPT-2 that can be loaded: {reason}") from error
     if block_size is not None:
         if block_size > config.block_size:
             raise ModelError(f"{name} has {config.block_size} positions, fewer than {block_size}")

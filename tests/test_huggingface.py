@@ -119,8 +119,8 @@ def test_folders_that_hold_no_such_gpt2_are_named(tmp_path):
         with pytest.raises(ModelError, match=message):
             load_pretrained(tmp_path)
 
-    refused("llama model, not a gpt2", model_type="llama")
-    refused("activation_function gelu", activation_function="gelu")
+    refused("a model 'llama', not gpt2", model_type="llama")
+    refused("activation_function 'gelu'", activation_function="gelu")
     refused("h.2.ln_1.weight is missing", n_layer=3)
     refused("wte.weight is", n_embd=32)
     refused("wpe.weight is", n_positions=64)
