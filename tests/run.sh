@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# The tests: `bash tests/run.sh [pytest arguments]`. Makes its own environment if none is active.
+# The tests: `bash tests/run.sh [--slow] [pytest arguments]`. Makes its own environment if none is
+# active. --slow adds the tests that take minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh requirements-dev.txt
 ruff check .
 ruff format --check .
-exec python -m pytest "$@"
+select="not slow"
+if [ "${1:-}" = --slow ]; then select="" && shift; fi
+exec python -m pytest -m "$select" "$@"
