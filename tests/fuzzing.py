@@ -35,6 +35,7 @@ from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained, to_hf
 from utils.checkpoint import (
     CheckpointError,
+    assemble,
     describe,
     load_checkpoint,
     load_model,
@@ -43,9 +44,10 @@ from utils.checkpoint import (
     save_checkpoint,
 )
 from utils.figure import draw
+from utils.guard import Guard
 from utils.logger import LogError, has_rows_of_another, read_metrics
 from utils.optim import make_optimizer
-from utils.parallel import load_optimizer_state, optimizer_state
+from utils.parallel import gather_state, load_optimizer_state
 
 NAMED = (ConfigError, DataError, ModelError, CheckpointError, LogError)
 SECONDS, MEMORY = 20, 2**30  # more than a second or a hundredth of it is never needed
@@ -97,10 +99,10 @@ def make_model() -> tuple[GPT, torch.optim.Optimizer]:
 
 def make_checkpoint(folder: Path) -> None:
     model, optimizer = make_model()
-    save_checkpoint(
-        folder / "model_last.pt",
-        model.state_dict(),
-        optimizer=optimizer_state(model, optimizer),
+    weights, moments = gather_state(model, optimizer)
+    state = assemble(
+        weights,
+        optimizer=moments,
         step=1,
         tokens=64,
         best_loss=5.5,
@@ -110,7 +112,9 @@ def make_checkpoint(folder: Path) -> None:
         tokenizer="bytes",
         train_tokens=131,
         train_config=TrainConfig(n_layer=1, n_head=2, n_embd=8, block_size=8).to_dict(),
+        guard=Guard(3.0, {"loss": [5.5], "grad_norm": [1.0]}).state,
     )
+    save_checkpoint(folder / "model_last.pt", state)
 
 
 def check_model(model: GPT) -> None:
@@ -126,6 +130,7 @@ def read_checkpoint(folder: Path, n: int) -> None:
         assert type(state[key]) is int and 0 <= state[key] < 2**63, key
     assert type(state["best_loss"]) is float
     TrainConfig.from_dict(state["train_config"]).check()
+    assert Guard(3.0, state["guard"]).reason(5.0, 1.0) is None
     check_model(load_model(path)[0])
     model = GPT(model_config(state, path))
     load_weights(model, state, path, exact=True)

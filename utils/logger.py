@@ -190,10 +190,12 @@ def _drop_partial_line(path: Path) -> None:
 
 
 def is_row(row: object) -> bool:
-    """Whether a value is a row of metrics: a split, a step, and figures that may be None."""
+    """Whether a value is a row of metrics: a split, a step, and figures that may be None. Rows of
+    skipped steps say why in words and list sequences."""
     if type(row) is not dict or type(row.get("split")) is not str:
         return False
     figures = [v for k, v in row.items() if k != "split" and v is not None]
+    figures = figures if row["split"] != "skipped" else []
     numbers = all(type(v) is float or (type(v) is int and abs(v) < 2**63) for v in figures)
     return numbers and type(row.get("step")) is int and row["step"] >= 0
 
