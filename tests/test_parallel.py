@@ -39,6 +39,19 @@ def test_optimizer_state_by_name_carries_over():
         assert torch.equal(p, q)
 
 
+def test_gathered_state_stays_as_it_was_while_training_goes_on():
+    model, optimizer = stepped()
+    weights, state = gather_state(model, optimizer)
+    before = {n: w.clone() for n, w in weights.items()}
+    moments = {n: s["exp_avg"].clone() for n, s in state.items()}
+    model(X, X).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights[name], before[name])
+        assert torch.equal(state[name]["exp_avg"], moments[name])
+        assert not torch.equal(parameter, before[name])
+
+
 def test_optimizer_state_that_does_not_fit_is_named():
     model, optimizer = stepped()
     _, state = gather_state(model, optimizer)

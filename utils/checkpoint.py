@@ -76,7 +76,7 @@ def join_float32(high: Tensor, low: Tensor) -> Tensor:
 
 
 def assemble(weights: dict[str, Tensor], **rest: object) -> dict:
-    """What a checkpoint file holds. `weights` are float32 on the CPU and are copied; `rest` is what
+    """What a checkpoint file holds. `weights` are float32 on the CPU; `rest` is what
     TYPES lists beside the two halves of them."""
     halves = {name: split_float32(weight) for name, weight in weights.items()}
     state = {

@@ -106,12 +106,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 def gather_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Weights and optimizer state of the whole model by parameter name, on the CPU of the main
-    process, empty on the others. Every process must call it. On a CPU they may be the model's own
-    tensors: copy what is to stay as it is."""
+    """A copy of weights and optimizer state of the whole model by parameter name, on the CPU of the
+    main process, empty on the others where state is sharded. Every process must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, state = get_state_dict(model, optimizer, options=options)
-    return weights, state.get("state", {})
+    moments = state.get("state", {})
+    if next(model.parameters()).device.type == "cpu":  # these are the model's own tensors
+        weights = {name: weight.clone() for name, weight in weights.items()}
+        moments = {n: {k: v.clone() for k, v in values.items()} for n, values in moments.items()}
+    return weights, moments
 
 
 def load_optimizer_state(

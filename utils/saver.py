@@ -14,7 +14,7 @@ PAUSES = (1, 5)  # seconds before a failed write is tried again
 
 class Saver:
     """Writes checkpoints of the main process in a thread, one at a time: a step waits for the copy
-    of its state in memory, and for the write before if that is not done.
+    of its state to memory of the host, and for the write before if that is not done.
 
     A write that fails is told to `say` and tried again. When it stays so, the run goes on, the
     files before it are whole, and the next save tries anew; `close` raises if that never came.
@@ -28,20 +28,20 @@ class Saver:
     def save(
         self, name: str, weights: dict[str, Tensor], optimizer: dict[str, dict], **rest: object
     ) -> None:
-        """Takes a copy of the state and has it written as `name`; returns before it is."""
+        """Has a state that nothing else changes any more written as `name`; returns before it is.
+        `rest` is what a checkpoint holds beside weights and optimizer state."""
         self.wait()
-        copied = {n: {k: v.clone() for k, v in values.items()} for n, values in optimizer.items()}
-        state = ckpt.assemble(weights, optimizer=copied, **rest)
-        self.thread = threading.Thread(target=self.write, args=(name, state), daemon=True)
+        rest = {**rest, "optimizer": optimizer}
+        self.thread = threading.Thread(target=self.write, args=(name, weights, rest), daemon=True)
         self.thread.start()
 
-    def write(self, name: str, state: dict) -> None:
+    def write(self, name: str, weights: dict[str, Tensor], rest: dict) -> None:
         """Writes a file, and the numbered one beside it if it is the last."""
         for pause in (*PAUSES, None):
             try:
-                ckpt.save_checkpoint(self.folder / name, state)
+                ckpt.save_checkpoint(self.folder / name, ckpt.assemble(weights, **rest))
                 if name == ckpt.LAST:
-                    ckpt.keep_numbered(self.folder, state["step"], self.keep_last)
+                    ckpt.keep_numbered(self.folder, rest["step"], self.keep_last)
                 self.errors.pop(name, None)
                 return
             except Exception as error:  # of a thread, so nothing else would tell of it
