@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,14 @@ def wait_for(condition, process, timeout=120):
     while not condition() and time.monotonic() - began < timeout:
         assert process.poll() is None, "ended before it was stopped"
         time.sleep(0.01)
+
+
+def worker(torchrun, rank):
+    """The process id of a rank."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    own = f"\0RANK={rank}\0".encode()
+    (found,) = [int(p) for p in children if own in Path(f"/proc/{p}/environ").read_bytes()]
+    return found
 
 
 def weights(run):
@@ -129,10 +138,7 @@ def test_a_process_that_dies_ends_the_others_within_a_minute(shards, tmp_path):
             cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         wait_for(lambda: rows_written(tmp_path) >= 3, process)
-        children = f"/proc/{process.pid}/task/{process.pid}/children"
-        workers = [int(pid) for pid in open(children).read().split()]
-        (victim,) = [p for p in workers if b"\0RANK=1\0" in open(f"/proc/{p}/environ", "rb").read()]
-        os.kill(victim, signal.SIGKILL)
+        os.kill(worker(process, rank=1), signal.SIGKILL)
         began = time.monotonic()
         assert process.wait(60) != 0
     text = (tmp_path / "log").read_text()
@@ -170,3 +176,20 @@ def test_a_disk_too_full_for_the_log_ends_in_a_sentence_and_resumes(shards, smal
     (small_disk / "filler").unlink()
     script(*args, "--resume", "auto")
     assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 30
+
+
+@pytest.mark.slow
+def test_torchrun_with_restarts_goes_on_by_itself(shards, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    extra = ("--micro_batch_size", 2, "--save_every", 5, "--resume", "auto")
+    torchrun(2, *train_args(shards, whole, 120, *extra))
+    command = [sys.executable, *TORCHRUN, "--nproc_per_node=2", "--max_restarts=1"]
+    command += map(str, train_args(shards, run, 120, *extra))
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
+        wait_for(lambda: rows_written(run) >= 12, process)
+        os.kill(worker(process, rank=1), signal.SIGKILL)
+        assert process.wait(180) == 0, (tmp_path / "log").read_text()
+    assert losses(run) == losses(whole)
