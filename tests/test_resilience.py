@@ -49,14 +49,14 @@ def launch(args, processes, **options):
     return start(*head, *args, **options)
 
 
-def killed_often(shards, run, kills, kinds, steps, seed):
+def killed_often(shards, run, kills, kinds, steps, seed, *extra):
     """Kills a run `kills` times at random moments, each time starting it as the next of `kinds`:
     (processes, sharding). Every checkpoint must be whole every time; then it may end."""
     rng = random.Random(seed)
     every = rng.choice([2, 3])
     args = train_args(
         shards, run, steps, "--save_every", every, "--keep_last", 3, "--micro_batch_size", 2,
-        "--resume", "auto",
+        "--resume", "auto", *extra,
     )  # fmt: skip
     for number in range(kills):
         processes, sharding = kinds[number % len(kinds)]
@@ -80,9 +80,11 @@ def killed_often(shards, run, kills, kinds, steps, seed):
 @pytest.mark.slow
 def test_fifty_kills_across_world_sizes_and_shardings_keep_the_curve(shards, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
-    script(*train_args(shards, whole, 300, "--save_every", 0, "--micro_batch_size", 2))
+    # a rate at which rounding does not grow from step to step, as it does on the edge of stability
+    args = ("--save_every", 0, "--micro_batch_size", 2, "--max_lr", "1e-3")
+    script(*train_args(shards, whole, 300, *args))
     kinds = [(1, "none"), (2, "zero1"), (2, "none"), (1, "none"), (2, "zero3"), (2, "zero2")]
-    killed_often(shards, run, 50, kinds, 300, seed=1)
+    killed_often(shards, run, 50, kinds, 300, 1, "--max_lr", "1e-3")
     a, b = losses(run), losses(whole)
     assert set(a) == set(b) and max(abs(a[s] - b[s]) for s in b) < 1e-4
 
@@ -94,7 +96,7 @@ def test_kills_of_one_kind_of_run_change_no_bit(shards, tmp_path, kind):
     processes, sharding = kind
     args = ("--save_every", 0, "--micro_batch_size", 2, "--sharding", sharding)
     torchrun(processes, *train_args(shards, whole, 200, *args))
-    killed_often(shards, run, 10, [kind], 200, seed=2)
+    killed_often(shards, run, 10, [kind], 200, 2)
     assert losses(run) == losses(whole)
     a, b = weights(run), weights(whole)
     assert all(torch.equal(a[name], b[name]) for name in b)
@@ -104,7 +106,7 @@ def test_a_kill_under_torchrun_and_sharding_changes_no_bit(shards, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     args = ("--save_every", 0, "--micro_batch_size", 2, "--sharding", "zero2")
     torchrun(2, *train_args(shards, whole, 30, *args))
-    killed_often(shards, run, 1, [(2, "zero2")], 30, seed=4)
+    killed_often(shards, run, 1, [(2, "zero2")], 30, 4)
     assert losses(run) == losses(whole)
     a, b = weights(run), weights(whole)
     assert all(torch.equal(a[name], b[name]) for name in b)
