@@ -234,6 +234,7 @@ def main() -> None:
             with parallel.accumulating(wrapped, config.sharding, last=final):
                 with distributed.autocast(device, dtype):
                     loss = module(idx, targets) / accumulation
+                distributed.tick()
                 loss.backward()
             total += loss.detach()
         norm = parallel.clip_grad_norm(model, config.grad_clip)

@@ -1,11 +1,14 @@
-"""train.py where a loss is not finite on some process: FAULTS="RANK:CALL ..." names which forwards
-of training, counted from 0, of which process."""
+"""train.py where something goes wrong on some process: FAULTS="RANK:CALL ..." names forwards of
+training, counted from 0. Their loss is not finite or, with HANG=1, they never end."""
 
 import os
+import time
+from datetime import timedelta
 
 import train
 from cli import exit_with_sentence
 from model.gpt import GPT
+from utils import distributed
 
 FAULTS = {tuple(map(int, fault.split(":"))) for fault in os.environ["FAULTS"].split()}
 RANK = int(os.environ.get("RANK", 0))
@@ -18,10 +21,13 @@ class FaultyGPT(GPT):
         loss = super().forward(idx, targets)
         if self.training:
             if (RANK, self.calls) in FAULTS:
+                while os.environ.get("HANG"):
+                    time.sleep(1)
                 loss = loss * float("nan")
             self.calls += 1
         return loss
 
 
 train.GPT = FaultyGPT
+distributed.TIMEOUT = timedelta(seconds=10)
 exit_with_sentence(train.main)

@@ -181,6 +181,14 @@ def test_a_disk_too_full_for_the_log_ends_in_a_sentence_and_resumes(shards, smal
 
 
 @pytest.mark.slow
+def test_a_process_that_hangs_is_named_when_the_collective_times_out(shards, tmp_path):
+    args = train_args(shards, tmp_path, 100, "--micro_batch_size", 2)[1:]
+    env = {**environment(), "PYTHONPATH": str(ROOT), "FAULTS": "1:41", "HANG": "1"}
+    done = torchrun(2, "tests/faulty_train.py", *args, env=env, code=1, timeout=100)
+    assert "a collective failed: rank 1 is alive but behind" in done.stderr
+
+
+@pytest.mark.slow
 def test_torchrun_with_restarts_goes_on_by_itself(shards, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     extra = ("--micro_batch_size", 2, "--save_every", 5, "--resume", "auto")

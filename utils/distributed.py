@@ -107,7 +107,7 @@ def start(device: str) -> Process:
 
 
 def tick() -> None:
-    """Tells the watch that this process begins a micro-step."""
+    """Tells the watch that this process has come a bit further: twice in each micro-step."""
     if watch is not None:
         watch.tick()
 

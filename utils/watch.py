@@ -33,7 +33,7 @@ class Watch:
         self.store, self.rank = dist.PrefixStore("watch", store), rank
         self.others = [r for r in range(world_size) if r != rank]
         self.watched = self.others if rank == 0 else [0]
-        self.steps = 0  # micro-steps that this process has begun
+        self.ticks = 0  # how far this process has come
         self.seen: dict[int, tuple[str, float]] = {}  # rank -> its newest count, since when
         self.exchanged = time.monotonic()  # when the store last answered
         self.running = True
@@ -46,8 +46,8 @@ class Watch:
         return f"alive/{rank}"
 
     def tick(self) -> None:
-        """A micro-step has begun."""
-        self.steps += 1
+        """This process has come a bit further."""
+        self.ticks += 1
 
     def exchange(self) -> None:
         """Counts up and reads the others' counts; hangs for as long as the store does."""
@@ -55,7 +55,7 @@ class Watch:
         while self.running:
             beats += 1
             try:
-                self.store.set(self.key(self.rank), f"{beats} {self.steps}")
+                self.store.set(self.key(self.rank), f"{beats} {self.ticks}")
                 watched = [r for r in self.watched if self.store.check([self.key(r)])]
                 values = self.store.multi_get([self.key(r) for r in watched]) if watched else []
             except (RuntimeError, OSError):  # judge() finds that nothing was exchanged
@@ -114,8 +114,8 @@ class Watch:
         lost = self.lost(3 * BEAT)
         if lost:
             return lost
-        steps = {r: int(v.split()[1]) for r, (v, _) in self.seen.copy().items() if v != DONE}
-        behind = [r for r, n in sorted(steps.items()) if n < max(self.steps, *steps.values())]
+        ticks = {r: int(v.split()[1]) for r, (v, _) in self.seen.copy().items() if v != DONE}
+        behind = [r for r, n in sorted(ticks.items()) if n < max(self.ticks, *ticks.values())]
         if behind:
             return f"rank {', '.join(map(str, behind))} is alive but behind"
         return "all processes are alive"
