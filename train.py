@@ -32,10 +32,11 @@ from data.loader import (
     train_batches,
 )
 from data.shards import DataError, atomic_write, corpus_name
-from data.tokenizer import TOKENIZERS, Tokenizer, bytes_per_token, load_tokenizer
+from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
+from dryrun import dry_run
 from model.generate import complete
 from model.gpt import GPT
-from model.huggingface import find_folder, load_pretrained, read_config
+from model.huggingface import load_pretrained
 from settings import fitting, other_order, settings
 from utils import checkpoint as ckpt
 from utils import distributed, guard, parallel
@@ -288,24 +289,6 @@ def main() -> None:
     distributed.stop()
     if stopping:
         sys.exit(128 + (stop.signal or signal.SIGTERM))
-
-
-def dry_run(config: TrainConfig, saved: dict | None) -> None:
-    """Says what would be trained where, without data; the folder of shards is the last line."""
-    device, world_size = distributed.pick_device(config.device), distributed.world_size()
-    batch = config.sequences_per_step(world_size)
-    vocab_size = saved["model_config"]["vocab_size"] if saved else TOKENIZERS["gpt2"].vocab_size
-    with torch.device("meta"):
-        if config.init_from and not saved:
-            model = GPT(fitting(config, read_config(find_folder(config.init_from))))
-        else:
-            model = GPT(config.model_config(vocab_size))
-    print(
-        f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
-        f"{config.total_batch_size:,} tokens = {batch // config.micro_batch_size // world_size} x "
-        f"{config.micro_batch_size} x {config.block_size} x {world_size} on {device.type}"
-    )
-    print(config.data_dir)
 
 
 def start_from(config: TrainConfig, vocab_size: int) -> GPT:
