@@ -1,0 +1,146 @@
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, environment, script
+
+from model.config import GPTConfig
+from model.gpt import GPT
+from utils import forecast, scaling
+from utils.optim import make_optimizer
+from utils.parallel import recompute
+
+# the peak of a command, measured from a process so small that its own does not show in it
+PEAK = (
+    "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
+    "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+)
+RUN = {"block_size": 256, "micro_batch_size": 16, "accumulation": 2, "world_size": 1, "shards": 1}
+
+
+def need(**changes):
+    run = {"n_layer": 4, "n_head": 4, "n_embd": 256, "rows": 320, **RUN, "sharding": "none"}
+    return forecast.memory(**{**run, "e": 2, "checkpointing": "none", "device": "cuda", **changes})
+
+
+def kept(model, idx, dtype):
+    """Bytes of all that autograd saves, but for the parameters."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes, alive = {}, []
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(x)  # so that no address is used twice
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            model(idx, idx)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("what", ["none", "mlp", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4, 64, 4, 128), (3, 2, 96, 2, 64), (1, 8, 128, 8, 32)])
+def test_activations_are_what_autograd_keeps(shape, dtype, what):
+    n_layer, n_head, n_embd, batch, time = shape
+    config = GPTConfig(time, 256, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    model = GPT(config)
+    recompute(model, what)
+    idx = torch.randint(0, 256, (batch, time))
+    tokens, e = idx.numel(), dtype.itemsize
+    head = 4 * (256 + tokens) * n_embd  # its two gradients, which forecast counts with the logits
+    casts = {"none": 12, "mlp": 8, "block": 0}[what] * (e * n_layer * n_embd**2 if e == 2 else 0)
+    expected = forecast.activations(tokens, n_layer, n_head, n_embd, e, what)
+    assert kept(model, idx, dtype) - head - casts == pytest.approx(expected, rel=0.02)
+
+
+def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors():
+    model = GPT(GPTConfig(256, 300, n_layer=4, n_head=4, n_embd=256))
+    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
+    optimizer.step()
+    forecast_of = need()
+    weights = list(model.parameters())
+    moments = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
+    assert forecast_of.weights == sum(p.nbytes for p in weights)
+    assert forecast_of.gradients == sum(p.grad.nbytes for p in weights)
+    assert forecast_of.optimizer == sum(v.nbytes for v in moments)
+    assert forecast_of.snapshot == 3 * forecast_of.weights
+
+
+def test_each_sharding_divides_what_it_says():
+    whole = need()
+    zero1, zero2, zero3 = (
+        need(sharding=name, world_size=8, shards=8) for name in ("zero1", "zero2", "zero3")
+    )
+    for divided in (zero1, zero2, zero3):
+        assert divided.weights == whole.weights // 8
+        assert divided.optimizer == whole.optimizer // 8
+    assert zero1.gradients == whole.gradients == 8 * zero2.gradients == 8 * zero3.gradients
+    assert zero3.gathered < zero2.gathered == zero1.gathered
+    assert (
+        need(sharding="zero1", world_size=8, shards=8, accumulation=1).gradients < zero1.gradients
+    )
+    replicated = need(sharding="zero2", world_size=64, shards=8)
+    assert replicated.weights == zero2.weights  # machines hold the same
+    assert need(sharding="zero3") == whole  # one process has nothing to divide
+
+
+def test_one_micro_step_makes_gradients_as_activations_go():
+    assert need(accumulation=1).peak == need().peak - need().gradients
+
+
+def test_the_traffic_of_a_step():
+    blocks, rest, run = 1_000_000, 0, {"shards": 8, "machines": 1, "accumulation": 4}
+    within = {
+        name: scaling.traffic(blocks, rest, sharding=name, **run)[0]
+        for name in ("none", "zero1", "zero2", "zero3")
+    }
+    part = 7 / 8 * blocks
+    assert within == {
+        "none": 8 * part, "zero1": 6 * part, "zero2": 18 * part, "zero3": 32 * part,
+    }  # fmt: skip
+
+
+def test_the_table_is_that_of_the_document():
+    document = (ROOT / "docs" / "SCALING.md").read_text()
+    for name, gpus in (("124M", 8), ("1558M", 64), ("7B", 1), ("13B", 1024)):
+        assert scaling.row(name, gpus) in document
+
+
+def dry_run(*args):
+    """The output of a dry run, and its figures by name, GB."""
+    out = script("train.py", "--dry_run", "--device", "cpu", *args).stdout
+    rows = re.findall(r"^ +([\d.]+)  (.+)$", out, re.M)
+    total = float(re.search(r"^  total ([\d.]+)", out, re.M)[1])
+    return out, {name: float(value) for value, name in rows}, total
+
+
+def test_a_dry_run_forecasts_memory_time_and_cost(tmp_path):
+    out, parts, total = dry_run("--data_dir", tmp_path, "--activation_checkpointing", "block")
+    for word in ("weights", "gradients", "optimizer", "activations", "logits", "saving", "Python"):
+        assert any(word in name for name in parts), word
+    assert total == pytest.approx(sum(parts.values()), abs=0.1)
+    assert "40 % MFU of 989 TFLOP/s (H100, assumed" in out and "2.50 $ per GPU hour" in out
+    assert out.endswith(f"\n{tmp_path}\n")
+
+
+@pytest.mark.slow
+def test_the_forecast_is_within_15_percent_of_the_measured_peak(shards, tmp_path):
+    args = (
+        "--data_dir", shards, "--n_layer", 4, "--n_head", 4, "--n_embd", 320, "--block_size", 256,
+        "--micro_batch_size", 16, "--total_batch_size", 4096, "--max_steps", 2,
+        "--val_tokens", 4096, "--eval_every", 0, "--save_every", 0, "--sample_every", 0,
+        "--checkpoint_dir", tmp_path / "checkpoints", "--log_dir", tmp_path / "logs",
+    )  # fmt: skip
+    _, parts, total = dry_run(*args)
+    python = next(value for name, value in parts.items() if name.startswith("Python"))
+    holes = next(value for name, value in parts.items() if name.startswith("holes"))
+    exact = {**environment(), "MALLOC_MMAP_THRESHOLD_": str(2**18)}  # malloc without holes
+    done = script("-c", PEAK, sys.executable, "train.py", "--device", "cpu", *args, env=exact)
+    measured = int(done.stdout) * 1024 / 1e9 - python
+    assert total - python - holes == pytest.approx(measured, rel=0.15)
