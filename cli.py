@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -16,6 +17,7 @@ from utils.checkpoint import CheckpointError
 from utils.distributed import DeviceError
 from utils.guard import TrainingError
 from utils.logger import LogError
+from utils.saver import finish_writing
 
 Config = TypeVar("Config")
 USER_ERRORS = (
@@ -53,15 +55,20 @@ def exit_with_sentence(work: Callable[[], None]) -> NoReturn:
     except RuntimeError as error:  # memory that the CPU does not have has no error of its own
         if "can't allocate memory" in str(error):
             message, code = "out of memory; lower --micro_batch_size or --num_samples", 2
+        elif lost := distributed.lost_contact(error):
+            message, code = lost, 2
         else:
-            message, code = distributed.lost_contact(error) or "", 2
-        if not message:
-            raise
+            traceback.print_exc()
+            code = 1
     except KeyboardInterrupt:
         message, code = "interrupted", 128 + 2
+    except Exception:  # a fault of this code, but the end below is due all the same
+        traceback.print_exc()
+        code = 1
     if message:
         rank = os.environ.get("RANK")
         print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)
+    finish_writing()
     sys.stdout.flush()
     sys.stderr.flush()
     # not the interpreter's own end: the reader threads of datasets can hold it up, and gloo's abort

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import uuid
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def main() -> None:
     accumulation = slicing.micro_steps
 
     # model and optimizer, from the checkpoint if there is one
+    agree(process, saved, config.resume)
     torch.manual_seed(config.seed)
     if config.init_from and not saved:
         model = start_from(config, vocab_size)
@@ -147,6 +149,7 @@ def main() -> None:
     saver = Saver(config.checkpoint_dir, keep_last=config.keep_last, say=logger.say)
 
     def save(name: str, step: int) -> None:
+        saver.wait()  # before there is a second copy of the state
         weights, optimizer_state = parallel.gather_state(model, optimizer)
         if process.is_main:
             saver.save(
@@ -255,9 +258,11 @@ def main() -> None:
             logger.log({"split": "skipped", "reason": left_out, "sequences": ids}, step)
             logger.say(f"step {step} left out: {left_out} ({judge.skipped} so far)")
             if judge.in_a_row == guard.PATIENCE:
+                sentence = judge.explain(step, batch)
+                judge.in_a_row = 0
                 save(ckpt.LAST, step - guard.PATIENCE)
-                saver.close()
-                raise guard.TrainingError(judge.explain(step, batch))
+                finish(saver, process)
+                raise guard.TrainingError(sentence)
             continue
         seconds = time.perf_counter() - began
         tokens_per_s = config.total_batch_size / seconds
@@ -275,7 +280,7 @@ def main() -> None:
             step,
         )
 
-    saver.close()
+    finish(saver, process)
     if stopping:
         logger.say(f"stopped by a signal; saved at step {step}: continue with --resume auto")
     else:
@@ -289,6 +294,25 @@ def main() -> None:
     distributed.stop()
     if stopping:
         sys.exit(128 + (stop.signal or signal.SIGTERM))
+
+
+def finish(saver: Saver, process: distributed.Process) -> None:
+    """Waits on all processes for the last checkpoint: none leaves while the main one writes."""
+    problem = saver.close()
+    if not process.all(problem is None):
+        raise problem or ckpt.CheckpointError("the main process could not save")
+
+
+def agree(process: distributed.Process, saved: dict | None, path: str | None) -> None:
+    """ConfigError unless all processes go on from the same step of the same run."""
+    step, run = (saved["step"], zlib.crc32(saved["run_id"].encode())) if saved else (-1, 0)
+    least, most = process.extremes(torch.tensor([step, run], device=process.device))
+    if not torch.equal(least, most):
+        found = f"goes on from {path}, step {step}" if saved else "found no checkpoint"
+        raise ConfigError(
+            f"rank {process.rank} {found}, others from another step or run; is --checkpoint_dir "
+            "a folder that all machines share?"
+        )
 
 
 def start_from(config: TrainConfig, vocab_size: int) -> GPT:

@@ -25,7 +25,7 @@ def test_what_is_not_finite_is_left_out_and_counted():
         assert "loss" in guard.reason(loss, norm)
     assert guard.in_a_row == guard.skipped == 3
     assert guard.reason(1e30, 1e30) is None  # spikes are not looked for
-    assert guard.in_a_row == 0 and guard.state["skipped"] == 3
+    assert guard.in_a_row == guard.state["in_a_row"] == 0 and guard.state["skipped"] == 3
 
 
 def test_spikes_of_loss_and_norm_are_left_out_once_the_window_is_full():

@@ -52,6 +52,15 @@ def test_gathered_state_stays_as_it_was_while_training_goes_on():
         assert not torch.equal(parameter, before[name])
 
 
+def test_saving_before_the_first_update_leaves_the_optimizer_as_it_was():
+    model = GPT(CONFIG)
+    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    weights, state = gather_state(model, optimizer)
+    assert state == {} and not optimizer.state
+    load_optimizer_state(model, optimizer, state)
+    assert set(weights) == set(dict(model.named_parameters())) and not optimizer.state
+
+
 def test_optimizer_state_that_does_not_fit_is_named():
     model, optimizer = stepped()
     _, state = gather_state(model, optimizer)

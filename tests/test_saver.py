@@ -106,9 +106,8 @@ def test_a_write_that_stays_failed_leaves_the_run_and_the_file_before_it(
     assert said[-1].endswith("again at the next save")
     assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 1
     save(saver, 3)  # fails once, then there is room
-    saver.close()
+    assert saver.close() is None
     assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 3
     monkeypatch.setattr(ckpt, "save_checkpoint", failing(3))
     save(saver, 4)
-    with pytest.raises(CheckpointError, match="full"):
-        saver.close()
+    assert "full" in str(saver.close())

@@ -52,25 +52,44 @@ def test_each_process_holds_its_share_and_steps_alike():
         assert abs(found[sharding]["norm"] - found["none"]["norm"]) < 1e-5
 
 
-def two_machines(*args):
-    """Runs a script in 4 processes that are told they stand 2 by 2 on two machines."""
-    here = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    port = {"MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
-    ranks = [{"RANK": str(r), "LOCAL_RANK": str(r % 2)} for r in range(4)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *map(str, args)], cwd=ROOT, env=environment() | here | port | rank
+def launch(commands, local_world_size, codes):
+    """Runs a command line for each rank without a launcher; `codes` are how they must end."""
+    world = {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(local_world_size)}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
+    processes = []
+    for rank, args in enumerate(commands):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, args)],
+                cwd=ROOT,
+                env=environment() | world | store | own,
+                stderr=subprocess.PIPE,
+                text=True,
+            )  # fmt: skip
         )
-        for rank in ranks
-    ]
-    assert [p.wait(120) for p in processes] == [0] * 4
+    try:
+        texts = [process.communicate(timeout=120)[1] for process in processes]
+        assert [p.returncode for p in processes] == codes, texts
+        return texts
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def test_two_machines_shard_within_and_replicate_across(shards, reference, tmp_path):
     args = ("--sharding", "zero2", "--micro_batch_size", 2, "--save_every", 0)
-    two_machines(*train_args(shards, tmp_path, 10, "--max_steps", 20, *args))
+    launch([train_args(shards, tmp_path, 20, *args)] * 4, local_world_size=2, codes=[0] * 4)
     assert gap(tmp_path, reference) < 1e-4
     assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 20
+
+
+def test_machines_that_do_not_share_their_checkpoints_are_told_so(shards, reference, tmp_path):
+    ours = train_args(shards, reference, 30, "--resume", "auto", "--micro_batch_size", 2)
+    theirs = [*ours, "--checkpoint_dir", tmp_path / "elsewhere", "--log_dir", tmp_path]
+    texts = launch([ours, theirs], local_world_size=1, codes=[2, 2])
+    assert "goes on from" in texts[0] and "found no checkpoint" in texts[1]
+    assert all("a folder that all machines share?" in text for text in texts)
 
 
 @pytest.mark.slow

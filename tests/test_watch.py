@@ -13,7 +13,7 @@ def store(monkeypatch):
     """The store of one machine, and a quick heart."""
     store = dist.HashStore()
     monkeypatch.setattr(dist, "rendezvous", lambda *args: iter([(store, 0, 3)]))
-    monkeypatch.setattr(watch_module, "BEAT", 0.05)
+    monkeypatch.setattr(watch_module, "BEAT", 0.1)
     monkeypatch.setattr(watch_module, "LOST", 1e9)  # nothing ends this process
     return dist.PrefixStore("watch", store)
 
@@ -23,11 +23,11 @@ def test_who_is_silent_is_lost_and_who_is_done_is_not(store):
     store.set("alive/2", "1 0")
     for beat in range(12):
         store.set("alive/1", f"{beat} 0")
-        time.sleep(0.05)
-    assert watch.lost(0.4) == "rank 2 has not been heard of for 0 s"
+        time.sleep(0.1)
+    assert watch.lost(0.8) == "rank 2 has not been heard of for 1 s"
     store.set("alive/2", DONE)
-    time.sleep(0.3)
-    assert watch.lost(0.2) == "rank 1 has not been heard of for 0 s"
+    time.sleep(0.9)
+    assert watch.lost(0.6) == "rank 1 has not been heard of for 1 s"
     watch.stop()
     assert store.get("alive/0").decode() == DONE
 
@@ -36,8 +36,8 @@ def test_other_ranks_look_at_rank_0_alone(store):
     watch = Watch(2, 3)
     store.set("alive/0", "1 0")
     store.set("alive/1", "1 0")
-    time.sleep(0.6)
-    assert watch.lost(0.4) == "rank 0 has not been heard of for 0 s"
+    time.sleep(1.2)
+    assert watch.lost(0.8) == "rank 0 has not been heard of for 1 s"
     watch.stop()
 
 
@@ -49,8 +49,8 @@ def test_a_store_that_does_not_answer_is_the_machine_of_rank_0(store, monkeypatc
         raise dist.DistNetworkError("connection reset")
 
     watch.store = Counting(watch.store, gone)
-    time.sleep(0.6)
-    assert "the machine of rank 0 (node7:" in watch.lost(0.4)
+    time.sleep(1.2)
+    assert "the machine of rank 0 (node7:" in watch.lost(0.8)
     watch.stop()
 
 

@@ -53,6 +53,14 @@ class Process:
             dist.all_reduce(values)
         return values
 
+    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the greatest of each value over all processes, which must all call it."""
+        both = torch.cat([values, -values])
+        if self.world_size > 1:
+            dist.all_reduce(both, dist.ReduceOp.MIN)
+        least, most = both.chunk(2)
+        return least, -most
+
     def sum_float64(self, values: Tensor) -> Tensor:
         """The same for a float64 tensor on the CPU: NCCL reduces on the GPU, Apple's has none."""
         home = self.device if self.device.type == "cuda" else values.device

@@ -26,7 +26,7 @@ class Guard:
             name: deque(state.get(name, []), maxlen=WINDOW) for name in ("loss", "grad_norm")
         }
         self.skipped = int(state.get("skipped", 0))
-        self.in_a_row = 0
+        self.in_a_row = int(state.get("in_a_row", 0))
 
     def reason(self, loss: float, grad_norm: float) -> str | None:
         """Why the step is to be left out, None if it is not."""
@@ -69,4 +69,4 @@ class Guard:
     def state(self) -> dict:
         """What a checkpoint keeps of it."""
         windows = {name: list(window) for name, window in self.windows.items()}
-        return {**windows, "skipped": self.skipped}
+        return {**windows, "skipped": self.skipped, "in_a_row": self.in_a_row}

@@ -20,8 +20,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,8 +109,11 @@ def gather_state(
     """A copy of weights and optimizer state of the whole model by parameter name, on the CPU of the
     main process, empty on the others where state is sharded. Every process must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    moments = state.get("state", {})
+    weights = get_model_state_dict(model, options=options)
+    moments = {}
+    if optimizer.state:  # without, it would make one by a step, and leave its count at 1
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        moments = state.get("state", {})
     if next(model.parameters()).device.type == "cpu":  # these are the model's own tensors
         weights = {name: weight.clone() for name, weight in weights.items()}
         moments = {n: {k: v.clone() for k, v in values.items()} for n, values in moments.items()}

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from utils import checkpoint as ckpt
 
+NAME = "saver"  # of the thread
 PAUSES = (1, 5)  # seconds before a failed write is tried again
+
+
+def finish_writing(seconds: float = 20) -> None:
+    """Gives a checkpoint that is being written a last while, before the process ends."""
+    for thread in threading.enumerate():
+        if thread.name == NAME:
+            thread.join(seconds)
 
 
 class Saver:
@@ -17,7 +25,7 @@ class Saver:
     of its state to memory of the host, and for the write before if that is not done.
 
     A write that fails is told to `say` and tried again. When it stays so, the run goes on, the
-    files before it are whole, and the next save tries anew; `close` raises if that never came.
+    files before it are whole, and the next save tries anew; `close` tells if that never came.
     """
 
     def __init__(self, folder: Path, *, keep_last: int, say: Callable[[str], None]) -> None:
@@ -32,7 +40,8 @@ class Saver:
         `rest` is what a checkpoint holds beside weights and optimizer state."""
         self.wait()
         rest = {**rest, "optimizer": optimizer}
-        self.thread = threading.Thread(target=self.write, args=(name, weights, rest), daemon=True)
+        work = (name, weights, rest)
+        self.thread = threading.Thread(target=self.write, args=work, name=NAME, daemon=True)
         self.thread.start()
 
     def write(self, name: str, weights: dict[str, Tensor], rest: dict) -> None:
@@ -55,8 +64,7 @@ class Saver:
         if self.thread.is_alive():
             self.thread.join()
 
-    def close(self) -> None:
-        """Waits for the last write and raises the error of a file that is not as it should be."""
+    def close(self) -> Exception | None:
+        """Waits for the last write; the error of a file that is not as it should be, if any."""
         self.wait()
-        for error in self.errors.values():
-            raise error
+        return next(iter(self.errors.values()), None)

@@ -13,6 +13,8 @@ import time
 
 import torch.distributed as dist
 
+from utils.saver import finish_writing
+
 BEAT = 2.0  # seconds between two counts
 LOST = 30.0  # seconds without one after which a process counts as lost
 DONE = "done"
@@ -56,6 +58,8 @@ class Watch:
             beats += 1
             try:
                 self.store.set(self.key(self.rank), f"{beats} {self.ticks}")
+                if not self.running:  # stop() came in between
+                    self.store.set(self.key(self.rank), DONE)
                 watched = [r for r in self.watched if self.store.check([self.key(r)])]
                 values = self.store.multi_get([self.key(r) for r in watched]) if watched else []
             except (RuntimeError, OSError):  # judge() finds that nothing was exchanged
@@ -76,7 +80,8 @@ class Watch:
             if now - began > LOST:  # this process itself was suspended: begin to look anew
                 self.exchanged, self.seen = now, {}
             lost = self.lost(LOST)
-            if os.getppid() != self.parent:  # killed, it leaves its processes behind
+            # killed, torchrun leaves its processes behind
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
                 lost = "the launcher of this process is gone"
             if lost and self.running:
                 self.end(lost)
@@ -85,6 +90,7 @@ class Watch:
         """Ends this process with a sentence."""
         end = "the run ends here and goes on with --resume auto"
         print(f"error on rank {self.rank}: {lost}; {end}", file=sys.stderr, flush=True)
+        finish_writing()
         if time.monotonic() - self.exchanged > LOST and not restarts_left():
             # torchrun waits for the same store until TCP gives up, a quarter of an hour
             os.kill(self.parent, signal.SIGKILL)
