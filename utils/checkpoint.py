@@ -183,9 +183,12 @@ def is_sound(value: object, kind: type) -> bool:
 
 
 def is_guard(values: dict) -> bool:
-    """Whether these are counts and lists of numbers, as utils/guard.py keeps them."""
-    parts = [x if isinstance(x, list) else [x] for x in values.values()]
-    return all(type(x) in (int, float) for part in parts for x in part)
+    """Whether these are the windows and counts that utils/guard.py keeps, or nothing."""
+    windows = [values.get(name, []) for name in ("loss", "grad_norm")]
+    counts = [values.get(name, 0) for name in ("skipped", "in_a_row")]
+    lists = all(type(window) is list for window in windows)
+    numbers = lists and all(type(x) is float for window in windows for x in window)
+    return numbers and all(is_sound(count, int) for count in counts)
 
 
 def is_plain(x: object, dtype: torch.dtype, shape: torch.Size) -> bool:
