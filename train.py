@@ -81,12 +81,10 @@ def main() -> None:
     else:
         model = GPT(config.model_config(vocab_size))
     start, best_loss, run_id, tokens_before, warnings = 0, math.inf, uuid.uuid4().hex, 0, []
-    seen: dict = {}
     if saved:
         ckpt.load_weights(model, saved, Path(config.resume), exact=True)
         start, best_loss, run_id = saved["step"], saved["best_loss"], saved["run_id"]
-        seen = saved["guard"]
-    judge = guard.Guard(config.skip_spikes, seen)
+    judge = guard.Guard(config.skip_spikes, saved["guard"] if saved else {})
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
     parallel.recompute(model, config.activation_checkpointing)
     wrapped = parallel.wrap(model, process, config.sharding, dtype)

@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,27 @@ def losses(run: Path, split: str = "train") -> dict[int, float]:
     from utils.logger import read_metrics
 
     return {row["step"]: row["loss"] for row in read_metrics(run / "logs")[split]}
+
+
+def weights(run: Path, name: str = "model_last.pt") -> dict:
+    """The float32 weights of a run's checkpoint."""
+    from utils.checkpoint import join_float32, load_checkpoint
+
+    state = load_checkpoint(run / "checkpoints" / name)
+    return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}
+
+
+def run_until(
+    process: subprocess.Popen, condition: Callable[[], bool], timeout: float = 120
+) -> None:
+    """Waits for a condition, which must come before the process ends."""
+    began = time.monotonic()
+    while not condition() and time.monotonic() - began < timeout:
+        assert process.poll() is None, "ended before it was stopped"
+        time.sleep(0.01)
+
+
+def rows_written(run: Path) -> int:
+    """Rows of training in a run's log."""
+    path = run / "logs" / "metrics.jsonl"
+    return path.read_text().count('"train"') if path.exists() else 0

@@ -2,16 +2,11 @@ import math
 import random
 
 import torch
-from conftest import ROOT, environment, losses, script, torchrun, train_args
+from conftest import ROOT, environment, losses, script, torchrun, train_args, weights
 
-from utils.checkpoint import join_float32, load_checkpoint
+from utils.checkpoint import load_checkpoint
 from utils.guard import PATIENCE, WINDOW, Guard
 from utils.logger import read_metrics
-
-
-def weights(path):
-    state = load_checkpoint(path)
-    return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}
 
 
 def with_faults(faults):
@@ -61,9 +56,7 @@ def test_one_process_s_bad_loss_skips_the_step_on_all(shards, trained, tmp_path)
     assert skipped["step"] == 3 and len(skipped["sequences"]) == 16
     state = load_checkpoint(tmp_path / "checkpoints" / "model_last.pt")
     assert all(s["step"] == 7 for s in state["optimizer"].values()) and state["step"] == 8
-    assert all(
-        torch.isfinite(w).all() for w in weights(tmp_path / "checkpoints/model_last.pt").values()
-    )
+    assert all(torch.isfinite(w).all() for w in weights(tmp_path).values())
 
 
 def test_bad_steps_in_a_row_end_the_run_with_the_checkpoint_before_them(shards, tmp_path):

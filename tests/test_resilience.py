@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, environment, kill, losses, script, start, torchrun, train_args
+from conftest import (
+    ROOT,
+    environment,
+    kill,
+    losses,
+    rows_written,
+    run_until,
+    script,
+    start,
+    torchrun,
+    train_args,
+    weights,
+)
 
-from utils.checkpoint import join_float32, load_checkpoint
+from utils.checkpoint import load_checkpoint
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-
-
-def rows_written(run):
-    path = run / "logs" / "metrics.jsonl"
-    return path.read_text().count('"train"') if path.exists() else 0
-
-
-def wait_for(condition, process, timeout=120):
-    began = time.monotonic()
-    while not condition() and time.monotonic() - began < timeout:
-        assert process.poll() is None, "ended before it was stopped"
-        time.sleep(0.01)
 
 
 def worker(torchrun, rank):
@@ -36,11 +36,6 @@ def worker(torchrun, rank):
     own = f"\0RANK={rank}\0".encode()
     (found,) = [int(p) for p in children if own in Path(f"/proc/{p}/environ").read_bytes()]
     return found
-
-
-def weights(run):
-    state = load_checkpoint(run / "checkpoints/model_last.pt")
-    return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}
 
 
 def launch(args, processes, **options):
@@ -67,7 +62,7 @@ def killed_often(shards, run, kills, kinds, steps, seed, *extra):
             time.sleep(rng.uniform(0.5, 4))
         else:
             enough = before + rng.randint(0, 6)
-            wait_for(lambda n=enough: rows_written(run) > n, process)
+            run_until(process, lambda n=enough: rows_written(run) > n)
             time.sleep(rng.uniform(0, 0.1))
         kill(process)
         for path in (run / "checkpoints").glob("*.pt"):
@@ -120,7 +115,7 @@ def test_sigterm_to_torchrun_saves_once_and_resumes_at_the_next_step(shards, tmp
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True
         )
-        wait_for(lambda: rows_written(tmp_path) >= 7, process)
+        run_until(process, lambda: rows_written(tmp_path) >= 7)
         os.kill(process.pid, signal.SIGTERM)
         began = time.monotonic()
         assert process.wait(60) != 0
@@ -140,7 +135,7 @@ def test_a_process_that_dies_ends_the_others_within_a_minute(shards, tmp_path):
             [sys.executable, *TORCHRUN, "--nproc_per_node=2", *map(str, args)],
             cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-        wait_for(lambda: rows_written(tmp_path) >= 3, process)
+        run_until(process, lambda: rows_written(tmp_path) >= 3)
         os.kill(worker(process, rank=1), signal.SIGKILL)
         began = time.monotonic()
         assert process.wait(60) != 0
@@ -201,7 +196,7 @@ def test_torchrun_with_restarts_goes_on_by_itself(shards, tmp_path):
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
         )
-        wait_for(lambda: rows_written(run) >= 12, process)
+        run_until(process, lambda: rows_written(run) >= 12)
         os.kill(worker(process, rank=1), signal.SIGKILL)
         assert process.wait(180) == 0, (tmp_path / "log").read_text()
     assert losses(run) == losses(whole)

@@ -10,34 +10,29 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, environment, kill, losses, script, start, torchrun, train_args
+from conftest import (
+    ROOT,
+    environment,
+    kill,
+    losses,
+    rows_written,
+    run_until,
+    script,
+    start,
+    torchrun,
+    train_args,
+    weights,
+)
 
 from data.shards import header
-from utils.checkpoint import join_float32, load_checkpoint
+from utils.checkpoint import load_checkpoint
 
 GOLDEN_LOSS = 3.102  # of step 50, on the fixed documents of conftest.py
-
-
-def weights(run, name="model_last.pt"):
-    state = load_checkpoint(run / "checkpoints" / name)
-    return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}
 
 
 def same_weights(a, b):
     a, b = weights(a), weights(b)
     return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def run_until(process, condition, timeout=120):
-    began = time.monotonic()
-    while not condition() and time.monotonic() - began < timeout:
-        assert process.poll() is None, "ended before it was stopped"
-        time.sleep(0.01)
-
-
-def rows_written(run):
-    path = run / "logs" / "metrics.jsonl"
-    return path.read_text().count('"train"') if path.exists() else 0
 
 
 def test_killed_and_resumed_equals_never_stopped_to_the_bit(shards, trained, tmp_path):
