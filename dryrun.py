@@ -4,14 +4,12 @@ import re
 import resource
 from pathlib import Path
 
-import torch
-
 from config import TrainConfig
 from data.loader import TokenStream
 from data.shards import DataError
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import skeleton
 from model.huggingface import find_folder, read_config
 from settings import fitting
 from utils import distributed, forecast
@@ -27,8 +25,7 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
         shape = fitting(config, read_config(find_folder(config.init_from)))
     else:
         shape = config.model_config(vocab_size(config, saved))
-    with torch.device("meta"):
-        model = GPT(shape)
+    model = skeleton(shape)
     steps = config.max_steps - (saved["step"] if saved else 0)
     print(
         f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "

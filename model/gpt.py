@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from model.config import GPTConfig, ModelError
 from model.loss import HeadCrossEntropy
@@ -177,3 +178,18 @@ class GPT(nn.Module):
         weight, V = self.transformer.wte.weight, self.config.vocab_size
         with_grad = torch.is_grad_enabled()
         return HeadCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), V, with_grad)
+
+
+class WithoutInit(TorchFunctionMode):
+    """Modules made under this keep whatever their memory holds."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs or {})
+
+
+def skeleton(config: GPTConfig) -> GPT:
+    """A GPT without memory (device "meta"), for its shapes or for weights from a file."""
+    with torch.device("meta"), WithoutInit():
+        return GPT(config)

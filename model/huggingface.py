@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from model.config import GPTConfig, ModelError
-from model.gpt import GPT
+from model.gpt import GPT, skeleton
 
 # OpenAI's code multiplies x @ W, so the matrices of a block are stored (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -59,8 +59,7 @@ def from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     state = {name if name.startswith(prefix) else prefix + name: x for name, x in state.items()}
     if config.n_layer > len(state):
         raise ModelError(f"config.json asks for {config.n_layer} layers, of {len(state)} tensors")
-    with torch.device("meta"):
-        shapes = {name: x.shape for name, x in GPT(config).state_dict().items()}
+    shapes = {name: x.shape for name, x in skeleton(config).state_dict().items()}
     ours = {}
     for name, shape in shapes.items():
         if name not in state:
@@ -170,8 +169,7 @@ def load_pretrained(name: str | Path, block_size: int | None = None, dropout: fl
         wpe = "transformer.wpe.weight"
         state[wpe] = state[wpe][:block_size].contiguous()
     shape = (config.vocab_size, config.n_layer, config.n_head, config.n_embd)
-    with torch.device("meta"):
-        model = GPT(GPTConfig(block_size or config.block_size, *shape, dropout=dropout))
+    model = skeleton(GPTConfig(block_size or config.block_size, *shape, dropout=dropout))
     model.load_state_dict(state, assign=True)
     return model.requires_grad_()
 

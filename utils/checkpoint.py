@@ -23,7 +23,7 @@ from torch import Tensor
 from data.shards import DataError, atomic_write, check_space, sync_folder
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig, ModelError
-from model.gpt import GPT
+from model.gpt import GPT, skeleton
 from model.huggingface import load_pretrained
 
 FORMAT_VERSION = 1
@@ -205,8 +205,7 @@ def model_config(state: dict, path: Path) -> GPTConfig:
         config = GPTConfig(**state["model_config"])
         if config.n_layer > len(model):
             raise ModelError(f"{config.n_layer} layers of {len(model)} weights")
-        with torch.device("meta"):
-            shapes = {name: x.shape for name, x in GPT(config).state_dict().items()}
+        shapes = {name: x.shape for name, x in skeleton(config).state_dict().items()}
     except (TypeError, ValueError, RuntimeError) as error:  # of sizes beyond int64, the last
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} describes no model that can be built: {reason}") from error
@@ -238,7 +237,7 @@ def load_weights(model: GPT, state: dict, path: Path, *, exact: bool) -> None:
 def load_model(path: Path, *, exact: bool = False) -> tuple[GPT, dict]:
     """The model of a checkpoint, ready to be used in evaluation mode, and the rest of the file."""
     state = load_checkpoint(path)
-    model = GPT(model_config(state, path))
+    model = skeleton(model_config(state, path)).to_empty(device="cpu")
     load_weights(model, state, path, exact=exact)
     return model.eval(), state
 

@@ -7,7 +7,7 @@ tensors; docs/SCALING.md holds them against measured peaks. Dropout's masks are 
 
 from dataclasses import dataclass
 
-from model.loss import chunk_rows
+from model.loss import chunk_size
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
 GPU, PEAK_FLOPS = "H100", 989e12  # dense bfloat16, NVIDIA's data sheet
@@ -95,7 +95,7 @@ def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
     several chunks, since the last chunk's go as the next are made; below float32, two of `e` too.
     """
     low = 0 if e == 4 else e * (rows + tokens) * n_embd
-    chunk = min(tokens, chunk_rows(device, rows))
+    chunk = min(tokens, chunk_size(device, rows))
     per_logit = (12 if chunk < tokens else 8) + (0 if e == 4 else 2 * e)
     return 4 * (rows + tokens) * n_embd + e * rows * n_embd + low + chunk * rows * per_logit
 

@@ -15,7 +15,7 @@ from data.benchmarks import Item
 from data.tokenizer import Tokenizer
 from model.config import ModelError
 from model.gpt import GPT
-from model.loss import chunk_rows
+from model.loss import look_up
 from utils.distributed import Process, autocast
 
 
@@ -49,7 +49,9 @@ class Row:
 
     @property
     def length(self) -> int:
-        return len(self.context) + sum(len(choice) - 1 for choice in self.choices)
+        """A multiple of 8, padding included, so that the shapes of batches are few."""
+        tokens = len(self.context) + sum(len(choice) - 1 for choice in self.choices)
+        return -(-tokens // 8) * 8
 
 
 def rows_of(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Row]:
@@ -77,8 +79,8 @@ def rows_of(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Ro
 
 def collate(rows: list[Row]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Token ids and positions (B, T) of rows, and the mask (B, 1, T, T) that keeps continuations of
-    a context apart; none where each row holds one. T is a multiple of 8, so shapes are few."""
-    T = -(-max(row.length for row in rows) // 8) * 8
+    a context apart; none where each row holds one."""
+    T = max(row.length for row in rows)
     idx, positions = np.zeros((2, len(rows), T), np.int64)
     part = np.full((len(rows), T), -1)  # 0 the context, 1, 2, ... its continuations, -1 padding
     for b, row in enumerate(rows):
@@ -117,28 +119,13 @@ def score_rows(
             place += places
             target += targets
             owner.append(len(places))
-    targets = torch.tensor(target, device=device)
-    rows_at_once = chunk_rows(device.type, model.config.padded_vocab_size)
-    logprob, hit, hit_filtered = [], [], []
     with autocast(device, dtype):
         mask = None if mask is None else mask.to(device)
         x = model.hidden(idx.to(device), positions=positions.to(device), mask=mask)
         x = x[torch.tensor(batch, device=device), torch.tensor(place, device=device)]  # (N, C)
-    # the head in float32 whatever the dtype: bfloat16 logits tie, and argmax would take the first
-    with torch.autocast(device.type, enabled=False):
-        for part in torch.arange(len(x), device=device).split(rows_at_once):
-            logits = model.logits(x[part].float())  # (n, V)
-            if banned:
-                allowed = logits.index_fill(-1, torch.tensor(banned, device=device), -torch.inf)
-                hit_filtered.append(allowed.argmax(-1) == targets[part])
-            own = logits.gather(-1, targets[part, None]).squeeze(-1)
-            # argmax, which is slow, can give the target only where that has the highest logit
-            (likely,) = torch.where(own == logits.amax(-1))
-            hit.append(torch.zeros(len(part), dtype=torch.bool, device=device))
-            hit[-1][likely] = logits[likely].argmax(-1) == targets[part][likely]
-            logprob.append(own - logits.logsumexp(-1))
-    splits = [torch.cat(x).cpu().split(owner) for x in (logprob, hit, hit_filtered or hit)]
-    scores, spans = [], zip(*splits, strict=True)
+    vocabulary = model.transformer.wte.weight[: model.config.vocab_size]
+    found = look_up(x, vocabulary, torch.tensor(target, device=device), banned)
+    scores, spans = [], zip(*(x.cpu().split(owner) for x in found), strict=True)
     for row in rows:
         context_logprob = next(spans)[0].double().sum().item() if with_context else 0.0
         for choice in row.choices:
@@ -178,8 +165,8 @@ def score_items(
     model.eval()
     rows = sorted(rows_of(items, tokenizer, model.config.block_size), key=lambda r: -r.length)
     batches: list[list[Row]] = []
-    for row in rows:  # rows much shorter than the first of a batch would be padding for the most
-        if batches and len(batches[-1]) < batch_size and row.length > 0.9 * batches[-1][0].length:
+    for row in rows:
+        if batches and len(batches[-1]) < batch_size and row.length == batches[-1][0].length:
             batches[-1].append(row)
         else:
             batches.append([row])
