@@ -131,8 +131,9 @@ class TrainConfig:
     """Of matrix products; weights stay float32. auto: bfloat16 on GPUs that have it."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
     """What several processes divide: nothing (DDP), optimizer state, gradients too, weights too."""
-    activation_checkpointing: Literal["none", "mlp", "block"] = "none"
-    """Compute again in the backward pass, for memory: nothing, GELUs (cheap), whole blocks."""
+    activation_checkpointing: Literal["none", "mlp", "cheap", "block"] = "none"
+    """Compute again in the backward pass, for memory: nothing, GELUs, these and LayerNorms (which
+    costs little unless compiled), whole blocks."""
     skip_spikes: float | None = None
     """Leave out steps whose loss or gradient norm is this many standard deviations above the last
     128; those that are not finite are always left out."""

@@ -234,7 +234,7 @@ def main() -> None:
             waited += time.perf_counter() - asked
             final = micro_step == accumulation - 1
             with parallel.accumulating(wrapped, config.sharding, last=final):
-                with distributed.autocast(device, dtype):
+                with distributed.autocast(device, dtype, keep_weights=False):
                     loss = module(idx, targets) / accumulation
                 distributed.tick()
                 loss.backward()

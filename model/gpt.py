@@ -48,10 +48,14 @@ class Attention(nn.Module):
         self.layer = layer
 
     def forward(
-        self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        norm: nn.LayerNorm,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
+        q, k, v = self.enter(x, norm).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         causal = cache is None and mask is None
         if cache is not None:
@@ -70,6 +74,10 @@ class Attention(nn.Module):
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
+    def enter(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """Queries, keys and values (B, T, 3C) of the residual stream x (B, T, C)."""
+        return self.c_attn(norm(x))
+
 
 class MLP(nn.Module):
     """Two linear layers, four times as wide in between, with the tanh GELU of OpenAI's weights."""
@@ -80,11 +88,15 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.project(self.c_fc(x)), self.dropout, self.training)
+    def forward(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+        return F.dropout(self.leave(self.enter(x, norm)), self.dropout, self.training)
 
-    def project(self, x: Tensor) -> Tensor:
-        """From the first layer's output (B, T, 4C) back to (B, T, C)."""
+    def enter(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """The first layer's output (B, T, 4C) for the residual stream x (B, T, C)."""
+        return self.c_fc(norm(x))
+
+    def leave(self, x: Tensor) -> Tensor:
+        """From there back to (B, T, C)."""
         return self.c_proj(F.gelu(x, approximate="tanh"))
 
 
@@ -101,8 +113,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache, mask)
-        x = x + self.mlp(self.ln_2(x))
+        x = x + self.attn(x, self.ln_1, cache, mask)
+        x = x + self.mlp(x, self.ln_2)
         return x
 
 

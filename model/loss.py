@@ -4,13 +4,17 @@
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}  # of float32 logits; 32 MiB is what malloc reuses
+# Of the logits that one matrix product makes, in its dtype: on a CPU as many as make adding up the
+# embedding's gradient, once for each product, cheap.
+CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
+# Of those, as float32: on a CPU what stays in its caches.
+PART_BYTES = {"cpu": 2**23, "cuda": 2**30}
 
 
-def chunk_size(device: str, width: int) -> int:
-    """Rows of logits, each `width` float32 long, that are alive at a time on a kind of device: a
-    multiple of 32 where there are so many, which matrix products like better."""
-    rows = CHUNK_BYTES.get(device, 2**30) // (4 * width)
+def rows_of(limits: dict[str, int], device: str, row_bytes: int) -> int:
+    """Rows within a limit on a kind of device: a multiple of 32 where there are so many, which
+    matrix products like better."""
+    rows = limits.get(device, limits["cuda"]) // row_bytes
     return rows // 32 * 32 or max(1, rows)
 
 
@@ -39,19 +43,26 @@ class HeadCrossEntropy(torch.autograd.Function):
             if with_grad:
                 grad_x = torch.empty_like(x)
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            rows = chunk_size(device, len(weight))
-            for part in (slice(start, start + rows) for start in range(0, len(x), rows)):
-                logits = (low_x[part] @ low_weight.T).float()  # (rows, padded V)
-                logits[:, vocab_size:] = -torch.inf
-                log_p = logits.log_softmax(-1)
-                own = targets[part].clamp(min=0).unsqueeze(-1)
-                total -= (log_p.gather(-1, own).squeeze(-1) * counted[part]).sum()
-                if with_grad:  # softmax minus the target's one, over the count
-                    grad = log_p.exp_()
-                    grad.scatter_add_(-1, own, torch.full_like(own, -1, dtype=grad.dtype))
-                    grad = grad.mul_((counted[part] / count).unsqueeze(-1)).to(dtype)
-                    grad_x[part] = grad @ low_weight
-                    grad_weight += grad.T @ low_x[part]
+            own = targets.clamp(min=0).unsqueeze(-1)
+            rows = rows_of(CHUNK_BYTES, device, dtype.itemsize * len(weight))
+            few = rows_of(PART_BYTES, device, 4 * len(weight))
+            if torch.compiler.is_compiling():  # fuses what the parts are for
+                few = rows
+            for chunk in (slice(start, start + rows) for start in range(0, len(x), rows)):
+                logits = low_x[chunk] @ low_weight.T  # (rows, padded V)
+                parts = (values.split(few) for values in (logits, own[chunk], counted[chunk]))
+                for part, target, counts in zip(*parts, strict=True):
+                    whole = part.float()
+                    whole[:, vocab_size:] = -torch.inf
+                    log_p = whole.log_softmax(-1)
+                    total -= (log_p.gather(-1, target).squeeze(-1) * counts).sum()
+                    if with_grad:  # softmax minus the target's one, over the count
+                        grad = log_p.exp_()
+                        grad.scatter_add_(-1, target, torch.full_like(target, -1, dtype=grad.dtype))
+                        part.copy_(grad.mul_((counts / count).unsqueeze(-1)))
+                if with_grad:
+                    grad_x[chunk] = logits @ low_weight  # the logits are their gradients by now
+                    grad_weight += logits.T @ low_x[chunk]
         if with_grad:
             ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
         return total / count
@@ -89,7 +100,7 @@ def look_up(
     `banned` ones cannot be. In float32 whatever the dtype: bfloat16 logits tie."""
     plain, filtered = Likeliest(targets), Likeliest(targets)
     own, logsumexps = torch.zeros(targets.shape, device=x.device), []
-    width = chunk_size(x.device.type, len(x))  # on a CPU, few rows at a time are slow
+    width = rows_of(CHUNK_BYTES, x.device.type, 4 * len(x))  # few rows at a time would be slow
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(weight), width):
             logits = x.float() @ weight[start : start + width].float().T  # (N, width)

@@ -3,10 +3,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import SIZES, GPTConfig, ModelError
 from model.gpt import GPT, KVCache
-from model.loss import CHUNK_BYTES, look_up
+from model.loss import CHUNK_BYTES, PART_BYTES, look_up
+from utils.distributed import autocast
+from utils.parallel import recompute
 
 
 def tiny(**changes):
@@ -88,7 +91,9 @@ def test_targets_looked_up_slice_by_slice_are_those_of_all_logits(monkeypatch, w
 @pytest.mark.parametrize("chunk_rows", [1, 7, 48, 1000])
 def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(monkeypatch, chunk_rows):
     model = tiny()
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * chunk_rows * model.config.padded_vocab_size)
+    row = 4 * model.config.padded_vocab_size
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_rows * row)
+    monkeypatch.setitem(PART_BYTES, "cpu", 5 * row)
     x, y = torch.randint(0, 257, (2, 3, 16))
     y[0, :5] = -1  # does not count
     ours = model(x, y)
@@ -122,3 +127,25 @@ def test_shapes_that_cannot_be_are_named(change):
 def test_more_tokens_than_the_context_are_refused():
     with pytest.raises(ModelError, match="17 tokens do not fit the context of 16"):
         tiny()(torch.zeros(1, 17, dtype=torch.long))
+
+
+@pytest.mark.parametrize("what", ["mlp", "cheap", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_again_changes_no_gradient(what, dtype):
+    found, flops = {}, {}
+    idx = torch.randint(0, 257, (2, 16))
+    for again in ("none", what):
+        model = tiny()
+        recompute(model, again)
+        with FlopCounterMode(display=False) as counter:
+            with autocast(torch.device("cpu"), dtype, keep_weights=False):
+                loss = model(idx, idx)
+            loss.backward()
+        found[again] = {name: p.grad for name, p in model.named_parameters()}
+        flops[again] = counter.get_total_flops()
+    for name, grad in found["none"].items():
+        assert torch.equal(grad, found[what][name]), name
+    if what == "block":
+        assert flops[what] > flops["none"]
+    else:  # no matrix product is done twice
+        assert flops[what] == flops["none"]

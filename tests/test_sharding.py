@@ -103,7 +103,7 @@ def test_any_sharding_equals_one_process(shards, reference, tmp_path, sharding, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["mlp", "block"])
+@pytest.mark.parametrize("what", ["mlp", "cheap", "block"])
 def test_sharded_compiled_and_recomputed_equals_one_process(shards, reference, tmp_path, what):
     args = ("--sharding", "zero3", "--activation_checkpointing", what, "--use_torch_compile")
     torchrun(2, *train_args(shards, tmp_path, 20, *args, "--micro_batch_size", 2))

@@ -7,7 +7,7 @@ tensors; docs/SCALING.md holds them against measured peaks. Dropout's masks are 
 
 from dataclasses import dataclass
 
-from model.loss import chunk_size
+from model.loss import CHUNK_BYTES, PART_BYTES, rows_of
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
 GPU, PEAK_FLOPS = "H100", 989e12  # dense bfloat16, NVIDIA's data sheet
@@ -74,8 +74,8 @@ def block_activations(n_head: int, n_embd: int, e: int, checkpointing: str) -> i
     """
     if checkpointing == "block":
         return 4 * n_embd
-    kept = 2 * 4 * n_embd + 4 * 4 + 4 * n_head + 14 * e * n_embd
-    return kept - 4 * e * n_embd if checkpointing == "mlp" else kept
+    in_e = {"none": 14, "mlp": 10, "cheap": 8}[checkpointing]
+    return 2 * 4 * n_embd + 4 * 4 + 4 * n_head + in_e * e * n_embd
 
 
 def activations(
@@ -91,13 +91,14 @@ def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
     """Bytes alive in model/loss.py beside the activations, at the end of the forward pass.
 
     float32: the gradients of input and embedding. In `e`: a chunk's part of the latter; below
-    float32 also copies of both. Of each logit of a chunk: two float32 and one more where there are
-    several chunks, since the last chunk's go as the next are made; below float32, two of `e` too.
+    float32 also copies of both; a chunk of logits, and the one before as it is made. Of those in a
+    part of a chunk, three float32.
     """
     low = 0 if e == 4 else e * (rows + tokens) * n_embd
-    chunk = min(tokens, chunk_size(device, rows))
-    per_logit = (12 if chunk < tokens else 8) + (0 if e == 4 else 2 * e)
-    return 4 * (rows + tokens) * n_embd + e * rows * n_embd + low + chunk * rows * per_logit
+    chunk = min(tokens, rows_of(CHUNK_BYTES, device, e * rows))
+    part = min(chunk, rows_of(PART_BYTES, device, 4 * rows))
+    logits = rows * (e * min(tokens, 2 * chunk) + 12 * part)
+    return 4 * (rows + tokens) * n_embd + e * rows * n_embd + low + logits
 
 
 def backward_bytes(
@@ -152,7 +153,8 @@ def memory(
     share = total // shards if sharded else total
     # whole until the last micro-step, or in DDP's buckets
     whole = not sharded or (sharding == "zero1" and accumulation > 1)
-    cast = 0 if e == 4 else e * blocks
+    kept = {"none": 12, "mlp": 8, "cheap": 1, "block": 0}[checkpointing]  # of 12 C^2 a block
+    cast = 0 if e == 4 else e * blocks * kept // 12
     return Memory(
         weights=4 * share,
         gathered=gathered_bytes(blocks, rest, n_layer, sharding, e) if sharded else cast,

@@ -73,13 +73,22 @@ def recompute(model: GPT, what: str) -> None:
     """Activation checkpointing: the backward pass computes again what forward then does not keep.
 
     "mlp": each block's GELU (llm.c's -r 1), 4C of about 16C values per token and block for little
-    work. "block": all but the input of each block, C values, for a third more work.
+    work. "cheap": the LayerNorms too (its -r 2). "block": all but the input of each block, C
+    values, for a third more work.
+
+    What is computed again ends with the last tensor that the backward pass lacks, so a function
+    that ends in a matrix product costs what is before that.
     """
-    for block in model.transformer.h if what != "none" else ():
-        if what == "mlp":
-            block.mlp.project = partial(checkpoint, block.mlp.project, use_reentrant=False)
-        else:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for block in model.transformer.h:
+        again = {
+            "none": [],
+            "mlp": [(block.mlp, "leave")],
+            "cheap": [(block.attn, "enter"), (block.mlp, "enter"), (block.mlp, "leave")],
+            "block": [(block, "forward")],
+        }
+        for module, name in again[what]:
+            function = partial(checkpoint, getattr(module, name), use_reentrant=False)
+            setattr(module, name, function)
 
 
 def accumulating(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
