@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from tyro.conf import Positional
+
 from model.config import SIZES, GPTConfig
 
 
@@ -309,3 +311,39 @@ class PlotConfig:
     """What runs are laid over each other by; hours are those of the training steps."""
     out: Path = Path("plots/log_plot.png")
     """Picture to write."""
+
+
+@dataclass
+class BenchConfig:
+    """Measure this machine: what the scripts reach beside its limits and beside their peers."""
+
+    what: Positional[Literal["train", "data", "sample", "eval", "all"]] = "all"
+    """The part to measure."""
+    peer: Path | None = None
+    """A checkout of nanoGPT, whose model.py trains in turn with ours."""
+    repeats: int = 5
+    """Of each measurement, of which the median counts."""
+    model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
+    """Named size: 124M, 350M, 774M, 1558M parameters."""
+    block_size: int = 1024
+    """Tokens in a sequence."""
+    micro_batch_size: int = 4
+    """Sequences in a training step."""
+    use_torch_compile: bool = False
+    """Compile our model for training; nanoGPT's always is."""
+    activation_checkpointing: Literal["none", "mlp", "cheap", "block"] = "none"
+    """As in train.py."""
+    input: tuple[Path, ...] = ()
+    """Text files to shard: .parquet, .jsonl or .txt; without, made-up words."""
+    num_workers: int = os.cpu_count() or 1
+    """Threads that tokenise."""
+    hellaswag: Path | None = None
+    """HellaSwag's file in the original format; without, made-up items of its size."""
+    harness: Path | None = None
+    """A Python interpreter that has lm-evaluation-harness, which then scores in turn with ours."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
+    """Of matrix products in training and sampling."""
+    out: Path = Path("logs/bench.json")
+    """JSON file for all figures."""

@@ -14,7 +14,7 @@ GPU, PEAK_FLOPS = "H100", 989e12  # dense bfloat16, NVIDIA's data sheet
 DOLLARS_PER_GPU_HOUR = 2.50
 GPUS_PER_MACHINE = 8
 HEAP_LIMIT = 2**25  # glibc maps larger tensors one by one; smaller ones share a heap
-HEAP_HOLES = 1.2  # bytes lost there for each of gradients and optimizer: fitted, docs/SCALING.md
+HEAP_HOLES = 1.25  # bytes lost there for each of gradients and optimizer: fitted, docs/SCALING.md
 
 
 @dataclass(frozen=True)

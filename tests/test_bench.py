@@ -1,0 +1,69 @@
+import json
+
+import pytest
+from conftest import script
+
+import bench
+from config import BenchConfig, ConfigError
+
+PEER = """
+import torch
+from dataclasses import dataclass
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    bias: bool
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        print("a peer that speaks")
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas)
+
+    def forward(self, idx, targets):
+        logits = self.wte(idx) @ self.wte.weight.T
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def test_training_is_measured_in_turn_with_a_peer_and_its_limits(tmp_path):
+    (tmp_path / "model.py").write_text(PEER)
+    config = BenchConfig("train", peer=tmp_path, repeats=3, device="cpu")
+    row = bench.figures(bench.training(config, small=True), config)
+    ours, theirs, matrix, copy = row["measured"].values()
+    assert list(row["measured"]) == ["train", "train_nanogpt", "matrix", "copy"]
+    assert ours["lowest"] <= ours["rate"] <= ours["highest"]
+    assert row["ratio"] == pytest.approx(ours["rate"] / theirs["rate"])
+    assert 0 < row["ratio"] < 1  # an embedding alone is faster than four layers
+    assert 0 < row["share_of_matrix"] < 1
+    assert all(10**8 < found["peak_bytes"] < 10**10 for found in (ours, theirs))
+    assert matrix["rate"] > 10**9 and copy["rate"] > 10**8
+    assert row["mfu"] is None and "x the speed" in bench.line(row)
+
+
+def test_a_peer_that_is_none_is_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="no model.py"):
+        bench.main(BenchConfig("train", peer=tmp_path))
+    done = script("bench.py", "train", "--repeats", 0, code=2)
+    assert "--repeats 0 must be at least 1" in done.stderr
+
+
+def test_the_report_is_a_file_and_the_last_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "figures", lambda comparison, config: {"what": comparison.what})
+    monkeypatch.setattr(bench, "line", lambda row: row["what"])
+    out = tmp_path / "logs" / "bench.json"
+    bench.main(BenchConfig("sample", device="cpu", out=out))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(last) == json.loads(out.read_text())
+    assert [row["what"] for row in json.loads(last)["rows"]] == [
+        "sampling gpt2, batch 1, bfloat16",
+        "sampling gpt2, batch 8, bfloat16",
+    ]
