@@ -8,6 +8,7 @@ Each measurement runs in a process of its own (utils/measure.py); on a CPU those
 take turns, repeat by repeat. Prints medians, then all of it as one line of JSON.
 """
 
+import contextlib
 import json
 import platform
 import random
@@ -22,13 +23,14 @@ import torch
 
 from cli import run
 from config import BenchConfig, ConfigError
+from data.benchmarks import read_rows
 from data.shards import atomic_write
 from data.tokenizer import load_tokenizer
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT, skeleton
 from model.huggingface import save_pretrained
 from scripts.harness import complete
-from utils.distributed import pick_device
+from utils.distributed import pick_device, pick_dtype
 from utils.throughput import flops_per_token, peak_flops
 
 VOCABULARY = 50257
@@ -81,7 +83,8 @@ class Worker:
         raise ConfigError(f"the measurement {self.kind} failed; its error is above")
 
     def repeat(self) -> None:
-        print(file=self.process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `answer` says
+            print(file=self.process.stdin, flush=True)
         self.rates.append(self.answer()["rate"])
 
     def end(self) -> dict:
@@ -102,11 +105,17 @@ def measure(measurements: list[Measurement], repeats: int, *, in_turn: bool) -> 
     """Figures of each, in turn; else one after the other, where memory is for one at a time."""
     if not in_turn and len(measurements) > 1:
         return [measure([one], repeats, in_turn=True)[0] for one in measurements]
-    workers = [Worker(measurement) for measurement in measurements]
-    for _ in range(repeats):
+    workers: list[Worker] = []
+    try:
+        for measurement in measurements:
+            workers.append(Worker(measurement))
+        for _ in range(repeats):
+            for worker in workers:
+                worker.repeat()
+        return [worker.end() for worker in workers]
+    finally:
         for worker in workers:
-            worker.repeat()
-    return [worker.end() for worker in workers]
+            worker.process.kill()
 
 
 def training(config: BenchConfig, *, small: bool) -> Comparison:
@@ -157,8 +166,7 @@ def evaluation(config: BenchConfig, folder: Path, dtype: str) -> Comparison:
     """The command evaluate.py on HellaSwag, with a random model of the named size, beside
     lm-evaluation-harness in float32."""
     if config.hellaswag:
-        lines = config.hellaswag.read_text().splitlines()[:EXAMPLES]
-        rows = [complete(json.loads(line)) for line in lines]
+        rows = [complete(row) for row in read_rows("hellaswag", config.hellaswag)[:EXAMPLES]]
     else:
         parts = {"activity_label": "Words", "ctx_a": words(0, 20), "ctx_b": words(1, 8), "ctx": ""}
         rows = [
@@ -200,7 +208,7 @@ def figures(comparison: Comparison, config: BenchConfig) -> dict:
     if comparison.flops:
         reached = ours["rate"] * comparison.flops
         row["share_of_matrix"] = reached / by_kind["matrix"]["rate"]
-        peak = peak_flops(device, torch.bfloat16)
+        peak = peak_flops(device, pick_dtype(comparison.ours.job["dtype"], device))
         row["mfu"] = reached / peak if peak else None
     return row
 

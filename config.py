@@ -330,7 +330,7 @@ class BenchConfig:
     micro_batch_size: int = 4
     """Sequences in a training step."""
     use_torch_compile: bool = False
-    """Compile our model for training; nanoGPT's always is."""
+    """Compile our model of the named size for training; nanoGPT's always is."""
     activation_checkpointing: Literal["none", "mlp", "cheap", "block"] = "none"
     """As in train.py."""
     input: tuple[Path, ...] = ()

@@ -1,9 +1,5 @@
 """What --dry_run prints: what would be trained, and what it takes in memory, time and money."""
 
-import re
-import resource
-from pathlib import Path
-
 from config import TrainConfig
 from data.loader import TokenStream
 from data.shards import DataError
@@ -13,7 +9,7 @@ from model.gpt import skeleton
 from model.huggingface import find_folder, read_config
 from settings import fitting
 from utils import distributed, forecast
-from utils.throughput import flops_per_token, peak_flops
+from utils.throughput import flops_per_token, peak_flops, peak_memory
 
 
 def dry_run(config: TrainConfig, saved: dict | None) -> None:
@@ -72,14 +68,6 @@ def memory(
     )
 
 
-def own_memory() -> int:
-    """The most bytes that this process has used, so far those of imports."""
-    try:  # not ru_maxrss on Linux, where a process starts with its parent's
-        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
-
-
 def memory_lines(
     config: TrainConfig, need: forecast.Memory, device: str, world_size: int
 ) -> list[str]:
@@ -94,7 +82,7 @@ def memory_lines(
     }
     saving = f"{need.snapshot / 1e9:.2f}, {2 * need.snapshot / 1e9:.2f} while it is gathered"
     if device == "cpu":
-        python = own_memory()
+        python = peak_memory()
         during = any(
             0 < every < config.max_steps for every in (config.save_every, config.eval_every)
         )

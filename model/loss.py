@@ -11,7 +11,7 @@ CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 PART_BYTES = {"cpu": 2**23, "cuda": 2**30}
 
 
-def rows_of(limits: dict[str, int], device: str, row_bytes: int) -> int:
+def rows_within(limits: dict[str, int], device: str, row_bytes: int) -> int:
     """Rows within a limit on a kind of device: a multiple of 32 where there are so many, which
     matrix products like better."""
     rows = limits.get(device, limits["cuda"]) // row_bytes
@@ -44,8 +44,8 @@ class HeadCrossEntropy(torch.autograd.Function):
                 grad_x = torch.empty_like(x)
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             own = targets.clamp(min=0).unsqueeze(-1)
-            rows = rows_of(CHUNK_BYTES, device, dtype.itemsize * len(weight))
-            few = rows_of(PART_BYTES, device, 4 * len(weight))
+            rows = rows_within(CHUNK_BYTES, device, dtype.itemsize * len(weight))
+            few = rows_within(PART_BYTES, device, 4 * len(weight))
             if torch.compiler.is_compiling():  # fuses what the parts are for
                 few = rows
             for chunk in (slice(start, start + rows) for start in range(0, len(x), rows)):
@@ -87,7 +87,9 @@ class Likeliest:
         own, top = self.targets - start, logits.amax(-1)
         higher = top > self.highest
         self.hit &= ~higher
-        (rows,) = torch.where(higher & (own >= 0) & (own < logits.size(-1)))
+        here = higher & (own >= 0) & (own < logits.size(-1))
+        value = logits.gather(-1, own.clamp(0, logits.size(-1) - 1)[:, None]).squeeze(-1)
+        (rows,) = torch.where(here & (value == top))  # argmax is slow, and of no use elsewhere
         self.hit[rows] = logits[rows].argmax(-1) == own[rows]
         self.highest = torch.maximum(top, self.highest)
 
@@ -100,7 +102,7 @@ def look_up(
     `banned` ones cannot be. In float32 whatever the dtype: bfloat16 logits tie."""
     plain, filtered = Likeliest(targets), Likeliest(targets)
     own, logsumexps = torch.zeros(targets.shape, device=x.device), []
-    width = rows_of(CHUNK_BYTES, x.device.type, 4 * len(x))  # few rows at a time would be slow
+    width = rows_within(CHUNK_BYTES, x.device.type, 4 * len(x))  # few rows at a time would be slow
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(weight), width):
             logits = x.float() @ weight[start : start + width].float().T  # (N, width)

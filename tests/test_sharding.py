@@ -46,6 +46,7 @@ def test_each_process_holds_its_share_and_steps_alike():
     found = json.loads(done.stdout.splitlines()[-1])
     whole = found["none"]["whole"]
     assert found["none"]["optimizer"] == 2 * whole and found["none"]["parameters"] == whole
+    assert {*(found[sharding]["residual"] for sharding in MODES)} == {"torch.float32"}
     for sharding in MODES[1:]:
         assert found[sharding]["optimizer"] == 2 * whole / 4
         assert found[sharding]["parameters"] == found[sharding]["gradients"] == whole / 4

@@ -7,7 +7,7 @@ tensors; docs/SCALING.md holds them against measured peaks. Dropout's masks are 
 
 from dataclasses import dataclass
 
-from model.loss import CHUNK_BYTES, PART_BYTES, rows_of
+from model.loss import CHUNK_BYTES, PART_BYTES, rows_within
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
 GPU, PEAK_FLOPS = "H100", 989e12  # dense bfloat16, NVIDIA's data sheet
@@ -95,8 +95,8 @@ def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
     part of a chunk, three float32.
     """
     low = 0 if e == 4 else e * (rows + tokens) * n_embd
-    chunk = min(tokens, rows_of(CHUNK_BYTES, device, e * rows))
-    part = min(chunk, rows_of(PART_BYTES, device, 4 * rows))
+    chunk = min(tokens, rows_within(CHUNK_BYTES, device, e * rows))
+    part = min(chunk, rows_within(PART_BYTES, device, 4 * rows))
     logits = rows * (e * min(tokens, 2 * chunk) + 12 * part)
     return 4 * (rows + tokens) * n_embd + e * rows * n_embd + low + logits
 

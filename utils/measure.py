@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from model.config import GPTConfig
 from utils import distributed, parallel
+from utils.throughput import peak_memory
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def train(job: Job) -> Repeat:
     from model.gpt import GPT
     from utils.optim import make_optimizer
 
-    model = GPT(job.config).to(distributed.pick_device(job.device))
+    model = GPT(job.config).to(distributed.start(job.device).device)
     parallel.recompute(model, job.activation_checkpointing)
     optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
     return training(job, model, torch.compile(model) if job.compile else model, optimizer)
@@ -87,6 +88,7 @@ def train_nanogpt(job: Job) -> Repeat:
     shape = {**job.shape, "vocab_size": -(-job.config.vocab_size // 64) * 64}
     model = theirs.GPT(theirs.GPTConfig(bias=True, **shape))
     device = distributed.pick_device(job.device)
+    torch.set_float32_matmul_precision("high")  # as its train.py
     model.to(device)
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
     module = torch.compile(model) if job.compile else model
@@ -94,13 +96,14 @@ def train_nanogpt(job: Job) -> Repeat:
 
 
 def matrix(job: Job) -> Repeat:
-    """FLOPs of the matrix products of a training step, forward and backward, in the run's dtype."""
+    """FLOPs of matrix products at the shapes of a training step, forward and backward, in its
+    dtype: three blocks' and their share of the head's."""
     device, config = distributed.pick_device(job.device), job.config
     dtype = distributed.pick_dtype(job.dtype, device)
     rows, C = job.batch * config.block_size, config.n_embd
     layers = [(3 * C, C), (C, C), (4 * C, C), (C, 4 * C)]
     pairs = [(out, into, rows) for out, into in layers] * 3
-    pairs += [(config.padded_vocab_size, C, min(rows, 1024))]
+    pairs += [(config.padded_vocab_size, C, max(1, rows * 3 // config.n_layer))]
     made = [
         [torch.randn(*s, device=device).to(dtype) for s in ((n, i), (o, i), (n, o))]
         for o, i, n in pairs
@@ -258,15 +261,6 @@ KINDS = {
 }
 
 
-def peak_bytes() -> int:
-    """Most memory taken at any time: on the GPU, else by this process or one that it started."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return unit * max(resource.getrusage(x).ru_maxrss for x in who)
-
-
 def main() -> None:
     began = time.perf_counter()
     job = Job(**json.loads(sys.argv[2]))
@@ -277,7 +271,10 @@ def main() -> None:
         began = time.perf_counter()
         units = repeat()
         print(json.dumps({"rate": units / (time.perf_counter() - began)}), flush=True)
-    print(json.dumps({"peak_bytes": peak_bytes()}), flush=True)
+    on_gpu = torch.cuda.is_available() and torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    started = unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    print(json.dumps({"peak_bytes": on_gpu or max(started, peak_memory())}), flush=True)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,11 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
         shape = (process.nodes, process.world_size // process.nodes)
         names = ("replicate", "shard")
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
-    # LayerNorms and embeddings stay float32, as under autocast; so does the residual stream
-    low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # LayerNorms and embeddings stay float32, as under autocast; so does the residual stream, which
+    # the units of sharding take in
+    low = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for block in model.transformer.h:
         parts, again = [block.attn, block.mlp], sharding == "zero3"
         fully_shard(parts, mesh=mesh, mp_policy=low, reshard_after_forward=again)

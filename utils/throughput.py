@@ -1,6 +1,8 @@
-"""How fast a run is against what its device can do."""
+"""How fast a run is against what its device can do, and the memory it takes."""
 
 import re
+import resource
+from pathlib import Path
 
 import torch
 
@@ -51,3 +53,11 @@ def flops_per_token(n_parameters: int, n_layer: int, n_embd: int, block_size: in
     """
     matmul_parameters = n_parameters - block_size * n_embd
     return 6 * matmul_parameters + 12 * n_layer * n_embd * block_size
+
+
+def peak_memory() -> int:
+    """The most bytes of the host's memory that this process has used."""
+    try:  # not ru_maxrss on Linux, where a process starts with its parent's
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
