@@ -4,17 +4,13 @@
     python bench.py train --peer ../nanoGPT --micro_batch_size 4 --dtype bfloat16
     python bench.py data --input novels-00000-of-00002.parquet novels-00001-of-00002.parquet
 
-Each measurement runs in a process of its own (utils/measure.py); on a CPU those that are compared
+Each measurement runs in a process of its own (utils/workers.py); on a CPU those that are compared
 take turns, repeat by repeat. Prints medians, then all of it as one line of JSON.
 """
 
-import contextlib
 import json
 import platform
 import random
-import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,19 +28,12 @@ from model.huggingface import save_pretrained
 from scripts.harness import complete
 from utils.distributed import pick_device, pick_dtype
 from utils.throughput import flops_per_token, peak_flops
+from utils.workers import Measurement, measure
 
 VOCABULARY = 50257
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "vocab_size": 257}
 SMALL_BATCH = 12  # nanoGPT's documented configuration for a CPU, in float32 and not compiled
 EXAMPLES = 160  # of HellaSwag
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A kind of utils/measure.py and the settings of its Job."""
-
-    kind: str
-    job: dict
 
 
 @dataclass(frozen=True)
@@ -58,64 +47,6 @@ class Comparison:
     limits: tuple[Measurement, ...] = ()
     flops: int = 0
     """Arithmetic of one unit."""
-
-
-class Worker:
-    """A process of utils/measure.py, warmed up and ready to repeat its measurement."""
-
-    def __init__(self, measurement: Measurement) -> None:
-        self.kind = measurement.kind
-        self.rates: list[float] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "utils.measure", self.kind, json.dumps(measurement.job)],
-            cwd=Path(__file__).parent,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.start_s = self.answer()["start_s"]
-
-    def answer(self) -> dict:
-        """The next line of the worker that is an answer; a peer may print others before it."""
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise ConfigError(f"the measurement {self.kind} failed; its error is above")
-
-    def repeat(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as `answer` says
-            print(file=self.process.stdin, flush=True)
-        self.rates.append(self.answer()["rate"])
-
-    def end(self) -> dict:
-        """Its figures: units per second, bytes, seconds."""
-        self.process.stdin.close()
-        peak = self.answer()["peak_bytes"]
-        self.process.wait()
-        return {
-            "rate": statistics.median(self.rates),
-            "lowest": min(self.rates),
-            "highest": max(self.rates),
-            "peak_bytes": peak,
-            "start_s": self.start_s,
-        }
-
-
-def measure(measurements: list[Measurement], repeats: int, *, in_turn: bool) -> list[dict]:
-    """Figures of each, in turn; else one after the other, where memory is for one at a time."""
-    if not in_turn and len(measurements) > 1:
-        return [measure([one], repeats, in_turn=True)[0] for one in measurements]
-    workers: list[Worker] = []
-    try:
-        for measurement in measurements:
-            workers.append(Worker(measurement))
-        for _ in range(repeats):
-            for worker in workers:
-                worker.repeat()
-        return [worker.end() for worker in workers]
-    finally:
-        for worker in workers:
-            worker.process.kill()
 
 
 def training(config: BenchConfig, *, small: bool) -> Comparison:
@@ -162,9 +93,9 @@ def sharding(config: BenchConfig, folder: Path) -> Comparison:
     return Comparison(what, "tokens", Measurement("data", job), Measurement("data_tiktoken", job))
 
 
-def evaluation(config: BenchConfig, folder: Path, dtype: str) -> Comparison:
-    """The command evaluate.py on HellaSwag, with a random model of the named size, beside
-    lm-evaluation-harness in float32."""
+def evaluation(config: BenchConfig, folder: Path) -> list[Comparison]:
+    """The command evaluate.py on HellaSwag in both dtypes, with a random model of the named size,
+    beside lm-evaluation-harness in float32."""
     if config.hellaswag:
         rows = [complete(row) for row in read_rows("hellaswag", config.hellaswag)[:EXAMPLES]]
     else:
@@ -178,12 +109,15 @@ def evaluation(config: BenchConfig, folder: Path, dtype: str) -> Comparison:
     save_pretrained(model, folder / "model", load_tokenizer("gpt2"))
     job = {"files": [str(folder / "model"), str(folder / "rows.jsonl")], "device": config.device}
     theirs = job | {"peer": str(config.harness and config.harness.absolute())}
-    return Comparison(
-        f"HellaSwag {config.model_type}, {len(rows)} examples as a command, {dtype}",
-        "examples",
-        Measurement("evaluate", job | {"dtype": dtype}),
-        Measurement("evaluate_harness", theirs) if config.harness else None,
-    )
+    return [
+        Comparison(
+            f"HellaSwag {config.model_type}, {len(rows)} examples as a command, {dtype}",
+            "examples",
+            Measurement("evaluate", job | {"dtype": dtype}),
+            Measurement("evaluate_harness", theirs) if config.harness else None,
+        )
+        for dtype in ("float32", "bfloat16")
+    ]
 
 
 def words(seed: int, count: int) -> str:
@@ -257,19 +191,17 @@ def main(config: BenchConfig) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = {
-            "train": [lambda: training(config, small=False)],
-            "sample": [lambda: sampling(config, 1), lambda: sampling(config, 8)],
-            "data": [lambda: sharding(config, folder)],
-            "eval": [
-                lambda: evaluation(config, folder, "float32"),
-                lambda: evaluation(config, folder, "bfloat16"),
+            "train": lambda: [
+                training(config, small=small)
+                for small in ((False, True) if device.type == "cpu" else (False,))
             ],
+            "sample": lambda: [sampling(config, batch) for batch in (1, 8)],
+            "data": lambda: [sharding(config, folder)],
+            "eval": lambda: evaluation(config, folder),
         }
-        if device.type == "cpu":
-            parts["train"].append(lambda: training(config, small=True))
         for part, comparisons in parts.items():
-            for comparison in comparisons if config.what in (part, "all") else ():
-                report["rows"].append(figures(comparison(), config))
+            for comparison in comparisons() if config.what in (part, "all") else ():
+                report["rows"].append(figures(comparison, config))
                 print(line(report["rows"][-1]), flush=True)
     config.out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(config.out) as file:

@@ -1,0 +1,77 @@
+"""Processes of utils/measure.py that take turns at repeating what they measure."""
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import ConfigError
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A kind of utils/measure.py and the settings of its Job."""
+
+    kind: str
+    job: dict
+
+
+class Worker:
+    """A process of utils/measure.py, warmed up and ready to repeat its measurement."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        self.kind = measurement.kind
+        self.rates: list[float] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "utils.measure", self.kind, json.dumps(measurement.job)],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.start_s = self.answer()["start_s"]
+
+    def answer(self) -> dict:
+        """The next line of the worker that is an answer; a peer may print others before it."""
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise ConfigError(f"the measurement {self.kind} failed; its error is above")
+
+    def repeat(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `answer` says
+            print(file=self.process.stdin, flush=True)
+        self.rates.append(self.answer()["rate"])
+
+    def end(self) -> dict:
+        """Its figures: units per second, bytes, seconds."""
+        self.process.stdin.close()
+        peak = self.answer()["peak_bytes"]
+        self.process.wait()
+        return {
+            "rate": statistics.median(self.rates),
+            "lowest": min(self.rates),
+            "highest": max(self.rates),
+            "peak_bytes": peak,
+            "start_s": self.start_s,
+        }
+
+
+def measure(measurements: list[Measurement], repeats: int, *, in_turn: bool) -> list[dict]:
+    """Figures of each, in turn; else one after the other, where memory is for one at a time."""
+    if not in_turn and len(measurements) > 1:
+        return [measure([one], repeats, in_turn=True)[0] for one in measurements]
+    workers: list[Worker] = []
+    try:
+        for measurement in measurements:
+            workers.append(Worker(measurement))
+        for _ in range(repeats):
+            for worker in workers:
+                worker.repeat()
+        return [worker.end() for worker in workers]
+    finally:
+        for worker in workers:
+            worker.process.kill()
