@@ -14,13 +14,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from cli import run
 from config import ConfigError, SamplingConfig
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
 from model.gpt import GPT
+from model.packed import packed
 from utils.checkpoint import open_model
 from utils.distributed import autocast, pick_device, pick_dtype
 
@@ -86,7 +85,7 @@ def write(model: GPT, tokenizer: Tokenizer, text: str, config: SamplingConfig, s
     with autocast(device, pick_dtype(config.dtype, device)):
         for tokens in generate(
             model,
-            torch.tensor([prompt] * config.num_samples, device=device),
+            [prompt] * config.num_samples,
             config.max_new_tokens,
             temperature=config.temperature,
             top_k=config.top_k,
@@ -158,7 +157,7 @@ def main(config: SamplingConfig) -> None:
     device = pick_device(config.device)
     model, name, _ = open_model(config.checkpoint, config.model)
     tokenizer = load_tokenizer(name)
-    model.to(device)
+    model = packed(model.to(device), pick_dtype(config.dtype, device))
 
     def show(out: str) -> None:
         sys.stdout.write(out)

@@ -1,11 +1,14 @@
 """Sampling from a GPT with a key/value cache."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from model.gpt import GPT, KVCache
+
+CHUNK = 16  # tokens that `complete` makes before it looks whether all rows have ended
 
 
 def choose(
@@ -15,11 +18,10 @@ def choose(
     `uniform` (B,) in [0, 1). Temperature 0 takes the likeliest; exactly top_k survive ties."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
     ids = None
     if top_k is not None or top_p is not None:
         logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # likeliest first
-    probabilities = logits.softmax(-1)
+    probabilities = (logits.float() / temperature).softmax(-1)
     if top_p is not None:  # Holtzman et al. 2020: the smallest set that reaches top_p
         before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities * (before < top_p)
@@ -32,7 +34,7 @@ def choose(
 @torch.no_grad()
 def generate(
     model: GPT,
-    prompt: Tensor,
+    prompts: list[list[int]],
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
@@ -41,46 +43,61 @@ def generate(
     seed: int = 0,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """Yields the next token ids (B,) of `prompt` (B, P), P >= 1, `max_new_tokens` times.
+    """Yields the next token ids (B,) of B prompts, each of one token or more, `max_new_tokens`
+    times, without waiting for a GPU.
 
-    Row i draws its random numbers from (seed, i), whatever the other rows. When the context is
+    Row i draws its random numbers from (seed, i), whatever the other rows. When a row's context is
     full, its older half is dropped and the rest read again; a prompt longer than the context keeps
     its end. `use_cache=False` reads the whole context for each token, and gives the same tokens.
     """
-    T = model.config.block_size
+    T, device = model.config.block_size, model.transformer.wte.weight.device
     uniforms = torch.stack(
         [
             torch.rand(
                 max_new_tokens, generator=torch.Generator().manual_seed(seed * 1_000_003 + i)
             )
-            for i in range(len(prompt))
+            for i in range(len(prompts))
         ]
-    ).to(prompt.device)
-    context = prompt[:, -T:]
-    unread, cache = context, KVCache(T)
+    ).to(device)
+    prompts = [prompt[-T:] for prompt in prompts]
+    longest = max(map(len, prompts))
+    pads = [longest - len(prompt) for prompt in prompts]  # in front, so that all end together
+    rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
+    context = torch.tensor(rows, device=device)
+    unread, cache = context, KVCache(min(T, longest + max_new_tokens))
     for step in range(max_new_tokens):
-        if context.size(1) > T:
-            context = context[:, -max(1, T // 2) :]
+        lengths = [context.size(1) - pad for pad in pads]
+        if max(lengths) > T:
+            lengths = [n if n <= T else max(1, T // 2) for n in lengths]
+            pads = [max(lengths) - n for n in lengths]
+            context = context[:, -max(lengths) :]
             unread, cache = context, KVCache(T)
-        x = model.hidden(unread, cache) if use_cache else model.hidden(context)
-        logits = model.logits(x[:, -1])  # (B, V)
+        if not use_cache:
+            unread, cache = context, None
+        padding = beside_padding(pads, context.size(1), unread) if any(pads) else {}
+        logits = model.logits(model.hidden(unread, cache, **padding)[:, -1])  # (B, V)
         token = choose(logits, uniforms[:, step], temperature, top_k, top_p)
         yield token
         unread = token.unsqueeze(1)
         context = torch.cat([context, unread], dim=1)
 
 
+def beside_padding(pads: list[int], end: int, unread: Tensor) -> dict[str, Tensor]:
+    """Positions (B, T) and mask (B, 1, T, end) of the last T tokens `unread` of rows that begin
+    with `pads` tokens of padding."""
+    first = torch.tensor(pads, device=unread.device)[:, None]
+    here = torch.arange(end - unread.size(1), end, device=unread.device)  # (T,)
+    seen = torch.arange(end, device=unread.device)  # (end,)
+    mask = (seen <= here[:, None]) & (seen >= first[:, None])  # (B, T, end)
+    mask |= seen == here[:, None]  # padding sees itself: a softmax over nothing is not a number
+    return {"positions": (here - first).clamp(min=0), "mask": mask[:, None]}
+
+
 def complete(model: GPT, prompt: list[int], eot: int, rows: int = 1, **options) -> list[list[int]]:
     """`rows` continuations of one prompt, each up to its end-of-text token; options of generate."""
-    device = model.transformer.wte.weight.device
     texts: list[list[int]] = [[] for _ in range(rows)]
-    ended: set[int] = set()
-    for tokens in generate(model, torch.tensor([prompt] * rows, device=device), **options):
-        for row, token in enumerate(tokens.tolist()):
-            if token == eot:
-                ended.add(row)
-            if row not in ended:
-                texts[row].append(token)
-        if len(ended) == rows:
-            break
-    return texts
+    tokens = generate(model, [prompt] * rows, **options)
+    while any(eot not in text for text in texts) and (some := list(islice(tokens, CHUNK))):
+        for text, more in zip(texts, torch.stack(some, 1).tolist(), strict=True):
+            text += more
+    return [text[: text.index(eot)] if eot in text else text for text in texts]

@@ -16,7 +16,8 @@ from model.loss import HeadCrossEntropy
 class KVCache:
     """Keys and values of the tokens seen so far, so that each new token costs one forward of one.
 
-    Holds at most `capacity` tokens; memory is taken at the first append, in the dtype of the keys.
+    Holds at most `capacity` tokens; memory is taken at the first append, in the dtype in which
+    `attend` wants them.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,12 +29,23 @@ class KVCache:
         """Adds k and v (B, H, T, D) of the newest T tokens; returns all of them so far."""
         if layer not in self.layers:
             B, H, _, D = k.shape
-            self.layers[layer] = k.new_empty(2, B, H, self.capacity, D)
+            dtype = torch.float32 if k.device.type == "cpu" else k.dtype
+            self.layers[layer] = k.new_empty(2, B, H, self.capacity, D, dtype=dtype)
         end = self.length + k.size(2)
         self.layers[layer][0, :, :, self.length : end] = k
         self.layers[layer][1, :, :, self.length : end] = v
         keys, values = self.layers[layer][:, :, :, :end]
         return keys, values
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """scaled_dot_product_attention of queries (B, H, T, D), keys and values (B, H, S, D). A CPU
+    takes up to five times as long for few queries in bfloat16, so these run in float32."""
+    if q.device.type == "cpu" and (q.size(2) <= 256 or k.dtype is torch.float32):
+        q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast("cpu", enabled=False):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 class Attention(nn.Module):
@@ -60,17 +72,11 @@ class Attention(nn.Module):
         causal = cache is None and mask is None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D), S = tokens seen so far
-            if T > 1:
+            if T > 1 and mask is None:
                 S = k.size(2)
                 mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=causal,
-        )
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -158,8 +164,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Final hidden states (B, T, C) of token ids (B, T), which continue `cache` if given.
 
-        For several continuations in one row, without a cache: `positions` (B, T), each below the
-        block size, and `mask` (B, 1, T, T), true where a token may look.
+        For padding, or several continuations in one row: `positions` (B, T), each below the block
+        size, and `mask` (B, 1, T, S), true where a token may look at the S tokens so far.
         """
         start = cache.length if cache is not None else 0
         end = start + idx.size(1)

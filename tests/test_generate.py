@@ -4,6 +4,7 @@ import torch
 from model.config import GPTConfig
 from model.generate import choose, complete, generate
 from model.gpt import GPT
+from model.packed import PackedGPT, packed
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +17,8 @@ def model():
     return model
 
 
-def tokens(model, prompt, n, **options):
-    rows = list(generate(model, torch.tensor(prompt), n, **options))
+def tokens(model, prompts, n, **options):
+    rows = list(generate(model, prompts, n, **options))
     return torch.stack(rows, 1).tolist()
 
 
@@ -34,6 +35,34 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
     assert tokens(model, [[7]], 20, seed=5) == three[:1]
     assert three[0] != three[1] != three[2]
     assert tokens(model, [[7]], 20, seed=6) != three[:1]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_prompts_of_different_lengths_go_on_as_each_alone(model, use_cache):
+    prompts = [[1], list(range(2, 20)), [3, 4, 5], list(range(30, 40))]  # the context holds 16
+    together = tokens(model, prompts, 40, temperature=0, use_cache=use_cache)
+    alone = [tokens(model, [prompt], 40, temperature=0)[0] for prompt in prompts]
+    assert together == alone and len(set(map(tuple, alone))) == 4
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}])
+def test_packed_weights_change_no_token(model, options):
+    twin = packed(model, torch.float32)
+    assert (type(twin) is PackedGPT) == torch.backends.mkldnn.is_available()
+    prompts = [[1, 2, 3], [4]]
+    assert tokens(twin, prompts, 60, **options) == tokens(model, prompts, 60, **options)
+
+
+def test_packed_weights_give_the_logits_of_autocast(model):
+    twin = packed(model, torch.bfloat16)
+    if twin is model:
+        pytest.skip("no bfloat16 products on this CPU")
+    idx = torch.arange(32).view(2, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found, plain = twin(idx).float(), model(idx).float()
+    exact = model(idx)
+    rounding = (plain - exact).norm() / exact.norm()
+    assert (found - exact).norm() / exact.norm() < 1.2 * rounding
 
 
 def test_greedy_takes_the_likeliest(model):

@@ -7,6 +7,7 @@ worker and its peer take turns under the same conditions, repeat by repeat.
 
 import importlib
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -50,13 +51,14 @@ Repeat = Callable[[], int]  # does the work once, gives how many units of it tha
 
 
 def training(job: Job, model: nn.Module, loss_of: Callable, optimizer) -> Repeat:
-    """Steps of one micro-batch of random tokens: forward, backward, clip, update."""
+    """Steps of one micro-batch of random tokens: forward, backward, clip, update; as many as take a
+    second, so that what ran in between is forgotten."""
     device = next(model.parameters()).device
     size = (job.batch, job.config.block_size)
     dtype = distributed.pick_dtype(job.dtype, device)
     tokens = torch.randint(job.config.vocab_size, (2, *size), device=device)
 
-    def step() -> int:
+    def step() -> None:
         with distributed.autocast(device, dtype, keep_weights=False):
             loss = loss_of(*tokens)
         loss.backward()
@@ -64,9 +66,18 @@ def training(job: Job, model: nn.Module, loss_of: Callable, optimizer) -> Repeat
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
-        return tokens[0].numel()
 
-    return step
+    step()  # the first compiles and makes the optimizer's state
+    began = time.perf_counter()
+    step()
+    count = math.ceil(1 / (time.perf_counter() - began))
+
+    def steps() -> int:
+        for _ in range(count):
+            step()
+        return count * tokens[0].numel()
+
+    return steps
 
 
 def train(job: Job) -> Repeat:
@@ -148,16 +159,17 @@ def sample(job: Job) -> Repeat:
     """Tokens of sampling with the key/value cache, `batch` prompts of 16 tokens."""
     from model.generate import generate
     from model.gpt import GPT
+    from model.packed import packed
 
     device = distributed.pick_device(job.device)
     dtype = distributed.pick_dtype(job.dtype, device)
-    model = GPT(job.config).to(device).eval()
-    prompt = torch.randint(job.config.vocab_size, (job.batch, 16), device=device)
+    model = packed(GPT(job.config).to(device).eval(), dtype)
+    prompts = torch.randint(job.config.vocab_size, (job.batch, 16)).tolist()
 
     def texts() -> int:
         with distributed.autocast(device, dtype):
-            tokens = [t.tolist() for t in generate(model, prompt, NEW_TOKENS, top_k=50)]
-        return len(tokens) * job.batch
+            tokens = torch.stack(list(generate(model, prompts, NEW_TOKENS, top_k=50)))
+        return len(tokens.tolist()) * job.batch
 
     return texts
 
