@@ -9,13 +9,12 @@ take turns, repeat by repeat. Prints medians, then all of it as one line of JSON
 """
 
 import json
-import platform
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from cli import run
 from config import BenchConfig, ConfigError
@@ -23,12 +22,12 @@ from data.benchmarks import read_rows
 from data.shards import atomic_write
 from data.tokenizer import load_tokenizer
 from model.config import SIZES, GPTConfig
-from model.gpt import GPT, skeleton
+from model.gpt import GPT
 from model.huggingface import save_pretrained
 from scripts.harness import complete
-from utils.distributed import pick_device, pick_dtype
-from utils.throughput import flops_per_token, peak_flops
-from utils.workers import Measurement, measure
+from utils.comparison import Comparison, figures, hardware, line, steps
+from utils.distributed import pick_device
+from utils.workers import Job, Measurement
 
 VOCABULARY = 50257
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "vocab_size": 257}
@@ -36,46 +35,34 @@ SMALL_BATCH = 12  # nanoGPT's documented configuration for a CPU, in float32 and
 EXAMPLES = 160  # of HellaSwag
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What ours reaches, beside a peer and beside limits: "matrix", in FLOP/s, and "copy"."""
-
-    what: str
-    unit: str
-    ours: Measurement
-    peer: Measurement | None = None
-    limits: tuple[Measurement, ...] = ()
-    flops: int = 0
-    """Arithmetic of one unit."""
-
-
-def training(config: BenchConfig, *, small: bool) -> Comparison:
-    """Training steps of the named size, or of nanoGPT's configuration for CPUs."""
-    name, batch, dtype = config.model_type, config.micro_batch_size, config.dtype
-    shape = {**SIZES[name], "block_size": config.block_size, "vocab_size": VOCABULARY}
-    if small:
-        name, batch, dtype, shape = "4 layers of 128", SMALL_BATCH, "float32", SMALL
-    job = {"shape": shape, "batch": batch, "dtype": dtype, "device": config.device}
-    ours = job | {
-        "activation_checkpointing": config.activation_checkpointing,
-        "compile": config.use_torch_compile and not small,
-    }
-    theirs = job | {"peer": str(config.peer and config.peer.resolve()), "compile": not small}
-    parameters = skeleton(GPTConfig(**shape)).num_parameters()
-    return Comparison(
-        f"training {name}, {batch} x {shape['block_size']}, {dtype}",
-        "tokens",
-        Measurement("train", ours),
-        Measurement("train_nanogpt", theirs) if config.peer else None,
-        (Measurement("matrix", job), Measurement("copy", job)),
-        flops_per_token(parameters, shape["n_layer"], shape["n_embd"], shape["block_size"]),
+def training(config: BenchConfig, *, sharding: str = "none", processes: int = 1) -> Comparison:
+    """Training steps of the named size, ours divided over processes; the peer's is compiled."""
+    shape = {**SIZES[config.model_type], "block_size": config.block_size}
+    ours = Job(
+        {**shape, "vocab_size": VOCABULARY},
+        config.micro_batch_size,
+        config.dtype,
+        config.device,
+        compile=config.use_torch_compile,
+        activation_checkpointing=config.activation_checkpointing,
+        sharding=sharding,
+        processes=processes,
     )
+    return steps(config.model_type, ours, replace(ours, compile=True), config.peer)
+
+
+def small_training(config: BenchConfig, *, fast: bool) -> Comparison:
+    """The shape of nanoGPT's documented configuration for a CPU, which is float32 and not compiled;
+    ours too, or as fast as it goes."""
+    theirs = Job(SMALL, SMALL_BATCH, "float32", config.device)
+    ours = replace(theirs, dtype="bfloat16", compile=True) if fast else theirs
+    return steps("4 layers of 128", ours, theirs, config.peer)
 
 
 def sampling(config: BenchConfig, batch: int) -> Comparison:
     """128 tokens after each of `batch` prompts, beside transformers."""
     shape = {**SIZES[config.model_type], "block_size": config.block_size, "vocab_size": VOCABULARY}
-    job = {"shape": shape, "batch": batch, "dtype": config.dtype, "device": config.device}
+    job = Job(shape, batch, config.dtype, config.device)
     what = f"sampling {config.model_type}, batch {batch}, {config.dtype}"
     peer = Measurement("sample_transformers", job)
     return Comparison(what, "tokens", Measurement("sample", job), peer)
@@ -88,9 +75,19 @@ def sharding(config: BenchConfig, folder: Path) -> Comparison:
         files = [str(folder / "words.jsonl")]
         lines = (json.dumps({"text": words(n, 1000)}) + "\n" for n in range(4000))
         Path(files[0]).write_text("".join(lines))
-    job = {"files": files, "threads": config.num_workers}
+    job = Job(files=tuple(files), threads=config.num_workers)
     what = f"sharding, {config.num_workers} threads"
     return Comparison(what, "tokens", Measurement("data", job), Measurement("data_tiktoken", job))
+
+
+def reading(folder: Path) -> Comparison:
+    """Batches of 8 processes from one disk, from shards of random tokens."""
+    for split, shards in (("train", 4), ("val", 1)):
+        for i in range(shards):
+            tokens = np.random.default_rng(i).integers(0, VOCABULARY, 10_000_000, np.uint16)
+            np.save(folder / f"{split}_{i:06d}.npy", tokens)
+    job = Job(files=(str(folder),))
+    return Comparison("batches of 8 processes", "tokens", Measurement("read", job))
 
 
 def evaluation(config: BenchConfig, folder: Path) -> list[Comparison]:
@@ -107,13 +104,14 @@ def evaluation(config: BenchConfig, folder: Path) -> list[Comparison]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = GPT(GPTConfig(**SIZES[config.model_type], vocab_size=VOCABULARY))
     save_pretrained(model, folder / "model", load_tokenizer("gpt2"))
-    job = {"files": [str(folder / "model"), str(folder / "rows.jsonl")], "device": config.device}
-    theirs = job | {"peer": str(config.harness and config.harness.absolute())}
+    files = (str(folder / "model"), str(folder / "rows.jsonl"))
+    job = Job(files=files, device=config.device)
+    theirs = replace(job, peer=str(config.harness and config.harness.absolute()))
     return [
         Comparison(
             f"HellaSwag {config.model_type}, {len(rows)} examples as a command, {dtype}",
             "examples",
-            Measurement("evaluate", job | {"dtype": dtype}),
+            Measurement("evaluate", replace(job, dtype=dtype)),
             Measurement("evaluate_harness", theirs) if config.harness else None,
         )
         for dtype in ("float32", "bfloat16")
@@ -126,59 +124,6 @@ def words(seed: int, count: int) -> str:
     return " ".join(random.Random(seed).choices(common, k=count)) + "."
 
 
-def figures(comparison: Comparison, config: BenchConfig) -> dict:
-    """A row of the report."""
-    device = pick_device(config.device)
-    others = [comparison.peer] if comparison.peer else []
-    all_of_it = [comparison.ours, *others, *comparison.limits]
-    found = measure(all_of_it, config.repeats, in_turn=device.type == "cpu")
-    by_kind = dict(zip((m.kind for m in all_of_it), found, strict=True))
-    ours = found[0]
-    row = {"what": comparison.what, "unit": comparison.unit, "measured": by_kind}
-    if comparison.peer:
-        row["peer"] = comparison.peer.kind
-        row["ratio"] = ours["rate"] / found[1]["rate"]
-        row["memory_ratio"] = ours["peak_bytes"] / found[1]["peak_bytes"]
-    if comparison.flops:
-        reached = ours["rate"] * comparison.flops
-        row["share_of_matrix"] = reached / by_kind["matrix"]["rate"]
-        peak = peak_flops(device, pick_dtype(comparison.ours.job["dtype"], device))
-        row["mfu"] = reached / peak if peak else None
-    return row
-
-
-def line(row: dict) -> str:
-    """A row as text."""
-    ours, *_ = row["measured"].values()
-    text = f"{row['what']}: {ours['rate']:,.4g} {row['unit']}/s, {ours['peak_bytes'] / 1e9:.2f} GB"
-    if "peer" in row:
-        theirs = row["measured"][row["peer"]]
-        text += (
-            f"; {row['peer']} {theirs['rate']:,.4g} {row['unit']}/s, "
-            f"{theirs['peak_bytes'] / 1e9:.2f} GB: {row['ratio']:.2f}x the speed, "
-            f"{row['memory_ratio']:.2f}x the memory"
-        )
-    if "share_of_matrix" in row:
-        matrix, copy = (row["measured"][kind]["rate"] for kind in ("matrix", "copy"))
-        text += (
-            f"; {row['share_of_matrix']:.0%} of the {matrix / 1e9:,.0f} GFLOP/s of its matrix "
-            f"products alone, memory copies {copy / 1e9:.1f} GB/s"
-        )
-        text += f"; MFU {row['mfu']:.1%}" if row["mfu"] else ""
-    return text
-
-
-def hardware(device: torch.device) -> dict:
-    """What the figures are of."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    return {
-        "device": f"{device.type} {name}".strip(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-    }
-
-
 def main(config: BenchConfig) -> None:
     for name in ("repeats", "block_size", "micro_batch_size", "num_workers"):
         if getattr(config, name) < 1:
@@ -186,22 +131,23 @@ def main(config: BenchConfig) -> None:
     if config.peer and not (config.peer / "model.py").is_file():
         raise ConfigError(f"--peer {config.peer} has no model.py; give a checkout of nanoGPT")
     device = pick_device(config.device)
+    on_cpu = device.type == "cpu"
     report = {"hardware": hardware(device), "rows": []}
     print(", ".join(f"{key} {value}" for key, value in report["hardware"].items()))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = {
             "train": lambda: [
-                training(config, small=small)
-                for small in ((False, True) if device.type == "cpu" else (False,))
+                training(config),
+                *(small_training(config, fast=fast) for fast in (False, True) if on_cpu),
             ],
             "sample": lambda: [sampling(config, batch) for batch in (1, 8)],
-            "data": lambda: [sharding(config, folder)],
+            "data": lambda: [sharding(config, folder), reading(folder)],
             "eval": lambda: evaluation(config, folder),
         }
         for part, comparisons in parts.items():
             for comparison in comparisons() if config.what in (part, "all") else ():
-                report["rows"].append(figures(comparison, config))
+                report["rows"].append(figures(comparison, config.repeats))
                 print(line(report["rows"][-1]), flush=True)
     config.out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(config.out) as file:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import torch
-import tyro
 
-from config import ConfigError
+from config import BenchConfig, ConfigError
 from data.shards import DataError
 from model.config import ModelError
 from utils import distributed
@@ -18,6 +17,7 @@ from utils.distributed import DeviceError
 from utils.guard import TrainingError
 from utils.logger import LogError
 from utils.saver import finish_writing
+from utils.workers import MeasurementError
 
 Config = TypeVar("Config")
 USER_ERRORS = (
@@ -28,12 +28,17 @@ USER_ERRORS = (
     DeviceError,
     LogError,
     TrainingError,
+    MeasurementError,
 )
 
 
 def parse(config_class: type[Config], default: Config | None = None) -> Config:
     """Settings from the command line; those not given come from `default`. Exits 2 if wrong."""
+    import tyro  # only here: what does without a command line does without it
+
     given = {} if default is None else {"default": default}
+    if config_class is BenchConfig:
+        given["config"] = (tyro.conf.PositionalRequiredArgs,)
     quiet = int(os.environ.get("RANK", 0)) > 0
     return tyro.cli(config_class, use_underscores=True, console_outputs=not quiet, **given)
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from tyro.conf import Positional
-
 from model.config import SIZES, GPTConfig
 
 
@@ -83,8 +81,9 @@ class TrainConfig:
     """Optimizer steps; 19,073 of 524,288 tokens are 10B."""
     total_batch_size: int = 524_288
     """Tokens in a step, over all processes; gradient accumulation follows from it."""
-    micro_batch_size: int = 16
-    """Sequences in one forward on one process: as many as fit."""
+    micro_batch_size: int | Literal["auto"] = 16
+    """Sequences in one forward on one process; auto: as many as should fit its memory, by the
+    forecast of --dry_run. What a step learns from does not depend on it."""
     max_lr: float = 6e-4
     """Learning rate after warmup."""
     min_lr: float | None = None
@@ -141,6 +140,8 @@ class TrainConfig:
     128; those that are not finite are always left out."""
     use_torch_compile: bool = False
     """Compile the training step; evaluation and sampling use the plain module."""
+    profile: bool = False
+    """Write a trace of three steps to trace.json in --log_dir, for ui.perfetto.dev."""
     dry_run: bool = False
     """Check the settings, say what would be trained, and end."""
 
@@ -153,6 +154,8 @@ class TrainConfig:
         }
         for least, names in at_least.items():
             for name in names.split():
+                if name == "micro_batch_size" and self.micro_batch_size == "auto":
+                    continue
                 if not getattr(self, name) >= least:
                     raise ConfigError(f"--{name} {getattr(self, name)} must be at least {least}")
         if self.skip_spikes is not None and not self.skip_spikes > 0:
@@ -317,7 +320,7 @@ class PlotConfig:
 class BenchConfig:
     """Measure this machine: what the scripts reach beside its limits and beside their peers."""
 
-    what: Positional[Literal["train", "data", "sample", "eval", "all"]] = "all"
+    what: Literal["train", "data", "sample", "eval", "all"]
     """The part to measure."""
     peer: Path | None = None
     """A checkout of nanoGPT, whose model.py trains in turn with ours."""

@@ -1,6 +1,11 @@
-"""What --dry_run prints: what would be trained, and what it takes in memory, time and money."""
+"""What --dry_run prints: what would be trained, and what it takes in memory, time and money. And
+the micro-batch that should fit."""
 
-from config import TrainConfig
+from dataclasses import replace
+
+import torch
+
+from config import ConfigError, TrainConfig
 from data.loader import TokenStream
 from data.shards import DataError
 from data.tokenizer import TOKENIZERS
@@ -16,11 +21,13 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
     """Needs no data and no memory for the model. The folder of shards is the last line."""
     device, world_size = distributed.pick_device(config.device), distributed.world_size()
     dtype = distributed.pick_dtype(config.dtype, device)
+    shape = model_shape(config, saved)
+    if config.micro_batch_size == "auto":
+        free = distributed.free_memory(device)
+        config.micro_batch_size = largest_micro_batch(
+            config, shape, dtype, world_size, device, free
+        )
     accumulation = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
-    if config.init_from and not saved:
-        shape = fitting(config, read_config(find_folder(config.init_from)))
-    else:
-        shape = config.model_config(vocab_size(config, saved))
     model = skeleton(shape)
     steps = config.max_steps - (saved["step"] if saved else 0)
     print(
@@ -28,7 +35,7 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
         f"{config.total_batch_size:,} tokens = {accumulation} x {config.micro_batch_size} x "
         f"{config.block_size} x {world_size} on {device.type}, {dtype}"
     )
-    need = memory(config, shape, device.type, dtype.itemsize, world_size, accumulation)
+    need = memory(config, shape, device.type, dtype.itemsize, world_size)
     print("\n".join(memory_lines(config, need, device.type, world_size)))
     flops = flops_per_token(
         model.num_parameters(), shape.n_layer, shape.n_embd, config.block_size
@@ -47,10 +54,50 @@ def vocab_size(config: TrainConfig, saved: dict | None) -> int:
         return TOKENIZERS["gpt2"].vocab_size
 
 
+def model_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
+    """The architecture of the run."""
+    if config.init_from and not saved:
+        return fitting(config, read_config(find_folder(config.init_from)))
+    return config.model_config(vocab_size(config, saved))
+
+
+def largest_micro_batch(
+    config: TrainConfig,
+    shape: GPTConfig,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    free: int,
+) -> int:
+    """The most sequences at a time of which a whole number makes a step and that should fit `free`
+    bytes of one process, with a tenth to spare. ConfigError where not even one fits."""
+    one = replace(config, micro_batch_size=1)
+    share = one.sequences_per_step(world_size) // world_size
+
+    def needed(micro_batch_size: int) -> int:
+        trial = replace(config, micro_batch_size=micro_batch_size)
+        need = memory(trial, shape, device.type, dtype.itemsize, world_size)
+        return need.peak_with_saves(saves_during(config)) if device.type == "cpu" else need.peak
+
+    sizes = [n for n in range(1, share + 1) if share % n == 0 and needed(n) <= 0.9 * free]
+    if not sizes:
+        raise ConfigError(
+            f"--micro_batch_size auto: one sequence takes {needed(1) / 1e9:.2f} GB, of which a "
+            f"process has {free / 1e9:.2f}; see --dry_run, --activation_checkpointing, --sharding"
+        )
+    return sizes[-1]
+
+
+def saves_during(config: TrainConfig) -> bool:
+    """Whether checkpoints are written while training goes on."""
+    return any(0 < every < config.max_steps for every in (config.save_every, config.eval_every))
+
+
 def memory(
-    config: TrainConfig, shape: GPTConfig, device: str, e: int, world_size: int, accumulation: int
+    config: TrainConfig, shape: GPTConfig, device: str, e: int, world_size: int
 ) -> forecast.Memory:
     """The forecast for one process of a run; GPUs are taken to stand in machines of eight."""
+    accumulation = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
     return forecast.memory(
         n_layer=shape.n_layer,
         n_head=shape.n_head,
@@ -83,10 +130,7 @@ def memory_lines(
     saving = f"{need.snapshot / 1e9:.2f}, {2 * need.snapshot / 1e9:.2f} while it is gathered"
     if device == "cpu":
         python = peak_memory()
-        during = any(
-            0 < every < config.max_steps for every in (config.save_every, config.eval_every)
-        )
-        total = python + need.peak_with_saves(during)
+        total = python + need.peak_with_saves(saves_during(config))
         rows["holes in malloc's heap, as measured for 124M"] = need.holes
         rows["Python and its libraries (this process)"] = python
         rows["copy for saving, beside training if before the end"] = need.snapshot

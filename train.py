@@ -34,7 +34,7 @@ from data.loader import (
 )
 from data.shards import DataError, atomic_write, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from dryrun import dry_run
+from dryrun import dry_run, largest_micro_batch, model_shape
 from model.generate import complete
 from model.gpt import GPT
 from model.huggingface import load_pretrained
@@ -48,7 +48,7 @@ from utils.saver import Saver
 from utils.schedule import cosine_lr
 from utils.scoring import score_items
 from utils.signals import Stop
-from utils.throughput import flops_per_token, peak_flops
+from utils.throughput import flops_per_token, peak_flops, since_start, tracer
 
 
 def main() -> None:
@@ -68,6 +68,13 @@ def main() -> None:
         raise ConfigError(
             f"{config.data_dir} holds {tokenizer_name} tokens, but the checkpoint was trained on "
             f"{saved['tokenizer']} tokens"
+        )
+    if config.micro_batch_size == "auto":
+        free = torch.tensor([distributed.free_memory(device)], device=device)
+        least = int(process.extremes(free)[0])
+        shape = model_shape(config, saved)
+        config.micro_batch_size = largest_micro_batch(
+            config, shape, dtype, process.world_size, device, least
         )
     batch = config.sequences_per_step(process.world_size)
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
@@ -177,6 +184,9 @@ def main() -> None:
         batch_size=config.micro_batch_size,
         dtype=dtype,
     )
+    trace = None
+    if config.profile and process.is_main:
+        trace = tracer(config.log_dir / "trace.json", logger.say)
     step, stopping = start, False
     while True:
         last = step == config.max_steps
@@ -277,7 +287,13 @@ def main() -> None:
             },
             step,
         )
+        if step == start + 1 and since_start():
+            logger.say(f"the first step was done {since_start():.1f} s after the start")
+        if trace is not None:
+            trace.step()
 
+    if trace is not None:
+        trace.stop()
     finish(saver, process)
     if stopping:
         logger.say(f"stopped by a signal; saved at step {step}: continue with --resume auto")

@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from model.config import GPTConfig, ModelError
 from model.loss import HeadCrossEntropy
 
+FEW_QUERIES = 256  # up to so many a CPU attends sooner in float32 than in bfloat16
+
 
 class KVCache:
     """Keys and values of the tokens seen so far, so that each new token costs one forward of one.
@@ -40,8 +42,8 @@ class KVCache:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     """scaled_dot_product_attention of queries (B, H, T, D), keys and values (B, H, S, D). A CPU
-    takes up to five times as long for few queries in bfloat16, so these run in float32."""
-    if q.device.type == "cpu" and (q.size(2) <= 256 or k.dtype is torch.float32):
+    takes up to five times as long for few queries in bfloat16: these run in float32."""
+    if q.device.type == "cpu" and (q.size(2) <= FEW_QUERIES or k.dtype is torch.float32):
         q, k, v = q.float(), k.float(), v.float()
         with torch.autocast("cpu", enabled=False):
             return F.scaled_dot_product_attention(q, k, v, **options)

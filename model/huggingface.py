@@ -10,7 +10,6 @@ from pathlib import Path
 from reprlib import repr as brief
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
@@ -143,6 +142,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             if file.suffix == ".safetensors":
+                from safetensors.torch import load_file  # training does without
+
                 state.update(load_file(file))
             else:
                 state.update(torch.load(file, map_location="cpu", weights_only=True))
@@ -196,6 +197,8 @@ def save_pretrained(model: GPT, folder: str | Path, tokenizer: Tokenizer | None 
     }
     (folder / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
     weights = to_hf(model.state_dict(), config)
+    from safetensors.torch import save_file
+
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder, config.block_size)

@@ -1,10 +1,14 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from conftest import script
+from conftest import ROOT, environment, script
 
 import bench
 from config import BenchConfig, ConfigError
+from utils.comparison import figures, line
 
 PEER = """
 import torch
@@ -37,7 +41,7 @@ class GPT(torch.nn.Module):
 def test_training_is_measured_in_turn_with_a_peer_and_its_limits(tmp_path):
     (tmp_path / "model.py").write_text(PEER)
     config = BenchConfig("train", peer=tmp_path, repeats=3, device="cpu")
-    row = bench.figures(bench.training(config, small=True), config)
+    row = figures(bench.small_training(config, fast=False), 3)
     ours, theirs, matrix, copy = row["measured"].values()
     assert list(row["measured"]) == ["train", "train_nanogpt", "matrix", "copy"]
     assert ours["lowest"] <= ours["rate"] <= ours["highest"]
@@ -46,7 +50,7 @@ def test_training_is_measured_in_turn_with_a_peer_and_its_limits(tmp_path):
     assert 0 < row["share_of_matrix"] < 1
     assert all(10**8 < found["peak_bytes"] < 10**10 for found in (ours, theirs))
     assert matrix["rate"] > 10**9 and copy["rate"] > 10**8
-    assert row["mfu"] is None and "x the speed" in bench.line(row)
+    assert row["mfu"] is None and "x the speed" in line(row)
 
 
 def test_a_peer_that_is_none_is_a_sentence(tmp_path):
@@ -56,8 +60,58 @@ def test_a_peer_that_is_none_is_a_sentence(tmp_path):
     assert "--repeats 0 must be at least 1" in done.stderr
 
 
+# lets the modules of requirements.txt that the GPU script does without be missing
+WITHOUT = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *args):
+        here = name.partition(".")[0] not in ("tyro", "datasets", "safetensors", "matplotlib")
+        return self.finder.find_spec(name, *args) if here else None
+
+sys.meta_path = [Without(finder) for finder in sys.meta_path]
+"""
+
+
+def test_the_script_for_gpus_runs_here_without_most_requirements(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    (tmp_path / "model.py").write_text(PEER)
+    command = ["bash", "scripts/bench_gpu.sh", "--tiny", "--repeats", "1", "--peer", tmp_path]
+    here = {"PYTHONPATH": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment() | here, text=True, capture_output=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train.py itself: not measured, it needs tyro" in done.stdout
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert 0 < row["share_of_matrix"] < 1 and 0 < row["ratio"] < 1
+    assert row["what"] == "training tiny, 64 x 64, auto"
+
+
+@pytest.mark.slow
+def test_the_script_for_gpus_times_train_itself():
+    done = subprocess.run(
+        ["bash", "scripts/bench_gpu.sh", "--tiny", "--repeats", "1"],
+        cwd=ROOT,
+        env=environment() | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"},
+        text=True,
+        capture_output=True,
+        timeout=400,
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["train.py"]["rate"] > 0 and 0 <= report["train.py"]["data_share"] < 0.01
+
+
+def test_eight_readers_are_faster_than_eight_gpus_learn(tmp_path):
+    found = figures(bench.reading(tmp_path), 2)["measured"]["read"]
+    assert found["rate"] > 8 * 700_000  # 124M at 60 % of an H100's peak
+
+
 def test_the_report_is_a_file_and_the_last_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "figures", lambda comparison, config: {"what": comparison.what})
+    monkeypatch.setattr(bench, "figures", lambda comparison, repeats: {"what": comparison.what})
     monkeypatch.setattr(bench, "line", lambda row: row["what"])
     out = tmp_path / "logs" / "bench.json"
     bench.main(BenchConfig("sample", device="cpu", out=out))

@@ -11,7 +11,13 @@ from utils import distributed
 from utils.checkpoint import CheckpointError
 from utils.distributed import DeviceError, Process
 from utils.optim import make_optimizer
-from utils.parallel import accumulating, gather_state, load_optimizer_state, recompute
+from utils.parallel import (
+    accumulating,
+    clip_grad_norm,
+    gather_state,
+    load_optimizer_state,
+    recompute,
+)
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
 X = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -24,6 +30,18 @@ def stepped(seed=0):
     model(X, X).backward()
     optimizer.step()
     return model, optimizer
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3, 0])
+def test_gradients_are_clipped_as_by_pytorch(max_norm):
+    (ours, _), (theirs, _) = stepped(), stepped()
+    norm = clip_grad_norm(ours, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or torch.inf)
+    assert norm == expected > 1e-3
+    assert all(
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
 
 
 def test_optimizer_state_by_name_carries_over():

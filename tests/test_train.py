@@ -2,6 +2,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -279,3 +280,23 @@ def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
     last = trained / "checkpoints" / "model_last.pt"
     bad(args(foreign, "--resume", last), "tokens")
     assert not (tmp_path / "new").exists()
+
+
+def test_the_micro_batch_can_choose_itself_and_a_trace_be_written(shards, trained, tmp_path):
+    extra = ["--save_every", 10, "--micro_batch_size", "auto", "--profile"]
+    done = script(*train_args(shards, tmp_path, 20, *extra))
+    assert list(losses(tmp_path).values()) == pytest.approx(
+        list(losses(trained).values()), abs=1e-5
+    )
+    config = json.loads((tmp_path / "logs" / "config.json").read_text())["train_config"]
+    assert config["micro_batch_size"] == 16  # the whole step fits
+    trace = json.loads((tmp_path / "logs" / "trace.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"ProfilerStep#3", "ProfilerStep#5", "aten::addmm"} <= names
+    assert "ProfilerStep#6" not in names and "trace.json: open it" in done.stdout
+    seconds = re.search(r"the first step was done ([0-9.]+) s after the start", done.stdout)
+    assert 0.5 < float(seconds[1]) < 100
+
+
+def test_a_trace_of_a_run_that_is_too_short_is_no_error(shards, tmp_path):
+    script(*train_args(shards, tmp_path, 2, "--profile"))

@@ -1,11 +1,14 @@
 """Processes, devices and dtypes: the one reader of RANK, LOCAL_RANK and WORLD_SIZE."""
 
+import contextlib
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -87,6 +90,11 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
 
+def is_main() -> bool:
+    """Whether this is the only process, or the first of those that the launcher started."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def world_size() -> int:
     """How many processes the launcher started, or will."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -116,6 +124,26 @@ def start(device: str) -> Process:
         else:
             dist.init_process_group("gloo", timeout=TIMEOUT)
     return process
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of the device's memory that this process can still take: on a CPU its share of what
+    the machine, or the container's limit, has left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    try:
+        available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+        free = 1024 * int(available[1])
+    except OSError:  # not Linux
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        taken = re.search(r"anon (\d+)", (group / "memory.stat").read_text())
+        free = min(free, limit - int(taken[1]))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def tick() -> None:

@@ -7,6 +7,7 @@ tensors; docs/SCALING.md holds them against measured peaks. Dropout's masks are 
 
 from dataclasses import dataclass
 
+from model.gpt import FEW_QUERIES
 from model.loss import CHUNK_BYTES, PART_BYTES, rows_within
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
@@ -66,24 +67,34 @@ def parameters(n_layer: int, n_embd: int, block_size: int, rows: int) -> tuple[i
     return blocks, (rows + block_size) * n_embd + n_layer * 4 * n_embd + 2 * n_embd
 
 
-def block_activations(n_head: int, n_embd: int, e: int, checkpointing: str) -> int:
+def block_activations(
+    n_head: int, n_embd: int, e: int, checkpointing: str, attention_e: int
+) -> int:
     """Bytes a token that autograd keeps of a block.
 
     float32: the inputs of both LayerNorms (2C), their means and deviations (4), logsumexp (H).
-    In `e`: the inputs of the four linear layers (C, C, C, 4C), q, k, v (3C), the GELU's input (4C).
+    In `e`: the inputs of the four linear layers (C, C, C, 4C), the GELU's input (4C).
+    In the bytes of attention's dtype: q, k, v (3C), and its result (C) if that is not `e`.
     """
     if checkpointing == "block":
         return 4 * n_embd
-    in_e = {"none": 14, "mlp": 10, "cheap": 8}[checkpointing]
-    return 2 * 4 * n_embd + 4 * 4 + 4 * n_head + in_e * e * n_embd
+    in_e = {"none": 11, "mlp": 7, "cheap": 5}[checkpointing]
+    attention = (3 if attention_e == e else 4) * attention_e
+    return 2 * 4 * n_embd + 4 * 4 + 4 * n_head + (in_e * e + attention) * n_embd
 
 
 def activations(
-    tokens: int, n_layer: int, n_head: int, n_embd: int, e: int, checkpointing: str
+    tokens: int,
+    n_layer: int,
+    n_head: int,
+    n_embd: int,
+    e: int,
+    checkpointing: str,
+    attention_e: int,
 ) -> int:
     """Bytes that one micro-batch of `tokens` keeps between forward and backward: the blocks, the
     last LayerNorm (its input in float32, mean, deviation), token ids and targets."""
-    blocks = n_layer * block_activations(n_head, n_embd, e, checkpointing)
+    blocks = n_layer * block_activations(n_head, n_embd, e, checkpointing, attention_e)
     return tokens * (blocks + 4 * n_embd + 8 + 16)
 
 
@@ -102,13 +113,13 @@ def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
 
 
 def backward_bytes(
-    tokens: int, n_head: int, n_embd: int, rows: int, e: int, checkpointing: str
+    tokens: int, n_head: int, n_embd: int, rows: int, e: int, checkpointing: str, attention_e: int
 ) -> int:
     """Bytes alive beside the activations in the backward pass of the last block: the embedding's
     gradient, the gradients of the residual stream (2C, float32) and of the GELU's output and input
     (8C in `e`), and what is computed again."""
-    again = block_activations(n_head, n_embd, e, "none")
-    again -= block_activations(n_head, n_embd, e, checkpointing)
+    again = block_activations(n_head, n_embd, e, "none", attention_e)
+    again -= block_activations(n_head, n_embd, e, checkpointing, attention_e)
     return 4 * rows * n_embd + tokens * (8 * n_embd + 8 * e * n_embd + again)
 
 
@@ -154,16 +165,17 @@ def memory(
     # whole until the last micro-step, or in DDP's buckets
     whole = not sharded or (sharding == "zero1" and accumulation > 1)
     kept = {"none": 12, "mlp": 8, "cheap": 1, "block": 0}[checkpointing]  # of 12 C^2 a block
+    attention_e = 4 if device == "cpu" and block_size <= FEW_QUERIES else e
     cast = 0 if e == 4 else e * blocks * kept // 12
     return Memory(
         weights=4 * share,
         gathered=gathered_bytes(blocks, rest, n_layer, sharding, e) if sharded else cast,
         gradients=4 * (total if whole else share),
         optimizer=8 * share,
-        activations=activations(tokens, n_layer, n_head, n_embd, e, checkpointing),
+        activations=activations(tokens, n_layer, n_head, n_embd, e, checkpointing, attention_e),
         work=max(
             head_bytes(tokens, n_embd, rows, e, device),
-            backward_bytes(tokens, n_head, n_embd, rows, e, checkpointing),
+            backward_bytes(tokens, n_head, n_embd, rows, e, checkpointing, attention_e),
         ),
         snapshot=12 * total,
         gathered_first=sharded or device != "cpu",

@@ -2,58 +2,39 @@
 
 A worker warms up, says how long its start took, then does one repeat for each line that it reads
 and answers with its rate; at the end of the input it says how much memory it took at most. So a
-worker and its peer take turns under the same conditions, repeat by repeat.
+worker and its peer take turns under the same conditions, repeat by repeat. Under torchrun the main
+process reads and answers for all.
 """
 
 import importlib
 import json
 import math
 import resource
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
-from model.config import GPTConfig
-from utils import distributed, parallel
+from utils import distributed, measure_text, parallel
 from utils.throughput import peak_memory
+from utils.workers import Job, Repeat
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to measure with: settings of bench.py, as far as the kind needs them."""
-
-    shape: dict | None = None
-    """Of a GPTConfig."""
-    batch: int = 1
-    """Sequences at a time."""
-    dtype: str = "float32"
-    device: str = "auto"
-    compile: bool = False
-    activation_checkpointing: str = "none"
-    threads: int = 2
-    peer: str | None = None
-    files: tuple[str, ...] = ()
-
-    @property
-    def config(self) -> GPTConfig:
-        return GPTConfig(**self.shape)
-
-
-Repeat = Callable[[], int]  # does the work once, gives how many units of it that was
-
-
-def training(job: Job, model: nn.Module, loss_of: Callable, optimizer) -> Repeat:
+def training(
+    job: Job,
+    process: distributed.Process,
+    model: nn.Module,
+    loss_of: Callable,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[nn.Module], Tensor],
+) -> Repeat:
     """Steps of one micro-batch of random tokens: forward, backward, clip, update; as many as take a
     second, so that what ran in between is forgotten."""
-    device = next(model.parameters()).device
+    device = process.device
     size = (job.batch, job.config.block_size)
     dtype = distributed.pick_dtype(job.dtype, device)
     tokens = torch.randint(job.config.vocab_size, (2, *size), device=device)
@@ -62,7 +43,7 @@ def training(job: Job, model: nn.Module, loss_of: Callable, optimizer) -> Repeat
         with distributed.autocast(device, dtype, keep_weights=False):
             loss = loss_of(*tokens)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
@@ -70,7 +51,8 @@ def training(job: Job, model: nn.Module, loss_of: Callable, optimizer) -> Repeat
     step()  # the first compiles and makes the optimizer's state
     began = time.perf_counter()
     step()
-    count = math.ceil(1 / (time.perf_counter() - began))
+    seconds = torch.tensor([time.perf_counter() - began], device=device)
+    count = math.ceil(1 / process.extremes(seconds)[1].item())  # the same on all processes
 
     def steps() -> int:
         for _ in range(count):
@@ -85,10 +67,18 @@ def train(job: Job) -> Repeat:
     from model.gpt import GPT
     from utils.optim import make_optimizer
 
-    model = GPT(job.config).to(distributed.start(job.device).device)
+    process = distributed.start(job.device)
+    model = GPT(job.config)
     parallel.recompute(model, job.activation_checkpointing)
+    dtype = distributed.pick_dtype(job.dtype, process.device)
+    module = parallel.wrap(model, process, job.sharding, dtype)
     optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
-    return training(job, model, torch.compile(model) if job.compile else model, optimizer)
+    module = torch.compile(module) if job.compile else module
+
+    def clip(model: nn.Module) -> Tensor:
+        return parallel.clip_grad_norm(model, 1.0)
+
+    return training(job, process, model, module, optimizer, clip)
 
 
 def train_nanogpt(job: Job) -> Repeat:
@@ -98,12 +88,19 @@ def train_nanogpt(job: Job) -> Repeat:
     theirs = importlib.import_module("model")  # its model.py, not our package
     shape = {**job.shape, "vocab_size": -(-job.config.vocab_size // 64) * 64}
     model = theirs.GPT(theirs.GPTConfig(bias=True, **shape))
-    device = distributed.pick_device(job.device)
+    process = distributed.Process(0, 0, 1, distributed.pick_device(job.device))
     torch.set_float32_matmul_precision("high")  # as its train.py
-    model.to(device)
-    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
+    model.to(process.device)
+    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), process.device.type)
     module = torch.compile(model) if job.compile else model
-    return training(job, model, lambda idx, targets: module(idx, targets)[1], optimizer)
+
+    def clip(model: nn.Module) -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def loss_of(idx: Tensor, targets: Tensor) -> Tensor:
+        return module(idx, targets)[1]
+
+    return training(job, process, model, loss_of, optimizer, clip)
 
 
 def matrix(job: Job) -> Repeat:
@@ -152,110 +149,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-NEW_TOKENS = 128
-
-
-def sample(job: Job) -> Repeat:
-    """Tokens of sampling with the key/value cache, `batch` prompts of 16 tokens."""
-    from model.generate import generate
-    from model.gpt import GPT
-    from model.packed import packed
-
-    device = distributed.pick_device(job.device)
-    dtype = distributed.pick_dtype(job.dtype, device)
-    model = packed(GPT(job.config).to(device).eval(), dtype)
-    prompts = torch.randint(job.config.vocab_size, (job.batch, 16)).tolist()
-
-    def texts() -> int:
-        with distributed.autocast(device, dtype):
-            tokens = torch.stack(list(generate(model, prompts, NEW_TOKENS, top_k=50)))
-        return len(tokens.tolist()) * job.batch
-
-    return texts
-
-
-def sample_transformers(job: Job) -> Repeat:
-    """The same with transformers' generate."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config, device = job.config, distributed.pick_device(job.device)
-    shape = {"n_positions": config.block_size, "vocab_size": config.vocab_size}
-    shape |= {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
-    dtype = distributed.pick_dtype(job.dtype, device)
-    model = GPT2LMHeadModel(GPT2Config(**shape)).to(device, dtype).eval()
-    prompt = torch.randint(config.vocab_size, (job.batch, 16), device=device)
-
-    def texts() -> int:
-        out = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=True,
-            top_k=50,
-            pad_token_id=0,
-        )
-        return out[:, prompt.size(1) :].numel()
-
-    return texts
-
-
-def data(job: Job) -> Repeat:
-    """Tokens of data/fineweb-edu.py, from files to shards."""
-    from config import DataConfig
-
-    prepare = importlib.import_module("data.fineweb-edu").prepare
-
-    def shards() -> int:
-        with tempfile.TemporaryDirectory() as folder:
-            files, settings = tuple(job.files), {"shard_size": 1_000_000}
-            config = DataConfig(Path(folder), input=files, num_workers=job.threads, **settings)
-            return prepare(config)[1]
-
-    return shards
-
-
-def data_tiktoken(job: Job) -> Repeat:
-    """The same documents in memory through tiktoken's own batch call, and nothing else."""
-    import tiktoken
-
-    from data.source import Source
-
-    encoding = tiktoken.get_encoding("gpt2")
-    texts = [t for _, texts in Source(tuple(job.files), "", "").read(None) for t in texts if t]
-
-    def tokens() -> int:
-        batch = encoding.encode_ordinary_batch(texts, num_threads=job.threads)
-        return sum(map(len, batch)) + len(batch)
-
-    return tokens
-
-
-def evaluate(job: Job) -> Repeat:
-    """Examples of HellaSwag by the command evaluate.py, start and all."""
-    folder, rows = job.files
-    command = ["evaluate.py", "--model", folder, "--tasks", "hellaswag", "--data", rows]
-    command += ["--hellaswag_protocols", "lm-eval", "--dtype", job.dtype, "--device", job.device]
-    command += ["--out", f"{folder}/evaluation.json"]
-    return evaluation(job, [sys.executable, *command])
-
-
-def evaluate_harness(job: Job) -> Repeat:
-    """The same by lm-evaluation-harness, which the interpreter `peer` has."""
-    return evaluation(job, [job.peer, "scripts/harness.py", *job.files])
-
-
-def evaluation(job: Job, command: list[str]) -> Repeat:
-    with open(job.files[1]) as file:
-        items = len(file.readlines())
-
-    def examples() -> int:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return items
-
-    return examples
-
-
 KINDS = {
     f.__name__: f
     for f in (
@@ -263,30 +156,48 @@ KINDS = {
         train_nanogpt,
         matrix,
         copy,
-        sample,
-        sample_transformers,
-        data,
-        data_tiktoken,
-        evaluate,
-        evaluate_harness,
+        measure_text.sample,
+        measure_text.sample_transformers,
+        measure_text.data,
+        measure_text.data_tiktoken,
+        measure_text.read,
+        measure_text.evaluate,
+        measure_text.evaluate_harness,
     )
 }
+
+
+def asked(job: Job) -> Iterator[None]:
+    """One item for each line of the main process's input, on all processes."""
+    if job.processes == 1:
+        for _ in sys.stdin:
+            yield
+        return
+    process = distributed.start(job.device)
+    while process.all(not process.is_main or bool(sys.stdin.readline())):
+        yield
 
 
 def main() -> None:
     began = time.perf_counter()
     job = Job(**json.loads(sys.argv[2]))
     repeat = KINDS[sys.argv[1]](job)
+
+    def answer(**figures: float) -> None:
+        if distributed.is_main():
+            print(json.dumps(figures), flush=True)
+
     repeat()  # warms up: compiles, fills caches, makes the optimizer's state
-    print(json.dumps({"start_s": time.perf_counter() - began}), flush=True)
-    for _ in sys.stdin:
+    answer(start_s=time.perf_counter() - began)
+    for _ in asked(job):
         began = time.perf_counter()
-        units = repeat()
-        print(json.dumps({"rate": units / (time.perf_counter() - began)}), flush=True)
+        units = repeat() * job.processes
+        answer(rate=units / (time.perf_counter() - began))
     on_gpu = torch.cuda.is_available() and torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     started = unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    print(json.dumps({"peak_bytes": on_gpu or max(started, peak_memory())}), flush=True)
+    answer(peak_bytes=on_gpu or max(started, peak_memory()))
+    distributed.stop()
 
 
 if __name__ == "__main__":

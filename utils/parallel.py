@@ -10,7 +10,6 @@ The three are FSDP2 (torch.distributed.fsdp.fully_shard) with different settings
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
-import math
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -111,8 +110,11 @@ def accumulating(module: nn.Module, sharding: str, *, last: bool) -> AbstractCon
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scales gradients down to a norm of `max_norm`, if that is not 0; returns the norm before."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if max_norm and (whole.device.type != "cpu" or whole > max_norm):  # a GPU would have to wait
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return whole
 
 
 def gather_state(

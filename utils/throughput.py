@@ -1,10 +1,14 @@
 """How fast a run is against what its device can do, and the memory it takes."""
 
+import os
 import re
 import resource
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.profiler import profile, schedule
 
 # Peak dense bfloat16 matrix TFLOP/s by words of the device's name, from the makers' data sheets;
 # the first that matches counts. A device that is not here gets no MFU rather than a wrong one.
@@ -53,6 +57,30 @@ def flops_per_token(n_parameters: int, n_layer: int, n_embd: int, block_size: in
     """
     matmul_parameters = n_parameters - block_size * n_embd
     return 6 * matmul_parameters + 12 * n_layer * n_embd * block_size
+
+
+def tracer(path: Path, say: Callable[[str], None]) -> profile:
+    """A started profiler that, told of each step's end, writes a Chrome trace of the fourth to the
+    sixth to `path`, and says which operations took longest."""
+
+    def write(found: profile) -> None:
+        found.export_chrome_trace(str(path))
+        say(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
+        say(f"wrote {path}: open it in ui.perfetto.dev")
+
+    profiler = profile(schedule=schedule(wait=2, warmup=1, active=3, repeat=1))
+    profiler.on_trace_ready = write
+    profiler.start()
+    return profiler
+
+
+def since_start() -> float:
+    """Seconds since this process began; 0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:  # not Linux
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory() -> int:

@@ -5,18 +5,49 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config import ConfigError
+from model.config import GPTConfig
+
+Repeat = Callable[[], int]  # does the work once, gives how many units of it that was
+
+
+class MeasurementError(RuntimeError):
+    """A measurement that did not come to an end."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure with: settings of bench.py, as far as the kind needs them."""
+
+    shape: dict | None = None
+    """Of a GPTConfig."""
+    batch: int = 1
+    """Sequences at a time, on each process."""
+    dtype: str = "float32"
+    device: str = "auto"
+    compile: bool = False
+    activation_checkpointing: str = "none"
+    sharding: str = "none"
+    processes: int = 1
+    """That train together."""
+    threads: int = 2
+    peer: str | None = None
+    files: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> GPTConfig:
+        return GPTConfig(**self.shape)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A kind of utils/measure.py and the settings of its Job."""
+    """A kind of utils/measure.py and what it works with."""
 
     kind: str
-    job: dict
+    job: Job
 
 
 class Worker:
@@ -25,8 +56,12 @@ class Worker:
     def __init__(self, measurement: Measurement) -> None:
         self.kind = measurement.kind
         self.rates: list[float] = []
+        job, command = measurement.job, [sys.executable]
+        if job.processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc_per_node={job.processes}"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "utils.measure", self.kind, json.dumps(measurement.job)],
+            [*command, "-m", "utils.measure", self.kind, json.dumps(asdict(job))],
             cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -39,7 +74,7 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise ConfigError(f"the measurement {self.kind} failed; its error is above")
+        raise MeasurementError(f"the measurement {self.kind} failed; its error is above")
 
     def repeat(self) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended, as `answer` says

@@ -1,0 +1,139 @@
+"""The work of scripts/bench_gpu.sh, which says how to use it."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from config import TrainConfig  # noqa: E402
+from dryrun import largest_micro_batch  # noqa: E402
+from model.config import SIZES  # noqa: E402
+from utils.comparison import figures, hardware, line, steps  # noqa: E402
+from utils.distributed import free_memory, pick_device, pick_dtype  # noqa: E402
+from utils.workers import Job, Measurement, MeasurementError, measure  # noqa: E402
+
+VOCABULARY = 50257
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
+SEQUENCES = 64  # of a process in a step, so that micro-batches are powers of two
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model_types", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--peer", type=Path, help="a checkout of nanoGPT")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--tiny", action="store_true", help="a small model, not compiled")
+    return parser.parse_args()
+
+
+def shapes(asked: argparse.Namespace) -> dict[str, dict]:
+    if asked.tiny:
+        return {"tiny": TINY}
+    rest = {"block_size": 1024, "vocab_size": VOCABULARY}
+    return {name: SIZES[name] | rest for name in asked.model_types}
+
+
+def first_that_fits(micro_batch_size: int, measured):
+    """What `measured` gives for the micro-batch, or for its half and so on, and which it was."""
+    while True:
+        try:
+            return measured(micro_batch_size), micro_batch_size
+        except MeasurementError:
+            if micro_batch_size == 1:
+                raise
+            micro_batch_size //= 2
+            print(f"does not fit: trying {micro_batch_size}", flush=True)
+
+
+def compare(name: str, job: Job, asked: argparse.Namespace) -> dict:
+    """A row: ours beside limits, then the peer's at its own largest micro-batch."""
+    device = pick_device(job.device)
+    shape, dtype = job.config, pick_dtype(job.dtype, device)
+    config = TrainConfig(
+        block_size=shape.block_size,
+        total_batch_size=SEQUENCES * job.processes * shape.block_size,
+        sharding=job.sharding,
+        save_every=0,
+        eval_every=0,
+    )
+    most = largest_micro_batch(config, shape, dtype, job.processes, device, free_memory(device))
+
+    def ours(batch: int) -> dict:
+        sized = replace(job, batch=batch)
+        return figures(steps(name, sized, sized, None), asked.repeats)
+
+    def theirs(batch: int) -> dict:
+        alone = replace(job, batch=batch, processes=1, peer=str(asked.peer.resolve()))
+        return measure([Measurement("train_nanogpt", alone)], asked.repeats, in_turn=True)[0]
+
+    row, most = first_that_fits(most, ours)
+    print(line(row), flush=True)
+    if asked.peer and job.processes == 1:
+        peer, batch = first_that_fits(most, theirs)
+        row |= {"nanogpt": peer, "ratio": row["measured"]["train"]["rate"] / peer["rate"]}
+        print(
+            f"  nanoGPT at {batch}: {peer['rate']:,.0f} tokens/s: {row['ratio']:.2f}x", flush=True
+        )
+    return row
+
+
+def train_itself(shape: dict, tiny: bool) -> dict | None:
+    """train.py on shards of random tokens: its own tokens/s and its share of waiting for data."""
+    if find_spec("tyro") is None:
+        print("train.py itself: not measured, it needs tyro")
+        return None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for split in ("train", "val"):
+            tokens = np.random.default_rng(0).integers(0, 257 if tiny else VOCABULARY, 4_000_000)
+            np.save(folder / f"{split}_000000.npy", tokens.astype(np.uint16))
+        command = [sys.executable, ROOT / "train.py", "--data_dir", folder, "--max_steps", 16]
+        command += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "logs"]
+        command += ["--eval_every", 0, "--save_every", 0, "--sample_every", 0, "--val_tokens", 8192]
+        for flag in ("n_layer", "n_head", "n_embd", "block_size"):
+            command += [f"--{flag}", shape[flag]]
+        command += ["--micro_batch_size", "auto"]
+        command += ["--total_batch_size", SEQUENCES * shape["block_size"]]
+        command += [] if tiny else ["--use_torch_compile"]
+        subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
+        rows = [json.loads(text) for text in open(folder / "logs" / "metrics.jsonl")]
+    rows = [row for row in rows if row["split"] == "train"][6:]  # compiled by then
+    rate = statistics.median(row["tokens_per_s"] for row in rows)
+    waited = sum(row["data_ms"] for row in rows) / sum(row["ms"] for row in rows)
+    print(f"train.py itself: {rate:,.0f} tokens/s, {waited:.2%} of the time waiting for data")
+    return {"what": "train.py", "rate": rate, "mfu": rows[-1]["mfu"], "data_share": waited}
+
+
+def main() -> None:
+    asked = options()
+    device = pick_device("auto")
+    report = {"hardware": hardware(device), "rows": []}
+    print(", ".join(f"{key} {value}" for key, value in report["hardware"].items()))
+    ways = [("none", 1)]
+    if torch.cuda.device_count() > 1:
+        ways += [("none", torch.cuda.device_count()), ("zero2", torch.cuda.device_count())]
+    for name, shape in shapes(asked).items():
+        for sharding, processes in ways:
+            job = Job(shape, dtype="auto", compile=not asked.tiny)
+            job = replace(job, sharding=sharding, processes=processes)
+            report["rows"].append(compare(name, job, asked))
+    report["train.py"] = train_itself(next(iter(shapes(asked).values())), asked.tiny)
+    if asked.out:
+        asked.out.write_text(json.dumps(report, indent=1))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
