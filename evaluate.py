@@ -24,6 +24,7 @@ from data.loader import Sequences, TokenStream
 from data.shards import atomic_write, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
 from model.gpt import GPT
+from model.packed import packed
 from utils import distributed
 from utils.checkpoint import open_model
 from utils.distributed import Process, pick_dtype
@@ -120,7 +121,7 @@ def main(config: EvalConfig) -> None:
     # whatever cannot be read or written is found before the first forward pass
     val = open_validation(config, model, tokenizer, saved) if "val" in config.tasks else None
     rows = {task: shared_rows(task, path, process)[: config.limit] for task, path in files.items()}
-    model.to(process.device)
+    model = packed(model.to(process.device), pick_dtype(config.dtype, process.device), rows=2048)
     results: list[Result] = []
     examples: list[dict] = []
     for task in config.tasks:

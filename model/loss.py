@@ -4,11 +4,16 @@
 import torch
 from torch import Tensor
 
+from model.onednn import linear
+
 # Of the logits that one matrix product makes, in its dtype: on a CPU as many as make adding up the
 # embedding's gradient, once for each product, cheap.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 # Of those, as float32: on a CPU what stays in its caches.
 PART_BYTES = {"cpu": 2**23, "cuda": 2**30}
+
+# Of a slice of the vocabulary's logits when scoring: on a CPU what malloc keeps for the next slice.
+SLICE_BYTES = {"cpu": 2**24, "cuda": 2**29}
 
 
 def rows_within(limits: dict[str, int], device: str, row_bytes: int) -> int:
@@ -102,10 +107,10 @@ def look_up(
     `banned` ones cannot be. In float32 whatever the dtype: bfloat16 logits tie."""
     plain, filtered = Likeliest(targets), Likeliest(targets)
     own, logsumexps = torch.zeros(targets.shape, device=x.device), []
-    width = rows_within(CHUNK_BYTES, x.device.type, 4 * len(x))  # few rows at a time would be slow
+    width = rows_within(SLICE_BYTES, x.device.type, 4 * len(x))  # few rows at a time would be slow
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(weight), width):
-            logits = x.float() @ weight[start : start + width].float().T  # (N, width)
+            logits = linear(x.float(), weight[start : start + width].float())  # (N, width)
             logsumexps.append(logits.logsumexp(-1))
             (here,) = torch.where((targets >= start) & (targets < start + width))
             own[here] = logits[here, targets[here] - start]
