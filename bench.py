@@ -35,8 +35,8 @@ SMALL_BATCH = 12  # nanoGPT's documented configuration for a CPU, in float32 and
 EXAMPLES = 160  # of HellaSwag
 
 
-def training(config: BenchConfig, *, sharding: str = "none", processes: int = 1) -> Comparison:
-    """Training steps of the named size, ours divided over processes; the peer's is compiled."""
+def training(config: BenchConfig) -> Comparison:
+    """Training steps of the named size; the peer's are compiled."""
     shape = {**SIZES[config.model_type], "block_size": config.block_size}
     ours = Job(
         {**shape, "vocab_size": VOCABULARY},
@@ -45,8 +45,6 @@ def training(config: BenchConfig, *, sharding: str = "none", processes: int = 1)
         config.device,
         compile=config.use_torch_compile,
         activation_checkpointing=config.activation_checkpointing,
-        sharding=sharding,
-        processes=processes,
     )
     return steps(config.model_type, ours, replace(ours, compile=True), config.peer)
 
@@ -156,4 +154,4 @@ def main(config: BenchConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, BenchConfig)
+    run(main, BenchConfig, positional=True)

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from config import BenchConfig, ConfigError
+from config import ConfigError
 from data.shards import DataError
 from model.config import ModelError
 from utils import distributed
@@ -32,12 +32,15 @@ USER_ERRORS = (
 )
 
 
-def parse(config_class: type[Config], default: Config | None = None) -> Config:
-    """Settings from the command line; those not given come from `default`. Exits 2 if wrong."""
+def parse(
+    config_class: type[Config], default: Config | None = None, *, positional: bool = False
+) -> Config:
+    """Settings from the command line; those not given come from `default`. `positional` ones that
+    have to be given go without their flag. Exits 2 if wrong."""
     import tyro  # only here: what does without a command line does without it
 
     given = {} if default is None else {"default": default}
-    if config_class is BenchConfig:
+    if positional:
         given["config"] = (tyro.conf.PositionalRequiredArgs,)
     quiet = int(os.environ.get("RANK", 0)) > 0
     return tyro.cli(config_class, use_underscores=True, console_outputs=not quiet, **given)
@@ -81,6 +84,8 @@ def exit_with_sentence(work: Callable[[], None]) -> NoReturn:
     os._exit(code)
 
 
-def run(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
+def run(
+    main: Callable[[Config], None], config_class: type[Config], *, positional: bool = False
+) -> NoReturn:
     """The last line of every script: parse the command line, work, end in a sentence."""
-    exit_with_sentence(lambda: main(parse(config_class)))
+    exit_with_sentence(lambda: main(parse(config_class, positional=positional)))

@@ -179,7 +179,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainConfig":
-        """The settings of an earlier run, except that this one may be resumed or overwritten.
+        """The settings of an earlier run, but for those that are of one start of it.
         Raises ConfigError for a value of a wrong type."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         kinds = get_type_hints(cls)
@@ -187,7 +187,8 @@ class TrainConfig:
         if wrong:
             raise ConfigError(f"the saved settings are damaged: {', '.join(wrong)}")
         paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
-        return cls(**{**known, **paths, "resume": None, "overwrite": False, "dry_run": False})
+        of_a_start = {"resume": None, "overwrite": False, "dry_run": False, "profile": False}
+        return cls(**{**known, **paths, **of_a_start})
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """The architecture: the named size, with what was given over it."""
@@ -248,6 +249,8 @@ class SamplingConfig:
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of matrix products. auto: bfloat16 on GPUs that have it."""
+    use_torch_compile: bool = False
+    """Compile the reading of a token, for long texts on a GPU; a CPU is as fast without."""
 
 
 @dataclass

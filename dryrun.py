@@ -68,9 +68,13 @@ def largest_micro_batch(
     world_size: int,
     device: torch.device,
     free: int,
+    before: int | None = None,
 ) -> int:
     """The most sequences at a time of which a whole number makes a step and that should fit `free`
-    bytes of one process, with a tenth to spare. ConfigError where not even one fits."""
+    bytes of one process, with a tenth to spare; if that is so of the number `before`, this one.
+    ConfigError where not even one fits."""
+    if device.type == "mps":
+        raise ConfigError("--micro_batch_size auto: there is no forecast for Apple's GPUs")
     one = replace(config, micro_batch_size=1)
     share = one.sequences_per_step(world_size) // world_size
 
@@ -85,7 +89,7 @@ def largest_micro_batch(
             f"--micro_batch_size auto: one sequence takes {needed(1) / 1e9:.2f} GB, of which a "
             f"process has {free / 1e9:.2f}; see --dry_run, --activation_checkpointing, --sharding"
         )
-    return sizes[-1]
+    return before if before in sizes else sizes[-1]
 
 
 def saves_during(config: TrainConfig) -> bool:

@@ -91,6 +91,7 @@ def write(model: GPT, tokenizer: Tokenizer, text: str, config: SamplingConfig, s
             top_k=config.top_k,
             top_p=config.top_p,
             seed=config.seed,
+            use_torch_compile=config.use_torch_compile,
         ):
             for sample, decoder, token in zip(samples, decoders, tokens.tolist(), strict=True):
                 if token == tokenizer.eot:
@@ -157,7 +158,9 @@ def main(config: SamplingConfig) -> None:
     device = pick_device(config.device)
     model, name, _ = open_model(config.checkpoint, config.model)
     tokenizer = load_tokenizer(name)
-    model = packed(model.to(device), pick_dtype(config.dtype, device))
+    model.to(device)
+    if not config.use_torch_compile:
+        model = packed(model, pick_dtype(config.dtype, device))
 
     def show(out: str) -> None:
         sys.stdout.write(out)

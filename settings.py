@@ -74,10 +74,15 @@ def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str
         for name in ("total_batch_size", "seed")
         if then.get(name, now[name]) != now[name]
     ]
+    micro, was = config.micro_batch_size, then.get("micro_batch_size")
+    rounding = [
+        f"note: --micro_batch_size was {was} and is {micro}: sums are rounded in another order"
+    ]
     if saved["train_tokens"] not in (0, train_tokens):
         changed.append(f"there were {saved['train_tokens']:,} train tokens")
     end = "the order from here on is another one, so this epoch may repeat or miss sequences"
-    return [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
+    warnings = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
+    return warnings + (rounding if was != micro else [])
 
 
 def fitting(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:

@@ -72,9 +72,9 @@ def main() -> None:
     if config.micro_batch_size == "auto":
         free = torch.tensor([distributed.free_memory(device)], device=device)
         least = int(process.extremes(free)[0])
-        shape = model_shape(config, saved)
+        before = saved["train_config"]["micro_batch_size"] if saved else None
         config.micro_batch_size = largest_micro_batch(
-            config, shape, dtype, process.world_size, device, least
+            config, model_shape(config, saved), dtype, process.world_size, device, least, before
         )
     batch = config.sequences_per_step(process.world_size)
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
@@ -261,6 +261,10 @@ def main() -> None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
+        if step == start + 1 and since_start():
+            logger.say(f"the first step was done {since_start():.1f} s after the start")
+        if trace is not None:
+            trace.step()
         if left_out is not None:
             ids = step_sequences(step - 1, batch, len(train), config.seed).tolist()
             logger.log({"split": "skipped", "reason": left_out, "sequences": ids}, step)
@@ -287,10 +291,6 @@ def main() -> None:
             },
             step,
         )
-        if step == start + 1 and since_start():
-            logger.say(f"the first step was done {since_start():.1f} s after the start")
-        if trace is not None:
-            trace.step()
 
     if trace is not None:
         trace.stop()

@@ -42,6 +42,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    use_torch_compile: bool = False,
 ) -> Iterator[Tensor]:
     """Yields the next token ids (B,) of B prompts, each of one token or more, `max_new_tokens`
     times, without waiting for a GPU.
@@ -49,7 +50,9 @@ def generate(
     Row i draws its random numbers from (seed, i), whatever the other rows. When a row's context is
     full, its older half is dropped and the rest read again; a prompt longer than the context keeps
     its end. `use_cache=False` reads the whole context for each token, and gives the same tokens.
+    `use_torch_compile` compiles the reading of one token, once.
     """
+    one_token = torch.compile(next_logits) if use_torch_compile else next_logits
     T, device = model.config.block_size, model.transformer.wte.weight.device
     uniforms = torch.stack(
         [
@@ -62,32 +65,45 @@ def generate(
     prompts = [prompt[-T:] for prompt in prompts]
     longest = max(map(len, prompts))
     pads = [longest - len(prompt) for prompt in prompts]  # in front, so that all end together
+    first = torch.tensor(pads, device=device)[:, None]  # (B, 1): where each begins
     rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
     context = torch.tensor(rows, device=device)
-    unread, cache = context, KVCache(min(T, longest + max_new_tokens))
+    unread, cache = context, KVCache(T if use_torch_compile else min(T, longest + max_new_tokens))
     for step in range(max_new_tokens):
         lengths = [context.size(1) - pad for pad in pads]
         if max(lengths) > T:
             lengths = [n if n <= T else max(1, T // 2) for n in lengths]
             pads = [max(lengths) - n for n in lengths]
+            first = torch.tensor(pads, device=device)[:, None]
             context = context[:, -max(lengths) :]
             unread, cache = context, KVCache(T)
         if not use_cache:
             unread, cache = context, None
-        padding = beside_padding(pads, context.size(1), unread) if any(pads) else {}
-        logits = model.logits(model.hidden(unread, cache, **padding)[:, -1])  # (B, V)
+        if use_torch_compile and cache and cache.layers:  # the prompt has been read
+            end = context.size(1)
+            cache.place = torch.arange(end - 1, end, device=device)
+            logits = one_token(model, unread, cache, **beside_padding(first, end, unread, T))
+        else:
+            padding = beside_padding(first, context.size(1), unread) if any(pads) else {}
+            logits = next_logits(model, unread, cache, **padding)
         token = choose(logits, uniforms[:, step], temperature, top_k, top_p)
         yield token
         unread = token.unsqueeze(1)
         context = torch.cat([context, unread], dim=1)
 
 
-def beside_padding(pads: list[int], end: int, unread: Tensor) -> dict[str, Tensor]:
-    """Positions (B, T) and mask (B, 1, T, end) of the last T tokens `unread` of rows that begin
-    with `pads` tokens of padding."""
-    first = torch.tensor(pads, device=unread.device)[:, None]
+def next_logits(model: GPT, unread: Tensor, cache: KVCache | None, **where: Tensor) -> Tensor:
+    """Logits (B, V) of the token after `unread` (B, T)."""
+    return model.logits(model.hidden(unread, cache, **where)[:, -1])
+
+
+def beside_padding(
+    first: Tensor, end: int, unread: Tensor, width: int | None = None
+) -> dict[str, Tensor]:
+    """Positions (B, T) and mask (B, 1, T, end or width) of the last T tokens `unread`, which end at
+    `end`, of rows that begin at `first` (B, 1), after padding."""
     here = torch.arange(end - unread.size(1), end, device=unread.device)  # (T,)
-    seen = torch.arange(end, device=unread.device)  # (end,)
+    seen = torch.arange(width or end, device=unread.device)
     mask = (seen <= here[:, None]) & (seen >= first[:, None])  # (B, T, end)
     mask |= seen == here[:, None]  # padding sees itself: a softmax over nothing is not a number
     return {"positions": (here - first).clamp(min=0), "mask": mask[:, None]}

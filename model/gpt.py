@@ -24,15 +24,22 @@ class KVCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.place: Tensor | None = None  # (T,): where the next T go, in shapes that stay the same
         self.length = 0  # tokens every layer has seen; GPT.hidden advances it
         self.layers: dict[int, Tensor] = {}  # layer -> (2, B, H, capacity, D)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds k and v (B, H, T, D) of the newest T tokens; returns all of them so far."""
+        """Adds k and v (B, H, T, D) of the newest T tokens; returns all of them so far, or with a
+        `place` all the capacity, for a mask to choose from."""
         if layer not in self.layers:
             B, H, _, D = k.shape
             dtype = torch.float32 if k.device.type == "cpu" else k.dtype
             self.layers[layer] = k.new_empty(2, B, H, self.capacity, D, dtype=dtype)
+        if self.place is not None:
+            keys, values = self.layers[layer]
+            keys.index_copy_(2, self.place, k.to(keys.dtype))
+            values.index_copy_(2, self.place, v.to(values.dtype))
+            return keys, values
         end = self.length + k.size(2)
         self.layers[layer][0, :, :, self.length : end] = k
         self.layers[layer][1, :, :, self.length : end] = v
@@ -169,9 +176,9 @@ class GPT(nn.Module):
         For padding, or several continuations in one row: `positions` (B, T), each below the block
         size, and `mask` (B, 1, T, S), true where a token may look at the S tokens so far.
         """
-        start = cache.length if cache is not None else 0
-        end = start + idx.size(1)
         if positions is None:
+            start = cache.length if cache is not None else 0
+            end = start + idx.size(1)
             if end > self.config.block_size:
                 raise ModelError(f"{end} tokens do not fit the context of {self.config.block_size}")
             positions = torch.arange(start, end, device=idx.device)
@@ -179,8 +186,8 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.transformer.h:
             x = block(x, cache, mask)
-        if cache is not None:
-            cache.length = end
+        if cache is not None and cache.place is None:
+            cache.length += idx.size(1)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:

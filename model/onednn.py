@@ -25,11 +25,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 class PackedLinear(nn.Module):
     """A linear layer in `dtype` whose weight (out, in) is kept in order for about `rows` rows."""
 
-    def __init__(self, layer: nn.Linear, dtype: torch.dtype, rows: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> None:
         super().__init__()
         self.dtype = dtype
-        self.weight = ops._reorder_linear_weight(layer.weight.detach().to(dtype), rows)
-        self.bias = None if layer.bias is None else layer.bias.detach().to(dtype)
+        self.weight = ops._reorder_linear_weight(weight.detach().to(dtype), rows)
+        self.bias = None if bias is None else bias.detach().to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")

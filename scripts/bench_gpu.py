@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from config import TrainConfig  # noqa: E402
+from config import ConfigError, TrainConfig  # noqa: E402
 from dryrun import largest_micro_batch  # noqa: E402
 from model.config import SIZES  # noqa: E402
 from utils.comparison import figures, hardware, line, steps  # noqa: E402
@@ -107,7 +107,10 @@ def train_itself(shape: dict, tiny: bool) -> dict | None:
         command += ["--micro_batch_size", "auto"]
         command += ["--total_batch_size", SEQUENCES * shape["block_size"]]
         command += [] if tiny else ["--use_torch_compile"]
-        subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL)
+        if done.returncode:
+            print("train.py itself: failed; its error is above")
+            return None
         rows = [json.loads(text) for text in open(folder / "logs" / "metrics.jsonl")]
     rows = [row for row in rows if row["split"] == "train"][6:]  # compiled by then
     rate = statistics.median(row["tokens_per_s"] for row in rows)
@@ -118,6 +121,8 @@ def train_itself(shape: dict, tiny: bool) -> dict | None:
 
 def main() -> None:
     asked = options()
+    if asked.peer and not (asked.peer / "model.py").is_file():
+        sys.exit(f"--peer {asked.peer} has no model.py; give a checkout of nanoGPT")
     device = pick_device("auto")
     report = {"hardware": hardware(device), "rows": []}
     print(", ".join(f"{key} {value}" for key, value in report["hardware"].items()))
@@ -128,7 +133,11 @@ def main() -> None:
         for sharding, processes in ways:
             job = Job(shape, dtype="auto", compile=not asked.tiny)
             job = replace(job, sharding=sharding, processes=processes)
-            report["rows"].append(compare(name, job, asked))
+            try:
+                report["rows"].append(compare(name, job, asked))
+            except (ConfigError, MeasurementError) as error:  # the other rows count all the same
+                report["rows"].append({"what": f"training {name}, {sharding}", "error": str(error)})
+                print(f"training {name}: {error}")
     report["train.py"] = train_itself(next(iter(shapes(asked).values())), asked.tiny)
     if asked.out:
         asked.out.write_text(json.dumps(report, indent=1))

@@ -157,9 +157,9 @@ def test_the_largest_micro_batch_is_the_last_that_the_forecast_lets_in():
     config = TrainConfig(total_batch_size=48 * 1024, micro_batch_size="auto", save_every=0)
     shape, cuda = config.model_config(50257), torch.device("cuda")
 
-    def chosen(free, processes=1, **changes):
+    def chosen(free, processes=1, before=None, **changes):
         run = replace(config, **changes)
-        return largest_micro_batch(run, shape, torch.bfloat16, processes, cuda, free)
+        return largest_micro_batch(run, shape, torch.bfloat16, processes, cuda, free, before)
 
     found = {size: chosen(size * 10**9) for size in (4, 8, 16, 80)}
     assert found[80] == 48 and 1 <= found[4] < found[8] < found[16] < 48
@@ -172,16 +172,18 @@ def test_the_largest_micro_batch_is_the_last_that_the_forecast_lets_in():
     assert taken(2 * found[8]) > 0.9 * 8e9
     assert chosen(8 * 10**9, activation_checkpointing="block") > found[8]
     assert chosen(80 * 10**9, processes=4) == 12
+    assert chosen(80 * 10**9, before=16) == 16  # a run that goes on keeps its own
+    assert chosen(4 * 10**9, before=48) == found[4]
     with pytest.raises(ConfigError, match="one sequence takes 3.* GB, of which a process has 1.00"):
         chosen(10**9)
 
 
 def test_a_dry_run_says_which_micro_batch_would_be_taken(tmp_path):
     folders = ["--data_dir", tmp_path, "--checkpoint_dir", tmp_path, "--log_dir", tmp_path]
-    flags = ["--micro_batch_size", "auto", "--device", "cpu", "--dry_run"]
-    said = script("train.py", *folders, *flags).stdout
-    size = int(re.search(r"= \d+ x (\d+) x 1024 x 1 on cpu", said)[1])
-    assert 512 % size == 0
+    flags = ["--micro_batch_size", "auto", "--device", "cpu", "--dry_run", "--save_every", 0]
+    shape = ["--n_layer", 1, "--n_head", 1, "--n_embd", 8, "--total_batch_size", 48 * 1024]
+    said = script("train.py", *folders, *flags, *shape).stdout
+    assert re.search(r"= 1 x 48 x 1024 x 1 on cpu", said)
     free = free_memory(torch.device("cpu"))
     assert (
         10**8 < free < 1024 * int(re.search(r"MemTotal:\s*(\d+)", open("/proc/meminfo").read())[1])

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import SIZES, GPTConfig, ModelError
 from model.gpt import GPT, KVCache
-from model.loss import CHUNK_BYTES, PART_BYTES, look_up
+from model.loss import CHUNK_BYTES, PART_BYTES, SLICE_BYTES, look_up
 from utils.distributed import autocast
 from utils.parallel import recompute
 
@@ -70,7 +70,7 @@ def test_a_cache_filled_in_any_steps_gives_the_same_logits():
 def test_targets_looked_up_slice_by_slice_are_those_of_all_logits(monkeypatch, width):
     torch.manual_seed(0)
     N, V = 300, 50
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * N * width)
+    monkeypatch.setitem(SLICE_BYTES, "cpu", 4 * N * width)
     x, weight = torch.randn(N, 4).round(), torch.randn(V, 4).round()  # so products are exact
     weight[[5, 20, 33]] = weight[[30, 3, 44]]  # logits that tie, within slices and across
     logits = x @ weight.T

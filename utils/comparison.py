@@ -28,20 +28,25 @@ class Comparison:
 
 def steps(name: str, ours: Job, theirs: Job, peer: Path | None) -> Comparison:
     """Training of two jobs, if there is a peer, beside the limits of ours."""
-    shape = ours.shape
+    shape, alone = ours.shape, replace(ours, processes=1)
     parameters = skeleton(GPTConfig(**shape)).num_parameters()
-    alone = replace(ours, processes=1)
-    theirs = replace(theirs, peer=str(peer and peer.resolve()), processes=1)
+    what = f"training {name}, {ours.batch} x {shape['block_size']}, {mode(ours)}"
+    if peer and mode(theirs) != mode(ours):
+        what += f" (peer: {mode(theirs)})"
     return Comparison(
-        f"training {name}, {ours.batch} x {shape['block_size']}, {ours.dtype}"
-        + (", compiled" if ours.compile else "")
-        + (f", {ours.processes} processes, {ours.sharding}" if ours.processes > 1 else ""),
+        what,
         "tokens",
         Measurement("train", ours),
-        Measurement("train_nanogpt", theirs) if peer else None,
+        Measurement("train_nanogpt", replace(theirs, peer=str(peer.resolve()))) if peer else None,
         (Measurement("matrix", alone), Measurement("copy", alone)),
         flops_per_token(parameters, shape["n_layer"], shape["n_embd"], shape["block_size"]),
     )
+
+
+def mode(job: Job) -> str:
+    """How a job trains, in words."""
+    several = f", {job.processes} processes, {job.sharding}" if job.processes > 1 else ""
+    return job.dtype + (", compiled" if job.compile else "") + several
 
 
 def figures(comparison: Comparison, repeats: int) -> dict:

@@ -18,6 +18,7 @@ from utils.watch import Watch
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: longer than a download or a slow disk
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+CGROUPS = Path("/sys/fs/cgroup")
 watch: Watch | None = None  # on the other processes, as long as there is a process group
 
 
@@ -131,19 +132,18 @@ def free_memory(device: torch.device) -> int:
     the machine, or the container's limit, has left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    try:
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError, TypeError):  # not Linux
         available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(available[1])
-    except OSError:  # not Linux
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        taken = re.search(r"anon (\d+)", (group / "memory.stat").read_text())
-        free = min(free, limit - int(taken[1]))
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    with contextlib.suppress(OSError, TypeError):  # no control groups, or old ones
+        own = re.search(r"^0::/(.*)", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        for group in (CGROUPS / own[1], *(CGROUPS / own[1]).parents):
+            limit = group / "memory.max"
+            if limit.is_file() and (value := limit.read_text().strip()) != "max":
+                taken = re.search(r"^anon (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+                free = min(free, int(value) - int(taken[1]))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def tick() -> None:

@@ -65,11 +65,12 @@ def tracer(path: Path, say: Callable[[str], None]) -> profile:
 
     def write(found: profile) -> None:
         found.export_chrome_trace(str(path))
-        say(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
+        time_on = "device" if torch.cuda.is_available() else "cpu"
+        say(found.key_averages().table(sort_by=f"self_{time_on}_time_total", row_limit=15))
         say(f"wrote {path}: open it in ui.perfetto.dev")
 
-    profiler = profile(schedule=schedule(wait=2, warmup=1, active=3, repeat=1))
-    profiler.on_trace_ready = write
+    steps = schedule(wait=2, warmup=1, active=3, repeat=1)
+    profiler = profile(schedule=steps, on_trace_ready=write)
     profiler.start()
     return profiler
 
