@@ -25,7 +25,7 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
     if config.micro_batch_size == "auto":
         free = distributed.free_memory(device)
         config.micro_batch_size = largest_micro_batch(
-            config, shape, dtype, world_size, device, free
+            config, saved, shape, dtype, world_size, device, free
         )
     accumulation = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
     model = skeleton(shape)
@@ -63,15 +63,15 @@ def model_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
 
 def largest_micro_batch(
     config: TrainConfig,
+    saved: dict | None,
     shape: GPTConfig,
     dtype: torch.dtype,
     world_size: int,
     device: torch.device,
     free: int,
-    before: int | None = None,
 ) -> int:
     """The most sequences at a time of which a whole number makes a step and that should fit `free`
-    bytes of one process, with a tenth to spare; if that is so of the number `before`, this one.
+    bytes of one process, with a tenth to spare; that of the `saved` run where it still does.
     ConfigError where not even one fits."""
     if device.type == "mps":
         raise ConfigError("--micro_batch_size auto: there is no forecast for Apple's GPUs")
@@ -89,6 +89,7 @@ def largest_micro_batch(
             f"--micro_batch_size auto: one sequence takes {needed(1) / 1e9:.2f} GB, of which a "
             f"process has {free / 1e9:.2f}; see --dry_run, --activation_checkpointing, --sharding"
         )
+    before = saved["train_config"]["micro_batch_size"] if saved else None
     return before if before in sizes else sizes[-1]
 
 

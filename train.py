@@ -72,9 +72,9 @@ def main() -> None:
     if config.micro_batch_size == "auto":
         free = torch.tensor([distributed.free_memory(device)], device=device)
         least = int(process.extremes(free)[0])
-        before = saved["train_config"]["micro_batch_size"] if saved else None
+        shape = model_shape(config, saved)
         config.micro_batch_size = largest_micro_batch(
-            config, model_shape(config, saved), dtype, process.world_size, device, least, before
+            config, saved, shape, dtype, process.world_size, device, least
         )
     batch = config.sequences_per_step(process.world_size)
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)

@@ -34,7 +34,8 @@ class KVCache:
         if layer not in self.layers:
             B, H, _, D = k.shape
             dtype = torch.float32 if k.device.type == "cpu" else k.dtype
-            self.layers[layer] = k.new_empty(2, B, H, self.capacity, D, dtype=dtype)
+            # zeros: what a mask hides is multiplied by 0, which makes no number of NaN
+            self.layers[layer] = k.new_zeros(2, B, H, self.capacity, D, dtype=dtype)
         if self.place is not None:
             keys, values = self.layers[layer]
             keys.index_copy_(2, self.place, k.to(keys.dtype))

@@ -68,7 +68,9 @@ def compare(name: str, job: Job, asked: argparse.Namespace) -> dict:
         save_every=0,
         eval_every=0,
     )
-    most = largest_micro_batch(config, shape, dtype, job.processes, device, free_memory(device))
+    most = largest_micro_batch(
+        config, None, shape, dtype, job.processes, device, free_memory(device)
+    )
 
     def ours(batch: int) -> dict:
         sized = replace(job, batch=batch)

@@ -158,8 +158,10 @@ def test_the_largest_micro_batch_is_the_last_that_the_forecast_lets_in():
     shape, cuda = config.model_config(50257), torch.device("cuda")
 
     def chosen(free, processes=1, before=None, **changes):
-        run = replace(config, **changes)
-        return largest_micro_batch(run, shape, torch.bfloat16, processes, cuda, free, before)
+        run, saved = replace(config, **changes), None
+        if before:
+            saved = {"train_config": {"micro_batch_size": before}}
+        return largest_micro_batch(run, saved, shape, torch.bfloat16, processes, cuda, free)
 
     found = {size: chosen(size * 10**9) for size in (4, 8, 16, 80)}
     assert found[80] == 48 and 1 <= found[4] < found[8] < found[16] < 48

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from model.config import GPTConfig
-from model.generate import choose, complete, generate
-from model.gpt import GPT
+from model.generate import beside_padding, choose, complete, generate
+from model.gpt import GPT, KVCache
 from model.packed import PackedGPT, packed
 
 
@@ -74,6 +74,19 @@ def test_compiled_reading_changes_no_token_and_is_compiled_once(model):
     with torch.compiler.set_stance("fail_on_recompile"):
         made += list(compiled)
     assert torch.stack(made, 1).tolist() == tokens(model, prompts, 40, seed=3)
+
+
+@torch.no_grad()
+def test_a_place_in_a_cache_does_not_see_memory_that_was_never_written(model):
+    idx, cache = torch.tensor([[1, 2, 3, 4, 5]]), KVCache(16)
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    try:
+        model.hidden(idx[:, :4], cache)
+        cache.place, first = torch.tensor([4]), torch.tensor([[0]])
+        last = model.hidden(idx[:, 4:], cache, **beside_padding(first, 5, idx[:, 4:], 16))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(last, model.hidden(idx)[:, 4:], atol=1e-5, rtol=1e-5)
 
 
 def test_greedy_takes_the_likeliest(model):
