@@ -83,7 +83,7 @@ class TrainConfig:
     """Tokens in a step, over all processes; gradient accumulation follows from it."""
     micro_batch_size: int | Literal["auto"] = 16
     """Sequences in one forward on one process; auto: as many as should fit its memory, by the
-    forecast of --dry_run. What a step learns from does not depend on it."""
+    forecast of --dry_run (not on Apple's GPUs). What a step learns from does not depend on it."""
     max_lr: float = 6e-4
     """Learning rate after warmup."""
     min_lr: float | None = None

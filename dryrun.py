@@ -74,7 +74,9 @@ def largest_micro_batch(
     bytes of one process, with a tenth to spare; that of the `saved` run where it still does.
     ConfigError where not even one fits."""
     if device.type == "mps":
-        raise ConfigError("--micro_batch_size auto: there is no forecast for Apple's GPUs")
+        raise ConfigError(
+            "--micro_batch_size auto: not for Apple's GPUs, whose memory is unmeasured"
+        )
     one = replace(config, micro_batch_size=1)
     share = one.sequences_per_step(world_size) // world_size
 

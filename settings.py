@@ -67,7 +67,8 @@ def check_extras(config: TrainConfig) -> None:
 
 
 def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str]:
-    """What is not as it was when the checkpoint was written, and changes the order of the data."""
+    """What is not as it was when the checkpoint was written, and changes the order of the data or
+    of the sums."""
     then, now = saved["train_config"], config.to_dict()
     changed = [
         f"--{name} was {then[name]}"
@@ -77,6 +78,7 @@ def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str
     micro, was = config.micro_batch_size, then.get("micro_batch_size")
     rounding = [
         f"note: --micro_batch_size was {was} and is {micro}: sums are rounded in another order"
+        + (", dropout is drawn otherwise" if config.dropout else "")
     ]
     if saved["train_tokens"] not in (0, train_tokens):
         changed.append(f"there were {saved['train_tokens']:,} train tokens")

@@ -186,7 +186,7 @@ def main() -> None:
     )
     trace = None
     if config.profile and process.is_main:
-        trace = tracer(config.log_dir / "trace.json", logger.say)
+        trace = tracer(config.log_dir / "trace.json", device, logger.say)
     step, stopping = start, False
     while True:
         last = step == config.max_steps
@@ -260,6 +260,7 @@ def main() -> None:
         if left_out is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - began
         step += 1
         if step == start + 1 and since_start():
             logger.say(f"the first step was done {since_start():.1f} s after the start")
@@ -276,7 +277,6 @@ def main() -> None:
                 finish(saver, process)
                 raise guard.TrainingError(sentence)
             continue
-        seconds = time.perf_counter() - began
         tokens_per_s = config.total_batch_size / seconds
         logger.train(
             {

@@ -50,7 +50,7 @@ def generate(
     Row i draws its random numbers from (seed, i), whatever the other rows. When a row's context is
     full, its older half is dropped and the rest read again; a prompt longer than the context keeps
     its end. `use_cache=False` reads the whole context for each token, and gives the same tokens.
-    `use_torch_compile` compiles the reading of one token, once.
+    `use_torch_compile` compiles the reading of one token, once for a number of prompts.
     """
     one_token = torch.compile(next_logits) if use_torch_compile else next_logits
     T, device = model.config.block_size, model.transformer.wte.weight.device

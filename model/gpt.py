@@ -25,7 +25,7 @@ class KVCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.place: Tensor | None = None  # (T,): where the next T go, in shapes that stay the same
-        self.length = 0  # tokens every layer has seen; GPT.hidden advances it
+        self.length = 0  # tokens every layer has seen; GPT.hidden advances it without a place
         self.layers: dict[int, Tensor] = {}  # layer -> (2, B, H, capacity, D)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

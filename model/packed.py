@@ -20,7 +20,8 @@ class PackedGPT(GPT):
         nn.Module.__init__(self)
         self.config, self.transformer = model.config, model.transformer
         self.pack = partial(onednn.PackedLinear, dtype=dtype, rows=rows)
-        for module in list(self.modules()):
+        # holds on to no linear layer, so that each is freed as it is replaced
+        for module in [m for m in self.modules() if not isinstance(m, nn.Linear)]:
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
                     setattr(module, name, self.pack(child.weight, child.bias))

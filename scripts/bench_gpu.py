@@ -83,7 +83,11 @@ def compare(name: str, job: Job, asked: argparse.Namespace) -> dict:
     row, most = first_that_fits(most, ours)
     print(line(row), flush=True)
     if asked.peer and job.processes == 1:
-        peer, batch = first_that_fits(most, theirs)
+        try:
+            peer, batch = first_that_fits(most, theirs)
+        except MeasurementError as error:
+            print(f"  nanoGPT: {error}")
+            return row | {"nanogpt": {"error": str(error)}}
         row |= {"nanogpt": peer, "ratio": row["measured"]["train"]["rate"] / peer["rate"]}
         print(
             f"  nanoGPT at {batch}: {peer['rate']:,.0f} tokens/s: {row['ratio']:.2f}x", flush=True

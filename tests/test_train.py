@@ -69,7 +69,8 @@ def test_sigterm_finishes_the_step_saves_and_exits(shards, trained, halfway, tmp
     step = load_checkpoint(halfway / "checkpoints" / "model_last.pt")["step"]
     assert step == max(losses(halfway)) and 7 <= step < 20
     copy(halfway, tmp_path)
-    script(*train_args(shards, tmp_path, 20, "--save_every", 10, "--resume", "auto"))
+    done = script(*train_args(shards, tmp_path, 20, "--save_every", 10, "--resume", "auto"))
+    assert "--micro_batch_size was" not in done.stdout
     assert losses(tmp_path) == losses(trained) and same_weights(tmp_path, trained)
 
 
@@ -79,7 +80,8 @@ def test_resumed_with_other_slicing_goes_on_alike(
 ):
     copy(halfway, tmp_path)
     args = train_args(shards, tmp_path, 20, "--micro_batch_size", micro, "--resume", "auto")
-    script(*args) if processes == 1 else torchrun(processes, *args)
+    done = script(*args) if processes == 1 else torchrun(processes, *args)
+    assert f"note: --micro_batch_size was 4 and is {micro}: sums" in done.stdout
     a, b = losses(tmp_path), losses(trained)
     assert max(abs(a[s] - b[s]) for s in b) < 1e-4 and len(a) == 20
 

@@ -1,5 +1,6 @@
 """What utils/measure.py measures beside training: sampling, data, evaluation."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -99,7 +100,7 @@ READERS = 8
 
 def read(job: Job) -> Repeat:
     """Tokens that the batches of 8 processes hold, which read shards from one disk at once; on
-    Linux not from memory, where the system keeps what was read before."""
+    Linux from the disk itself, not from what the system keeps of it in memory."""
     readers = ProcessPoolExecutor(READERS, multiprocessing.get_context("spawn"))
     (folder,) = job.files
 
@@ -118,7 +119,10 @@ def read_share(folder: str, rank: int) -> int:
     """Tokens in one process's batches of 30 steps."""
     sequences = Sequences(TokenStream(folder, "train"), 1024)
     batches = train_batches(sequences, Slicing(512, 16, rank, READERS), 1, range(30))
-    return sum(idx.size for idx, _ in batches)
+    tokens = sum(idx.size for idx, _ in batches)
+    del sequences, batches
+    gc.collect()  # closes the shards: the system keeps what a process has mapped
+    return tokens
 
 
 def evaluate(job: Job) -> Repeat:

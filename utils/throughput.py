@@ -59,13 +59,13 @@ def flops_per_token(n_parameters: int, n_layer: int, n_embd: int, block_size: in
     return 6 * matmul_parameters + 12 * n_layer * n_embd * block_size
 
 
-def tracer(path: Path, say: Callable[[str], None]) -> profile:
+def tracer(path: Path, device: torch.device, say: Callable[[str], None]) -> profile:
     """A started profiler that, told of each step's end, writes a Chrome trace of the fourth to the
-    sixth to `path`, and says which operations took longest."""
+    sixth to `path`, and says which operations took longest on the device."""
 
     def write(found: profile) -> None:
         found.export_chrome_trace(str(path))
-        time_on = "device" if torch.cuda.is_available() else "cpu"
+        time_on = "device" if device.type == "cuda" else "cpu"
         say(found.key_averages().table(sort_by=f"self_{time_on}_time_total", row_limit=15))
         say(f"wrote {path}: open it in ui.perfetto.dev")
 
