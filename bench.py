@@ -20,7 +20,7 @@ from cli import run
 from config import BenchConfig, ConfigError
 from data.benchmarks import read_rows
 from data.shards import atomic_write
-from data.tokenizer import load_tokenizer
+from data.tokenizer import GPT2Tokenizer, load_tokenizer
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -29,7 +29,7 @@ from utils.comparison import Comparison, figures, hardware, line, steps
 from utils.distributed import pick_device
 from utils.workers import Job, Measurement
 
-VOCABULARY = 50257
+VOCABULARY = GPT2Tokenizer.vocab_size
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "vocab_size": 257}
 SMALL_BATCH = 12  # nanoGPT's documented configuration for a CPU, in float32 and not compiled
 EXAMPLES = 160  # of HellaSwag
@@ -104,13 +104,16 @@ def evaluation(config: BenchConfig, folder: Path) -> list[Comparison]:
     save_pretrained(model, folder / "model", load_tokenizer("gpt2"))
     files = (str(folder / "model"), str(folder / "rows.jsonl"))
     job = Job(files=files, device=config.device)
-    theirs = replace(job, peer=str(config.harness and config.harness.absolute()))
+    harness = None
+    if config.harness:
+        theirs = replace(job, peer=str(config.harness.absolute()))
+        harness = Measurement("evaluate_harness", theirs)
     return [
         Comparison(
             f"HellaSwag {config.model_type}, {len(rows)} examples as a command, {dtype}",
             "examples",
             Measurement("evaluate", replace(job, dtype=dtype)),
-            Measurement("evaluate_harness", theirs) if config.harness else None,
+            harness,
         )
         for dtype in ("float32", "bfloat16")
     ]

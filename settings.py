@@ -75,16 +75,17 @@ def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str
         for name in ("total_batch_size", "seed")
         if then.get(name, now[name]) != now[name]
     ]
-    micro, was = config.micro_batch_size, then.get("micro_batch_size")
-    rounding = [
-        f"note: --micro_batch_size was {was} and is {micro}: sums are rounded in another order"
-        + (", dropout is drawn otherwise" if config.dropout else "")
-    ]
     if saved["train_tokens"] not in (0, train_tokens):
         changed.append(f"there were {saved['train_tokens']:,} train tokens")
     end = "the order from here on is another one, so this epoch may repeat or miss sequences"
     warnings = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
-    return warnings + (rounding if was != micro else [])
+    micro, was = config.micro_batch_size, then.get("micro_batch_size")
+    if was != micro:
+        warnings.append(
+            f"note: --micro_batch_size was {was} and is {micro}: sums are rounded in another order"
+            + (", dropout is drawn otherwise" if config.dropout else "")
+        )
+    return warnings
 
 
 def fitting(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:

@@ -17,13 +17,14 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from config import ConfigError, TrainConfig  # noqa: E402
+from data.tokenizer import GPT2Tokenizer  # noqa: E402
 from dryrun import largest_micro_batch  # noqa: E402
 from model.config import SIZES  # noqa: E402
 from utils.comparison import figures, hardware, line, steps  # noqa: E402
 from utils.distributed import free_memory, pick_device, pick_dtype  # noqa: E402
 from utils.workers import Job, Measurement, MeasurementError, measure  # noqa: E402
 
-VOCABULARY = 50257
+VOCABULARY = GPT2Tokenizer.vocab_size
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
 SEQUENCES = 64  # of a process in a step, so that micro-batches are powers of two
 
@@ -137,8 +138,13 @@ def main() -> None:
         ways += [("none", torch.cuda.device_count()), ("zero2", torch.cuda.device_count())]
     for name, shape in shapes(asked).items():
         for sharding, processes in ways:
-            job = Job(shape, dtype="auto", compile=not asked.tiny)
-            job = replace(job, sharding=sharding, processes=processes)
+            job = Job(
+                shape,
+                dtype="auto",
+                compile=not asked.tiny,
+                sharding=sharding,
+                processes=processes,
+            )
             try:
                 report["rows"].append(compare(name, job, asked))
             except (ConfigError, MeasurementError) as error:  # the other rows count all the same
