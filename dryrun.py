@@ -38,7 +38,7 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
     need = memory(config, shape, device.type, dtype.itemsize, world_size)
     print("\n".join(memory_lines(config, need, device.type, world_size)))
     flops = flops_per_token(
-        model.num_parameters(), shape.n_layer, shape.n_embd, config.block_size
+        model.num_multiplying(), shape.n_layer, shape.n_embd, config.block_size
     ) * (steps * config.total_batch_size)
     print(cost_line(config, steps, flops, peak_flops(device, dtype), world_size))
     print(config.data_dir)

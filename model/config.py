@@ -1,6 +1,7 @@
-"""GPTConfig: the architecture of a model, and the named GPT-2 sizes."""
+"""GPTConfig: the architecture of a model; the named GPT-2 sizes, and the recipes' ingredients."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from reprlib import repr as brief
 
 # Radford et al. 2019, table 2: the four sizes OpenAI released.
@@ -11,6 +12,13 @@ SIZES = {
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
 NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
+CHOICES = {
+    "position": ("learned", "rotary"),
+    "norm": ("layer", "rms", "unit"),
+    "activation": ("gelu", "relu2", "swiglu"),
+}
+SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # have their flags
+SWITCHES = ("embed_norm", "qk_norm", "bias", "tied", "zero_init", "value_residual", "x0_shortcut")
 
 
 class ModelError(ValueError):
@@ -19,31 +27,89 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Everything needed to build a GPT. Raises ModelError for a shape that cannot be built."""
+    """Everything needed to build a GPT; the defaults are GPT-2's. docs/RECIPES.md has the sources.
+
+    Raises ModelError for what cannot be built.
+    """
 
     block_size: int = 1024
-    """Longest sequence in tokens: the number of learned positions."""
+    """Longest sequence in tokens; with learned positions, the number of these."""
     vocab_size: int = 50257
     """Token ids the tokenizer knows."""
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
+    n_kv_head: int | None = None
+    """Heads of keys and values, each for as many heads of queries; None: n_head."""
+    n_inner: int | None = None
+    """Width inside the MLP; None: 4 x n_embd."""
+    position: str = "learned"
+    """Or rotary: queries and keys turn with their place."""
+    rope_base: float = 10_000.0
+    """The slowest rotation takes 2 pi times this many tokens, nearly."""
+    norm: str = "layer"
+    """Or rms: LayerNorm without mean and bias; or unit: rms without gains."""
+    embed_norm: bool = False
+    """Embeddings have unit root mean square."""
+    qk_norm: bool = False
+    """Queries and keys of one length each."""
+    activation: str = "gelu"
+    """Or relu2; or swiglu, which has a gate."""
+    bias: bool = True
+    """Linear layers and LayerNorms have one."""
+    tied: bool = True
+    """The head is the token embedding."""
+    zero_init: bool = False
+    """Projections into the residual stream and an untied head begin as zeros."""
+    softcap: float | None = None
+    """Logits are bent into (-softcap, softcap)."""
+    value_residual: bool = False
+    """Each block's values are mixed with the first one's."""
+    x0_shortcut: bool = False
+    """Each block's input is mixed with the embedding."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ModelError(
-                    f"{name} is {brief(value)}; it must be a whole number of at least 1"
-                )
+            self.need_count(name)
+        for name in ("n_kv_head", "n_inner"):
+            if getattr(self, name) is not None:
+                self.need_count(name)
         if self.n_embd % self.n_head:
             raise ModelError(
                 f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; "
                 "every head needs the same width"
             )
+        if self.n_head % self.kv_heads:
+            raise ModelError(
+                f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}; "
+                "every head of keys needs as many heads of queries"
+            )
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ModelError(f"dropout is {brief(self.dropout)}; it must be at least 0 and below 1")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                value = brief(getattr(self, name))
+                raise ModelError(f"{name} is {value}; it must be one of {', '.join(choices)}")
+        for name in SWITCHES:
+            if type(getattr(self, name)) is not bool:
+                raise ModelError(
+                    f"{name} is {brief(getattr(self, name))}; it must be True or False"
+                )
+        for name in ("rope_base", *(["softcap"] if self.softcap is not None else [])):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ModelError(f"{name} is {brief(value)}; it must be a number above 0")
+        if self.position == "rotary" and self.head_size % 2:
+            raise ModelError(
+                f"a head is {self.head_size} wide; rotary positions need an even width"
+            )
+
+    def need_count(self, name: str) -> None:
+        """ModelError unless the field is a whole number of at least 1."""
+        value = getattr(self, name)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{name} is {brief(value)}; it must be a whole number of at least 1")
 
     @property
     def size(self) -> str | None:
@@ -52,6 +118,24 @@ class GPTConfig:
         return next((name for name, size in SIZES.items() if size == shape), None)
 
     @property
+    def is_gpt2(self) -> bool:
+        """Whether it differs from a GPT-2 in its sizes alone."""
+        sizes = {name: getattr(self, name) for name in SIZED}
+        return replace(self, zero_init=False) == GPTConfig(**sizes)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 (50257 -> 50304), which matrix units prefer."""
         return -(-self.vocab_size // 64) * 64
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def inner(self) -> int:
+        return self.n_inner or 4 * self.n_embd

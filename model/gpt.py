@@ -1,6 +1,7 @@
-"""GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
+"""GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT,
+and what has been found since: docs/RECIPES.md says what each field of GPTConfig does and gives.
 
-B batch, T time, C channels, V vocabulary, L layers, H heads, D = C / H.
+B batch, T time, C channels, V vocabulary, L layers, H heads, K of keys and values, D = C / H.
 """
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from model.config import GPTConfig, ModelError
-from model.loss import HeadCrossEntropy
+from model.loss import HeadCrossEntropy, bend
+from model.norm import RMSNorm, rms_norm
 
 FEW_QUERIES = 256  # up to so many a CPU attends sooner in float32 than in bfloat16
 
@@ -26,16 +28,16 @@ class KVCache:
         self.capacity = capacity
         self.place: Tensor | None = None  # (T,): where the next T go, in shapes that stay the same
         self.length = 0  # tokens every layer has seen; GPT.hidden advances it without a place
-        self.layers: dict[int, Tensor] = {}  # layer -> (2, B, H, capacity, D)
+        self.layers: dict[int, Tensor] = {}  # layer -> (2, B, K, capacity, D)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds k and v (B, H, T, D) of the newest T tokens; returns all of them so far, or with a
+        """Adds k and v (B, K, T, D) of the newest T tokens; returns all of them so far, or with a
         `place` all the capacity, for a mask to choose from."""
         if layer not in self.layers:
-            B, H, _, D = k.shape
+            B, K, _, D = k.shape
             dtype = torch.float32 if k.device.type == "cpu" else k.dtype
             # zeros: what a mask hides is multiplied by 0, which makes no number of NaN
-            self.layers[layer] = k.new_zeros(2, B, H, self.capacity, D, dtype=dtype)
+            self.layers[layer] = k.new_zeros(2, B, K, self.capacity, D, dtype=dtype)
         if self.place is not None:
             keys, values = self.layers[layer]
             keys.index_copy_(2, self.place, k.to(keys.dtype))
@@ -49,8 +51,10 @@ class KVCache:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """scaled_dot_product_attention of queries (B, H, T, D), keys and values (B, H, S, D). A CPU
+    """scaled_dot_product_attention of queries (B, H, T, D), keys and values (B, K, S, D). A CPU
     takes up to five times as long for few queries in bfloat16: these run in float32."""
+    if k.size(1) < q.size(1):  # each for H / K heads of queries that stand together
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     if q.device.type == "cpu" and (q.size(2) <= FEW_QUERIES or k.dtype is torch.float32):
         q, k, v = q.float(), k.float(), v.float()
         with torch.autocast("cpu", enabled=False):
@@ -58,111 +62,193 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+def rotations(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, D / 2) of the angles by which positions (T) turn pairs of channels:
+    rotary positions, Su et al. 2021. Of positions (B, T), (B, 1, T, D / 2)."""
+    if positions.dim() == 2:
+        positions = positions[:, None]
+    pairs = torch.arange(0, width, 2, device=positions.device) / width
+    angles = positions[..., None] / base**pairs
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns channel i and i + D / 2 of x (B, H, T, D) by their angle, as transformers' LLaMA."""
+    cos, sin = rotary
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "layer":
+        return nn.LayerNorm(config.n_embd, bias=config.bias)
+    return RMSNorm(config.n_embd, gains=config.norm == "rms")
+
+
 class Attention(nn.Module):
     """Causal self-attention over H heads."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.n_head = config.n_head
+        self.heads = [config.n_head, config.kv_heads, config.kv_heads]
+        width = sum(self.heads) * config.head_size
+        self.c_attn = nn.Linear(config.n_embd, width, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.qk_norm = config.qk_norm
+        self.first_values = config.value_residual and layer == 0
         self.dropout = config.dropout
         self.layer = layer
 
     def forward(
         self,
         x: Tensor,
-        norm: nn.LayerNorm,
+        norm: nn.Module,
+        rotary: tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
+        mix: Tensor | None = None,
+        v0: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What x (B, T, C) takes from the tokens before, and the values (B, K, T, D) if others mix
+        them with theirs."""
         B, T, C = x.shape
-        q, k, v = self.enter(x, norm).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+        qkv = self.enter(x, norm).view(B, T, sum(self.heads), -1).split(self.heads, dim=2)
+        q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H, T, D), (B, K, T, D) twice
+        if mix is not None:  # Zhou et al. 2024
+            v = (mix[0] * v + mix[1] * v0).to(v.dtype)
+        if self.qk_norm:  # Henry et al. 2020
+            q, k = rms_norm(q), rms_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        own = v if self.first_values else None
         causal = cache is None and mask is None
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, H, S, D), S = tokens seen so far
+            k, v = cache.append(self.layer, k, v)  # (B, K, S, D), S = tokens seen so far
             if T > 1 and mask is None:
                 S = k.size(2)
                 mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
+        return F.dropout(self.c_proj(y), self.dropout, self.training), own
 
-    def enter(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
-        """Queries, keys and values (B, T, 3C) of the residual stream x (B, T, C)."""
+    def enter(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Queries, keys and values (B, T, (H + 2K) D) of the residual stream x (B, T, C)."""
         return self.c_attn(norm(x))
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide in between, with the tanh GELU of OpenAI's weights."""
+    """Two linear layers, four times as wide in between; GPT-2's GELU is the tanh approximation."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        gates = 2 if config.activation == "swiglu" else 1
+        self.c_fc = nn.Linear(config.n_embd, gates * config.inner, bias=config.bias)
+        self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
+        self.activation = config.activation
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
         return F.dropout(self.leave(self.enter(x, norm)), self.dropout, self.training)
 
-    def enter(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    def enter(self, x: Tensor, norm: nn.Module) -> Tensor:
         """The first layer's output (B, T, 4C) for the residual stream x (B, T, C)."""
         return self.c_fc(norm(x))
 
     def leave(self, x: Tensor) -> Tensor:
         """From there back to (B, T, C)."""
-        return self.c_proj(F.gelu(x, approximate="tanh"))
+        if self.activation == "relu2":  # So et al. 2021
+            x = F.relu(x).square()
+        elif self.activation == "swiglu":  # Shazeer 2020
+            gate, x = x.chunk(2, dim=-1)
+            x = F.silu(gate) * x
+        else:
+            x = F.gelu(x, approximate="tanh")
+        return self.c_proj(x)
 
 
 class Block(nn.Module):
-    """Pre-LayerNorm transformer block."""
+    """Transformer block with its norms first."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.ln_1 = make_norm(config)
         self.attn = Attention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        if config.x0_shortcut:
+            self.x_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
+        if config.value_residual and layer:
+            self.v_mix = nn.Parameter(torch.tensor([0.5, 0.5]))
 
     def forward(
-        self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        x = x + self.attn(x, self.ln_1, cache, mask)
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        x0: Tensor | None = None,
+        v0: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if hasattr(self, "x_mix"):
+            x = self.x_mix[0] * x + self.x_mix[1] * x0
+        y, v = self.attn(x, self.ln_1, rotary, cache, mask, getattr(self, "v_mix", None), v0)
+        x = x + y
         x = x + self.mlp(x, self.ln_2)
-        return x
+        return x, v
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, L blocks, a final LayerNorm; the head is the embedding."""
+    """Token and position embeddings, L blocks, a final norm; GPT-2's head is the embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-                "ln_f": nn.LayerNorm(config.n_embd),
-            }
-        )
+        parts: dict[str, nn.Module] = {
+            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+        }
+        if config.position == "learned":
+            parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        parts["ln_f"] = make_norm(config)
+        self.transformer = nn.ModuleDict(parts)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.apply(self._init_weights)
+        if config.zero_init and not config.tied:
+            nn.init.zeros_(self.lm_head.weight)
+        if config.embed_norm:
+            nn.init.normal_(self.transformer.wte.weight)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Normal(0, 0.02), biases 0; GPT-2 scales projections into the residual stream."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, Attention | MLP):
-            nn.init.normal_(module.c_proj.weight, std=0.02 * (2 * self.config.n_layer) ** -0.5)
+            std = 0.0 if self.config.zero_init else 0.02 * (2 * self.config.n_layer) ** -0.5
+            nn.init.normal_(module.c_proj.weight, std=std)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight (padded V, C) of the head."""
+        return self.transformer.wte.weight if self.config.tied else self.lm_head.weight
 
     def num_parameters(self) -> int:
-        """Trainable numbers, the tied head once and the padding of the vocabulary not at all."""
-        padding = self.config.padded_vocab_size - self.config.vocab_size
+        """Trainable numbers, a tied head once and the padding of the vocabulary not at all."""
+        tables = 1 if self.config.tied else 2
+        padding = tables * (self.config.padded_vocab_size - self.config.vocab_size)
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
+
+    def num_multiplying(self) -> int:
+        """Of these, the ones that multiply: not those of tables that are looked up alone."""
+        looked_up = 0
+        if self.config.position == "learned":
+            looked_up += self.config.block_size
+        if not self.config.tied:
+            looked_up += self.config.vocab_size
+        return self.num_parameters() - looked_up * self.config.n_embd
 
     def hidden(
         self,
@@ -183,17 +269,26 @@ class GPT(nn.Module):
             if end > self.config.block_size:
                 raise ModelError(f"{end} tokens do not fit the context of {self.config.block_size}")
             positions = torch.arange(start, end, device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x, rotary = self.transformer.wte(idx), None  # (B, T, C)
+        if self.config.position == "learned":
+            x = x + self.transformer.wpe(positions)
+        else:
+            rotary = rotations(positions, self.config.head_size, self.config.rope_base)
+        if self.config.embed_norm:
+            x = rms_norm(x)
         x = F.dropout(x, self.config.dropout, self.training)
+        x0, v0 = x, None
         for block in self.transformer.h:
-            x = block(x, cache, mask)
+            x, v = block(x, rotary, cache, mask, x0, v0)
+            v0 = v if v0 is None else v0
         if cache is not None and cache.place is None:
             cache.length += idx.size(1)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores (B, T, V) for the next token from hidden states (B, T, C), padding left out."""
-        return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
+        logits = F.linear(x, self.head_weight)[..., : self.config.vocab_size]
+        return bend(logits, self.config.softcap)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V); with targets (B, T), their mean cross-entropy in nats instead.
@@ -203,9 +298,14 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        weight, V = self.transformer.wte.weight, self.config.vocab_size
-        with_grad = torch.is_grad_enabled()
-        return HeadCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), V, with_grad)
+        return HeadCrossEntropy.apply(
+            x.flatten(0, 1),
+            self.head_weight,
+            targets.flatten(),
+            self.config.vocab_size,
+            self.config.softcap,
+            torch.is_grad_enabled(),
+        )
 
 
 class WithoutInit(TorchFunctionMode):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from model import llama
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT, skeleton
 
@@ -47,6 +48,22 @@ def config_from_hf(values: dict) -> GPTConfig:
     if values.get("n_inner") not in (None, 4 * n_embd):
         raise ModelError(f"config.json has n_inner {brief(values['n_inner'])}, not 4 x {n_embd}")
     return GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd)
+
+
+def config_to_hf(config: GPTConfig) -> dict:
+    """The opposite, for a GPT-2."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_positions": config.block_size,
+        "n_ctx": config.block_size,
+        "vocab_size": config.vocab_size,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        **dict.fromkeys(DROPOUTS, config.dropout),
+        **FIXED,
+    }
 
 
 def from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
@@ -177,26 +194,17 @@ def load_pretrained(name: str | Path, block_size: int | None = None, dropout: fl
 
 def save_pretrained(model: GPT, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Writes config.json and model.safetensors, which transformers' AutoModelForCausalLM loads, and
-    with a tokenizer the files that AutoTokenizer loads."""
+    with a tokenizer the files that AutoTokenizer loads. Raises ModelError for a model that is none
+    of GPT-2, LLaMA and NanoChat."""
     folder, config = Path(folder), model.config
+    if config.is_gpt2:
+        values, weights = config_to_hf(config), to_hf(model.state_dict(), config)
+    else:
+        values, weights = llama.config_to_hf(config), llama.to_hf(model.state_dict(), config)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), config.vocab_size - 1)
+    values |= {"dtype": "float32", **ends}
     folder.mkdir(parents=True, exist_ok=True)
-    values = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "dtype": "float32",
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,
-        "vocab_size": config.vocab_size,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "bos_token_id": config.vocab_size - 1,
-        "eos_token_id": config.vocab_size - 1,
-        **dict.fromkeys(DROPOUTS, config.dropout),
-        **FIXED,
-    }
     (folder / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
-    weights = to_hf(model.state_dict(), config)
     from safetensors.torch import save_file
 
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

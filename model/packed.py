@@ -10,6 +10,7 @@ from torch import Tensor
 
 from model import onednn
 from model.gpt import GPT
+from model.loss import bend
 
 
 class PackedGPT(GPT):
@@ -19,20 +20,22 @@ class PackedGPT(GPT):
     def __init__(self, model: GPT, dtype: torch.dtype, rows: int) -> None:
         nn.Module.__init__(self)
         self.config, self.transformer = model.config, model.transformer
+        if not self.config.tied:
+            self.lm_head = model.lm_head
         self.pack = partial(onednn.PackedLinear, dtype=dtype, rows=rows)
         # holds on to no linear layer, so that each is freed as it is replaced
         for module in [m for m in self.modules() if not isinstance(m, nn.Linear)]:
             for name, child in module.named_children():
-                if isinstance(child, nn.Linear):
+                if isinstance(child, nn.Linear) and name != "lm_head":
                     setattr(module, name, self.pack(child.weight, child.bias))
         self.eval()
 
     @cached_property
     def head(self) -> onednn.PackedLinear:
-        return self.pack(self.transformer.wte.weight[: self.config.vocab_size], None)
+        return self.pack(self.head_weight[: self.config.vocab_size], None)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.head(x)
+        return bend(self.head(x), self.config.softcap)
 
 
 def packed(model: GPT, dtype: torch.dtype, rows: int = 1) -> GPT:

@@ -7,12 +7,16 @@ from model.config import GPTConfig
 from model.generate import beside_padding, choose, complete, generate
 from model.gpt import GPT, KVCache
 from model.packed import PackedGPT, packed
+from recipes import recipe_of
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=["gpt2", "modern", "llama,n_kv_head=1"])
+def model(request):
     torch.manual_seed(1)
-    model = GPT(GPTConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32)).eval()
+    fields = recipe_of(request.param).model
+    model = GPT(
+        GPTConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields)
+    ).eval()
     for p in model.parameters():
         if p.dim() > 1:
             p.data.normal_(0, 0.3)  # far from uniform, so that wrong positions would show

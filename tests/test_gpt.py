@@ -8,14 +8,24 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.config import SIZES, GPTConfig, ModelError
 from model.gpt import GPT, KVCache
 from model.loss import CHUNK_BYTES, PART_BYTES, SLICE_BYTES, look_up
+from model.norm import rms_norm
+from recipes import recipe_of
 from utils.distributed import autocast
 from utils.parallel import recompute
 
+RECIPES = ("gpt2", "modern", "llama,n_kv_head=1")
+TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
 
-def tiny(**changes):
+
+def tiny(recipe="gpt2", **changes):
+    """A small model; what its recipe begins with zeros is made random."""
     torch.manual_seed(0)
     shape = {"block_size": 16, "vocab_size": 257, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    return GPT(GPTConfig(**{**shape, **changes})).eval()
+    model = GPT(GPTConfig(**{**shape, **recipe_of(recipe).model, **changes})).eval()
+    for p in model.parameters():
+        if p.dim() == 2 and not p.any():
+            torch.nn.init.normal_(p, std=0.02)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -31,6 +41,7 @@ def test_named_sizes_have_openai_s_parameter_counts(name, count):
     with torch.device("meta"):
         model = GPT(GPTConfig(**SIZES[name]))
     assert model.num_parameters() == count
+    assert model.num_multiplying() == count - 1024 * model.config.n_embd
     assert model.transformer.wte.weight.shape[0] == 50304
 
 
@@ -43,14 +54,16 @@ def test_initialisation_follows_gpt2():
         assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
 
 
-def test_the_first_loss_is_near_ln_of_the_vocabulary():
-    model = tiny()
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_first_loss_is_near_ln_of_the_vocabulary(recipe):
+    model = tiny(recipe)
     x = torch.randint(0, 257, (8, 16))
     assert abs(model(x, x.roll(-1, 1)).item() - math.log(257)) < 0.1
 
 
-def test_no_token_sees_a_later_one():
-    model = tiny()
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_token_sees_a_later_one(recipe):
+    model = tiny(recipe)
     x = torch.randint(0, 257, (1, 16))
     changed = x.clone()
     changed[0, 9] = (x[0, 9] + 1) % 257
@@ -58,8 +71,9 @@ def test_no_token_sees_a_later_one():
     assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
 
 
-def test_a_cache_filled_in_any_steps_gives_the_same_logits():
-    model = tiny()
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
+    model = tiny(recipe)
     x = torch.randint(0, 257, (3, 16))
     cache = KVCache(16)
     parts = [model.logits(model.hidden(part, cache)) for part in x.split([5, 4, 1, 1, 5], dim=1)]
@@ -89,8 +103,9 @@ def test_targets_looked_up_slice_by_slice_are_those_of_all_logits(monkeypatch, w
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 48, 1000])
-def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(monkeypatch, chunk_rows):
-    model = tiny()
+@pytest.mark.parametrize("recipe", [*RECIPES, "modern,softcap=0.5"])
+def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(monkeypatch, chunk_rows, recipe):
+    model = tiny(recipe)
     row = 4 * model.config.padded_vocab_size
     monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_rows * row)
     monkeypatch.setitem(PART_BYTES, "cpu", 5 * row)
@@ -118,7 +133,65 @@ def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
     assert (model.transformer.wte.weight.grad[257:] == 0).all()
 
 
-@pytest.mark.parametrize("change", [{"n_head": 5}, {"n_layer": 0}, {"dropout": 1.0}])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_the_loss_is_the_plain_one_on_the_logits_of_inference(softcap):
+    model = tiny("modern", softcap=softcap)
+    x, y = torch.randint(0, 257, (2, 3, 16))
+    logits = model.logits(model.hidden(x))
+    assert softcap is None or logits.abs().max() < softcap
+    torch.testing.assert_close(model(x, y), F.cross_entropy(logits.flatten(0, 1), y.flatten()))
+
+
+def test_heads_of_queries_that_share_keys_are_as_with_keys_repeated():
+    model, C = tiny("llama", n_head=4, n_kv_head=2), 32
+    plain = tiny("llama", n_head=4)
+    state = model.state_dict()
+    for layer in range(2):
+        name = f"transformer.h.{layer}.attn.c_attn.weight"
+        q, k, v = state[name].split([C, C // 2, C // 2])
+        k, v = (x.view(2, 8, C).repeat_interleave(2, 0).flatten(0, 1) for x in (k, v))
+        state[name] = torch.cat([q, k, v])
+    plain.load_state_dict(state)
+    x = torch.randint(0, 257, (2, 16))
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_rotary_logits_follow_from_distances_alone():
+    model = tiny("modern", n_layer=1)
+    x = torch.randint(0, 257, (1, 8))
+    shifted = model.logits(model.hidden(x, positions=torch.arange(5, 13)[None], mask=TRIANGLE))
+    torch.testing.assert_close(shifted, model(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rms_norm_is_pytorch_s(dtype):
+    x, grad = torch.randn(2, 3, 5, 16, dtype=dtype)
+    x.requires_grad_()
+    ours = rms_norm(x)
+    ours.backward(grad)
+    found, x.grad = x.grad, None
+    plain = F.rms_norm(x, (16,), eps=1e-5)
+    plain.backward(grad)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(found, x.grad)
+    assert dtype is torch.float32 or torch.autograd.gradcheck(rms_norm, x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_head": 5},
+        {"n_layer": 0},
+        {"dropout": 1.0},
+        {"n_kv_head": 5},
+        {"n_inner": 0},
+        {"norm": "batch"},
+        {"activation": None},
+        {"bias": 1},
+        {"softcap": 0.0},
+        {"rope_base": None},
+    ],
+)
 def test_shapes_that_cannot_be_are_named(change):
     with pytest.raises(ModelError, match=next(iter(change))):
         GPTConfig(**change)
@@ -131,11 +204,12 @@ def test_more_tokens_than_the_context_are_refused():
 
 @pytest.mark.parametrize("what", ["mlp", "cheap", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_computed_again_changes_no_gradient(what, dtype):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_computed_again_changes_no_gradient(what, dtype, recipe):
     found, flops = {}, {}
     idx = torch.randint(0, 257, (2, 16))
     for again in ("none", what):
-        model = tiny()
+        model = tiny(recipe)
         recompute(model, again)
         with FlopCounterMode(display=False) as counter:
             with autocast(torch.device("cpu"), dtype, keep_weights=False):

@@ -26,6 +26,7 @@ from data.tokenizer import load_tokenizer
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
+from recipes import recipe_of
 from scripts.harness import complete
 from utils.distributed import Process
 from utils.evals import benchmark
@@ -46,9 +47,10 @@ CBT = """1 Tom had a dog .
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(request):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32))
+    fields = recipe_of(getattr(request, "param", "gpt2")).model
+    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
     return model.eval()
@@ -71,6 +73,7 @@ def by_hand(model, context, choice):
     return nats.sum().item(), logits.argmax(-1).tolist() == choice
 
 
+@pytest.mark.parametrize("model", ["gpt2", "modern", "llama,n_kv_head=1"], indirect=True)
 def test_each_continuation_scores_as_if_it_stood_alone(model):
     for item, scores in zip(ITEMS, score(model, ITEMS), strict=True):
         for choice, found in zip(item.choices, scores, strict=True):

@@ -29,7 +29,7 @@ class Comparison:
 def steps(name: str, ours: Job, theirs: Job, peer: Path | None) -> Comparison:
     """Training of two jobs, if there is a peer, beside the limits of ours."""
     shape, alone = ours.shape, replace(ours, processes=1)
-    parameters = skeleton(GPTConfig(**shape)).num_parameters()
+    parameters = skeleton(GPTConfig(**shape)).num_multiplying()
     what = f"training {name}, {ours.batch} x {shape['block_size']}, {mode(ours)}"
     if peer and mode(theirs) != mode(ours):
         what += f" (peer: {mode(theirs)})"

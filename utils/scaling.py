@@ -95,7 +95,9 @@ def step_seconds(
     n_layer, _, n_embd = shape
     shards = min(gpus, GPUS_PER_MACHINE)
     blocks, rest = parameters(n_layer, n_embd, BLOCK_SIZE, ROWS)
-    flops = BATCH * flops_per_token(blocks + rest, n_layer, n_embd, BLOCK_SIZE)
+    flops = BATCH * flops_per_token(
+        blocks + rest - BLOCK_SIZE * n_embd, n_layer, n_embd, BLOCK_SIZE
+    )
     compute = seconds(flops, gpus, PEAK_FLOPS, checkpointing)
     within, between = traffic(
         blocks,

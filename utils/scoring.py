@@ -123,8 +123,9 @@ def score_rows(
         mask = None if mask is None else mask.to(device)
         x = model.hidden(idx.to(device), positions=positions.to(device), mask=mask)
         x = x[torch.tensor(batch, device=device), torch.tensor(place, device=device)]  # (N, C)
-    vocabulary = model.transformer.wte.weight[: model.config.vocab_size]
-    found = look_up(x, vocabulary, torch.tensor(target, device=device), banned)
+    vocabulary = model.head_weight[: model.config.vocab_size]
+    targets = torch.tensor(target, device=device)
+    found = look_up(x, vocabulary, targets, banned, model.config.softcap)
     scores, spans = [], zip(*(x.cpu().split(owner) for x in found), strict=True)
     for row in rows:
         context_logprob = next(spans)[0].double().sum().item() if with_context else 0.0

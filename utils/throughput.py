@@ -49,14 +49,13 @@ def peak_by_name(name: str) -> float | None:
     return next((p * 1e12 for part, p in PEAK_BF16_TFLOPS if words >= set(part.split())), None)
 
 
-def flops_per_token(n_parameters: int, n_layer: int, n_embd: int, block_size: int) -> int:
+def flops_per_token(multiplying: int, n_layer: int, n_embd: int, block_size: int) -> int:
     """Forward and backward FLOPs per token: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
 
-    N leaves out the position embedding, which multiplies nothing; attention counts in full although
-    it is causal, as in the paper and in nanoGPT.
+    N are the parameters that multiply, so without tables that are looked up; attention counts in
+    full although it is causal, as in the paper and in nanoGPT.
     """
-    matmul_parameters = n_parameters - block_size * n_embd
-    return 6 * matmul_parameters + 12 * n_layer * n_embd * block_size
+    return 6 * multiplying + 12 * n_layer * n_embd * block_size
 
 
 def tracer(path: Path, device: torch.device, say: Callable[[str], None]) -> profile:
