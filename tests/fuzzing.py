@@ -46,7 +46,7 @@ from utils.checkpoint import (
 from utils.figure import draw
 from utils.guard import Guard
 from utils.logger import LogError, has_rows_of_another, read_metrics
-from utils.optim import make_optimizer
+from utils.optim import make_optimizers
 from utils.parallel import gather_state, load_optimizer_state
 
 NAMED = (ConfigError, DataError, ModelError, CheckpointError, LogError)
@@ -91,7 +91,7 @@ def read_shards(folder: Path, n: int) -> None:
 def make_model() -> tuple[GPT, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
     model(torch.arange(8)[None], torch.arange(8)[None]).backward()
     optimizer.step()
     return model, optimizer
@@ -99,7 +99,7 @@ def make_model() -> tuple[GPT, torch.optim.Optimizer]:
 
 def make_checkpoint(folder: Path) -> None:
     model, optimizer = make_model()
-    weights, moments = gather_state(model, optimizer)
+    weights, moments = gather_state(model, [optimizer])
     state = assemble(
         weights,
         optimizer=moments,
@@ -135,8 +135,8 @@ def read_checkpoint(folder: Path, n: int) -> None:
     model = GPT(model_config(state, path))
     load_weights(model, state, path, exact=True)
     check_model(model)
-    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
-    load_optimizer_state(model, optimizer, state["optimizer"])
+    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
+    load_optimizer_state(model, [optimizer], state["optimizer"])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils import distributed, parallel
-from utils.optim import make_optimizer
+from utils.optim import make_optimizers
 
 CONFIG = GPTConfig(block_size=16, vocab_size=256, n_layer=3, n_head=2, n_embd=64)
 
@@ -26,7 +26,7 @@ def measure(process, sharding):
     model = GPT(CONFIG)
     whole = held(model.parameters())
     wrapped = parallel.wrap(model, process, sharding, torch.float32)
-    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
     x = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(1))
     x = x.chunk(process.world_size)[process.rank]
     for number, part in enumerate(x.chunk(2)):

@@ -12,7 +12,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from utils import forecast, scaling
 from utils.distributed import free_memory
-from utils.optim import make_optimizer
+from utils.optim import make_optimizers
 from utils.parallel import recompute
 
 # the peak of a command, measured from a process so small that its own does not show in it
@@ -67,7 +67,7 @@ def test_activations_are_what_autograd_keeps(shape, dtype, what):
 
 def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors():
     model = GPT(GPTConfig(256, 300, n_layer=4, n_head=4, n_embd=256))
-    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
     model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
     optimizer.step()
     forecast_of = need()

@@ -10,7 +10,7 @@ from model.gpt import GPT
 from utils import distributed
 from utils.checkpoint import CheckpointError
 from utils.distributed import DeviceError, Process
-from utils.optim import make_optimizer
+from utils.optim import make_optimizers
 from utils.parallel import (
     accumulating,
     clip_grad_norm,
@@ -26,7 +26,7 @@ X = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
 def stepped(seed=0):
     torch.manual_seed(seed)
     model = GPT(CONFIG)
-    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
     model(X, X).backward()
     optimizer.step()
     return model, optimizer
@@ -47,8 +47,8 @@ def test_gradients_are_clipped_as_by_pytorch(max_norm):
 def test_optimizer_state_by_name_carries_over():
     (a, a_optimizer), (b, b_optimizer) = stepped(0), stepped(1)
     b.load_state_dict(a.state_dict())
-    _, state = gather_state(a, a_optimizer)
-    load_optimizer_state(b, b_optimizer, state)
+    _, state = gather_state(a, [a_optimizer])
+    load_optimizer_state(b, [b_optimizer], state)
     for model, optimizer in ((a, a_optimizer), (b, b_optimizer)):
         model.zero_grad()
         model(X, X).backward()
@@ -59,7 +59,7 @@ def test_optimizer_state_by_name_carries_over():
 
 def test_gathered_state_stays_as_it_was_while_training_goes_on():
     model, optimizer = stepped()
-    weights, state = gather_state(model, optimizer)
+    weights, state = gather_state(model, [optimizer])
     before = {n: w.clone() for n, w in weights.items()}
     moments = {n: s["exp_avg"].clone() for n, s in state.items()}
     model(X, X).backward()
@@ -72,22 +72,22 @@ def test_gathered_state_stays_as_it_was_while_training_goes_on():
 
 def test_saving_before_the_first_update_leaves_the_optimizer_as_it_was():
     model = GPT(CONFIG)
-    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
-    weights, state = gather_state(model, optimizer)
+    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
+    weights, state = gather_state(model, [optimizer])
     assert state == {} and not optimizer.state
-    load_optimizer_state(model, optimizer, state)
+    load_optimizer_state(model, [optimizer], state)
     assert set(weights) == set(dict(model.named_parameters())) and not optimizer.state
 
 
 def test_optimizer_state_that_does_not_fit_is_named():
     model, optimizer = stepped()
-    _, state = gather_state(model, optimizer)
+    _, state = gather_state(model, [optimizer])
     name = "transformer.ln_f.weight"
     with pytest.raises(CheckpointError, match="other parameters"):
-        load_optimizer_state(model, optimizer, {k: v for k, v in state.items() if k != name})
+        load_optimizer_state(model, [optimizer], {k: v for k, v in state.items() if k != name})
     state[name] = {**state[name], "exp_avg": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=name):
-        load_optimizer_state(model, optimizer, state)
+        load_optimizer_state(model, [optimizer], state)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from model.huggingface import load_pretrained
 
 FORMAT_VERSION = 1
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
+STABLE = "model_stable.pt"  # of --schedule wsd, before it decays
 TYPES = {
     "model": dict,
     "model_low": dict,
@@ -50,7 +51,9 @@ DTYPES = {  # of the tensors that belong to one weight; all but step have its sh
     "step": torch.float32,
     "exp_avg": torch.float32,
     "exp_avg_sq": torch.float32,
+    "momentum_buffer": torch.float32,
 }
+ADAMW, MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
 class CheckpointError(ValueError):
@@ -145,7 +148,7 @@ def find_newest(folder: Path) -> Path | None:
 
 def remove_all(folder: Path) -> None:
     """Removes the checkpoints of a run that another one overwrites."""
-    for path in [folder / LAST, folder / BEST, *numbered(folder)]:
+    for path in [folder / LAST, folder / BEST, folder / STABLE, *numbered(folder)]:
         path.unlink(missing_ok=True)
 
 
@@ -216,7 +219,8 @@ def model_config(state: dict, path: Path) -> GPTConfig:
         moments = optimizer.get(name)
         found = {**(moments if type(moments) is dict else {}), "model": model[name]}
         found["model_low"] = low[name]
-        for part in DTYPES if optimizer else ("model", "model_low"):
+        kept = MUON if MUON[0] in found else ADAMW
+        for part in ("model", "model_low", *(kept if optimizer else ())):
             if not is_plain(found.get(part), DTYPES[part], () if part == "step" else shape):
                 raise CheckpointError(f"{misfit}: {part} of {name} is not as train.py writes it")
     return config

@@ -65,14 +65,14 @@ def training(
 def train(job: Job) -> Repeat:
     """Tokens of training steps as train.py does them."""
     from model.gpt import GPT
-    from utils.optim import make_optimizer
+    from utils.optim import make_optimizers
 
     process = distributed.start(job.device)
     model = GPT(job.config)
     parallel.recompute(model, job.activation_checkpointing)
     dtype = distributed.pick_dtype(job.dtype, process.device)
     module = parallel.wrap(model, process, job.sharding, dtype)
-    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
     module = torch.compile(module) if job.compile else module
 
     def clip(model: nn.Module) -> Tensor:

@@ -118,15 +118,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def gather_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """A copy of weights and optimizer state of the whole model by parameter name, on the CPU of the
     main process, empty on the others where state is sharded. Every process must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     moments = {}
-    if optimizer.state:  # without, it would make one by a step, and leave its count at 1
-        state = get_optimizer_state_dict(model, optimizer, options=options)
+    if optimizers[0].state:  # without, it would make one by a step, and leave its count at 1
+        state = get_optimizer_state_dict(model, optimizers, options=options)
         moments = state.get("state", {})
     if next(model.parameters()).device.type == "cpu":  # these are the model's own tensors
         weights = {name: weight.clone() for name, weight in weights.items()}
@@ -135,7 +135,9 @@ def gather_state(
 
 
 def load_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, dict[str, Tensor]]
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    state: dict[str, dict[str, Tensor]],
 ) -> None:
     """The opposite of gather_state, for any sharding. Raises CheckpointError where names or shapes
     do not fit."""
@@ -144,19 +146,24 @@ def load_optimizer_state(
     parameters = dict(model.named_parameters())
     if set(state) != set(parameters):
         raise CheckpointError("the checkpoint's optimizer state is of other parameters")
+    now = get_optimizer_state_dict(model, optimizers)
     for name, values in state.items():
+        if set(values) != set(now["state"][name]):
+            raise CheckpointError(
+                f"the checkpoint's optimizer state of {name} is of another optimizer"
+            )
         for key, value in values.items():
             if value.dim() and value.shape != parameters[name].shape:
                 raise CheckpointError(
                     f"the checkpoint's optimizer state {key} of {name} has shape "
                     f"{tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}"
                 )
-    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     set_optimizer_state_dict(
         model,
-        optimizer,
-        {"state": state, "param_groups": groups},
+        optimizers,
+        {"state": state, "param_groups": now["param_groups"]},
         options=StateDictOptions(full_state_dict=True),
     )
-    for values in optimizer.state.values():  # lets go of the file that `state` is mapped from
-        values.update({key: value.clone() for key, value in values.items()})
+    for optimizer in optimizers:  # lets go of the file that `state` is mapped from
+        for values in optimizer.state.values():
+            values.update({key: value.clone() for key, value in values.items()})
