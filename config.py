@@ -1,11 +1,12 @@
 """Every setting of every script, declared once: the command line is made from these dataclasses."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from model.config import SIZES, GPTConfig
+from recipes import Recipe, recipe_of
 
 
 class ConfigError(ValueError):
@@ -64,6 +65,9 @@ class TrainConfig:
     overwrite: bool = False
     """Start a new run over the checkpoints and logs of another."""
 
+    recipe: str = "gpt2"
+    """gpt2, faithful; modern, the same loss with fewer tokens; or llama. modern,qk_norm=False
+    changes one field: those of recipes.py, and of GPTConfig beside its sizes."""
     model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Named size: 124M, 350M, 774M, 1558M parameters."""
     n_layer: int | None = None
@@ -84,14 +88,17 @@ class TrainConfig:
     micro_batch_size: int | Literal["auto"] = 16
     """Sequences in one forward on one process; auto: as many as should fit its memory, by the
     forecast of --dry_run (not on Apple's GPUs). What a step learns from does not depend on it."""
-    max_lr: float = 6e-4
-    """Learning rate after warmup."""
+    max_lr: float | None = None
+    """Learning rate after warmup; 6e-4 for gpt2, 0.02 (of Muon) for modern."""
     min_lr: float | None = None
-    """Learning rate of the last step; a tenth of --max_lr unless given."""
+    """Learning rate of the last step; a tenth of --max_lr for gpt2, 0 for modern."""
     warmup_steps: int = 715
-    """Steps of linear warmup; then cosine decay to --min_lr."""
-    weight_decay: float = 0.1
-    """AdamW decay of matrices and embeddings; biases and LayerNorms have none."""
+    """Steps of linear warmup."""
+    schedule: Literal["cosine", "linear", "wsd"] | None = None
+    """After warmup: cosine (gpt2) or linear (modern) decay to --min_lr; or wsd, constant until the
+    last fifth, before which model_stable.pt is kept: a longer run can go on from there."""
+    weight_decay: float | None = None
+    """Decay of matrices and embeddings; biases and norms have none. 0.1 for gpt2."""
     beta1: float = 0.9
     """AdamW, first moment."""
     beta2: float = 0.95
@@ -156,22 +163,33 @@ class TrainConfig:
             for name in names.split():
                 if name == "micro_batch_size" and self.micro_batch_size == "auto":
                     continue
-                if not getattr(self, name) >= least:
-                    raise ConfigError(f"--{name} {getattr(self, name)} must be at least {least}")
+                value = getattr(self, name)
+                if value is not None and not value >= least:
+                    raise ConfigError(f"--{name} {value} must be at least {least}")
         if self.skip_spikes is not None and not self.skip_spikes > 0:
             raise ConfigError(f"--skip_spikes {self.skip_spikes} must be above 0")
         if self.seed >= 2**31:
             raise ConfigError(f"--seed {self.seed} must be below {2**31}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ConfigError("--beta1 and --beta2 must be at least 0 and below 1")
-        if not 0 <= self.floor_lr <= self.max_lr:
+        if not 0 <= self.floor_lr <= self.chosen.max_lr:
             raise ConfigError(
-                f"--min_lr {self.min_lr} must be between 0 and --max_lr {self.max_lr}"
+                f"--min_lr {self.min_lr} must be between 0 and --max_lr {self.chosen.max_lr}"
             )
 
     @property
+    def chosen(self) -> Recipe:
+        """The recipe, with what was given over it. Raises ModelError if there is none such."""
+        names = ("max_lr", "weight_decay", "schedule")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(recipe_of(self.recipe), **given)
+
+    @property
     def floor_lr(self) -> float:
-        return self.max_lr / 10 if self.min_lr is None else self.min_lr
+        """Learning rate of the last step."""
+        if self.min_lr is not None:
+            return self.min_lr
+        return 0.0 if self.chosen.to_zero else self.chosen.max_lr / 10
 
     def to_dict(self) -> dict:
         """Plain values, for checkpoints and config.json."""
@@ -191,10 +209,10 @@ class TrainConfig:
         return cls(**{**known, **paths, **of_a_start})
 
     def model_config(self, vocab_size: int) -> GPTConfig:
-        """The architecture: the named size, with what was given over it."""
+        """The architecture: the named size, with what was given over it, and the recipe's."""
         size = SIZES[self.model_type]
         given = {k: getattr(self, k) for k in size if getattr(self, k) is not None}
-        shape = {**size, **given}
+        shape = {**size, **given, **self.chosen.model}
         return GPTConfig(self.block_size, vocab_size, dropout=self.dropout, **shape)
 
     def sequences_per_step(self, world_size: int) -> int:
@@ -214,9 +232,12 @@ def fits(value: object, kind: object) -> bool:
     """Whether `value`, as to_dict writes it, is one for a field of type `kind`."""
     if get_origin(kind) is Literal:
         return type(value) is str and value in get_args(kind)
+    if parts := get_args(kind):  # of a union
+        return any(fits(value, part) for part in parts)
     written = {Path: (str,), float: (float, int)}
-    kinds = [k for part in get_args(kind) or (kind,) for k in written.get(part, (part,))]
-    return type(value) in kinds and not (type(value) is str and "\0" in value)  # of no path
+    return type(value) in written.get(kind, (kind,)) and not (
+        type(value) is str and "\0" in value
+    )  # of no path
 
 
 @dataclass
@@ -317,6 +338,22 @@ class PlotConfig:
     """What runs are laid over each other by; hours are those of the training steps."""
     out: Path = Path("plots/log_plot.png")
     """Picture to write."""
+
+
+@dataclass
+class SweepConfig:
+    """Train with every combination of settings and every seed."""
+
+    grid: tuple[str, ...]
+    """Settings of train.py with their values: "recipe gpt2 modern" "max_lr 1e-3 2e-3"."""
+    fixed: tuple[str, ...] = ()
+    """Settings that are the same in every run: "data_dir data/novels" "use_torch_compile"."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Each combination is trained with each."""
+    jobs: int = 1
+    """Runs at a time; they divide the processor's cores."""
+    out: Path = Path("runs/sweep")
+    """Folder for the runs, table.md and sweep.png."""
 
 
 @dataclass

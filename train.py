@@ -43,9 +43,9 @@ from utils import checkpoint as ckpt
 from utils import distributed, guard, parallel
 from utils.evals import benchmark_row, shared_rows, spread, validation_loss
 from utils.logger import Logger, writing
-from utils.optim import make_optimizer
+from utils.optim import make_optimizers
 from utils.saver import Saver
-from utils.schedule import cosine_lr
+from utils.schedule import learning_rate, momentum, stable_steps
 from utils.scoring import score_items
 from utils.signals import Stop
 from utils.throughput import flops_per_token, peak_flops, since_start, tracer
@@ -58,7 +58,7 @@ def main() -> None:
         return
     process = distributed.start(config.device)
     device, dtype = process.device, distributed.pick_dtype(config.dtype, process.device)
-    stop = Stop()
+    recipe, stop = config.chosen, Stop()
 
     # data: what step s trains on follows from the seed and s alone
     train = Sequences(TokenStream(config.data_dir, "train"), config.block_size)
@@ -96,11 +96,19 @@ def main() -> None:
     parallel.recompute(model, config.activation_checkpointing)
     wrapped = parallel.wrap(model, process, config.sharding, dtype)
     module = torch.compile(wrapped) if config.use_torch_compile else wrapped
-    optimizer = make_optimizer(
-        model, weight_decay=config.weight_decay, betas=(config.beta1, config.beta2)
+    optimizers = make_optimizers(
+        model,
+        weight_decay=recipe.weight_decay,
+        betas=(config.beta1, config.beta2),
+        embedding_rate=recipe.embedding_rate,
+        head_rate=recipe.head_rate,
+        vector_rate=recipe.vector_rate,
+        muon=recipe.optimizer == "muon",
+        cautious=recipe.cautious,
+        dtype=dtype,
     )
     if saved:
-        parallel.load_optimizer_state(model, optimizer, saved["optimizer"])
+        parallel.load_optimizer_state(model, optimizers, saved["optimizer"])
         if start > config.max_steps:
             raise ConfigError(f"{config.resume} is at step {start}, after --max_steps")
         tokens_before = saved["tokens"] - start * config.total_batch_size
@@ -135,7 +143,7 @@ def main() -> None:
         tokenizer = None
     token_bytes = bytes_per_token(tokenizer) if tokenizer else None
     flops = flops_per_token(
-        model.num_parameters(), model.config.n_layer, model.config.n_embd, config.block_size
+        model.num_multiplying(), model.config.n_layer, model.config.n_embd, config.block_size
     )
     peak = peak_flops(device, dtype)
     if process.is_main:
@@ -155,7 +163,7 @@ def main() -> None:
 
     def save(name: str, step: int) -> None:
         saver.wait()  # before there is a second copy of the state
-        weights, optimizer_state = parallel.gather_state(model, optimizer)
+        weights, optimizer_state = parallel.gather_state(model, optimizers)
         if process.is_main:
             saver.save(
                 name,
@@ -194,6 +202,10 @@ def main() -> None:
             save(ckpt.LAST, step)
         if stopping:
             break
+        if recipe.schedule == "wsd" and start < step == stable_steps(
+            config.max_steps, recipe.decay
+        ):
+            save(ckpt.STABLE, step)
         if last or due(config.eval_every, step):
             scores = validation_loss(
                 model,
@@ -224,15 +236,19 @@ def main() -> None:
 
         # one step: all micro-batches forward and backward, then one update
         began, waited = time.perf_counter(), 0.0
-        lr = cosine_lr(
+        lr = learning_rate(
             step,
-            max_lr=config.max_lr,
+            schedule=recipe.schedule,
+            max_lr=recipe.max_lr,
             min_lr=config.floor_lr,
             warmup_steps=config.warmup_steps,
             max_steps=config.max_steps,
+            decay=recipe.decay,
         )
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = lr * group["rate"]
+            if "momentum" in group:
+                group["momentum"] = momentum(step, recipe.momentum_warmup)
         # dropout follows from (seed, step, rank), so there is no random state to save
         torch.manual_seed((config.seed << 32) + step * 65_536 + process.rank)
         total = torch.zeros((), device=device)
@@ -257,9 +273,10 @@ def main() -> None:
         loss, grad_norm, stopped = (sums / process.world_size).tolist()
         stopping = stopped > 0
         left_out = judge.reason(loss, grad_norm)
-        if left_out is None:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            if left_out is None:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - began
         step += 1
         if step == start + 1 and since_start():
