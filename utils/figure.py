@@ -99,6 +99,27 @@ def draw_accuracies(axes: plt.Axes, runs: dict[str, dict], unit: str, size: str 
     axes.set_title("benchmarks", fontsize=10)
 
 
+def draw_sweep(runs: dict[str, list[Path]], out: Path) -> None:
+    """Validation loss over tokens of groups of runs that differ in their seed alone: each group's
+    mean, between its least and its most."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for i, ((label, folders), ls) in enumerate(zip(runs.items(), cycle(STYLES), strict=False)):
+        logs = [read_metrics(folder / "logs") for folder in folders]
+        steps = [row["step"] for row in logs[0]["val"] if row["step"] > 0]
+        losses = np.array([[r["loss"] for r in log["val"] if r["step"] > 0] for log in logs])
+        x = places(logs[0], "tokens", steps)
+        name = f"{label}: {losses[:, -1].mean():.3f}"
+        axes.plot(x, losses.mean(0), ls=ls, color=f"C{i}", lw=1.5, label=name)
+        axes.fill_between(x, losses.min(0), losses.max(0), color=f"C{i}", alpha=0.2, lw=0)
+    axes.set(xlabel=UNITS["tokens"], ylabel="validation loss (nats per token)")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
 def draw_if_possible(paths: list[Path], out: Path, size: str | None) -> None:
     """Draws; where that fails, says why."""
     try:

@@ -1,0 +1,135 @@
+"""Several training runs from a grid, each with every seed: one table, one picture.
+
+python sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 1e-3 2e-3" --seeds 1 2 3 \\
+  --fixed "data_dir data/novels" "max_steps 500"
+
+Killed and started again it goes on; with another grid, the table has all runs of the folder.
+"""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean, stdev
+
+from cli import run
+from config import ConfigError, SweepConfig
+from data.shards import atomic_write
+from utils.figure import draw_sweep
+from utils.logger import read_metrics
+
+ROOT = Path(__file__).resolve().parent
+
+
+def flags(setting: str) -> tuple[str, list[str]]:
+    """The name and the values of a setting "NAME VALUE VALUE ..."."""
+    name, *values = setting.split()
+    return name.lstrip("-"), values
+
+
+def points(config: SweepConfig) -> list[dict[str, str]]:
+    """Every combination of the grid's values and the seeds."""
+    axes = dict(flags(axis) for axis in config.grid)
+    if empty := [name for name, values in axes.items() if not values]:
+        raise ConfigError(f'--grid "{empty[0]}" has no values; write "NAME VALUE VALUE ..."')
+    axes["seed"] = list(map(str, config.seeds))
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def name_of(point: dict[str, str]) -> str:
+    """The folder of a run."""
+    return " ".join(f"{name}={value}" for name, value in point.items()).replace("/", "_")
+
+
+def last_loss(folder: Path) -> float | None:
+    """Validation loss at the end of a run; None if it has not ended."""
+    if not (folder / "logs" / "metrics.jsonl").exists():
+        return None
+    rows = read_metrics(folder / "logs").get("val", [])
+    settings = json.loads((folder / "logs" / "config.json").read_text())["train_config"]
+    ended = rows and rows[-1]["step"] == settings["max_steps"]
+    return rows[-1]["loss"] if ended else None
+
+
+def train(config: SweepConfig, point: dict[str, str]) -> str | None:
+    """One run, or the rest of it; the sentence it ended with if it failed."""
+    folder = config.out / name_of(point)
+    if last_loss(folder) is not None:
+        return None
+    command = [sys.executable, str(ROOT / "train.py"), "--resume", "auto"]
+    command += ["--checkpoint_dir", str(folder / "checkpoints"), "--log_dir", str(folder / "logs")]
+    fixed = {name: values for name, values in map(flags, config.fixed)}
+    for name, values in {**fixed, **{name: [value] for name, value in point.items()}}.items():
+        command += [f"--{name}", *values]
+    threads = max(1, (os.cpu_count() or 1) // config.jobs)
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ} if config.jobs > 1 else None
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    loss = last_loss(folder) if done.returncode == 0 else None
+    print(f"{name_of(point)}: {'failed' if loss is None else f'{loss:.4f}'}", flush=True)
+    return None if loss is not None else f"{name_of(point)}: {done.stderr.strip()[-300:]}"
+
+
+def collect(out: Path) -> dict[str, list[Path]]:
+    """The runs of a folder that have ended, by what they have but their seed."""
+    found = defaultdict(list)
+    for folder in sorted(out.iterdir()):
+        if folder.is_dir() and last_loss(folder) is not None:
+            found[folder.name.rpartition(" seed=")[0] or "all"].append(folder)
+    return dict(found)
+
+
+def table(runs: dict[str, list[Path]]) -> list[dict]:
+    """A row for each point, best first: mean and standard deviation of the last validation loss."""
+    rows = []
+    for name, folders in runs.items():
+        losses = [last_loss(folder) for folder in folders]
+        train_rows = read_metrics(folders[0] / "logs")["train"]
+        rows.append(
+            {
+                "run": name,
+                "loss": fmean(losses),
+                "std": stdev(losses) if len(losses) > 1 else math.nan,
+                "seeds": len(losses),
+                "tokens": train_rows[-1]["tokens"],
+                "tokens_per_s": fmean(row["tokens_per_s"] for row in train_rows[1:] or train_rows),
+            }
+        )
+    return sorted(rows, key=lambda row: row["loss"])
+
+
+def markdown(rows: list[dict]) -> str:
+    lines = [
+        "| run | validation loss | std | seeds | tokens | tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['run']} | {row['loss']:.4f} | {row['std']:.4f} | {row['seeds']} "
+            f"| {row['tokens']:,} | {row['tokens_per_s']:,.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(config: SweepConfig) -> None:
+    work = points(config)
+    config.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(config.jobs) as pool:
+        failed = [text for text in pool.map(lambda point: train(config, point), work) if text]
+    runs = collect(config.out)
+    if runs:
+        rows = table(runs)
+        with atomic_write(config.out / "table.md") as file:
+            file.write(markdown(rows).encode())
+        draw_sweep(runs, config.out / "sweep.png")
+        print(markdown(rows) + f"wrote {config.out / 'table.md'} and {config.out / 'sweep.png'}")
+    if failed:
+        raise ConfigError(f"{len(failed)} of {len(work)} runs failed; the first: {failed[0]}")
+
+
+if __name__ == "__main__":
+    run(main, SweepConfig)

@@ -1,0 +1,138 @@
+import pytest
+import torch
+import transformers
+from conftest import losses, script, torchrun, train_args, weights
+
+from model.config import GPTConfig, ModelError
+from model.gpt import GPT
+from model.huggingface import save_pretrained
+from recipes import RECIPES, Recipe, recipe_of
+from utils.logger import read_metrics
+
+MODERN = ("--recipe", "modern", "--max_lr", 0.02)
+
+
+def test_a_recipe_is_changed_field_by_field():
+    assert recipe_of("gpt2") == Recipe()
+    changed = recipe_of("modern, qk_norm=False,n_kv_head=2,optimizer=adamw,max_lr=1")
+    assert changed.model == {**RECIPES["modern"].model, "qk_norm": False, "n_kv_head": 2}
+    assert (changed.optimizer, changed.max_lr) == ("adamw", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modren", "there are gpt2, modern, llama"),
+        ("modern,qk_nrom=True", "did you mean qk_norm"),
+        ("modern,n_embd=8", "has no 'n_embd'"),
+        ("modern,max_lr=fast", "of type float"),
+        ("modern,optimizer=sgd", "no optimizer 'sgd'"),
+    ],
+)
+def test_a_recipe_that_is_none_is_named(text, message):
+    with pytest.raises(ModelError, match=message):
+        recipe_of(text)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("llama", "LlamaForCausalLM"),
+        ("llama,n_kv_head=2,n_inner=96,rope_base=500000.0,tied=True", "LlamaForCausalLM"),
+        ("gpt2,zero_init=True", "GPT2LMHeadModel"),
+    ],
+)
+def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
+    torch.manual_seed(0)
+    ours = GPT(GPTConfig(32, 257, 3, 4, 64, **recipe_of(recipe).model)).eval()
+    for p in ours.parameters():
+        torch.nn.init.normal_(p, std=0.2)  # gains and zeros too
+    save_pretrained(ours, tmp_path)
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert type(theirs).__name__ == name and not any(loading.values())
+    x = torch.randint(0, 257, (2, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs.eval()(x).logits, atol=1e-4, rtol=0)
+
+
+def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
+    model = GPT(GPTConfig(32, 257, 1, 4, 64, **recipe_of("llama,qk_norm=True").model))
+    with pytest.raises(ModelError, match="it would be llama but for qk_norm=True"):
+        save_pretrained(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def modern(shards, tmp_path_factory):
+    """20 steps of the modern recipe in one process, checkpoints at every fifth."""
+    run = tmp_path_factory.mktemp("modern")
+    script(*train_args(shards, run, 20, *MODERN, "--save_every", 5, "--keep_last", 9))
+    return run
+
+
+def test_modern_resumes_to_the_bit(shards, modern, tmp_path):
+    tenth = modern / "checkpoints/model_step_000010.pt"
+    script(*train_args(shards, tmp_path, 20, *MODERN, "--resume", tenth))
+    found, expected = losses(tmp_path), losses(modern)
+    assert found == {step: loss for step, loss in expected.items() if step > 10}
+    after, before = weights(tmp_path), weights(modern)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_modern_goes_on_under_any_sharding_and_world_size(shards, modern, tmp_path):
+    before, expected = modern, losses(modern)
+    for step, processes, sharding in ((5, 4, "zero3"), (10, 2, "zero1"), (15, 4, "none")):
+        run = tmp_path / sharding
+        args = train_args(
+            shards, run, 20, "--resume", before / f"checkpoints/model_step_{step:06d}.pt",
+            *MODERN, "--sharding", sharding,
+            "--micro_batch_size", 2, "--save_every", 5, "--keep_last", 9,
+        )  # fmt: skip
+        torchrun(processes, *args)
+        found = losses(run)
+        assert min(found) == step + 1
+        assert max(abs(found[s] - expected[s]) for s in found) < 1e-4
+        before = run
+
+
+def test_another_optimizer_s_state_is_refused(shards, modern, tmp_path):
+    args = train_args(shards, tmp_path, 20, "--resume", modern / "checkpoints/model_last.pt")
+    done = script(*args, "--recipe", "modern,optimizer=adamw", code=2)
+    assert "is of another optimizer" in done.stderr
+
+
+def test_a_wsd_run_goes_on_as_if_it_had_been_longer(shards, tmp_path):
+    a, b, c = (tmp_path / name for name in "abc")
+    wsd = ("--schedule", "wsd", "--save_every", 0)
+    script(*train_args(shards, a, 20, *wsd))
+    assert read_metrics(a / "logs")["train"][-1]["lr"] < 1e-3
+    stable = a / "checkpoints/model_stable.pt"
+    script(*train_args(shards, b, 40, "--resume", stable))
+    script(*train_args(shards, c, 40, *wsd))
+    found, expected = losses(b), losses(c)
+    assert min(found) == 17 and found == {s: x for s, x in expected.items() if s > 16}
+    after, before = weights(b), weights(c)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_sweep_trains_a_grid_once(shards, tmp_path):
+    base = train_args(shards, tmp_path, 6)[1:]
+    skip = {"--checkpoint_dir", "--log_dir", "--seed"}
+    pairs = list(zip(base[::2], base[1::2], strict=True))
+    fixed = [f"{name[2:]} {value}" for name, value in pairs if name not in skip]
+    command = ["sweep.py", "--out", tmp_path / "out", "--seeds", 1, 2, "--jobs", 2]
+    command += ["--grid", "recipe gpt2 modern", "--fixed", *fixed]
+    first = script(*command)
+    names = {f"recipe={recipe} seed={seed}" for recipe in ("gpt2", "modern") for seed in (1, 2)}
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == names
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table in first.stdout and table.count("| 2 | 3,072 |") == 2
+    assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
+    rows = (tmp_path / "out" / "recipe=gpt2 seed=1" / "logs" / "metrics.jsonl").read_bytes()
+    again = script(*command)
+    assert "recipe=gpt2 seed=1:" not in again.stdout and table in again.stdout
+    assert rows == (tmp_path / "out" / "recipe=gpt2 seed=1" / "logs/metrics.jsonl").read_bytes()
+    bad = script(*command[:3], "--grid", "recipe gpt2 modren", "--fixed", *fixed, code=2)
+    assert "3 of 6 runs failed" in bad.stderr and "no recipe 'modren'" in bad.stderr
