@@ -106,11 +106,8 @@ def memory(
     """The forecast for one process of a run; GPUs are taken to stand in machines of eight."""
     accumulation = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
     return forecast.memory(
-        n_layer=shape.n_layer,
-        n_head=shape.n_head,
-        n_embd=shape.n_embd,
-        block_size=config.block_size,
-        rows=shape.padded_vocab_size,
+        shape,
+        muon=config.chosen.optimizer == "muon",
         micro_batch_size=config.micro_batch_size,
         accumulation=accumulation,
         world_size=world_size,

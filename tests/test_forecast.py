@@ -10,6 +10,7 @@ from config import ConfigError, TrainConfig
 from dryrun import largest_micro_batch, memory
 from model.config import GPTConfig
 from model.gpt import GPT
+from recipes import recipe_of
 from utils import forecast, scaling
 from utils.distributed import free_memory
 from utils.optim import make_optimizers
@@ -20,12 +21,15 @@ PEAK = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
     "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
 )
-RUN = {"block_size": 256, "micro_batch_size": 16, "accumulation": 2, "world_size": 1, "shards": 1}
+RUN = {"micro_batch_size": 16, "accumulation": 2, "world_size": 1, "shards": 1, "muon": False}
+RECIPES = ("gpt2", "modern", "llama", "llama,n_kv_head=2,n_inner=100")
+SHAPE = {"block_size": 256, "vocab_size": 300, "n_layer": 4, "n_head": 4, "n_embd": 256}
 
 
-def need(**changes):
-    run = {"n_layer": 4, "n_head": 4, "n_embd": 256, "rows": 320, **RUN, "sharding": "none"}
-    return forecast.memory(**{**run, "e": 2, "checkpointing": "none", "device": "cuda", **changes})
+def need(recipe="gpt2", **changes):
+    shape = GPTConfig(**SHAPE, **recipe_of(recipe).model)
+    run = {**RUN, "sharding": "none", "e": 2, "checkpointing": "none", "device": "cuda"}
+    return forecast.memory(shape, **{**run, **changes})
 
 
 def kept(model, idx, dtype):
@@ -48,35 +52,39 @@ def kept(model, idx, dtype):
 
 @pytest.mark.parametrize("what", ["none", "mlp", "cheap", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 4, 64, 4, 128), (3, 2, 96, 2, 64), (1, 8, 128, 2, 512)])
-def test_activations_are_what_autograd_keeps(shape, dtype, what):
+@pytest.mark.parametrize("shape", [(2, 4, 64, 4, 128), (3, 4, 96, 2, 64), (1, 8, 128, 2, 512)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activations_are_what_autograd_keeps(recipe, shape, dtype, what):
     n_layer, n_head, n_embd, batch, time = shape
-    config = GPTConfig(time, 256, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    config = GPTConfig(time, 256, n_layer, n_head, n_embd, **recipe_of(recipe).model)
     model = GPT(config)
     recompute(model, what)
     idx = torch.randint(0, 256, (batch, time))
     tokens, e = idx.numel(), dtype.itemsize
     head = 4 * (256 + tokens) * n_embd  # its two gradients, which forecast counts with the logits
-    casts = {"none": 12, "mlp": 8, "cheap": 1, "block": 0}[what] * (
-        e * n_layer * n_embd**2 if e == 2 else 0
-    )
-    attention_e = 4 if time <= 256 else e  # model/gpt.py, attend, on a CPU
-    expected = forecast.activations(tokens, n_layer, n_head, n_embd, e, what, attention_e)
-    assert kept(model, idx, dtype) - head - casts == pytest.approx(expected, rel=0.02)
+    attention_e = 4 if time <= 256 else e  # model/gpt.py, on a CPU
+    expected = forecast.activations(config, tokens, e, what, attention_e)
+    found = kept(model, idx, dtype) - head - forecast.cast_bytes(config, e, what)
+    assert found == pytest.approx(expected, rel=0.03)
 
 
-def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors():
-    model = GPT(GPTConfig(256, 300, n_layer=4, n_head=4, n_embd=256))
-    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("muon", [False, True])
+def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(recipe, muon):
+    model = GPT(GPTConfig(**SHAPE, **recipe_of(recipe).model))
+    optimizers = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95), muon=muon)
     model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
-    optimizer.step()
-    forecast_of = need()
+    for optimizer in optimizers:
+        optimizer.step()
+    forecast_of = need(recipe, muon=muon)
     weights = list(model.parameters())
-    moments = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
+    states = [s for optimizer in optimizers for s in optimizer.state.values()]
+    moments = [v for s in states for v in s.values() if v.dim()]
     assert forecast_of.weights == sum(p.nbytes for p in weights)
     assert forecast_of.gradients == sum(p.grad.nbytes for p in weights)
-    assert forecast_of.optimizer == sum(v.nbytes for v in moments)
-    assert forecast_of.snapshot == 3 * forecast_of.weights
+    biases = 9 * 4 * 4 * 256 if recipe == "gpt2" and muon else 0  # AdamW's, counted as Muon's
+    assert forecast_of.optimizer == sum(v.nbytes for v in moments) - biases
+    assert forecast_of.snapshot == forecast_of.weights + forecast_of.optimizer
 
 
 def test_each_sharding_divides_what_it_says():

@@ -1,12 +1,14 @@
 """What a run will need, before it runs: bytes of memory by part, and time at a stated speed.
 
-Everything is arithmetic on plain values. N parameters of which R outside the blocks, L layers,
-C width, H heads, V rows of the embedding, `e` bytes of the dtype of matrix products. Sizes are of
-tensors; docs/SCALING.md holds them against measured peaks. Dropout's masks are not counted.
+Everything is arithmetic on a model's shape. C is its width, H its heads and K those of keys, I the
+width inside the MLP, V the rows of the embedding, `e` the bytes of the dtype of matrix products.
+Sizes are of tensors; docs/SCALING.md holds them against measured peaks, for GPT-2. Dropout's masks
+are not counted.
 """
 
 from dataclasses import dataclass
 
+from model.config import GPTConfig
 from model.gpt import FEW_QUERIES
 from model.loss import CHUNK_BYTES, PART_BYTES, rows_within
 
@@ -28,7 +30,7 @@ class Memory:
     """Copies for compute: all-gathered, or autocast's in bfloat16."""
     gradients: int
     optimizer: int
-    """AdamW's exp_avg and exp_avg_sq, float32."""
+    """float32: two moments, of Muon's matrices one."""
     activations: int
     """What forward keeps for backward, of one micro-batch."""
     work: int
@@ -61,41 +63,62 @@ class Memory:
         return max(self.peak + (self.snapshot if during else 0), end)
 
 
-def parameters(n_layer: int, n_embd: int, block_size: int, rows: int) -> tuple[int, int]:
-    """Parameters of the blocks' linear layers, and of the rest: embeddings and LayerNorms."""
-    blocks = n_layer * (12 * n_embd**2 + 9 * n_embd)
-    return blocks, (rows + block_size) * n_embd + n_layer * 4 * n_embd + 2 * n_embd
+def matrices(shape: GPTConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the weights of a block's linear layers."""
+    C, gates = shape.n_embd, 2 if shape.activation == "swiglu" else 1
+    return {
+        "attn.c_attn": ((shape.n_head + 2 * shape.kv_heads) * shape.head_size, C),
+        "attn.c_proj": (C, C),
+        "mlp.c_fc": (gates * shape.inner, C),
+        "mlp.c_proj": (C, shape.inner),
+    }
 
 
-def block_activations(
-    n_head: int, n_embd: int, e: int, checkpointing: str, attention_e: int
-) -> int:
+def parameters(shape: GPTConfig) -> tuple[int, int]:
+    """Parameters of the blocks' linear layers, and of the rest: embeddings, head and norms."""
+    biases = sum(rows for rows, _ in matrices(shape).values()) if shape.bias else 0
+    blocks = shape.n_layer * (sum(r * c for r, c in matrices(shape).values()) + biases)
+    tables = shape.padded_vocab_size * (1 if shape.tied else 2)
+    tables += shape.block_size if shape.position == "learned" else 0
+    vectors = {"layer": 1 + shape.bias, "rms": 1, "unit": 0}[shape.norm]
+    return blocks, (tables + vectors * (2 * shape.n_layer + 1)) * shape.n_embd
+
+
+def block_activations(shape: GPTConfig, e: int, checkpointing: str, attention_e: int) -> int:
     """Bytes a token that autograd keeps of a block.
 
-    float32: the inputs of both LayerNorms (2C), their means and deviations (4), logsumexp (H).
-    In `e`: the inputs of the four linear layers (C, C, C, 4C), the GELU's input (4C).
-    In the bytes of attention's dtype: q, k, v (3C), and its result (C) if that is not `e`.
+    float32: the input of both norms, or the result (2C); their means and deviations; logsumexp (H).
+    In `e`: the inputs of the four linear layers (C, C, C, I), the activation's input (I), or all
+    that a gate is made of (3I). In the bytes of attention's dtype: q, k, v, also as they were
+    before they turned (H + K), and of one length (H + K); its result (C) if that is not `e`.
     """
+    C, inner, heads = shape.n_embd, shape.inner, shape.n_head + shape.kv_heads
     if checkpointing == "block":
-        return 4 * n_embd
-    in_e = {"none": 11, "mlp": 7, "cheap": 5}[checkpointing]
-    attention = (3 if attention_e == e else 4) * attention_e
-    return 2 * 4 * n_embd + 4 * 4 + 4 * n_head + (in_e * e + attention) * n_embd
+        return 4 * C
+    gated = shape.activation == "swiglu"
+    into = 2 * inner if gated else inner  # the activation
+    in_e = {
+        "none": 3 * C + inner + (3 * inner if gated else inner),
+        "mlp": 3 * C + into,
+        "cheap": C + into,
+    }[checkpointing]
+    if shape.norm == "unit" and e == 4 and checkpointing != "cheap":
+        in_e -= 2 * C  # the norm's result, which is counted
+    turned = (shape.position == "rotary") + shape.qk_norm
+    attention = turned * heads * shape.head_size + (C if attention_e != e else 0)
+    if shape.kv_heads < shape.n_head:
+        attention += 2 * C  # keys and values, repeated for each head of queries
+    if shape.kv_heads == shape.n_head or not turned:
+        attention += (heads + shape.kv_heads) * shape.head_size
+    scales = (8 if shape.norm == "layer" else 4) * 2 + 4 * heads * shape.qk_norm
+    return 2 * 4 * C + scales + 4 * shape.n_head + in_e * e + attention * attention_e
 
 
-def activations(
-    tokens: int,
-    n_layer: int,
-    n_head: int,
-    n_embd: int,
-    e: int,
-    checkpointing: str,
-    attention_e: int,
-) -> int:
+def activations(shape: GPTConfig, tokens: int, e: int, checkpointing: str, attention_e: int) -> int:
     """Bytes that one micro-batch of `tokens` keeps between forward and backward: the blocks, the
-    last LayerNorm (its input in float32, mean, deviation), token ids and targets."""
-    blocks = n_layer * block_activations(n_head, n_embd, e, checkpointing, attention_e)
-    return tokens * (blocks + 4 * n_embd + 8 + 16)
+    last norm (its input in float32, mean, deviation), token ids and targets."""
+    blocks = shape.n_layer * block_activations(shape, e, checkpointing, attention_e)
+    return tokens * (blocks + 4 * shape.n_embd + 8 + 16)
 
 
 def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
@@ -113,14 +136,15 @@ def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
 
 
 def backward_bytes(
-    tokens: int, n_head: int, n_embd: int, rows: int, e: int, checkpointing: str, attention_e: int
+    shape: GPTConfig, tokens: int, e: int, checkpointing: str, attention_e: int
 ) -> int:
-    """Bytes alive beside the activations in the backward pass of the last block: the embedding's
-    gradient, the gradients of the residual stream (2C, float32) and of the GELU's output and input
-    (8C in `e`), and what is computed again."""
-    again = block_activations(n_head, n_embd, e, "none", attention_e)
-    again -= block_activations(n_head, n_embd, e, checkpointing, attention_e)
-    return 4 * rows * n_embd + tokens * (8 * n_embd + 8 * e * n_embd + again)
+    """Bytes alive beside the activations in the backward pass of the last block: the head's
+    gradient, the gradients of the residual stream (2C, float32) and of the activation's output and
+    input (2I in `e`), and what is computed again."""
+    again = block_activations(shape, e, "none", attention_e)
+    again -= block_activations(shape, e, checkpointing, attention_e)
+    inside = e * (shape.inner + matrices(shape)["mlp.c_fc"][0])
+    return 4 * shape.padded_vocab_size * shape.n_embd + tokens * (8 * shape.n_embd + inside + again)
 
 
 def gathered_bytes(blocks: int, rest: int, n_layer: int, sharding: str, e: int) -> int:
@@ -131,23 +155,32 @@ def gathered_bytes(blocks: int, rest: int, n_layer: int, sharding: str, e: int) 
     return e * blocks + 4 * rest
 
 
-def heap_holes(tokens: int, n_layer: int, n_embd: int, e: int, shards: int) -> int:
+def cast_bytes(shape: GPTConfig, e: int, checkpointing: str) -> int:
+    """Bytes of the weights' copies in `e` that autograd keeps under autocast."""
+    kept = {
+        "none": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+        "mlp": ("attn.c_attn", "attn.c_proj", "mlp.c_fc"),
+        "cheap": ("attn.c_proj",),
+        "block": (),
+    }[checkpointing]
+    sizes = {name: rows * columns for name, (rows, columns) in matrices(shape).items()}
+    return 0 if e == 4 else e * shape.n_layer * sum(sizes[name] for name in kept)
+
+
+def heap_holes(shape: GPTConfig, tokens: int, e: int, shards: int) -> int:
     """Bytes that glibc's malloc holds beside the tensors: gradients and moments are laid where
     activations were freed, and the next activations no longer fit in between."""
-    if tokens * n_embd * e >= HEAP_LIMIT:
+    if tokens * shape.n_embd * e >= HEAP_LIMIT:
         return 0
-    matrices = (4 * size * n_embd**2 // shards for size in (3, 1, 4, 4))
-    small = sum(size for size in matrices if size < HEAP_LIMIT)
-    return int(HEAP_HOLES * n_layer * 3 * small)
+    sizes = (4 * rows * columns // shards for rows, columns in matrices(shape).values())
+    small = sum(size for size in sizes if size < HEAP_LIMIT)
+    return int(HEAP_HOLES * shape.n_layer * 3 * small)
 
 
 def memory(
+    shape: GPTConfig,
     *,
-    n_layer: int,
-    n_head: int,
-    n_embd: int,
-    block_size: int,
-    rows: int,
+    muon: bool,
     micro_batch_size: int,
     accumulation: int,
     world_size: int,
@@ -158,29 +191,30 @@ def memory(
     device: str,
 ) -> Memory:
     """Bytes of one of `world_size` processes, which divide their state `shards` ways."""
-    blocks, rest = parameters(n_layer, n_embd, block_size, rows)
-    total, tokens = blocks + rest, micro_batch_size * block_size
+    blocks, rest = parameters(shape)
+    total, tokens = blocks + rest, micro_batch_size * shape.block_size
     sharded = sharding != "none" and world_size > 1
     share = total // shards if sharded else total
     # whole until the last micro-step, or in DDP's buckets
     whole = not sharded or (sharding == "zero1" and accumulation > 1)
-    kept = {"none": 12, "mlp": 8, "cheap": 1, "block": 0}[checkpointing]  # of 12 C^2 a block
-    attention_e = 4 if device == "cpu" and block_size <= FEW_QUERIES else e
-    cast = 0 if e == 4 else e * blocks * kept // 12
+    attention_e = 4 if device == "cpu" and shape.block_size <= FEW_QUERIES else e
+    optimizer = 8 * total - (4 * blocks if muon else 0)
     return Memory(
         weights=4 * share,
-        gathered=gathered_bytes(blocks, rest, n_layer, sharding, e) if sharded else cast,
+        gathered=gathered_bytes(blocks, rest, shape.n_layer, sharding, e)
+        if sharded
+        else cast_bytes(shape, e, checkpointing),
         gradients=4 * (total if whole else share),
-        optimizer=8 * share,
-        activations=activations(tokens, n_layer, n_head, n_embd, e, checkpointing, attention_e),
+        optimizer=optimizer // shards if sharded else optimizer,
+        activations=activations(shape, tokens, e, checkpointing, attention_e),
         work=max(
-            head_bytes(tokens, n_embd, rows, e, device),
-            backward_bytes(tokens, n_head, n_embd, rows, e, checkpointing, attention_e),
+            head_bytes(tokens, shape.n_embd, shape.padded_vocab_size, e, device),
+            backward_bytes(shape, tokens, e, checkpointing, attention_e),
         ),
-        snapshot=12 * total,
+        snapshot=4 * total + optimizer,
         gathered_first=sharded or device != "cpu",
         gradients_last=accumulation == 1 and (world_size == 1 or sharded),
-        holes=heap_holes(tokens, n_layer, n_embd, e, total // share) if device == "cpu" else 0,
+        holes=heap_holes(shape, tokens, e, total // share) if device == "cpu" else 0,
     )
 
 

@@ -10,10 +10,11 @@ hide; latency, imbalance, loading, evaluation and saving come on top.
 from dataclasses import dataclass
 from itertools import product
 
+from model.config import GPTConfig
 from utils.forecast import GPUS_PER_MACHINE, PEAK_FLOPS, memory, parameters, seconds
 from utils.throughput import flops_per_token
 
-MODELS = {  # blocks, heads, width: GPT-2's four, and two in the shapes of LLaMA's 7B and 13B
+SHAPES = {  # blocks, heads, width: GPT-2's four, and two in the shapes of LLaMA's 7B and 13B
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),
     "774M": (36, 20, 1280),
@@ -21,8 +22,8 @@ MODELS = {  # blocks, heads, width: GPT-2's four, and two in the shapes of LLaMA
     "7B": (32, 32, 4096),
     "13B": (40, 40, 5120),
 }
+MODELS = {name: GPTConfig(1024, 50257, *shape) for name, shape in SHAPES.items()}
 GPUS = (1, 8, 64, 1024)
-BLOCK_SIZE, ROWS = 1024, 50304
 BATCH = 2**20  # tokens in a step
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 USABLE = 68e9  # bytes of 80 GB: 15 % are for the CUDA context, NCCL and fragmentation
@@ -58,20 +59,15 @@ def traffic(
     return within, 2 * 4 * (total / shards) * (machines - 1) / machines
 
 
-def plan(
-    shape: tuple[int, int, int], gpus: int, sharding: str, checkpointing: str, micro: int
-) -> Plan | None:
+def plan(shape: GPTConfig, gpus: int, sharding: str, checkpointing: str, micro: int) -> Plan | None:
     """One way to run a model; None where the batch does not divide or memory is too small."""
-    accumulation = BATCH // (micro * BLOCK_SIZE * gpus)
+    accumulation = BATCH // (micro * shape.block_size * gpus)
     if not accumulation:
         return None
-    (n_layer, n_head, n_embd), shards = shape, min(gpus, GPUS_PER_MACHINE)
+    shards = min(gpus, GPUS_PER_MACHINE)
     need = memory(
-        n_layer=n_layer,
-        n_head=n_head,
-        n_embd=n_embd,
-        block_size=BLOCK_SIZE,
-        rows=ROWS,
+        shape,
+        muon=False,
         micro_batch_size=micro,
         accumulation=accumulation,
         world_size=gpus,
@@ -88,16 +84,14 @@ def plan(
 
 
 def step_seconds(
-    shape: tuple[int, int, int], gpus: int, sharding: str, checkpointing: str, accumulation: int
+    shape: GPTConfig, gpus: int, sharding: str, checkpointing: str, accumulation: int
 ) -> float:
     """Time of a step: its arithmetic, and the traffic that is not hidden behind the part of it
     that runs at the same time."""
-    n_layer, _, n_embd = shape
     shards = min(gpus, GPUS_PER_MACHINE)
-    blocks, rest = parameters(n_layer, n_embd, BLOCK_SIZE, ROWS)
-    flops = BATCH * flops_per_token(
-        blocks + rest - BLOCK_SIZE * n_embd, n_layer, n_embd, BLOCK_SIZE
-    )
+    blocks, rest = parameters(shape)
+    multiplying = blocks + rest - shape.block_size * shape.n_embd
+    flops = BATCH * flops_per_token(multiplying, shape.n_layer, shape.n_embd, shape.block_size)
     compute = seconds(flops, gpus, PEAK_FLOPS, checkpointing)
     within, between = traffic(
         blocks,
@@ -112,7 +106,7 @@ def step_seconds(
     return compute + max(0.0, within / NVLINK + between / NETWORK - hidden)
 
 
-def best(shape: tuple[int, int, int], gpus: int) -> Plan | None:
+def best(shape: GPTConfig, gpus: int) -> Plan | None:
     """The simplest of the fastest plans; None where none fits."""
     shardings = ("none", "zero1", "zero2", "zero3") if gpus > 1 else ("none",)
     ways = product(shardings, ("none", "mlp", "block"), (64, 32, 16, 8, 4, 2, 1))
@@ -126,8 +120,7 @@ def row(name: str, gpus: int) -> str:
     found = best(MODELS[name], gpus)
     if found is None:
         return f"| {name} | {gpus} | does not fit | | | | | |"
-    n_layer, _, n_embd = MODELS[name]
-    tokens = TOKENS_PER_PARAMETER * sum(parameters(n_layer, n_embd, BLOCK_SIZE, ROWS))
+    tokens = TOKENS_PER_PARAMETER * sum(parameters(MODELS[name]))
     days = tokens / BATCH * found.step / 86_400
     return (
         f"| {name} | {gpus} | {found.sharding} | {found.checkpointing} | "
