@@ -14,7 +14,7 @@ from model.config import GPTConfig, ModelError
 from model.loss import HeadCrossEntropy, bend
 from model.norm import RMSNorm, rms_norm
 
-FEW_QUERIES = 256  # up to so many a CPU attends sooner in float32 than in bfloat16
+FEW_QUERIES = 256  # up to so many a CPU attends up to five times as fast in float32
 
 
 class KVCache:
@@ -51,29 +51,24 @@ class KVCache:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """scaled_dot_product_attention of queries (B, H, T, D), keys and values (B, K, S, D). A CPU
-    takes up to five times as long for few queries in bfloat16: these run in float32."""
+    """scaled_dot_product_attention of queries (B, H, T, D), keys and values (B, K, S, D) in the
+    dtype that they have."""
     if k.size(1) < q.size(1):  # each for H / K heads of queries that stand together
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-    if q.device.type == "cpu" and (q.size(2) <= FEW_QUERIES or k.dtype is torch.float32):
-        q, k, v = q.float(), k.float(), v.float()
-        with torch.autocast("cpu", enabled=False):
-            return F.scaled_dot_product_attention(q, k, v, **options)
-    return F.scaled_dot_product_attention(q, k, v, **options)
+    with torch.autocast(q.device.type, enabled=False):
+        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def rotations(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, D / 2) of the angles by which positions (T) turn pairs of channels:
-    rotary positions, Su et al. 2021. Of positions (B, T), (B, 1, T, D / 2)."""
-    if positions.dim() == 2:
-        positions = positions[:, None]
+    """Cosines and sines (T, 1, D / 2) of the angles by which positions (T) turn pairs of channels,
+    (B, T, 1, D / 2) of positions (B, T): rotary positions, Su et al. 2021."""
     pairs = torch.arange(0, width, 2, device=positions.device) / width
-    angles = positions[..., None] / base**pairs
+    angles = positions[..., None, None] / base**pairs
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns channel i and i + D / 2 of x (B, H, T, D) by their angle, as transformers' LLaMA."""
+    """Turns channels i and i + D / 2 of x (B, T, H, D) by their angle, as transformers' LLaMA."""
     cos, sin = rotary
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -112,14 +107,21 @@ class Attention(nn.Module):
         """What x (B, T, C) takes from the tokens before, and the values (B, K, T, D) if others mix
         them with theirs."""
         B, T, C = x.shape
-        qkv = self.enter(x, norm).view(B, T, sum(self.heads), -1).split(self.heads, dim=2)
-        q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H, T, D), (B, K, T, D) twice
+        qkv = self.enter(x, norm).view(B, T, sum(self.heads), -1)
+        if x.device.type == "cpu" and (T <= FEW_QUERIES or cache is not None):
+            qkv = qkv.float()
+        if self.qk_norm or rotary is not None:
+            qk, v = qkv.split([sum(self.heads[:2]), self.heads[2]], dim=2)
+            if self.qk_norm:  # Henry et al. 2020
+                qk = rms_norm(qk)
+            if rotary is not None:
+                qk = rotate(qk, rotary)
+            q, k = qk.split(self.heads[:2], dim=2)
+        else:
+            q, k, v = qkv.split(self.heads, dim=2)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
         if mix is not None:  # Zhou et al. 2024
             v = (mix[0] * v + mix[1] * v0).to(v.dtype)
-        if self.qk_norm:  # Henry et al. 2020
-            q, k = rms_norm(q), rms_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
         own = v if self.first_values else None
         causal = cache is None and mask is None
         if cache is not None:

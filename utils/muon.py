@@ -4,6 +4,8 @@ torch.optim.Muon takes a matrix at a time, whole, on every process. Here those o
 together, and each process makes its share of them orthogonal, also where they are sharded.
 """
 
+from collections import defaultdict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,16 +16,37 @@ STEPS = 5
 
 
 def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrices near the orthogonal ones nearest to x (N, rows, columns), by Newton-Schulz steps
-    with products of `dtype`: singular values become about 0.7 to 1.2."""
+    """Matrices near the orthogonal ones nearest to x (N, rows, columns), no more rows than columns,
+    by Newton-Schulz steps in `dtype`: singular values become about 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
-    wide = x.size(1) <= x.size(2)
-    x = (x if wide else x.mT).to(dtype)
+    x = x.to(dtype)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(STEPS):
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    return x if wide else x.mT
+        square = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, square, x, beta=a)
+    return x
+
+
+def orthogonal_parts(
+    stacks: list[Tensor], parts: list[list[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """Each of the stacks (N, rows, columns) with its parts, of so many rows, made orthogonal and
+    scaled by the square root of rows over columns if that is above 1 (Jordan et al. 2024)."""
+    alike = defaultdict(list)  # parts of one shape, lying down: few large products are faster
+    for i, (stack, rows) in enumerate(zip(stacks, parts, strict=True)):
+        for j, part in enumerate(stack.split(tuple(rows), dim=1)):
+            upright = part.size(1) > part.size(2)
+            wide = part.mT if upright else part
+            alike[wide.shape[1:]].append((i, j, upright, wide))
+    made: list[dict[int, Tensor]] = [{} for _ in stacks]
+    for some in alike.values():
+        *places, wides = zip(*some, strict=True)
+        done = orthogonal(torch.cat(wides), dtype).split([len(wide) for wide in wides])
+        for i, j, upright, x in zip(*places, done, strict=True):
+            scale = (x.size(2) / x.size(1)) ** 0.5 if upright else 1.0
+            made[i][j] = scale * (x.mT if upright else x)
+    return [torch.cat([own[j] for j in sorted(own)], dim=1) for own in made]
 
 
 class Muon(torch.optim.Optimizer):
@@ -42,52 +65,66 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            parameters = group["params"]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            weights = [local(p) for p in parameters]
-            gradients = [local(p.grad) for p in parameters]
-            momenta = [local(self.state[p]["momentum_buffer"]) for p in parameters]
-            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            directions = torch._foreach_lerp(gradients, momenta, group["momentum"])
-            updates = self.orthogonalized(directions, parameters[0], group["parts"])
+        divided = [Divided(group["params"][0], len(group["params"])) for group in self.param_groups]
+        mine = [
+            part.collect(self.directions(group))
+            for part, group in zip(divided, self.param_groups, strict=True)
+        ]
+        made = orthogonal_parts(mine, [group["parts"] for group in self.param_groups], self.dtype)
+        for part, group, matrices in zip(divided, self.param_groups, made, strict=True):
             shrink = group["lr"] * group["weight_decay"]
-            for weight, update in zip(weights, updates, strict=True):
+            for p, update in zip(group["params"], part.spread(matrices), strict=True):
+                weight = local(p)
                 kept = weight * update > 0 if self.cautious else 1.0
                 weight.sub_(shrink * weight * kept + group["lr"] * update)
 
-    def orthogonalized(
-        self, directions: list[Tensor], like: Tensor, parts: list[int]
-    ) -> list[Tensor]:
-        """The update of each of the matrices that `directions` are, or are this process's rows of;
-        `like` is one of the parameters."""
-        rows, columns = like.shape
+    def directions(self, group: dict) -> Tensor:
+        """The gradients after Nesterov momentum, (N, rows, columns): this process's rows."""
+        for p in group["params"]:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        gradients = [local(p.grad) for p in group["params"]]
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in group["params"]]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        return torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))
 
-        def whole(x: Tensor) -> Tensor:  # (N, rows, columns)
-            made = [orthogonal(part, self.dtype) for part in x.split(parts, dim=1)]
-            scales = [max(1, part / columns) ** 0.5 for part in parts]
-            return torch.cat([x * scale for x, scale in zip(made, scales, strict=True)], dim=1)
 
-        stack, group = torch.stack(directions), group_of(like)
-        if group is None:
-            return list(whole(stack).unbind())
-        world, rank, count = dist.get_world_size(group), dist.get_rank(group), len(stack)
-        share = -(-count // world)  # matrices that a process makes orthogonal
-        padding = stack.new_zeros(world * share - count, *stack.shape[1:])
+class Divided:
+    """`count` matrices in the shape of a parameter, of which each process takes a share, whole."""
+
+    def __init__(self, like: Tensor, count: int) -> None:
+        self.rows, self.columns = like.shape
+        self.count, self.sharded = count, isinstance(like, DTensor)
+        self.group = group_of(like)
+        self.world = dist.get_world_size(self.group) if self.group else 1
+        self.rank = dist.get_rank(self.group) if self.group else 0
+        self.share = -(-count // self.world)
+        each = -(-self.rows // self.world)  # rows that a process has of each, fewer at the end
+        self.heights = [max(0, min(each, self.rows - i * each)) for i in range(self.world)]
+
+    def collect(self, stack: Tensor) -> Tensor:
+        """This process's share (share, rows, columns) of the matrices, of which it has `stack`: its
+        rows of each, or all of them."""
+        if self.group is None:
+            return stack
+        padding = stack.new_zeros(self.world * self.share - self.count, *stack.shape[1:])
         stack = torch.cat([stack, padding])
-        if not isinstance(like, DTensor):  # every process has all of each
-            mine = whole(stack[rank * share :][:share]).contiguous()
-            made = mine.new_empty(world * share, rows, columns)
-            dist.all_gather_into_tensor(made, mine, group=group)
-            return list(made[:count].unbind())
-        each = -(-rows // world)  # rows that a process has of each, fewer at the end
-        heights = [max(0, min(each, rows - i * each)) for i in range(world)]
-        mine = exchange(stack.split(share), [(share, h, columns) for h in heights], group)
-        pieces = [x.contiguous() for x in whole(torch.cat(mine, dim=1)).split(heights, dim=1)]
-        made = exchange(pieces, [(share, heights[rank], columns)] * world, group)
-        return list(torch.cat(made)[:count].unbind())
+        if not self.sharded:
+            return stack[self.rank * self.share :][: self.share]
+        shapes = [(self.share, height, self.columns) for height in self.heights]
+        return torch.cat(exchange(stack.split(self.share), shapes, self.group), dim=1)
+
+    def spread(self, mine: Tensor) -> Tensor:
+        """The opposite: (N, rows, columns) from the share that each process has made."""
+        if self.group is None:
+            return mine
+        if not self.sharded:
+            made = mine.new_empty(self.world * self.share, self.rows, self.columns)
+            dist.all_gather_into_tensor(made, mine.contiguous(), group=self.group)
+            return made[: self.count]
+        shape = (self.share, self.heights[self.rank], self.columns)
+        pieces = mine.split(self.heights, dim=1)
+        return torch.cat(exchange(pieces, [shape] * self.world, self.group))[: self.count]
 
 
 def local(x: Tensor) -> Tensor:
