@@ -166,6 +166,10 @@ class TrainConfig:
                 value = getattr(self, name)
                 if value is not None and not value >= least:
                     raise ConfigError(f"--{name} {value} must be at least {least}")
+        if self.init_from and self.chosen.model:
+            raise ConfigError(
+                f"--init_from starts from a GPT-2, and --recipe {self.recipe} is none"
+            )
         if self.skip_spikes is not None and not self.skip_spikes > 0:
             raise ConfigError(f"--skip_spikes {self.skip_spikes} must be above 0")
         if self.seed >= 2**31:

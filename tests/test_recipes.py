@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 import transformers
@@ -95,6 +97,34 @@ def test_modern_goes_on_under_any_sharding_and_world_size(shards, modern, tmp_pa
         assert min(found) == step + 1
         assert max(abs(found[s] - expected[s]) for s in found) < 1e-4
         before = run
+
+
+def test_scripts_take_a_modern_checkpoint(shards, modern, tmp_path):
+    best = modern / "checkpoints/model_best.pt"
+    told = script(
+        "sample.py", "--checkpoint", best, "--prompt", "A", "--max_new_tokens", 9, "--json"
+    )
+    assert json.loads(told.stdout)["text"]
+    report = tmp_path / "scores.json"
+    script(
+        "evaluate.py",
+        "--checkpoint",
+        best,
+        "--tasks",
+        "val",
+        "--val_tokens",
+        4096,
+        "--device",
+        "cpu",
+        "--out",
+        report,
+    )
+    row = next(row for row in json.loads(report.read_text())["results"] if row["metric"] == "loss")
+    assert row["value"] == pytest.approx(losses(modern, "val")[20], rel=1e-6)
+    done = script("convert.py", "--checkpoint", best, "--out", tmp_path / "hf", code=2)
+    assert "transformers has no class for this model" in done.stderr
+    done = script(*train_args(shards, tmp_path, 1, "--init_from", "gpt2", *MODERN), code=2)
+    assert "starts from a GPT-2" in done.stderr
 
 
 def test_another_optimizer_s_state_is_refused(shards, modern, tmp_path):
