@@ -15,11 +15,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0
 STEPS = 5
 
 
-def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonal(x: Tensor) -> Tensor:
     """Matrices near the orthogonal ones nearest to x (N, rows, columns), no more rows than columns,
-    by Newton-Schulz steps in `dtype`: singular values become about 0.7 to 1.2."""
+    by Newton-Schulz steps: singular values become about 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
-    x = x.to(dtype)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(STEPS):
         square = x @ x.mT
@@ -28,9 +27,7 @@ def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def orthogonal_parts(
-    stacks: list[Tensor], parts: list[list[int]], dtype: torch.dtype
-) -> list[Tensor]:
+def orthogonal_parts(stacks: list[Tensor], parts: list[list[int]]) -> list[Tensor]:
     """Each of the stacks (N, rows, columns) with its parts, of so many rows, made orthogonal and
     scaled by the square root of rows over columns if that is above 1 (Jordan et al. 2024)."""
     alike = defaultdict(list)  # parts of one shape, lying down: few large products are faster
@@ -42,7 +39,7 @@ def orthogonal_parts(
     made: list[dict[int, Tensor]] = [{} for _ in stacks]
     for some in alike.values():
         *places, wides = zip(*some, strict=True)
-        done = orthogonal(torch.cat(wides), dtype).split([len(wide) for wide in wides])
+        done = orthogonal(torch.cat(wides)).split([len(wide) for wide in wides])
         for i, j, upright, x in zip(*places, done, strict=True):
             scale = (x.size(2) / x.size(1)) ** 0.5 if upright else 1.0
             made[i][j] = scale * (x.mT if upright else x)
@@ -70,23 +67,25 @@ class Muon(torch.optim.Optimizer):
             part.collect(self.directions(group))
             for part, group in zip(divided, self.param_groups, strict=True)
         ]
-        made = orthogonal_parts(mine, [group["parts"] for group in self.param_groups], self.dtype)
+        made = orthogonal_parts(mine, [group["parts"] for group in self.param_groups])
         for part, group, matrices in zip(divided, self.param_groups, made, strict=True):
             shrink = group["lr"] * group["weight_decay"]
             for p, update in zip(group["params"], part.spread(matrices), strict=True):
                 weight = local(p)
-                kept = weight * update > 0 if self.cautious else 1.0
-                weight.sub_(shrink * weight * kept + group["lr"] * update)
+                decays = weight * update > 0 if self.cautious else 1
+                weight.mul_(1 - shrink * decays).add_(update, alpha=-group["lr"])
 
     def directions(self, group: dict) -> Tensor:
-        """The gradients after Nesterov momentum, (N, rows, columns): this process's rows."""
+        """The gradients after Nesterov momentum, (N, rows, columns) in the dtype of the products:
+        this process's rows."""
+        made = []
         for p in group["params"]:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        gradients = [local(p.grad) for p in group["params"]]
-        momenta = [local(self.state[p]["momentum_buffer"]) for p in group["params"]]
-        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        return torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))
+            gradient, average = local(p.grad), local(self.state[p]["momentum_buffer"])
+            average.lerp_(gradient, 1 - group["momentum"])
+            made.append(gradient.lerp(average, group["momentum"]).to(self.dtype))
+        return torch.stack(made)
 
 
 class Divided:
