@@ -1,7 +1,7 @@
 """Every setting of every script, declared once: the command line is made from these dataclasses."""
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -66,7 +66,7 @@ class TrainConfig:
     """Start a new run over the checkpoints and logs of another."""
 
     recipe: str = "gpt2"
-    """gpt2, faithful; modern, the same loss with fewer tokens; or llama. modern,qk_norm=False
+    """gpt2, faithful; modern, for the same loss with fewer tokens; or llama. modern,qk_norm=False
     changes one field: those of recipes.py, and of GPTConfig beside its sizes."""
     model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Named size: 124M, 350M, 774M, 1558M parameters."""
@@ -89,7 +89,7 @@ class TrainConfig:
     """Sequences in one forward on one process; auto: as many as should fit its memory, by the
     forecast of --dry_run (not on Apple's GPUs). What a step learns from does not depend on it."""
     max_lr: float | None = None
-    """Learning rate after warmup; 6e-4 for gpt2, 0.02 (of Muon) for modern."""
+    """Learning rate after warmup; 6e-4 for gpt2, 0.012 for modern, whose matrices Muon trains."""
     min_lr: float | None = None
     """Learning rate of the last step; a tenth of --max_lr for gpt2, 0 for modern."""
     warmup_steps: int = 715
@@ -98,7 +98,7 @@ class TrainConfig:
     """After warmup: cosine (gpt2) or linear (modern) decay to --min_lr; or wsd, constant until the
     last fifth, before which model_stable.pt is kept: a longer run can go on from there."""
     weight_decay: float | None = None
-    """Decay of matrices and embeddings; biases and norms have none. 0.1 for gpt2."""
+    """Decay of matrices and embeddings, with Muon of its matrices alone; 0.1 unless given."""
     beta1: float = 0.9
     """AdamW, first moment."""
     beta2: float = 0.95
@@ -166,7 +166,7 @@ class TrainConfig:
                 value = getattr(self, name)
                 if value is not None and not value >= least:
                     raise ConfigError(f"--{name} {value} must be at least {least}")
-        if self.init_from and self.chosen.model:
+        if self.init_from and not self.model_config(1).is_gpt2:
             raise ConfigError(
                 f"--init_from starts from a GPT-2, and --recipe {self.recipe} is none"
             )
@@ -178,7 +178,7 @@ class TrainConfig:
             raise ConfigError("--beta1 and --beta2 must be at least 0 and below 1")
         if not 0 <= self.floor_lr <= self.chosen.max_lr:
             raise ConfigError(
-                f"--min_lr {self.min_lr} must be between 0 and --max_lr {self.chosen.max_lr}"
+                f"--min_lr {self.floor_lr} must be between 0 and --max_lr {self.chosen.max_lr}"
             )
 
     @property
@@ -196,8 +196,9 @@ class TrainConfig:
         return 0.0 if self.chosen.to_zero else self.chosen.max_lr / 10
 
     def to_dict(self) -> dict:
-        """Plain values, for checkpoints and config.json."""
-        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+        """Plain values, for checkpoints and config.json; `chosen` tells what the recipe settled."""
+        given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+        return given | {"chosen": asdict(self.chosen)}
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainConfig":

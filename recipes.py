@@ -5,10 +5,13 @@ NAME,FIELD=VALUE,... changes one: of Recipe below, or of GPTConfig where its def
 """
 
 import ast
+import sys
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 
 from model.config import SIZED, GPTConfig, ModelError
+
+CHOICES = {"optimizer": ("adamw", "muon"), "schedule": ("cosine", "linear", "wsd")}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,18 @@ class Recipe:
     """Share of the steps in which wsd decays."""
     to_zero: bool = False
     """The learning rate ends at 0, not at a tenth of the highest."""
+
+    def __post_init__(self) -> None:
+        """Raises ModelError for what cannot be."""
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                found = getattr(self, name)
+                raise ModelError(f"{name}={found} in a recipe must be one of {', '.join(choices)}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            most = {"decay": 1.0}.get(f.name, sys.float_info.max)
+            if type(value) in (int, float) and not 0 <= value <= most:
+                raise ModelError(f"{f.name}={value} in a recipe must be between 0 and {most:g}")
 
 
 RECIPES = {
@@ -88,17 +103,15 @@ def recipe_of(text: str) -> Recipe:
             raise ModelError(f"a recipe has no {key!r}{hint}")
         try:
             parsed = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             parsed = value
         if key in of_model:
             recipe = replace(recipe, model={**recipe.model, key: parsed})
         else:
             kind = type(getattr(recipe, key))
-            if kind is float and type(parsed) is int:
+            if kind is float and type(parsed) is int and abs(parsed) < 2**53:
                 parsed = float(parsed)
             if type(parsed) is not kind:
                 raise ModelError(f"{key}={value} in a recipe must be of type {kind.__name__}")
             recipe = replace(recipe, **{key: parsed})
-    if recipe.optimizer not in ("adamw", "muon"):
-        raise ModelError(f"there is no optimizer {recipe.optimizer!r}; there are adamw, muon")
     return recipe

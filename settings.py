@@ -8,6 +8,7 @@ from config import ConfigError, TrainConfig
 from model.config import GPTConfig
 from utils import checkpoint as ckpt
 from utils.logger import has_rows_of_another, require
+from utils.schedule import stable_steps
 
 
 def settings() -> tuple[TrainConfig, dict | None]:
@@ -79,6 +80,14 @@ def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str
         changed.append(f"there were {saved['train_tokens']:,} train tokens")
     end = "the order from here on is another one, so this epoch may repeat or miss sequences"
     warnings = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
+    before, recipe = then.get("chosen", {}), now["chosen"]
+    for name in (name for name in before if before[name] != recipe.get(name)):
+        warnings.append(f"note: the recipe's {name} was {before[name]} and is {recipe.get(name)}")
+    if before.get("schedule") == "wsd" and config.max_steps > then["max_steps"]:
+        if saved["step"] > stable_steps(then["max_steps"], before["decay"]):
+            warnings.append(
+                f"warning: the checkpoint has begun to decay; a longer run goes on from {ckpt.STABLE}"
+            )
     micro, was = config.micro_batch_size, then.get("micro_batch_size")
     if was != micro:
         warnings.append(

@@ -195,17 +195,18 @@ def main() -> None:
     trace = None
     if config.profile and process.is_main:
         trace = tracer(config.log_dir / "trace.json", device, logger.say)
+    stable = None
+    if recipe.schedule == "wsd":
+        stable = stable_steps(config.max_steps, recipe.decay)
     step, stopping = start, False
     while True:
         last = step == config.max_steps
         if step > start and (last or stopping or due(config.save_every, step)):
             save(ckpt.LAST, step)
+        if step == stable and (step > start or not (config.checkpoint_dir / ckpt.STABLE).exists()):
+            save(ckpt.STABLE, step)
         if stopping:
             break
-        if recipe.schedule == "wsd" and start < step == stable_steps(
-            config.max_steps, recipe.decay
-        ):
-            save(ckpt.STABLE, step)
         if last or due(config.eval_every, step):
             scores = validation_loss(
                 model,

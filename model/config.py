@@ -1,7 +1,7 @@
 """GPTConfig: the architecture of a model; the named GPT-2 sizes, and the recipes' ingredients."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from reprlib import repr as brief
 
 # Radford et al. 2019, table 2: the four sizes OpenAI released.
@@ -18,7 +18,7 @@ CHOICES = {
     "activation": ("gelu", "relu2", "swiglu"),
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # have their flags
-SWITCHES = ("embed_norm", "qk_norm", "bias", "tied", "zero_init", "value_residual", "x0_shortcut")
+SWITCHES = ("qk_norm", "bias", "tied", "zero_init", "value_residual", "x0_shortcut")
 
 
 class ModelError(ValueError):
@@ -50,8 +50,6 @@ class GPTConfig:
     """The slowest rotation takes 2 pi times this many tokens, nearly."""
     norm: str = "layer"
     """Or rms: LayerNorm without mean and bias; or unit: rms without gains."""
-    embed_norm: bool = False
-    """Embeddings have unit root mean square."""
     qk_norm: bool = False
     """Queries and keys of one length each."""
     activation: str = "gelu"
@@ -120,8 +118,16 @@ class GPTConfig:
     @property
     def is_gpt2(self) -> bool:
         """Whether it differs from a GPT-2 in its sizes alone."""
+        return self.differs_from({}) == []
+
+    def differs_from(self, fields: dict) -> list[str]:
+        """Fields in which it is not the GPT-2 of its sizes with these fields changed, but for how
+        it begins."""
         sizes = {name: getattr(self, name) for name in SIZED}
-        return replace(self, zero_init=False) == GPTConfig(**sizes)
+        other = GPTConfig(**sizes, zero_init=self.zero_init, **fields)
+        given = asdict(self) | {"n_kv_head": self.kv_heads, "n_inner": self.inner}
+        theirs = asdict(other) | {"n_kv_head": other.kv_heads, "n_inner": other.inner}
+        return [name for name in given if given[name] != theirs[name]]
 
     @property
     def padded_vocab_size(self) -> int:

@@ -219,8 +219,6 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
         if config.zero_init and not config.tied:
             nn.init.zeros_(self.lm_head.weight)
-        if config.embed_norm:
-            nn.init.normal_(self.transformer.wte.weight)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Normal(0, 0.02), biases 0; GPT-2 scales projections into the residual stream."""
@@ -276,8 +274,6 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe(positions)
         else:
             rotary = rotations(positions, self.config.head_size, self.config.rope_base)
-        if self.config.embed_norm:
-            x = rms_norm(x)
         x = F.dropout(x, self.config.dropout, self.training)
         x0, v0 = x, None
         for block in self.transformer.h:

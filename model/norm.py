@@ -32,7 +32,8 @@ def rms_norm(x: Tensor) -> Tensor:
     """x, its last dimension scaled to a mean square of 1."""
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         return UnitLength.apply(x)
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+    with torch.autocast(x.device.type, enabled=False):  # which would make float32 of bfloat16
+        return F.rms_norm(x, x.shape[-1:], eps=EPS)
 
 
 class RMSNorm(nn.Module):

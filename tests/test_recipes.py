@@ -28,7 +28,12 @@ def test_a_recipe_is_changed_field_by_field():
         ("modern,qk_nrom=True", "did you mean qk_norm"),
         ("modern,n_embd=8", "has no 'n_embd'"),
         ("modern,max_lr=fast", "of type float"),
-        ("modern,optimizer=sgd", "no optimizer 'sgd'"),
+        ("modern,optimizer=sgd", "one of adamw, muon"),
+        ("modern,schedule=wds", "one of cosine, linear, wsd"),
+        ("gpt2,weight_decay=-1", "between 0"),
+        ("gpt2,decay=1e999", "between 0 and 1"),
+        ("gpt2,max_lr=" + "9" * 400, "of type float"),
+        ("gpt2,max_lr={[]:1}", "of type float"),
     ],
 )
 def test_a_recipe_that_is_none_is_named(text, message):
@@ -60,8 +65,10 @@ def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
 
 
 def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
-    model = GPT(GPTConfig(32, 257, 1, 4, 64, **recipe_of("llama,qk_norm=True").model))
-    with pytest.raises(ModelError, match="it would be llama but for qk_norm=True"):
+    model = GPT(
+        GPTConfig(32, 257, 1, 4, 64, **recipe_of("llama,qk_norm=True,value_residual=True").model)
+    )
+    with pytest.raises(ModelError, match="no LLaMA because of qk_norm=True, value_residual=True"):
         save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data.shards import DataError, atomic_write, check_space, sync_folder
 from data.tokenizer import TOKENIZERS
-from model.config import GPTConfig, ModelError
+from model.config import SIZED, GPTConfig, ModelError
 from model.gpt import GPT, skeleton
 from model.huggingface import load_pretrained
 
@@ -141,8 +141,9 @@ def step_of(path: Path) -> int:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The checkpoint that --resume auto continues: the last, else a numbered or the best one."""
-    candidates = [folder / LAST, *reversed(numbered(folder)), folder / BEST]
+    """The checkpoint that --resume auto continues: the last, else a numbered one, the best, or that
+    from before a decay."""
+    candidates = [folder / LAST, *reversed(numbered(folder)), folder / BEST, folder / STABLE]
     return next((path for path in candidates if path.exists()), None)
 
 
@@ -265,5 +266,10 @@ def open_model(
 
 
 def describe(config: GPTConfig) -> dict:
-    """A GPTConfig as plain values for the file."""
-    return asdict(config)
+    """A GPTConfig as plain values for the file: its sizes, and what else is not GPT-2's."""
+    default = GPTConfig()
+    return {
+        name: value
+        for name, value in asdict(config).items()
+        if name in SIZED or value != getattr(default, name)
+    }

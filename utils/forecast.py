@@ -198,7 +198,8 @@ def memory(
     # whole until the last micro-step, or in DDP's buckets
     whole = not sharded or (sharding == "zero1" and accumulation > 1)
     attention_e = 4 if device == "cpu" and shape.block_size <= FEW_QUERIES else e
-    optimizer = 8 * total - (4 * blocks if muon else 0)
+    of_muon = shape.n_layer * sum(rows * columns for rows, columns in matrices(shape).values())
+    optimizer = 8 * total - (4 * of_muon if muon else 0)
     return Memory(
         weights=4 * share,
         gathered=gathered_bytes(blocks, rest, shape.n_layer, sharding, e)

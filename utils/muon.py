@@ -27,7 +27,7 @@ def orthogonal(x: Tensor) -> Tensor:
     return x
 
 
-def orthogonal_parts(stacks: list[Tensor], parts: list[list[int]]) -> list[Tensor]:
+def orthogonal_parts(stacks: list[Tensor], parts: list[tuple[int, ...]]) -> list[Tensor]:
     """Each of the stacks (N, rows, columns) with its parts, of so many rows, made orthogonal and
     scaled by the square root of rows over columns if that is above 1 (Jordan et al. 2024)."""
     alike = defaultdict(list)  # parts of one shape, lying down: few large products are faster
@@ -41,8 +41,7 @@ def orthogonal_parts(stacks: list[Tensor], parts: list[list[int]]) -> list[Tenso
         *places, wides = zip(*some, strict=True)
         done = orthogonal(torch.cat(wides)).split([len(wide) for wide in wides])
         for i, j, upright, x in zip(*places, done, strict=True):
-            scale = (x.size(2) / x.size(1)) ** 0.5 if upright else 1.0
-            made[i][j] = scale * (x.mT if upright else x)
+            made[i][j] = x.mT * (x.size(2) / x.size(1)) ** 0.5 if upright else x
     return [torch.cat([own[j] for j in sorted(own)], dim=1) for own in made]
 
 
@@ -118,9 +117,8 @@ class Divided:
         if self.group is None:
             return mine
         if not self.sharded:
-            made = mine.new_empty(self.world * self.share, self.rows, self.columns)
-            dist.all_gather_into_tensor(made, mine.contiguous(), group=self.group)
-            return made[: self.count]
+            made = exchange([mine] * self.world, [mine.shape] * self.world, self.group)
+            return torch.cat(made)[: self.count]
         shape = (self.share, self.heights[self.rank], self.columns)
         pieces = mine.split(self.heights, dim=1)
         return torch.cat(exchange(pieces, [shape] * self.world, self.group))[: self.count]

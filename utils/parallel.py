@@ -147,8 +147,10 @@ def load_optimizer_state(
     if set(state) != set(parameters):
         raise CheckpointError("the checkpoint's optimizer state is of other parameters")
     now = get_optimizer_state_dict(model, optimizers)
+    groups, kinds = now["param_groups"], {name: set(x) for name, x in now["state"].items()}
+    del now  # the moments that the loaded ones take the place of
     for name, values in state.items():
-        if set(values) != set(now["state"][name]):
+        if set(values) != kinds[name]:
             raise CheckpointError(
                 f"the checkpoint's optimizer state of {name} is of another optimizer"
             )
@@ -161,7 +163,7 @@ def load_optimizer_state(
     set_optimizer_state_dict(
         model,
         optimizers,
-        {"state": state, "param_groups": now["param_groups"]},
+        {"state": state, "param_groups": groups},
         options=StateDictOptions(full_state_dict=True),
     )
     for optimizer in optimizers:  # lets go of the file that `state` is mapped from
