@@ -86,7 +86,7 @@ def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str
     if before.get("schedule") == "wsd" and config.max_steps > then["max_steps"]:
         if saved["step"] > stable_steps(then["max_steps"], before["decay"]):
             warnings.append(
-                f"warning: the checkpoint has begun to decay; a longer run goes on from {ckpt.STABLE}"
+                f"warning: this checkpoint has begun to decay; {ckpt.STABLE} is for a longer run"
             )
     micro, was = config.micro_batch_size, then.get("micro_batch_size")
     if was != micro:

@@ -10,12 +10,14 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
+from typing import NoReturn
 
 from cli import run
 from config import ConfigError, SweepConfig
@@ -24,19 +26,31 @@ from utils.figure import draw_sweep
 from utils.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent
+running: list[subprocess.Popen] = []
 
 
-def flags(setting: str) -> tuple[str, list[str]]:
-    """The name and the values of a setting "NAME VALUE VALUE ..."."""
-    name, *values = setting.split()
-    return name.lstrip("-"), values
+def flags(settings: tuple[str, ...]) -> dict[str, list[str]]:
+    """Names and values of settings "NAME VALUE VALUE ..."."""
+    found: dict[str, list[str]] = {}
+    for setting in settings:
+        name, *values = setting.split() or [""]
+        name = name.lstrip("-")
+        if name in ("", "seed", "resume", "checkpoint_dir", "log_dir", *found):
+            raise ConfigError(
+                f'"{setting}": each setting has a name and is there once; seeds go to '
+                "--seeds, and the folders are those of the sweep"
+            )
+        found[name] = values
+    return found
 
 
 def points(config: SweepConfig) -> list[dict[str, str]]:
     """Every combination of the grid's values and the seeds."""
-    axes = dict(flags(axis) for axis in config.grid)
+    axes = flags(config.grid)
     if empty := [name for name, values in axes.items() if not values]:
         raise ConfigError(f'--grid "{empty[0]}" has no values; write "NAME VALUE VALUE ..."')
+    if config.jobs < 1 or not config.seeds:
+        raise ConfigError("--jobs must be at least 1, and --seeds at least one number")
     axes["seed"] = list(map(str, config.seeds))
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
@@ -48,7 +62,7 @@ def name_of(point: dict[str, str]) -> str:
 
 def last_loss(folder: Path) -> float | None:
     """Validation loss at the end of a run; None if it has not ended."""
-    if not (folder / "logs" / "metrics.jsonl").exists():
+    if not (folder / "logs" / "config.json").exists():
         return None
     rows = read_metrics(folder / "logs").get("val", [])
     settings = json.loads((folder / "logs" / "config.json").read_text())["train_config"]
@@ -59,19 +73,34 @@ def last_loss(folder: Path) -> float | None:
 def train(config: SweepConfig, point: dict[str, str]) -> str | None:
     """One run, or the rest of it; the sentence it ended with if it failed."""
     folder = config.out / name_of(point)
-    if last_loss(folder) is not None:
-        return None
     command = [sys.executable, str(ROOT / "train.py"), "--resume", "auto"]
     command += ["--checkpoint_dir", str(folder / "checkpoints"), "--log_dir", str(folder / "logs")]
-    fixed = {name: values for name, values in map(flags, config.fixed)}
-    for name, values in {**fixed, **{name: [value] for name, value in point.items()}}.items():
+    single = {name: [value] for name, value in point.items()}
+    for name, values in (flags(config.fixed) | single).items():
         command += [f"--{name}", *values]
+    asked, kept = json.dumps(command[2:], indent=1), folder / "sweep.json"
+    if kept.exists() and kept.read_text() != asked:
+        return f"{folder} is a run with other --fixed settings; give another --out"
+    folder.mkdir(exist_ok=True)
+    kept.write_text(asked)
+    if last_loss(folder) is not None:
+        return None
     threads = max(1, (os.cpu_count() or 1) // config.jobs)
     env = {"OMP_NUM_THREADS": str(threads), **os.environ} if config.jobs > 1 else None
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    loss = last_loss(folder) if done.returncode == 0 else None
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, **pipes) as process:
+        running.append(process)
+        errors = process.communicate()[1]
+    loss = last_loss(folder) if process.returncode == 0 else None
     print(f"{name_of(point)}: {'failed' if loss is None else f'{loss:.4f}'}", flush=True)
-    return None if loss is not None else f"{name_of(point)}: {done.stderr.strip()[-300:]}"
+    return None if loss is not None else f"{name_of(point)}: {errors.strip()[-300:]}"
+
+
+def stop(*_) -> NoReturn:
+    """SIGTERM goes on to the runs, which save; started again, the sweep continues them."""
+    for process in running:
+        process.terminate()
+    os._exit(128 + signal.SIGTERM)
 
 
 def collect(out: Path) -> dict[str, list[Path]]:
@@ -88,15 +117,15 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
     rows = []
     for name, folders in runs.items():
         losses = [last_loss(folder) for folder in folders]
-        train_rows = read_metrics(folders[0] / "logs")["train"]
+        logs = [read_metrics(folder / "logs")["train"] for folder in folders]
         rows.append(
             {
                 "run": name,
                 "loss": fmean(losses),
                 "std": stdev(losses) if len(losses) > 1 else math.nan,
                 "seeds": len(losses),
-                "tokens": train_rows[-1]["tokens"],
-                "tokens_per_s": fmean(row["tokens_per_s"] for row in train_rows[1:] or train_rows),
+                "tokens": logs[0][-1]["tokens"],
+                "tokens_per_s": median(row["tokens_per_s"] for log in logs for row in log),
             }
         )
     return sorted(rows, key=lambda row: row["loss"])
@@ -116,7 +145,8 @@ def markdown(rows: list[dict]) -> str:
 
 
 def main(config: SweepConfig) -> None:
-    work = points(config)
+    work, _ = points(config), flags(config.fixed)
+    signal.signal(signal.SIGTERM, stop)
     config.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(config.jobs) as pool:
         failed = [text for text in pool.map(lambda point: train(config, point), work) if text]

@@ -171,5 +171,9 @@ def test_a_sweep_trains_a_grid_once(shards, tmp_path):
     again = script(*command)
     assert "recipe=gpt2 seed=1:" not in again.stdout and table in again.stdout
     assert rows == (tmp_path / "out" / "recipe=gpt2 seed=1" / "logs/metrics.jsonl").read_bytes()
+    other = script(*command, "weight_decay 0.2", code=2)
+    assert "a run with other --fixed settings" in other.stderr
+    for wrong in ("seed 1", "", "recipe"):
+        script(*command[:3], "--grid", wrong, "--fixed", *fixed, code=2)
     bad = script(*command[:3], "--grid", "recipe gpt2 modren", "--fixed", *fixed, code=2)
     assert "3 of 6 runs failed" in bad.stderr and "no recipe 'modren'" in bad.stderr

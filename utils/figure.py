@@ -116,8 +116,18 @@ def draw_sweep(runs: dict[str, list[Path]], out: Path) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    write(figure, out)
+
+
+def write(figure: plt.Figure, out: Path) -> None:
+    """Writes a picture and lets go of it. Raises LogError if it cannot be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=130)
+    except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such kind of file
+        raise LogError(f"{out} could not be written: {error}") from error
+    finally:
+        plt.close(figure)
 
 
 def draw_if_possible(paths: list[Path], out: Path, size: str | None) -> None:
@@ -164,10 +174,4 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     for name in panels.keys() & {"loss", "accuracy"}:
         if panels[name].get_legend_handles_labels()[0]:
             panels[name].legend(frameon=False, fontsize=8)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=130)
-    except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such kind of file
-        raise LogError(f"{out} could not be written: {error}") from error
-    finally:
-        plt.close(figure)
+    write(figure, out)
