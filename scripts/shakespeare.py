@@ -17,8 +17,7 @@ from data.tokenizer import ByteTokenizer  # noqa: E402
 
 MARK = 1.886  # nats per character at which nanoGPT's documented run for a CPU ended here
 RUN = ROOT / "runs" / "shakespeare"
-# the last tenth of tinyshakespeare.txt is 858 sequences of 130 characters; what was tried beside
-# these settings is in docs/RECIPES.md
+# the last tenth of tinyshakespeare.txt is 858 sequences of 130 characters
 SETTINGS = {
     "recipe": "modern",
     "n_layer": 4,

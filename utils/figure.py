@@ -109,7 +109,7 @@ def draw_sweep(runs: dict[str, list[Path]], out: Path) -> None:
         losses = np.array([[r["loss"] for r in log["val"] if r["step"] > 0] for log in logs])
         x = places(logs[0], "tokens", steps)
         name = f"{label}: {losses[:, -1].mean():.3f}"
-        axes.plot(x, losses.mean(0), ls=ls, color=f"C{i}", lw=1.5, label=name)
+        axes.plot(x, losses.mean(0), ls=ls, color=f"C{i}", lw=1.5, marker="o", ms=4, label=name)
         axes.fill_between(x, losses.min(0), losses.max(0), color=f"C{i}", alpha=0.2, lw=0)
     axes.set(xlabel=UNITS["tokens"], ylabel="validation loss (nats per token)")
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
