@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import SIZES, GPTConfig, ModelError
@@ -175,6 +176,17 @@ def test_rms_norm_is_pytorch_s(dtype):
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(found, x.grad)
     assert dtype is torch.float32 or torch.autograd.gradcheck(rms_norm, x)
+
+
+def test_rms_norm_keeps_bfloat16_under_the_autocast_of_cuda():
+    enabled = torch.is_autocast_enabled("cuda")
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(2, 4, 16, dtype=torch.bfloat16, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert rms_norm(x).dtype is torch.bfloat16
+        finally:
+            torch.set_autocast_enabled("cuda", enabled)
 
 
 @pytest.mark.parametrize(

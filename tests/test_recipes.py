@@ -5,10 +5,12 @@ import torch
 import transformers
 from conftest import losses, script, torchrun, train_args, weights
 
+from config import ConfigError, SweepConfig
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from recipes import RECIPES, Recipe, recipe_of
+from sweep import points
 from utils.logger import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
@@ -90,6 +92,7 @@ def test_modern_resumes_to_the_bit(shards, modern, tmp_path):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_modern_goes_on_under_any_sharding_and_world_size(shards, modern, tmp_path):
     before, expected = modern, losses(modern)
     for step, processes, sharding in ((5, 4, "zero3"), (10, 2, "zero1"), (15, 4, "none")):
@@ -104,6 +107,15 @@ def test_modern_goes_on_under_any_sharding_and_world_size(shards, modern, tmp_pa
         assert min(found) == step + 1
         assert max(abs(found[s] - expected[s]) for s in found) < 1e-4
         before = run
+
+
+def test_shards_of_unequal_height_step_alike(shards, tmp_path):
+    """32 rows on three processes are 11, 11 and 10."""
+    more = (*MODERN, "--total_batch_size", 768, "--save_every", 0, "--eval_every", 0)
+    script(*train_args(shards, tmp_path / "one", 8, *more))
+    torchrun(3, *train_args(shards, tmp_path / "three", 8, *more, "--sharding", "zero2"))
+    found, expected = losses(tmp_path / "three"), losses(tmp_path / "one")
+    assert len(found) == 8 and max(abs(found[s] - expected[s]) for s in found) < 1e-4
 
 
 def test_scripts_take_a_modern_checkpoint(shards, modern, tmp_path):
@@ -173,7 +185,25 @@ def test_a_sweep_trains_a_grid_once(shards, tmp_path):
     assert rows == (tmp_path / "out" / "recipe=gpt2 seed=1" / "logs/metrics.jsonl").read_bytes()
     other = script(*command, "weight_decay 0.2", code=2)
     assert "a run with other --fixed settings" in other.stderr
-    for wrong in ("seed 1", "", "recipe"):
-        script(*command[:3], "--grid", wrong, "--fixed", *fixed, code=2)
-    bad = script(*command[:3], "--grid", "recipe gpt2 modren", "--fixed", *fixed, code=2)
-    assert "3 of 6 runs failed" in bad.stderr and "no recipe 'modren'" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"grid": ("seed 1 2",)}, "seeds go to --seeds"),
+        ({"grid": ("",)}, "each setting has a name"),
+        ({"grid": ("recipe",)}, "has no values"),
+        ({"grid": ("max_lr 1", "max_lr 2")}, "is there once"),
+        ({"grid": ("max_lr 1",), "jobs": 0}, "--jobs"),
+        ({"grid": ("max_lr 1",), "seeds": ()}, "--seeds"),
+    ],
+)
+def test_a_sweep_of_nothing_is_a_sentence(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        points(SweepConfig(**settings))
+
+
+def test_a_run_of_a_sweep_that_fails_is_told(shards, tmp_path):
+    command = ["sweep.py", "--out", tmp_path, "--seeds", 1, "--grid", "recipe modren"]
+    done = script(*command, "--fixed", f"data_dir {shards}", code=2)
+    assert "1 of 1 runs failed" in done.stderr and "no recipe 'modren'" in done.stderr
