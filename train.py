@@ -58,7 +58,7 @@ def main() -> None:
         return
     process = distributed.start(config.device)
     device, dtype = process.device, distributed.pick_dtype(config.dtype, process.device)
-    recipe, stop = config.chosen, Stop()
+    recipe, floor_lr, stop = config.chosen, config.floor_lr, Stop()
 
     # data: what step s trains on follows from the seed and s alone
     train = Sequences(TokenStream(config.data_dir, "train"), config.block_size)
@@ -241,7 +241,7 @@ def main() -> None:
             step,
             schedule=recipe.schedule,
             max_lr=recipe.max_lr,
-            min_lr=config.floor_lr,
+            min_lr=floor_lr,
             warmup_steps=config.warmup_steps,
             max_steps=config.max_steps,
             decay=recipe.decay,
