@@ -60,14 +60,14 @@ def name_of(point: dict[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in point.items()).replace("/", "_")
 
 
-def last_loss(folder: Path) -> float | None:
-    """Validation loss at the end of a run; None if it has not ended."""
+def log_of(folder: Path) -> dict[str, list[dict]] | None:
+    """The rows of a run by split, the last of "val" that of its end; None if it has not ended."""
     if not (folder / "logs" / "config.json").exists():
         return None
-    rows = read_metrics(folder / "logs").get("val", [])
+    log = read_metrics(folder / "logs")
     settings = json.loads((folder / "logs" / "config.json").read_text())["train_config"]
-    ended = rows and rows[-1]["step"] == settings["max_steps"]
-    return rows[-1]["loss"] if ended else None
+    rows = log.get("val", [])
+    return log if rows and rows[-1]["step"] == settings["max_steps"] else None
 
 
 def train(config: SweepConfig, point: dict[str, str]) -> str | None:
@@ -83,7 +83,7 @@ def train(config: SweepConfig, point: dict[str, str]) -> str | None:
         return f"{folder} is a run with other --fixed settings; give another --out"
     folder.mkdir(exist_ok=True)
     kept.write_text(asked)
-    if last_loss(folder) is not None:
+    if log_of(folder) is not None:
         return None
     threads = max(1, (os.cpu_count() or 1) // config.jobs)
     env = {"OMP_NUM_THREADS": str(threads), **os.environ} if config.jobs > 1 else None
@@ -91,9 +91,10 @@ def train(config: SweepConfig, point: dict[str, str]) -> str | None:
     with subprocess.Popen(command, env=env, **pipes) as process:
         running.append(process)
         errors = process.communicate()[1]
-    loss = last_loss(folder) if process.returncode == 0 else None
-    print(f"{name_of(point)}: {'failed' if loss is None else f'{loss:.4f}'}", flush=True)
-    return None if loss is not None else f"{name_of(point)}: {errors.strip()[-300:]}"
+    log = log_of(folder) if process.returncode == 0 else None
+    loss = f"{log['val'][-1]['loss']:.4f}" if log else "failed"
+    print(f"{name_of(point)}: {loss}", flush=True)
+    return None if log else f"{name_of(point)}: {errors.strip()[-300:]}"
 
 
 def stop(*_) -> NoReturn:
@@ -103,29 +104,28 @@ def stop(*_) -> NoReturn:
     os._exit(128 + signal.SIGTERM)
 
 
-def collect(out: Path) -> dict[str, list[Path]]:
-    """The runs of a folder that have ended, by what they have but their seed."""
+def collect(out: Path) -> dict[str, list[dict]]:
+    """The logs of a folder's runs that have ended, by what they have but their seed."""
     found = defaultdict(list)
-    for folder in sorted(out.iterdir()):
-        if folder.is_dir() and last_loss(folder) is not None:
-            found[folder.name.rpartition(" seed=")[0] or "all"].append(folder)
+    for folder in sorted(path for path in out.iterdir() if path.is_dir()):
+        if log := log_of(folder):
+            found[folder.name.rpartition(" seed=")[0] or "all"].append(log)
     return dict(found)
 
 
-def table(runs: dict[str, list[Path]]) -> list[dict]:
+def table(runs: dict[str, list[dict]]) -> list[dict]:
     """A row for each point, best first: mean and standard deviation of the last validation loss."""
     rows = []
-    for name, folders in runs.items():
-        losses = [last_loss(folder) for folder in folders]
-        logs = [read_metrics(folder / "logs")["train"] for folder in folders]
+    for name, logs in runs.items():
+        losses = [log["val"][-1]["loss"] for log in logs]
         rows.append(
             {
                 "run": name,
                 "loss": fmean(losses),
                 "std": stdev(losses) if len(losses) > 1 else math.nan,
                 "seeds": len(losses),
-                "tokens": logs[0][-1]["tokens"],
-                "tokens_per_s": median(row["tokens_per_s"] for log in logs for row in log),
+                "tokens": logs[0]["train"][-1]["tokens"],
+                "tokens_per_s": median(row["tokens_per_s"] for log in logs for row in log["train"]),
             }
         )
     return sorted(rows, key=lambda row: row["loss"])

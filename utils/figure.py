@@ -99,24 +99,30 @@ def draw_accuracies(axes: plt.Axes, runs: dict[str, dict], unit: str, size: str 
     axes.set_title("benchmarks", fontsize=10)
 
 
-def draw_sweep(runs: dict[str, list[Path]], out: Path) -> None:
-    """Validation loss over tokens of groups of runs that differ in their seed alone: each group's
+def draw_sweep(runs: dict[str, list[dict]], out: Path) -> None:
+    """Validation loss over tokens of groups of logs that differ in their seed alone: each group's
     mean, between its least and its most."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for i, ((label, folders), ls) in enumerate(zip(runs.items(), cycle(STYLES), strict=False)):
-        logs = [read_metrics(folder / "logs") for folder in folders]
+    for i, ((label, logs), ls) in enumerate(zip(runs.items(), cycle(STYLES), strict=False)):
         steps = [row["step"] for row in logs[0]["val"] if row["step"] > 0]
         losses = np.array([[r["loss"] for r in log["val"] if r["step"] > 0] for log in logs])
         x = places(logs[0], "tokens", steps)
         name = f"{label}: {losses[:, -1].mean():.3f}"
         axes.plot(x, losses.mean(0), ls=ls, color=f"C{i}", lw=1.5, marker="o", ms=4, label=name)
         axes.fill_between(x, losses.min(0), losses.max(0), color=f"C{i}", alpha=0.2, lw=0)
-    axes.set(xlabel=UNITS["tokens"], ylabel="validation loss (nats per token)")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(ylabel="validation loss (nats per token)")
     axes.legend(frameon=False, fontsize=8)
+    dress(axes, "tokens")
     write(figure, out)
+
+
+def dress(axes: plt.Axes, unit: str) -> None:
+    """What all panels have alike: the axis of `unit`, a grid, no box."""
+    axes.set_xlabel(UNITS[unit])
+    if unit != "hours":
+        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def write(figure: plt.Figure, out: Path) -> None:
@@ -166,11 +172,7 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     speed.set(ylabel="tokens per second", ylim=(0, None))
     speed.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     for axes in panels.values():
-        axes.set_xlabel(UNITS[unit])
-        if unit != "hours":
-            axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-        axes.grid(alpha=0.25, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
+        dress(axes, unit)
     for name in panels.keys() & {"loss", "accuracy"}:
         if panels[name].get_legend_handles_labels()[0]:
             panels[name].legend(frameon=False, fontsize=8)
