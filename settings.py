@@ -68,8 +68,8 @@ def check_extras(config: TrainConfig) -> None:
 
 
 def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str]:
-    """What is not as it was when the checkpoint was written, and changes the order of the data or
-    of the sums."""
+    """Sentences about what is not as it was when the checkpoint was written, and changes what comes
+    of it: the order of the data or of the sums, the recipe."""
     then, now = saved["train_config"], config.to_dict()
     changed = [
         f"--{name} was {then[name]}"

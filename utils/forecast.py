@@ -74,10 +74,15 @@ def matrices(shape: GPTConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def sizes(shape: GPTConfig) -> dict[str, int]:
+    """Numbers in the weights of a block's linear layers."""
+    return {name: rows * columns for name, (rows, columns) in matrices(shape).items()}
+
+
 def parameters(shape: GPTConfig) -> tuple[int, int]:
     """Parameters of the blocks' linear layers, and of the rest: embeddings, head and norms."""
     biases = sum(rows for rows, _ in matrices(shape).values()) if shape.bias else 0
-    blocks = shape.n_layer * (sum(r * c for r, c in matrices(shape).values()) + biases)
+    blocks = shape.n_layer * (sum(sizes(shape).values()) + biases)
     tables = shape.padded_vocab_size * (1 if shape.tied else 2)
     tables += shape.block_size if shape.position == "learned" else 0
     vectors = {"layer": 1 + shape.bias, "rms": 1, "unit": 0}[shape.norm]
@@ -163,8 +168,7 @@ def cast_bytes(shape: GPTConfig, e: int, checkpointing: str) -> int:
         "cheap": ("attn.c_proj",),
         "block": (),
     }[checkpointing]
-    sizes = {name: rows * columns for name, (rows, columns) in matrices(shape).items()}
-    return 0 if e == 4 else e * shape.n_layer * sum(sizes[name] for name in kept)
+    return 0 if e == 4 else e * shape.n_layer * sum(sizes(shape)[name] for name in kept)
 
 
 def heap_holes(shape: GPTConfig, tokens: int, e: int, shards: int) -> int:
@@ -172,8 +176,8 @@ def heap_holes(shape: GPTConfig, tokens: int, e: int, shards: int) -> int:
     activations were freed, and the next activations no longer fit in between."""
     if tokens * shape.n_embd * e >= HEAP_LIMIT:
         return 0
-    sizes = (4 * rows * columns // shards for rows, columns in matrices(shape).values())
-    small = sum(size for size in sizes if size < HEAP_LIMIT)
+    shares = (4 * size // shards for size in sizes(shape).values())
+    small = sum(share for share in shares if share < HEAP_LIMIT)
     return int(HEAP_HOLES * shape.n_layer * 3 * small)
 
 
@@ -198,7 +202,7 @@ def memory(
     # whole until the last micro-step, or in DDP's buckets
     whole = not sharded or (sharding == "zero1" and accumulation > 1)
     attention_e = 4 if device == "cpu" and shape.block_size <= FEW_QUERIES else e
-    of_muon = shape.n_layer * sum(rows * columns for rows, columns in matrices(shape).values())
+    of_muon = shape.n_layer * sum(sizes(shape).values())
     optimizer = 8 * total - (4 * of_muon if muon else 0)
     return Memory(
         weights=4 * share,

@@ -32,17 +32,17 @@ def orthogonal_parts(stacks: list[Tensor], parts: list[tuple[int, ...]]) -> list
     scaled by the square root of rows over columns if that is above 1 (Jordan et al. 2024)."""
     alike = defaultdict(list)  # parts of one shape, lying down: few large products are faster
     for i, (stack, rows) in enumerate(zip(stacks, parts, strict=True)):
-        for j, part in enumerate(stack.split(tuple(rows), dim=1)):
+        for j, part in enumerate(stack.split(rows, dim=1)):
             upright = part.size(1) > part.size(2)
             wide = part.mT if upright else part
             alike[wide.shape[1:]].append((i, j, upright, wide))
-    made: list[dict[int, Tensor]] = [{} for _ in stacks]
+    made = [[stack] * len(rows) for stack, rows in zip(stacks, parts, strict=True)]
     for some in alike.values():
         *places, wides = zip(*some, strict=True)
         done = orthogonal(torch.cat(wides)).split([len(wide) for wide in wides])
         for i, j, upright, x in zip(*places, done, strict=True):
             made[i][j] = x.mT * (x.size(2) / x.size(1)) ** 0.5 if upright else x
-    return [torch.cat([own[j] for j in sorted(own)], dim=1) for own in made]
+    return [torch.cat(own, dim=1) for own in made]
 
 
 class Muon(torch.optim.Optimizer):
