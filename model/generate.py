@@ -6,7 +6,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from model.gpt import GPT, KVCache
+from model.cache import KVCache
+from model.gpt import GPT
 
 CHUNK = 16  # tokens that `complete` makes before it looks whether all rows have ended
 

@@ -10,44 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from model.cache import KVCache
 from model.config import GPTConfig, ModelError
 from model.loss import HeadCrossEntropy, bend
 from model.norm import RMSNorm, rms_norm
+from model.rotary import rotate, rotations
 
 FEW_QUERIES = 256  # up to so many a CPU attends up to five times as fast in float32
-
-
-class KVCache:
-    """Keys and values of the tokens seen so far, so that each new token costs one forward of one.
-
-    Holds at most `capacity` tokens; memory is taken at the first append, in the dtype in which
-    `attend` wants them.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.place: Tensor | None = None  # (T,): where the next T go, in shapes that stay the same
-        self.length = 0  # tokens every layer has seen; GPT.hidden advances it without a place
-        self.layers: dict[int, Tensor] = {}  # layer -> (2, B, K, capacity, D)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds k and v (B, K, T, D) of the newest T tokens; returns all of them so far, or with a
-        `place` all the capacity, for a mask to choose from."""
-        if layer not in self.layers:
-            B, K, _, D = k.shape
-            dtype = torch.float32 if k.device.type == "cpu" else k.dtype
-            # zeros: what a mask hides is multiplied by 0, which makes no number of NaN
-            self.layers[layer] = k.new_zeros(2, B, K, self.capacity, D, dtype=dtype)
-        if self.place is not None:
-            keys, values = self.layers[layer]
-            keys.index_copy_(2, self.place, k.to(keys.dtype))
-            values.index_copy_(2, self.place, v.to(values.dtype))
-            return keys, values
-        end = self.length + k.size(2)
-        self.layers[layer][0, :, :, self.length : end] = k
-        self.layers[layer][1, :, :, self.length : end] = v
-        keys, values = self.layers[layer][:, :, :, :end]
-        return keys, values
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -57,21 +26,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
         return F.scaled_dot_product_attention(q, k, v, **options)
-
-
-def rotations(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, 1, D / 2) of the angles by which positions (T) turn pairs of channels,
-    (B, T, 1, D / 2) of positions (B, T): rotary positions, Su et al. 2021."""
-    pairs = torch.arange(0, width, 2, device=positions.device) / width
-    angles = positions[..., None, None] / base**pairs
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns channels i and i + D / 2 of x (B, T, H, D) by their angle, as transformers' LLaMA."""
-    cos, sin = rotary
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

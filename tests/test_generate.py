@@ -3,9 +3,10 @@ import copy
 import pytest
 import torch
 
+from model.cache import KVCache
 from model.config import GPTConfig
 from model.generate import beside_padding, choose, complete, generate
-from model.gpt import GPT, KVCache
+from model.gpt import GPT
 from model.packed import PackedGPT, packed
 from recipes import recipe_of
 

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from model.cache import KVCache
 from model.config import SIZES, GPTConfig, ModelError
-from model.gpt import GPT, KVCache
+from model.gpt import GPT
 from model.loss import CHUNK_BYTES, PART_BYTES, SLICE_BYTES, look_up
 from model.norm import rms_norm
 from recipes import recipe_of

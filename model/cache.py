@@ -1,0 +1,37 @@
+"""The cache of keys and values that sampling goes on from."""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, so that each new token costs one forward of one.
+
+    Holds at most `capacity` tokens; memory is taken at the first append, in the dtype in which
+    `attend` wants them.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.place: Tensor | None = None  # (T,): where the next T go, in shapes that stay the same
+        self.length = 0  # tokens every layer has seen; GPT.hidden advances it without a place
+        self.layers: dict[int, Tensor] = {}  # layer -> (2, B, K, capacity, D)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds k and v (B, K, T, D) of the newest T tokens; returns all of them so far, or with a
+        `place` all the capacity, for a mask to choose from."""
+        if layer not in self.layers:
+            B, K, _, D = k.shape
+            dtype = torch.float32 if k.device.type == "cpu" else k.dtype
+            # zeros: what a mask hides is multiplied by 0, which makes no number of NaN
+            self.layers[layer] = k.new_zeros(2, B, K, self.capacity, D, dtype=dtype)
+        if self.place is not None:
+            keys, values = self.layers[layer]
+            keys.index_copy_(2, self.place, k.to(keys.dtype))
+            values.index_copy_(2, self.place, v.to(values.dtype))
+            return keys, values
+        end = self.length + k.size(2)
+        self.layers[layer][0, :, :, self.length : end] = k
+        self.layers[layer][1, :, :, self.length : end] = v
+        keys, values = self.layers[layer][:, :, :, :end]
+        return keys, values
