@@ -29,7 +29,7 @@ class Recipe:
     head_rate: float = 1.0
     """Learning rate of an untied head, as a multiple."""
     vector_rate: float = 1.0
-    """Learning rate of norms, biases and scalars, as a multiple."""
+    """Learning rate of norms and biases, as a multiple."""
     weight_decay: float = 0.1
     cautious: bool = False
     """Muon decays only weights that its update makes smaller."""

@@ -18,7 +18,7 @@ CHOICES = {
     "activation": ("gelu", "relu2", "swiglu"),
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # have their flags
-SWITCHES = ("qk_norm", "bias", "tied", "zero_init", "value_residual", "x0_shortcut")
+SWITCHES = ("qk_norm", "bias", "tied", "zero_init")
 
 
 class ModelError(ValueError):
@@ -60,12 +60,6 @@ class GPTConfig:
     """The head is the token embedding."""
     zero_init: bool = False
     """Projections into the residual stream and an untied head begin as zeros."""
-    softcap: float | None = None
-    """Logits are bent into (-softcap, softcap)."""
-    value_residual: bool = False
-    """Each block's values are mixed with the first one's."""
-    x0_shortcut: bool = False
-    """Each block's input is mixed with the embedding."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -94,10 +88,8 @@ class GPTConfig:
                 raise ModelError(
                     f"{name} is {brief(getattr(self, name))}; it must be True or False"
                 )
-        for name in ("rope_base", *(["softcap"] if self.softcap is not None else [])):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ModelError(f"{name} is {brief(value)}; it must be a number above 0")
+        if type(self.rope_base) not in (int, float) or not 0 < self.rope_base < math.inf:
+            raise ModelError(f"rope_base is {brief(self.rope_base)}; it must be a number above 0")
         if self.position == "rotary" and self.head_size % 2:
             raise ModelError(
                 f"a head is {self.head_size} wide; rotary positions need an even width"

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
-from model.loss import HeadCrossEntropy, bend
+from model.loss import HeadCrossEntropy
 from model.norm import RMSNorm, rms_norm
 from model.rotary import rotate, rotations
 
@@ -44,7 +44,6 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, width, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.qk_norm = config.qk_norm
-        self.first_values = config.value_residual and layer == 0
         self.dropout = config.dropout
         self.layer = layer
 
@@ -55,11 +54,8 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
-        mix: Tensor | None = None,
-        v0: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What x (B, T, C) takes from the tokens before, and the values (B, K, T, D) if others mix
-        them with theirs."""
+    ) -> Tensor:
+        """What x (B, T, C) takes from the tokens before."""
         B, T, C = x.shape
         qkv = self.enter(x, norm).view(B, T, sum(self.heads), -1)
         if x.device.type == "cpu" and (T <= FEW_QUERIES or cache is not None):
@@ -74,9 +70,6 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.split(self.heads, dim=2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
-        if mix is not None:  # Zhou et al. 2024
-            v = (mix[0] * v + mix[1] * v0).to(v.dtype)
-        own = v if self.first_values else None
         causal = cache is None and mask is None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, K, S, D), S = tokens seen so far
@@ -86,7 +79,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y), self.dropout, self.training), own
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
 
     def enter(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Queries, keys and values (B, T, (H + 2K) D) of the residual stream x (B, T, C)."""
@@ -132,10 +125,6 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
-        if config.x0_shortcut:
-            self.x_mix = nn.Parameter(torch.tensor([1.0, 0.0]))
-        if config.value_residual and layer:
-            self.v_mix = nn.Parameter(torch.tensor([0.5, 0.5]))
 
     def forward(
         self,
@@ -143,15 +132,9 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
-        x0: Tensor | None = None,
-        v0: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if hasattr(self, "x_mix"):
-            x = self.x_mix[0] * x + self.x_mix[1] * x0
-        y, v = self.attn(x, self.ln_1, rotary, cache, mask, getattr(self, "v_mix", None), v0)
-        x = x + y
-        x = x + self.mlp(x, self.ln_2)
-        return x, v
+    ) -> Tensor:
+        x = x + self.attn(x, self.ln_1, rotary, cache, mask)
+        return x + self.mlp(x, self.ln_2)
 
 
 class GPT(nn.Module):
@@ -229,18 +212,15 @@ class GPT(nn.Module):
         else:
             rotary = rotations(positions, self.config.head_size, self.config.rope_base)
         x = F.dropout(x, self.config.dropout, self.training)
-        x0, v0 = x, None
         for block in self.transformer.h:
-            x, v = block(x, rotary, cache, mask, x0, v0)
-            v0 = v if v0 is None else v0
+            x = block(x, rotary, cache, mask)
         if cache is not None and cache.place is None:
             cache.length += idx.size(1)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores (B, T, V) for the next token from hidden states (B, T, C), padding left out."""
-        logits = F.linear(x, self.head_weight)[..., : self.config.vocab_size]
-        return bend(logits, self.config.softcap)
+        return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V); with targets (B, T), their mean cross-entropy in nats instead.
@@ -250,14 +230,8 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return HeadCrossEntropy.apply(
-            x.flatten(0, 1),
-            self.head_weight,
-            targets.flatten(),
-            self.config.vocab_size,
-            self.config.softcap,
-            torch.is_grad_enabled(),
-        )
+        args = x.flatten(0, 1), self.head_weight, targets.flatten(), self.config.vocab_size
+        return HeadCrossEntropy.apply(*args, torch.is_grad_enabled())
 
 
 class WithoutInit(TorchFunctionMode):

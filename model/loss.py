@@ -23,13 +23,8 @@ def rows_within(limits: dict[str, int], device: str, row_bytes: int) -> int:
     return rows // 32 * 32 or max(1, rows)
 
 
-def bend(logits: Tensor, softcap: float | None) -> Tensor:
-    """Logits bent into (-softcap, softcap), as in Gemma 2; None leaves them."""
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
 class HeadCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of x @ weight.T, bent by `softcap`, against targets, in nats.
+    """Mean cross-entropy of x @ weight.T against targets, in nats.
 
     x (N, C), weight (padded V, C), targets (N,) with -1 for tokens that do not count; rows of the
     weight from `vocab_size` on are padding. If `with_grad`, the gradients are made in the forward
@@ -39,13 +34,7 @@ class HeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        softcap: float | None,
-        with_grad: bool,
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_grad: bool
     ) -> Tensor:
         device = x.device.type
         dtype = x.dtype
@@ -68,17 +57,14 @@ class HeadCrossEntropy(torch.autograd.Function):
                 logits = low_x[chunk] @ low_weight.T  # (rows, padded V)
                 parts = (values.split(few) for values in (logits, own[chunk], counted[chunk]))
                 for part, target, counts in zip(*parts, strict=True):
-                    whole = bend(part.float(), softcap)
-                    if softcap and with_grad:  # the slope of tanh
-                        slope = 1 - (whole / softcap).square()
+                    whole = part.float()
                     whole[:, vocab_size:] = -torch.inf
                     log_p = whole.log_softmax(-1)
                     total -= (log_p.gather(-1, target).squeeze(-1) * counts).sum()
                     if with_grad:  # softmax minus the target's one, over the count
                         grad = log_p.exp_()
                         grad.scatter_add_(-1, target, torch.full_like(target, -1, dtype=grad.dtype))
-                        grad.mul_((counts / count).unsqueeze(-1))
-                        part.copy_(grad.mul_(slope) if softcap else grad)
+                        part.copy_(grad.mul_((counts / count).unsqueeze(-1)))
                 if with_grad:
                     grad_x[chunk] = logits @ low_weight  # the logits are their gradients by now
                     grad_weight += logits.T @ low_x[chunk]
@@ -89,7 +75,7 @@ class HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, grad_weight * grad_loss, None, None, None, None
+        return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
 
 
 class Likeliest:
@@ -114,7 +100,7 @@ class Likeliest:
 
 
 def look_up(
-    x: Tensor, weight: Tensor, targets: Tensor, banned: list[int], softcap: float | None = None
+    x: Tensor, weight: Tensor, targets: Tensor, banned: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each target (N,) after hidden states x (N, C), for a head of weight (V, C): its
     log-probability in nats, whether it is the likeliest token, and whether it is where the
@@ -125,7 +111,6 @@ def look_up(
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(weight), width):
             logits = linear(x.float(), weight[start : start + width].float())  # (N, width)
-            logits = bend(logits, softcap)
             logsumexps.append(logits.logsumexp(-1))
             (here,) = torch.where((targets >= start) & (targets < start + width))
             own[here] = logits[here, targets[here] - start]

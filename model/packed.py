@@ -10,7 +10,6 @@ from torch import Tensor
 
 from model import onednn
 from model.gpt import GPT
-from model.loss import bend
 
 
 class PackedGPT(GPT):
@@ -35,7 +34,7 @@ class PackedGPT(GPT):
         return self.pack(self.head_weight[: self.config.vocab_size], None)
 
     def logits(self, x: Tensor) -> Tensor:
-        return bend(self.head(x), self.config.softcap)
+        return self.head(x)
 
 
 def packed(model: GPT, dtype: torch.dtype, rows: int = 1) -> GPT:

@@ -125,7 +125,7 @@ def score_rows(
         x = x[torch.tensor(batch, device=device), torch.tensor(place, device=device)]  # (N, C)
     vocabulary = model.head_weight[: model.config.vocab_size]
     targets = torch.tensor(target, device=device)
-    found = look_up(x, vocabulary, targets, banned, model.config.softcap)
+    found = look_up(x, vocabulary, targets, banned)
     scores, spans = [], zip(*(x.cpu().split(owner) for x in found), strict=True)
     for row in rows:
         context_logprob = next(spans)[0].double().sum().item() if with_context else 0.0
