@@ -195,7 +195,7 @@ def load_pretrained(name: str | Path, block_size: int | None = None, dropout: fl
 def save_pretrained(model: GPT, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Writes config.json and model.safetensors, which transformers' AutoModelForCausalLM loads, and
     with a tokenizer the files that AutoTokenizer loads. Raises ModelError for a model that is
-    neither a GPT-2 nor a LLaMA."""
+    neither a GPT-2 nor in the shape of a LLaMA."""
     folder, config = Path(folder), model.config
     if config.is_gpt2:
         values, weights = config_to_hf(config), to_hf(model.state_dict(), config)
