@@ -41,6 +41,31 @@ def script(
     return done
 
 
+def launch(commands: list[list], local_world_size: int, codes: list[int]) -> list[str]:
+    """Runs a command line for each rank without a launcher; `codes` are how they must end."""
+    world = {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(local_world_size)}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
+    processes = []
+    for rank, args in enumerate(commands):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, args)],
+                cwd=ROOT,
+                env=environment() | world | store | own,
+                stderr=subprocess.PIPE,
+                text=True,
+            )  # fmt: skip
+        )
+    try:
+        texts = [process.communicate(timeout=120)[1] for process in processes]
+        assert [p.returncode for p in processes] == codes, texts
+        return texts
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def torchrun(processes: int, *args: object, **options) -> subprocess.CompletedProcess:
     """Runs a script under torchrun."""
     return script(

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import losses, script, torchrun, train_args, weights
+from conftest import launch, losses, script, torchrun, train_args, weights
 
 from config import ConfigError, SweepConfig
 from model.config import GPTConfig, ModelError
@@ -108,6 +108,19 @@ def test_modern_goes_on_under_any_sharding_and_world_size(shards, modern, tmp_pa
         assert min(found) == step + 1
         assert max(abs(found[s] - expected[s]) for s in found) < 1e-4
         before = run
+
+
+@pytest.mark.slow
+def test_modern_on_two_machines_or_compiled_is_as_on_one(shards, modern, tmp_path):
+    expected = losses(modern)
+    small = (*MODERN, "--micro_batch_size", 2)
+    zero2 = train_args(shards, tmp_path / "two", 20, *small, "--sharding", "zero2")
+    launch([zero2] * 4, local_world_size=2, codes=[0] * 4)
+    compiled = (*MODERN, "--use_torch_compile")
+    script(*train_args(shards, tmp_path / "compiled", 20, *compiled))
+    for run in (tmp_path / "two", tmp_path / "compiled"):
+        found = losses(run)
+        assert len(found) == 20 and max(abs(found[s] - expected[s]) for s in found) < 1e-4
 
 
 def test_shards_of_unequal_height_step_alike(shards, tmp_path):

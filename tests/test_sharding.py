@@ -1,10 +1,7 @@
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, environment, losses, script, torchrun, train_args
+from conftest import ROOT, environment, launch, losses, script, torchrun, train_args
 
 from utils.checkpoint import load_checkpoint
 from utils.logger import read_metrics
@@ -51,31 +48,6 @@ def test_each_process_holds_its_share_and_steps_alike():
         assert found[sharding]["optimizer"] == 2 * whole / 4
         assert found[sharding]["parameters"] == found[sharding]["gradients"] == whole / 4
         assert abs(found[sharding]["norm"] - found["none"]["norm"]) < 1e-5
-
-
-def launch(commands, local_world_size, codes):
-    """Runs a command line for each rank without a launcher; `codes` are how they must end."""
-    world = {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(local_world_size)}
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
-    processes = []
-    for rank, args in enumerate(commands):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, args)],
-                cwd=ROOT,
-                env=environment() | world | store | own,
-                stderr=subprocess.PIPE,
-                text=True,
-            )  # fmt: skip
-        )
-    try:
-        texts = [process.communicate(timeout=120)[1] for process in processes]
-        assert [p.returncode for p in processes] == codes, texts
-        return texts
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def test_two_machines_shard_within_and_replicate_across(shards, reference, tmp_path):

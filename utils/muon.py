@@ -61,7 +61,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        divided = [Divided(group["params"][0], len(group["params"])) for group in self.param_groups]
+        divided, before = [], 0
+        for group in self.param_groups:
+            divided.append(Divided(group["params"][0], len(group["params"]), before))
+            before += len(group["params"])
         mine = [
             part.collect(self.directions(group))
             for part, group in zip(divided, self.param_groups, strict=True)
@@ -88,15 +91,17 @@ class Muon(torch.optim.Optimizer):
 
 
 class Divided:
-    """`count` matrices in the shape of a parameter, of which each process takes a share, whole."""
+    """`count` matrices in the shape of a parameter, of which each process takes a share, whole; the
+    first goes to the process whose turn it is after `before` others."""
 
-    def __init__(self, like: Tensor, count: int) -> None:
+    def __init__(self, like: Tensor, count: int, before: int) -> None:
         self.rows, self.columns = like.shape
-        self.count, self.sharded = count, isinstance(like, DTensor)
+        self.sharded = isinstance(like, DTensor)
         self.group = group_of(like)
         self.world = dist.get_world_size(self.group) if self.group else 1
         self.rank = dist.get_rank(self.group) if self.group else 0
-        self.share = -(-count // self.world)
+        turns = [(i - before) % self.world for i in range(self.world)]
+        self.shares = [(count - turn + self.world - 1) // self.world for turn in turns]
         each = -(-self.rows // self.world)  # rows that a process has of each, fewer at the end
         self.heights = [max(0, min(each, self.rows - i * each)) for i in range(self.world)]
 
@@ -105,23 +110,21 @@ class Divided:
         rows of each, or all of them."""
         if self.group is None:
             return stack
-        padding = stack.new_zeros(self.world * self.share - self.count, *stack.shape[1:])
-        stack = torch.cat([stack, padding])
+        pieces = stack.split(self.shares)
         if not self.sharded:
-            return stack[self.rank * self.share :][: self.share]
-        shapes = [(self.share, height, self.columns) for height in self.heights]
-        return torch.cat(exchange(stack.split(self.share), shapes, self.group), dim=1)
+            return pieces[self.rank]
+        shapes = [(self.shares[self.rank], height, self.columns) for height in self.heights]
+        return torch.cat(exchange(pieces, shapes, self.group), dim=1)
 
     def spread(self, mine: Tensor) -> Tensor:
         """The opposite: (N, rows, columns) from the share that each process has made."""
         if self.group is None:
             return mine
         if not self.sharded:
-            made = exchange([mine] * self.world, [mine.shape] * self.world, self.group)
-            return torch.cat(made)[: self.count]
-        shape = (self.share, self.heights[self.rank], self.columns)
-        pieces = mine.split(self.heights, dim=1)
-        return torch.cat(exchange(pieces, [shape] * self.world, self.group))[: self.count]
+            shapes = [(share, self.rows, self.columns) for share in self.shares]
+            return torch.cat(exchange([mine] * self.world, shapes, self.group))
+        shapes = [(share, self.heights[self.rank], self.columns) for share in self.shares]
+        return torch.cat(exchange(mine.split(self.heights, dim=1), shapes, self.group))
 
 
 def local(x: Tensor) -> Tensor:
