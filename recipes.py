@@ -60,12 +60,11 @@ RECIPES = {
     "modern": Recipe(
         model={
             "position": "rotary",
-            "norm": "unit",
+            "norm": "rms",
             "qk_norm": True,
             "activation": "relu2",
             "bias": False,
             "tied": False,
-            "zero_init": True,
         },
         optimizer="muon",
         max_lr=0.012,

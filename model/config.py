@@ -14,11 +14,11 @@ SIZES = {
 NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
 CHOICES = {
     "position": ("learned", "rotary"),
-    "norm": ("layer", "rms", "unit"),
+    "norm": ("layer", "rms"),
     "activation": ("gelu", "relu2", "swiglu"),
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # have their flags
-SWITCHES = ("qk_norm", "bias", "tied", "zero_init")
+SWITCHES = ("qk_norm", "bias", "tied")
 
 
 class ModelError(ValueError):
@@ -49,7 +49,7 @@ class GPTConfig:
     rope_base: float = 10_000.0
     """The slowest rotation takes 2 pi times this many tokens, nearly."""
     norm: str = "layer"
-    """Or rms: LayerNorm without mean and bias; or unit: rms without gains."""
+    """Or rms: LayerNorm without mean and bias."""
     qk_norm: bool = False
     """Queries and keys of one length each."""
     activation: str = "gelu"
@@ -58,8 +58,6 @@ class GPTConfig:
     """Linear layers and LayerNorms have one."""
     tied: bool = True
     """The head is the token embedding."""
-    zero_init: bool = False
-    """Projections into the residual stream and an untied head begin as zeros."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -113,10 +111,9 @@ class GPTConfig:
         return self.differs_from({}) == []
 
     def differs_from(self, fields: dict) -> list[str]:
-        """Fields in which it is not the GPT-2 of its sizes with these fields changed, but for how
-        it begins."""
+        """Fields in which it is not the GPT-2 of its sizes with these fields changed."""
         sizes = {name: getattr(self, name) for name in SIZED}
-        other = GPTConfig(**sizes, zero_init=self.zero_init, **fields)
+        other = GPTConfig(**sizes, **fields)
         given = asdict(self) | {"n_kv_head": self.kv_heads, "n_inner": self.inner}
         theirs = asdict(other) | {"n_kv_head": other.kv_heads, "n_inner": other.inner}
         return [name for name in given if given[name] != theirs[name]]

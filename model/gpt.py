@@ -31,7 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 def make_norm(config: GPTConfig) -> nn.Module:
     if config.norm == "layer":
         return nn.LayerNorm(config.n_embd, bias=config.bias)
-    return RMSNorm(config.n_embd, gains=config.norm == "rms")
+    return RMSNorm(config.n_embd)
 
 
 class Attention(nn.Module):
@@ -154,8 +154,6 @@ class GPT(nn.Module):
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.apply(self._init_weights)
-        if config.zero_init and not config.tied:
-            nn.init.zeros_(self.lm_head.weight)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Normal(0, 0.02), biases 0; GPT-2 scales projections into the residual stream."""
@@ -164,8 +162,7 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, Attention | MLP):
-            std = 0.0 if self.config.zero_init else 0.02 * (2 * self.config.n_layer) ** -0.5
-            nn.init.normal_(module.c_proj.weight, std=std)
+            nn.init.normal_(module.c_proj.weight, std=0.02 * (2 * self.config.n_layer) ** -0.5)
 
     @property
     def head_weight(self) -> Tensor:

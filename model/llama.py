@@ -6,16 +6,15 @@ from torch import Tensor
 
 from model.config import GPTConfig, ModelError
 
+NEEDED = {"position": "rotary", "norm": "rms", "bias": False}
 FREE = ("n_kv_head", "n_inner", "rope_base", "qk_norm", "tied")
-NORMS = ("rms", "unit")  # unit: gains of 1
 ACTS = {"swiglu": "silu", "relu2": "relu"}  # a ReLU whose gate is its input: their product is ReLU²
 
 
 def config_to_hf(config: GPTConfig) -> dict:
     """What config.json says of the architecture. ModelError for one that is no LLaMA's, naming what
     is in the way."""
-    wanted = {name: getattr(config, name) for name in FREE} | {"position": "rotary", "bias": False}
-    wanted["norm"] = config.norm if config.norm in NORMS else NORMS[0]
+    wanted = NEEDED | {name: getattr(config, name) for name in FREE}
     wanted["activation"] = config.activation if config.activation in ACTS else "swiglu"
     if misfits := config.differs_from(wanted):
         told = ", ".join(f"{name}={getattr(config, name)}" for name in misfits)
@@ -48,13 +47,9 @@ def to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """State dict of transformers' LlamaForCausalLM or Qwen3ForCausalLM from ours; padding of the
     vocabulary goes."""
     heads = [n * config.head_size for n in (config.n_head, config.kv_heads, config.kv_heads)]
-
-    def gains(name: str) -> Tensor:
-        return state.get(name, torch.ones(config.n_embd))
-
     theirs = {
         "model.embed_tokens.weight": state["transformer.wte.weight"][: config.vocab_size],
-        "model.norm.weight": gains("transformer.ln_f.weight"),
+        "model.norm.weight": state["transformer.ln_f.weight"],
     }
     if not config.tied:
         theirs["lm_head.weight"] = state["lm_head.weight"][: config.vocab_size]
@@ -71,8 +66,8 @@ def to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
             to + "mlp.gate_proj.weight": gate,
             to + "mlp.up_proj.weight": up,
             to + "mlp.down_proj.weight": state[ours + "mlp.c_proj.weight"],
-            to + "input_layernorm.weight": gains(ours + "ln_1.weight"),
-            to + "post_attention_layernorm.weight": gains(ours + "ln_2.weight"),
+            to + "input_layernorm.weight": state[ours + "ln_1.weight"],
+            to + "post_attention_layernorm.weight": state[ours + "ln_2.weight"],
         }
         if config.qk_norm:
             for name in ("q_norm", "k_norm"):

@@ -37,12 +37,11 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """rms_norm, with a gain for each channel if `gains`."""
+    """rms_norm, with a gain for each channel."""
 
-    def __init__(self, width: int, gains: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width)) if gains else None
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = rms_norm(x)
-        return x if self.weight is None else x * self.weight
+        return rms_norm(x) * self.weight

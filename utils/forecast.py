@@ -85,7 +85,7 @@ def parameters(shape: GPTConfig) -> tuple[int, int]:
     blocks = shape.n_layer * (sum(sizes(shape).values()) + biases)
     tables = shape.padded_vocab_size * (1 if shape.tied else 2)
     tables += shape.block_size if shape.position == "learned" else 0
-    vectors = {"layer": 1 + shape.bias, "rms": 1, "unit": 0}[shape.norm]
+    vectors = 1 + (shape.norm == "layer" and shape.bias)
     return blocks, (tables + vectors * (2 * shape.n_layer + 1)) * shape.n_embd
 
 
@@ -107,8 +107,6 @@ def block_activations(shape: GPTConfig, e: int, checkpointing: str, attention_e:
         "mlp": 3 * C + into,
         "cheap": C + into,
     }[checkpointing]
-    if shape.norm == "unit" and e == 4 and checkpointing != "cheap":
-        in_e -= 2 * C  # the norm's result, which is counted
     turned = (shape.position == "rotary") + shape.qk_norm
     attention = turned * heads * shape.head_size + (C if attention_e != e else 0)
     if shape.kv_heads < shape.n_head:
