@@ -1,14 +1,12 @@
 """The cache of keys and values that sampling goes on from."""
 
-import torch
 from torch import Tensor
 
 
 class KVCache:
     """Keys and values of the tokens seen so far, so that each new token costs one forward of one.
 
-    Holds at most `capacity` tokens; memory is taken at the first append, in the dtype in which
-    `attend` wants them.
+    Holds at most `capacity` tokens; memory is taken at the first append, in the dtype of its keys.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -22,13 +20,12 @@ class KVCache:
         `place` all the capacity, for a mask to choose from."""
         if layer not in self.layers:
             B, K, _, D = k.shape
-            dtype = torch.float32 if k.device.type == "cpu" else k.dtype
             # zeros: what a mask hides is multiplied by 0, which makes no number of NaN
-            self.layers[layer] = k.new_zeros(2, B, K, self.capacity, D, dtype=dtype)
+            self.layers[layer] = k.new_zeros(2, B, K, self.capacity, D)
         if self.place is not None:
             keys, values = self.layers[layer]
-            keys.index_copy_(2, self.place, k.to(keys.dtype))
-            values.index_copy_(2, self.place, v.to(values.dtype))
+            keys.index_copy_(2, self.place, k)
+            values.index_copy_(2, self.place, v)
             return keys, values
         end = self.length + k.size(2)
         self.layers[layer][0, :, :, self.length : end] = k

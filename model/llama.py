@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from model.config import GPTConfig, ModelError
+from model.norm import EPS
 
 NEEDED = {"position": "rotary", "norm": "rms", "bias": False}
 FREE = ("n_kv_head", "n_inner", "rope_base", "qk_norm", "tied")
@@ -35,7 +36,7 @@ def config_to_hf(config: GPTConfig) -> dict:
         "head_dim": config.head_size,
         "max_position_embeddings": config.block_size,
         "rope_theta": config.rope_base,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": EPS,
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": config.dropout,
