@@ -78,11 +78,6 @@ def train(config: SweepConfig, point: dict[str, str]) -> str | None:
     single = {name: [value] for name, value in point.items()}
     for name, values in (flags(config.fixed) | single).items():
         command += [f"--{name}", *values]
-    asked, kept = json.dumps(command[2:], indent=1), folder / "sweep.json"
-    if kept.exists() and kept.read_text() != asked:
-        return f"{folder} is a run with other --fixed settings; give another --out"
-    folder.mkdir(exist_ok=True)
-    kept.write_text(asked)
     if log_of(folder) is not None:
         return None
     threads = max(1, (os.cpu_count() or 1) // config.jobs)
@@ -145,9 +140,13 @@ def markdown(rows: list[dict]) -> str:
 
 
 def main(config: SweepConfig) -> None:
-    work, _ = points(config), flags(config.fixed)
-    signal.signal(signal.SIGTERM, stop)
+    work, fixed = points(config), flags(config.fixed)
+    kept = config.out / "fixed.json"
+    if kept.exists() and json.loads(kept.read_text()) != fixed:
+        raise ConfigError(f"{config.out} has runs with other --fixed settings; give another --out")
     config.out.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(fixed, indent=1))
+    signal.signal(signal.SIGTERM, stop)
     with ThreadPoolExecutor(config.jobs) as pool:
         failed = [text for text in pool.map(lambda point: train(config, point), work) if text]
     runs = collect(config.out)

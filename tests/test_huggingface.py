@@ -8,6 +8,7 @@ from model.config import GPTConfig, ModelError
 from model.generate import complete
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained
+from recipes import recipe_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,13 +94,14 @@ def test_fewer_positions_and_dropout_for_fine_tuning(tmp_path):
         load_pretrained(tmp_path, block_size=200)
 
 
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "llama"])
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_auto_tokenizer_reads_what_we_write(name, tmp_path):
+def test_auto_tokenizer_reads_what_we_write(name, recipe, tmp_path):
     try:
         tokenizer = load_tokenizer(name)
     except ValueError as error:
         pytest.skip(str(error))
-    model = GPT(GPTConfig(16, tokenizer.vocab_size, 1, 1, 8))
+    model = GPT(GPTConfig(16, tokenizer.vocab_size, 1, 1, 8, **recipe_of(recipe).model))
     save_pretrained(model, tmp_path, tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ("Hello, I'm a language model,", " naïve  café\n\n\t— 中文 🙂 x=1;", "don't 12345"):
