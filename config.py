@@ -321,7 +321,7 @@ class EvalConfig:
 
 @dataclass
 class ConvertConfig:
-    """Convert between this project's checkpoints and Hugging Face's GPT-2 format."""
+    """Convert between this project's checkpoints and Hugging Face folders."""
 
     out: Path
     """What to write: a folder with --checkpoint, a .pt file with --model."""

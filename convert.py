@@ -1,4 +1,5 @@
-"""Convert between this project's checkpoints and Hugging Face's GPT-2 format.
+"""Convert between this project's checkpoints and Hugging Face folders: to a GPT-2, LLaMA or
+Qwen3, from a GPT-2.
 
     python convert.py --checkpoint checkpoints/model_best.pt --out exported/
     python convert.py --model gpt2 --out checkpoints/gpt2.pt

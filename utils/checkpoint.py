@@ -141,10 +141,12 @@ def step_of(path: Path) -> int:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The checkpoint that --resume auto continues: the last, else a numbered one, the best, or that
-    from before a decay."""
-    candidates = [folder / LAST, *reversed(numbered(folder)), folder / BEST, folder / STABLE]
-    return next((path for path in candidates if path.exists()), None)
+    """The checkpoint that --resume auto continues: the last, else a numbered one, else what was
+    written later, the best or that from before a decay."""
+    named = [folder / LAST, *reversed(numbered(folder))]
+    others = [path for path in (folder / BEST, folder / STABLE) if path.exists()]
+    others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path for path in (*named, *others) if path.exists()), None)
 
 
 def remove_all(folder: Path) -> None:

@@ -91,8 +91,8 @@ class Muon(torch.optim.Optimizer):
 
 
 class Divided:
-    """`count` matrices in the shape of a parameter, of which each process takes a share, whole; the
-    first goes to the process whose turn it is after `before` others."""
+    """`count` matrices in the shape of a parameter, of which each process takes a share, whole.
+    Those left over go to the processes whose turn it is after `before` others."""
 
     def __init__(self, like: Tensor, count: int, before: int) -> None:
         self.rows, self.columns = like.shape
