@@ -114,6 +114,10 @@ def test_damaged_and_foreign_files_are_named(trained, tmp_path):
 
 def test_newest_is_the_last_else_the_highest_number(tmp_path):
     assert find_newest(tmp_path) is None
+    for when, name in enumerate(("model_stable.pt", "model_best.pt", "model_stable.pt"), 1):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (when, when))
+        assert find_newest(tmp_path).name == name
     for name in ("model_step_000100.pt", "model_step_000020.pt", "model_best.pt"):
         (tmp_path / name).touch()
     assert find_newest(tmp_path).name == "model_step_000100.pt"
