@@ -19,18 +19,18 @@ MARK = 1.886  # nats per character at which nanoGPT's documented run for a CPU e
 RUN = ROOT / "runs" / "shakespeare"
 # the last tenth of tinyshakespeare.txt is 858 sequences of 130 characters
 SETTINGS = {
-    "recipe": "modern",
+    "recipe": "modern,momentum_warmup=1000",
     "n_layer": 4,
     "n_head": 2,
     "n_embd": 128,
     "block_size": 130,
     "micro_batch_size": 16,
     "total_batch_size": 16 * 130,
-    "max_steps": 1000,
+    "max_steps": 1032,
     "warmup_steps": 20,
     "dtype": "bfloat16",
     "device": "cpu",
-    "eval_every": 200,
+    "eval_every": 172,
     "val_tokens": 10**9,
     "save_every": 0,
     "sample_every": 0,

@@ -11,6 +11,7 @@ from model.config import SIZES, GPTConfig, ModelError
 from model.gpt import GPT
 from model.loss import CHUNK_BYTES, PART_BYTES, SLICE_BYTES, look_up
 from model.norm import rms_norm
+from model.rotary import rotate, rotations
 from recipes import recipe_of
 from utils.distributed import autocast
 from utils.parallel import recompute
@@ -149,6 +150,21 @@ def test_rotary_logits_follow_from_distances_alone():
     x = torch.randint(0, 257, (1, 8))
     shifted = model.logits(model.hidden(x, positions=torch.arange(5, 13)[None], mask=TRIANGLE))
     torch.testing.assert_close(shifted, model(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rotations_and_their_gradients_are_the_plain_ones(dtype):
+    x = torch.randn(2, 5, 3, 16, dtype=dtype, requires_grad=True)
+    grad = torch.randn(2, 3, 5, 16, dtype=dtype).transpose(1, 2)
+    cos, sin = rotary = rotations(torch.arange(5), 16, 10_000.0)
+    ours = rotate(x, rotary)
+    ours.backward(grad)
+    found, x.grad = x.grad, None
+    a, b = x.chunk(2, dim=-1)
+    plain = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    plain.backward(grad)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(found, x.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
