@@ -65,11 +65,11 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             divided.append(Divided(group["params"][0], len(group["params"]), before))
             before += len(group["params"])
-        mine = [
-            part.collect(self.directions(group))
-            for part, group in zip(divided, self.param_groups, strict=True)
-        ]
-        made = orthogonal_parts(mine, [group["parts"] for group in self.param_groups])
+        work = zip(divided, self.param_groups, strict=True)
+        made = orthogonal_parts(
+            [part.collect(self.directions(group)) for part, group in work],
+            [group["parts"] for group in self.param_groups],
+        )
         for part, group, matrices in zip(divided, self.param_groups, made, strict=True):
             shrink = group["lr"] * group["weight_decay"]
             for p, update in zip(group["params"], part.spread(matrices), strict=True):
