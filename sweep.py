@@ -73,13 +73,13 @@ def log_of(folder: Path) -> dict[str, list[dict]] | None:
 def train(config: SweepConfig, point: dict[str, str]) -> str | None:
     """One run, or the rest of it; the sentence it ended with if it failed."""
     folder = config.out / name_of(point)
+    if log_of(folder) is not None:
+        return None
     command = [sys.executable, str(ROOT / "train.py"), "--resume", "auto"]
     command += ["--checkpoint_dir", str(folder / "checkpoints"), "--log_dir", str(folder / "logs")]
     single = {name: [value] for name, value in point.items()}
     for name, values in (flags(config.fixed) | single).items():
         command += [f"--{name}", *values]
-    if log_of(folder) is not None:
-        return None
     threads = max(1, (os.cpu_count() or 1) // config.jobs)
     env = {"OMP_NUM_THREADS": str(threads), **os.environ} if config.jobs > 1 else None
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
