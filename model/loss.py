@@ -8,9 +8,10 @@ from model.onednn import linear
 
 # Of the logits that one matrix product makes, in its dtype: on a CPU as many as make adding up the
 # embedding's gradient, once for each product, cheap.
-CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
-# Of those, as float32: on a CPU what stays in its caches.
-PART_BYTES = {"cpu": 2**23, "cuda": 2**30}
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
+# Of those, as float32, and of the products that are added up: on a CPU what stays in its caches.
+PART_BYTES = {"cpu": 2**22, "cuda": 2**30}
+SUM_BYTES = {"cpu": 2**23, "cuda": 2**29}
 
 # Of a slice of the vocabulary's logits when scoring: on a CPU what malloc keeps for the next slice.
 SLICE_BYTES = {"cpu": 2**24, "cuda": 2**29}
@@ -41,33 +42,39 @@ class HeadCrossEntropy(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            low_x, low_weight = x.to(dtype), weight.to(dtype)
             counted = targets >= 0
             count = counted.sum()
             total = torch.zeros((), device=x.device)
             if with_grad:
                 grad_x = torch.empty_like(x)
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            low_x, low_weight = x.to(dtype), weight.to(dtype)
             own = targets.clamp(min=0).unsqueeze(-1)
-            rows = rows_within(CHUNK_BYTES, device, dtype.itemsize * len(weight))
+            rows = min(len(x), rows_within(CHUNK_BYTES, device, dtype.itemsize * len(weight)))
             few = rows_within(PART_BYTES, device, 4 * len(weight))
             if torch.compiler.is_compiling():  # fuses what the parts are for
                 few = rows
+            width = rows_within(SUM_BYTES, device, dtype.itemsize * x.size(1))
+            memory = low_x.new_empty(rows, len(weight))  # once: a CPU's is slow when it is new
             for chunk in (slice(start, start + rows) for start in range(0, len(x), rows)):
-                logits = low_x[chunk] @ low_weight.T  # (rows, padded V)
+                near = low_x[chunk]
+                logits = torch.mm(near, low_weight.T, out=memory[: len(near)])  # (rows, padded V)
                 parts = (values.split(few) for values in (logits, own[chunk], counted[chunk]))
                 for part, target, counts in zip(*parts, strict=True):
                     whole = part.float()
                     whole[:, vocab_size:] = -torch.inf
-                    log_p = whole.log_softmax(-1)
-                    total -= (log_p.gather(-1, target).squeeze(-1) * counts).sum()
-                    if with_grad:  # softmax minus the target's one, over the count
-                        grad = log_p.exp_()
-                        grad.scatter_add_(-1, target, torch.full_like(target, -1, dtype=grad.dtype))
-                        part.copy_(grad.mul_((counts / count).unsqueeze(-1)))
+                    p = whole.softmax(-1)
+                    log_sum = whole.amax(-1) - p.amax(-1).log()  # of the exponentials
+                    nats = log_sum - whole.gather(-1, target).squeeze(-1)
+                    total += (nats * counts).sum()
+                    if with_grad:  # p minus the target's one, over the count
+                        p.scatter_add_(-1, target, torch.full_like(target, -1, dtype=p.dtype))
+                        part.copy_(p.mul_((counts / count).unsqueeze(-1)))
                 if with_grad:
                     grad_x[chunk] = logits @ low_weight  # the logits are their gradients by now
-                    grad_weight += logits.T @ low_x[chunk]
+                    sums = zip(grad_weight.split(width), logits.split(width, dim=1), strict=True)
+                    for grad, columns in sums:
+                        grad += columns.T @ near
         if with_grad:
             ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
         return total / count
@@ -75,7 +82,7 @@ class HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
+        return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None
 
 
 class Likeliest:

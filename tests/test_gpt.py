@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.cache import KVCache
 from model.config import SIZES, GPTConfig, ModelError
-from model.gpt import GPT
-from model.loss import CHUNK_BYTES, PART_BYTES, SLICE_BYTES, look_up
+from model.gpt import GPT, gelu
+from model.loss import CHUNK_BYTES, PART_BYTES, SLICE_BYTES, SUM_BYTES, HeadCrossEntropy, look_up
 from model.norm import rms_norm
 from model.rotary import rotate, rotations
 from recipes import recipe_of
@@ -107,6 +107,7 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(monkeypatch, chun
     row = 4 * model.config.padded_vocab_size
     monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_rows * row)
     monkeypatch.setitem(PART_BYTES, "cpu", 5 * row)
+    monkeypatch.setitem(SUM_BYTES, "cpu", 4 * 32 * 100)  # of 320 rows of the embedding
     x, y = torch.randint(0, 257, (2, 3, 16))
     y[0, :5] = -1  # does not count
     ours = model(x, y)
@@ -118,6 +119,32 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(monkeypatch, chun
     torch.testing.assert_close(ours, plain)
     for mine, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_the_head_gives_the_same_where_it_is_compiled(monkeypatch):
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 320 * 48)  # which it is on a GPU alone
+    torch.manual_seed(0)
+    x, weight = torch.randn(100, 32), torch.randn(320, 32)
+    targets = torch.randint(300, (100,))
+    targets[::7] = -1
+    found = []
+    for head in (HeadCrossEntropy.apply, torch.compile(HeadCrossEntropy.apply, fullgraph=True)):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = head(*leaves, targets, 300, True)
+        (3 * loss).backward()
+        found.append([loss, *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*found)
+
+
+def test_gelu_is_the_same_where_it_is_compiled():
+    compiled = torch.compile(gelu)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = []
+        for function in (gelu, compiled):
+            x = torch.linspace(-30, 30, 1001).to(dtype).requires_grad_()
+            function(x).sum().backward()
+            found.append([function(x), x.grad])
+        torch.testing.assert_close(*found)
 
 
 def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
