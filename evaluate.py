@@ -25,7 +25,7 @@ from data.shards import atomic_write, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
 from model.gpt import GPT
 from model.packed import packed
-from utils import distributed
+from utils import distributed, heap
 from utils.checkpoint import open_model
 from utils.distributed import Process, pick_dtype
 from utils.evals import Result, benchmark, shared_rows, validation_loss
@@ -122,6 +122,7 @@ def main(config: EvalConfig) -> None:
     val = open_validation(config, model, tokenizer, saved) if "val" in config.tasks else None
     rows = {task: shared_rows(task, path, process)[: config.limit] for task, path in files.items()}
     model = packed(model.to(process.device), pick_dtype(config.dtype, process.device), rows=2048)
+    heap.shared()
     results: list[Result] = []
     examples: list[dict] = []
     for task in config.tasks:

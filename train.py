@@ -40,7 +40,7 @@ from model.gpt import GPT
 from model.huggingface import load_pretrained
 from settings import fitting, other_order, settings
 from utils import checkpoint as ckpt
-from utils import distributed, guard, parallel
+from utils import distributed, guard, heap, parallel
 from utils.evals import benchmark_row, shared_rows, spread, validation_loss
 from utils.logger import Logger, writing
 from utils.optim import make_optimizers
@@ -93,7 +93,7 @@ def main() -> None:
         start, best_loss, run_id = saved["step"], saved["best_loss"], saved["run_id"]
     judge = guard.Guard(config.skip_spikes, saved["guard"] if saved else {})
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
-    parallel.recompute(model, config.activation_checkpointing)
+    parallel.recompute(model, config.activation_checkpointing, compiled=config.use_torch_compile)
     wrapped = parallel.wrap(model, process, config.sharding, dtype)
     module = torch.compile(wrapped) if config.use_torch_compile else wrapped
     optimizers = make_optimizers(
@@ -280,8 +280,10 @@ def main() -> None:
             optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - began
         step += 1
-        if step == start + 1 and since_start():
-            logger.say(f"the first step was done {since_start():.1f} s after the start")
+        if step == start + 1:
+            heap.shared()  # all that stays is there
+            if since_start():
+                logger.say(f"the first step was done {since_start():.1f} s after the start")
         if trace is not None:
             trace.step()
         if left_out is not None:

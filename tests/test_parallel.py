@@ -1,8 +1,10 @@
+import ctypes
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import script
 from torch.nn.parallel import DistributedDataParallel
 
 from model.config import GPTConfig
@@ -134,24 +136,56 @@ def test_recomputed_activations_give_the_same_gradients(what, dropout):
         assert torch.equal(p.grad, q.grad)
 
 
+def kept(what, *, compiled=False):
+    """Bytes that autograd keeps of a forward pass, but for the parameters; and the gradients."""
+    torch.manual_seed(0)
+    model = GPT(replace(CONFIG, n_layer=3, n_embd=64))
+    recompute(model, what, compiled=compiled)
+    own = {p.data_ptr() for p in model.parameters()}
+    sizes = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in own:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    torch.compiler.reset()  # it would take what was compiled of another model of the same shape
+    module = torch.compile(model) if compiled else model
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = module(X, X)
+    loss.backward()
+    return sum(sizes.values()), [p.grad for p in model.parameters()]
+
+
 def test_recomputing_keeps_fewer_activations_alive():
-    def kept(what):
-        model = GPT(replace(CONFIG, n_layer=3, n_embd=64))
-        recompute(model, what)
-        own = {p.data_ptr() for p in model.parameters()}
-        sizes = {}
+    none, mlp, block = (kept(what)[0] for what in ("none", "mlp", "block"))
+    assert block < 0.4 * none and mlp < 0.85 * none
 
-        def pack(x):
-            if x.untyped_storage().data_ptr() not in own:
-                sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            loss = model(X, X)
-        assert loss.grad_fn is not None
-        return sum(sizes.values())
+def test_a_compiled_step_keeps_less_where_it_may_compute_again(monkeypatch):
+    for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
+        monkeypatch.setattr(torch._functorch.config, f"ban_recompute_{name}", True)
+    (none, plain), (cheap, again) = (kept(what, compiled=True) for what in ("none", "cheap"))
+    assert cheap < 0.85 * none
+    torch.testing.assert_close(again, plain)
+    torch.testing.assert_close(again, kept("none")[1])
 
-    assert kept("block") < 0.4 * kept("none") and kept("mlp") < 0.85 * kept("none")
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc's malloc")
+def test_memory_that_was_freed_is_not_zeroed_again():
+    code = (
+        "import resource, torch\n"
+        "from utils import heap\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    for _ in range(5): torch.ones(2**24)\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "heap.apart(); faults(); print(faults())\n"
+        "heap.shared(); faults(); print(faults())\n"
+    )
+    apart, shared = map(int, script("-c", code).stdout.split())
+    pages = 5 * 2**26 // 4096
+    assert apart > 0.9 * pages and shared < 0.1 * pages
 
 
 def test_processes_cannot_share_one_device(monkeypatch):

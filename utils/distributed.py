@@ -1,7 +1,6 @@
 """Processes, devices and dtypes: the one reader of RANK, LOCAL_RANK and WORLD_SIZE."""
 
 import contextlib
-import ctypes
 import os
 import re
 from collections.abc import Iterator
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils import heap
 from utils.watch import Watch
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: longer than a download or a slow disk
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 CGROUPS = Path("/sys/fs/cgroup")
 watch: Watch | None = None  # on the other processes, as long as there is a process group
 
@@ -114,7 +113,7 @@ def start(device: str) -> Process:
             "start without torchrun, or with --device cuda or cpu"
         )
     if process.device.type == "cpu":
-        keep_freed_memory()
+        heap.apart()
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not bfloat16
@@ -169,17 +168,6 @@ def stop() -> None:
     """
     if watch is not None:
         watch.stop()
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc's malloc keep what is freed, below 32 MiB, for the next tensor. It would give it
-    back to the system, which hands out zeroed pages again: a fifth of a training step on a CPU. A
-    threshold in the environment has precedence."""
-    given = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and not given & set(os.environ):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

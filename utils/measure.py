@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from utils import distributed, measure_text, parallel
+from utils import distributed, heap, measure_text, parallel
 from utils.throughput import peak_memory
 from utils.workers import Job, Repeat
 
@@ -49,6 +49,7 @@ def training(
         loss.item()
 
     step()  # the first compiles and makes the optimizer's state
+    heap.shared()
     began = time.perf_counter()
     step()
     seconds = torch.tensor([time.perf_counter() - began], device=device)
@@ -69,7 +70,7 @@ def train(job: Job) -> Repeat:
 
     process = distributed.start(job.device)
     model = GPT(job.config)
-    parallel.recompute(model, job.activation_checkpointing)
+    parallel.recompute(model, job.activation_checkpointing, compiled=job.compile)
     dtype = distributed.pick_dtype(job.dtype, process.device)
     module = parallel.wrap(model, process, job.sharding, dtype)
     (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))

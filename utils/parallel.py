@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+import torch._functorch.config
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from model.gpt import GPT
+from utils import heap
 from utils.checkpoint import CheckpointError
 from utils.distributed import Process
 
@@ -71,7 +73,7 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
     return model
 
 
-def recompute(model: GPT, what: str) -> None:
+def recompute(model: GPT, what: str, *, compiled: bool = False) -> None:
     """Activation checkpointing: the backward pass computes again what forward then does not keep.
 
     "mlp": each block's GELU (llm.c's -r 1), 4C of about 16C values per token and block for little
@@ -79,8 +81,13 @@ def recompute(model: GPT, what: str) -> None:
     values, for a third more work.
 
     What is computed again ends with the last tensor that the backward pass lacks, so a function
-    that ends in a matrix product costs what is before that.
+    that ends in a matrix product costs what is before that. Where the step is compiled, "mlp" and
+    "cheap" both let the compiler compute again whatever it can fuse, which no matrix product is.
     """
+    if compiled and what in ("mlp", "cheap"):
+        for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
+            setattr(torch._functorch.config, f"ban_recompute_{name}", False)
+        return
     for block in model.transformer.h:
         again = {
             "none": [],
@@ -129,8 +136,10 @@ def gather_state(
         state = get_optimizer_state_dict(model, optimizers, options=options)
         moments = state.get("state", {})
     if next(model.parameters()).device.type == "cpu":  # these are the model's own tensors
+        heap.apart()
         weights = {name: weight.clone() for name, weight in weights.items()}
         moments = {n: {k: v.clone() for k, v in values.items()} for n, values in moments.items()}
+        heap.shared()
     return weights, moments
 
 
