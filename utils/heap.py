@@ -5,8 +5,8 @@ that, but gets holes where tensors that stay lie between those that come and go.
 import ctypes
 import os
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
-GIVEN = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+GIVEN = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
 begun = False
 
 
@@ -18,13 +18,12 @@ def apart() -> None:
     if hasattr(libc, "mallopt") and not GIVEN & set(os.environ):
         begun = True
         libc.mallopt(M_MMAP_THRESHOLD, 2**20)
-        libc.mallopt(M_MMAP_MAX, 2**16)
 
 
 def shared() -> None:
-    """From now on, once `apart` was in force, all tensors come from a heap that keeps what is
-    freed: for those that come and go."""
+    """From now on, once `apart` was in force, tensors below 32 MiB (glibc's limit) come from a heap
+    that keeps what is freed: for those that come and go."""
     if begun:
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
