@@ -25,7 +25,7 @@ from model.config import SIZES, GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from scripts.harness import complete
-from utils.comparison import Comparison, figures, hardware, line, steps
+from utils.comparison import Comparison, figures, hardware, line, mode, steps
 from utils.distributed import pick_device
 from utils.workers import Job, Measurement
 
@@ -60,8 +60,8 @@ def small_training(config: BenchConfig, *, fast: bool) -> Comparison:
 def sampling(config: BenchConfig, batch: int) -> Comparison:
     """128 tokens after each of `batch` prompts, beside transformers."""
     shape = {**SIZES[config.model_type], "block_size": config.block_size, "vocab_size": VOCABULARY}
-    job = Job(shape, batch, config.dtype, config.device)
-    what = f"sampling {config.model_type}, batch {batch}, {config.dtype}"
+    job = Job(shape, batch, config.dtype, config.device, compile=config.use_torch_compile)
+    what = f"sampling {config.model_type}, batch {batch}, {mode(job)}"
     peer = Measurement("sample_transformers", job)
     return Comparison(what, "tokens", Measurement("sample", job), peer)
 

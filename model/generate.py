@@ -1,6 +1,6 @@
 """Sampling from a GPT with a key/value cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
@@ -51,9 +51,10 @@ def generate(
     Row i draws its random numbers from (seed, i), whatever the other rows. When a row's context is
     full, its older half is dropped and the rest read again; a prompt longer than the context keeps
     its end. `use_cache=False` reads the whole context for each token, and gives the same tokens.
-    `use_torch_compile` compiles the reading of one token, once for a number of prompts.
+    `use_torch_compile` compiles the reading of one token, once for a number of prompts and, but for
+    the last 64 tokens, the length that there is room for.
     """
-    one_token = torch.compile(next_logits) if use_torch_compile else next_logits
+    one_token = next_logits
     T, device = model.config.block_size, model.transformer.wte.weight.device
     uniforms = torch.stack(
         [
@@ -69,7 +70,10 @@ def generate(
     first = torch.tensor(pads, device=device)[:, None]  # (B, 1): where each begins
     rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
     context = torch.tensor(rows, device=device)
-    unread, cache = context, KVCache(T if use_torch_compile else min(T, longest + max_new_tokens))
+    room = longest + max_new_tokens
+    if use_torch_compile:
+        one_token, room = compiled(next_logits, device), -(-room // 64) * 64
+    unread, cache = context, KVCache(min(T, room), compiled=use_torch_compile)
     for step in range(max_new_tokens):
         lengths = [context.size(1) - pad for pad in pads]
         if max(lengths) > T:
@@ -77,13 +81,14 @@ def generate(
             pads = [max(lengths) - n for n in lengths]
             first = torch.tensor(pads, device=device)[:, None]
             context = context[:, -max(lengths) :]
-            unread, cache = context, KVCache(T)
+            unread, cache = context, KVCache(T, compiled=use_torch_compile)
         if not use_cache:
             unread, cache = context, None
         if use_torch_compile and cache and cache.layers:  # the prompt has been read
             end = context.size(1)
             cache.place = torch.arange(end - 1, end, device=device)
-            logits = one_token(model, unread, cache, **beside_padding(first, end, unread, T))
+            padding = beside_padding(first, end, unread, cache.capacity)
+            logits = one_token(model, unread, cache, **padding)
         else:
             padding = beside_padding(first, context.size(1), unread) if any(pads) else {}
             logits = next_logits(model, unread, cache, **padding)
@@ -96,6 +101,19 @@ def generate(
 def next_logits(model: GPT, unread: Tensor, cache: KVCache | None, **where: Tensor) -> Tensor:
     """Logits (B, V) of the token after `unread` (B, T)."""
     return model.logits(model.hidden(unread, cache, **where)[:, -1])
+
+
+def compiled(function: Callable, device: torch.device) -> Callable:
+    """`function`, compiled for inference. On a CPU the weights, which must not change after that,
+    become part of it in the order of whichever of several matrix products was the fastest in a
+    trial: for one row this reads them as fast as memory gives them."""
+    if device.type != "cpu":
+        return torch.compile(function)
+    from torch._inductor import config, select_algorithm  # which take a second
+
+    select_algorithm.PRINT_AUTOTUNE = False
+    settings = {"freezing": True, "max_autotune": True, "max_autotune_report_choices_stats": False}
+    return config.patch(settings)(torch.compile(function))
 
 
 def beside_padding(

@@ -27,6 +27,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     if k.size(1) < q.size(1):  # each for H / K heads of queries that stand together
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
+        if q.size(2) == 1 and q.device.type == "cpu" and torch.compiler.is_compiling():
+            scores = (q * k).sum(-1, keepdim=True) / math.sqrt(q.size(-1))  # (B, H, S, 1)
+            scores = scores.masked_fill(~options["attn_mask"].transpose(2, 3), -torch.inf)
+            return (scores.softmax(2) * v).sum(2, keepdim=True)  # reads keys and values once
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
@@ -69,9 +73,11 @@ class Attention(nn.Module):
         """What x (B, T, C) takes from the tokens before."""
         B, T, C = x.shape
         qkv = self.enter(x, norm).view(B, T, sum(self.heads), -1)
-        if x.device.type == "cpu" and (T <= FEW_QUERIES or cache is not None):
+        few = x.device.type == "cpu" and (T <= FEW_QUERIES or cache is not None)
+        turned = self.qk_norm or rotary is not None
+        if few and (turned or cache is None or not cache.compiled):
             qkv = qkv.float()
-        if self.qk_norm or rotary is not None:
+        if turned:
             qk, v = qkv.split([sum(self.heads[:2]), self.heads[2]], dim=2)
             if self.qk_norm:  # Henry et al. 2020
                 qk = rms_norm(qk)
@@ -87,6 +93,8 @@ class Attention(nn.Module):
             if T > 1 and mask is None:
                 S = k.size(2)
                 mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        if few:
+            q, k, v = q.float(), k.float(), v.float()
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         y = y.transpose(1, 2).reshape(B, T, C)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from model.config import GPTConfig
 from model.gpt import FEW_QUERIES
-from model.loss import CHUNK_BYTES, PART_BYTES, rows_within
+from model.loss import CHUNK_BYTES, PART_BYTES, SUM_BYTES, rows_within
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
 GPU, PEAK_FLOPS = "H100", 989e12  # dense bfloat16, NVIDIA's data sheet
@@ -127,15 +127,16 @@ def activations(shape: GPTConfig, tokens: int, e: int, checkpointing: str, atten
 def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
     """Bytes alive in model/loss.py beside the activations, at the end of the forward pass.
 
-    float32: the gradients of input and embedding. In `e`: a chunk's part of the latter; below
-    float32 also copies of both; a chunk of logits, and the one before as it is made. Of those in a
-    part of a chunk, three float32.
+    float32: the gradients of input and embedding. In `e`: a chunk of logits, and below float32
+    copies of input and embedding. Of a part of a chunk two float32; of a product that is added to
+    the embedding's gradient one in `e` and one float32.
     """
     low = 0 if e == 4 else e * (rows + tokens) * n_embd
     chunk = min(tokens, rows_within(CHUNK_BYTES, device, e * rows))
     part = min(chunk, rows_within(PART_BYTES, device, 4 * rows))
-    logits = rows * (e * min(tokens, 2 * chunk) + 12 * part)
-    return 4 * (rows + tokens) * n_embd + e * rows * n_embd + low + logits
+    added = min(rows, rows_within(SUM_BYTES, device, e * n_embd))
+    products = rows * (e * chunk + 8 * part) + added * (e + 4) * n_embd
+    return 4 * (rows + tokens) * n_embd + low + products
 
 
 def backward_bytes(

@@ -27,12 +27,15 @@ def sample(job: Job) -> Repeat:
 
     device = distributed.pick_device(job.device)
     dtype = distributed.pick_dtype(job.dtype, device)
-    model = packed(GPT(job.config).to(device).eval(), dtype)
+    model = GPT(job.config).to(device).eval()
+    if not job.compile:
+        model = packed(model, dtype)
+    options = {"top_k": 50, "use_torch_compile": job.compile}
     prompts = torch.randint(job.config.vocab_size, (job.batch, 16)).tolist()
 
     def texts() -> int:
         with distributed.autocast(device, dtype):
-            tokens = torch.stack(list(generate(model, prompts, NEW_TOKENS, top_k=50)))
+            tokens = torch.stack(list(generate(model, prompts, NEW_TOKENS, **options)))
         return len(tokens.tolist()) * job.batch
 
     return texts
