@@ -276,7 +276,8 @@ class SamplingConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of matrix products. auto: bfloat16 on GPUs that have it."""
     use_torch_compile: bool = False
-    """Compile the reading of a token, for long texts on a GPU; a CPU is as fast without."""
+    """Compile the reading of a token, for long texts: on a CPU half a minute, then up to 1.6 times
+    as fast."""
 
 
 @dataclass

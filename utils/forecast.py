@@ -129,13 +129,14 @@ def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
 
     float32: the gradients of input and embedding. In `e`: a chunk of logits, and below float32
     copies of input and embedding. Of a part of a chunk two float32; of a product that is added to
-    the embedding's gradient one in `e` and one float32.
+    the embedding's gradient one in `e` and, on a CPU, one float32.
     """
     low = 0 if e == 4 else e * (rows + tokens) * n_embd
     chunk = min(tokens, rows_within(CHUNK_BYTES, device, e * rows))
     part = min(chunk, rows_within(PART_BYTES, device, 4 * rows))
     added = min(rows, rows_within(SUM_BYTES, device, e * n_embd))
-    products = rows * (e * chunk + 8 * part) + added * (e + 4) * n_embd
+    wide = 4 if device == "cpu" and e < 4 else 0
+    products = rows * (e * chunk + 8 * part) + added * (e + wide) * n_embd
     return 4 * (rows + tokens) * n_embd + low + products
 
 
