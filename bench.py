@@ -62,6 +62,7 @@ def sampling(config: BenchConfig, batch: int) -> Comparison:
     shape = {**SIZES[config.model_type], "block_size": config.block_size, "vocab_size": VOCABULARY}
     job = Job(shape, batch, config.dtype, config.device, compile=config.use_torch_compile)
     what = f"sampling {config.model_type}, batch {batch}, {mode(job)}"
+    what += f" (peer: {config.dtype})" if job.compile else ""
     peer = Measurement("sample_transformers", job)
     return Comparison(what, "tokens", Measurement("sample", job), peer)
 

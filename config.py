@@ -141,7 +141,7 @@ class TrainConfig:
     """What several processes divide: nothing (DDP), optimizer state, gradients too, weights too."""
     activation_checkpointing: Literal["none", "mlp", "cheap", "block"] = "none"
     """Compute again in the backward pass, for memory: nothing, GELUs, these and LayerNorms (which
-    costs little unless compiled), whole blocks."""
+    costs little; compiled, mlp too is what cheap is), whole blocks."""
     skip_spikes: float | None = None
     """Leave out steps whose loss or gradient norm is this many standard deviations above the last
     128; those that are not finite are always left out."""
@@ -379,7 +379,7 @@ class BenchConfig:
     micro_batch_size: int = 4
     """Sequences in a training step."""
     use_torch_compile: bool = False
-    """Compile our model of the named size for training; nanoGPT's always is."""
+    """Compile our model of the named size; nanoGPT's always is, transformers' never."""
     activation_checkpointing: Literal["none", "mlp", "cheap", "block"] = "none"
     """As in train.py."""
     input: tuple[Path, ...] = ()

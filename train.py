@@ -281,7 +281,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
         step += 1
         if step == start + 1:
-            heap.shared()  # all that stays is there
+            heap.shared()  # all that stays is there: weights and moments
             if since_start():
                 logger.say(f"the first step was done {since_start():.1f} s after the start")
         if trace is not None:

@@ -51,8 +51,8 @@ def generate(
     Row i draws its random numbers from (seed, i), whatever the other rows. When a row's context is
     full, its older half is dropped and the rest read again; a prompt longer than the context keeps
     its end. `use_cache=False` reads the whole context for each token, and gives the same tokens.
-    `use_torch_compile` compiles the reading of one token, once for a number of prompts and, but for
-    the last 64 tokens, the length that there is room for.
+    `use_torch_compile` compiles the reading of one token for the number of prompts and the tokens
+    there is room for, rounded up to 64s. On a CPU the weights must not change after that.
     """
     one_token = next_logits
     T, device = model.config.block_size, model.transformer.wte.weight.device
@@ -104,9 +104,9 @@ def next_logits(model: GPT, unread: Tensor, cache: KVCache | None, **where: Tens
 
 
 def compiled(function: Callable, device: torch.device) -> Callable:
-    """`function`, compiled for inference. On a CPU the weights, which must not change after that,
-    become part of it in the order of whichever of several matrix products was the fastest in a
-    trial: for one row this reads them as fast as memory gives them."""
+    """`function`, compiled for inference. On a CPU the weights become part of it, in the order of
+    whichever of several matrix products was the fastest in a trial: for one row this reads them as
+    fast as memory gives them."""
     if device.type != "cpu":
         return torch.compile(function)
     from torch._inductor import config, select_algorithm  # which take a second

@@ -27,18 +27,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     if k.size(1) < q.size(1):  # each for H / K heads of queries that stand together
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
-        if q.size(2) == 1 and q.device.type == "cpu" and torch.compiler.is_compiling():
+        masked = options["attn_mask"] is not None and not options["dropout_p"]
+        if masked and q.size(2) == 1 and compiled_for_cpu(q):
             scores = (q * k).sum(-1, keepdim=True) / math.sqrt(q.size(-1))  # (B, H, S, 1)
             scores = scores.masked_fill(~options["attn_mask"].transpose(2, 3), -torch.inf)
             return (scores.softmax(2) * v).sum(2, keepdim=True)  # reads keys and values once
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+def compiled_for_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and torch.compiler.is_compiling()
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler, which takes a second
+def head_as_it_is(*args) -> Tensor:
+    """HeadCrossEntropy, in parts that a CPU's caches hold; compiled it takes longer there."""
+    return HeadCrossEntropy.apply(*args)
+
+
 def gelu(x: Tensor) -> Tensor:
     """GPT-2's GELU, the tanh approximation (Hendrycks and Gimpel 2016)."""
-    if not torch.compiler.is_compiling():
+    if not compiled_for_cpu(x):
         return F.gelu(x, approximate="tanh")
-    y = x.float()  # as 1 + tanh(u) is 2 sigmoid(2u), which on a CPU takes a third of the time
+    y = x.float()  # as 1 + tanh(u) is 2 sigmoid(2u), which takes a third of the time
     y = y * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))
     return y.to(x.dtype)
 
@@ -246,9 +257,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        head = HeadCrossEntropy.apply
-        if x.device.type == "cpu":  # whose caches its parts are made for; compiled it takes longer
-            head = torch.compiler.disable(head)
+        head = head_as_it_is if compiled_for_cpu(x) else HeadCrossEntropy.apply
         args = x.flatten(0, 1), self.head_weight, targets.flatten(), self.config.vocab_size
         return head(*args, torch.is_grad_enabled())
 

@@ -9,8 +9,9 @@ from model.onednn import linear
 # Of the logits that one matrix product makes, in its dtype: on a CPU as many as make adding up the
 # embedding's gradient, once for each product, cheap.
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
-# Of those, as float32, and of the products that are added up: on a CPU what stays in its caches.
+# Of those, as float32: on a CPU what stays in its caches.
 PART_BYTES = {"cpu": 2**22, "cuda": 2**30}
+# Of the product that is added to the embedding's gradient at a time, in its dtype: likewise.
 SUM_BYTES = {"cpu": 2**23, "cuda": 2**29}
 
 # Of a slice of the vocabulary's logits when scoring: on a CPU what malloc keeps for the next slice.
@@ -29,7 +30,8 @@ class HeadCrossEntropy(torch.autograd.Function):
 
     x (N, C), weight (padded V, C), targets (N,) with -1 for tokens that do not count; rows of the
     weight from `vocab_size` on are padding. If `with_grad`, the gradients are made in the forward
-    pass, while a chunk's logits are there; the backward pass scales them. Products run in the
+    pass, while a chunk's logits are there; the backward pass scales them in place, so there can be
+    one. Products run in the
     autocast dtype, everything after them in float32, as in plain F.linear + F.cross_entropy.
     """
 
@@ -55,7 +57,7 @@ class HeadCrossEntropy(torch.autograd.Function):
             if torch.compiler.is_compiling():  # fuses what the parts are for
                 few = rows
             width = rows_within(SUM_BYTES, device, dtype.itemsize * x.size(1))
-            memory = low_x.new_empty(rows, len(weight))  # once: a CPU's is slow when it is new
+            memory = low_x.new_empty(rows, len(weight))  # once: new memory is slow
             for chunk in (slice(start, start + rows) for start in range(0, len(x), rows)):
                 near = low_x[chunk]
                 logits = torch.mm(near, low_weight.T, out=memory[: len(near)])  # (rows, padded V)

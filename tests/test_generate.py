@@ -5,10 +5,11 @@ import torch
 
 from model.cache import KVCache
 from model.config import GPTConfig
-from model.generate import beside_padding, choose, complete, generate
+from model.generate import beside_padding, choose, compiled, complete, generate, next_logits
 from model.gpt import GPT
 from model.packed import PackedGPT, packed
 from recipes import recipe_of
+from utils.distributed import autocast
 
 
 @pytest.fixture(scope="module", params=["gpt2", "modern", "llama,n_kv_head=1"])
@@ -74,11 +75,33 @@ def test_packed_weights_give_the_logits_of_autocast(model):
 
 def test_compiled_reading_changes_no_token_and_is_compiled_once(model):
     prompts = [[1, 2, 3], [4]]
-    compiled = generate(model, prompts, 40, seed=3, use_torch_compile=True)
-    made = [next(compiled) for _ in range(2)]
+    rest = generate(model, prompts, 40, seed=3, use_torch_compile=True)
+    made = [next(rest) for _ in range(2)]
     with torch.compiler.set_stance("fail_on_recompile"):
-        made += list(compiled)
+        made += list(rest)
     assert torch.stack(made, 1).tolist() == tokens(model, prompts, 40, seed=3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_reading_gives_the_logits_of_the_plain_one(dtype):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=256, vocab_size=257, n_layer=2, n_head=2, n_embd=32)).eval()
+    prompt, token = torch.randint(257, (2, 20)), torch.randint(257, (2, 1))
+    first = torch.tensor([[0], [7]])  # the second has padding in front
+    plain, cache = KVCache(64), KVCache(64, compiled=True)
+    read = compiled(next_logits, torch.device("cpu"))
+    with autocast(torch.device("cpu"), dtype):
+        for kept in (plain, cache):
+            model.hidden(prompt, kept, **beside_padding(first, 20, prompt))
+        logits = next_logits(model, token, plain, **beside_padding(first, 21, token))
+        cache.place = torch.arange(20, 21)
+        found = read(model, token, cache, **beside_padding(first, 21, token, 64))
+    assert cache.layers[0][0].dtype == dtype
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02 * logits.float().std().item()
+    torch.testing.assert_close(found, logits, atol=tolerance, rtol=0)
+    if dtype is torch.float32:  # one token without a cache, and so without a mask
+        torch.testing.assert_close(torch.compile(model)(token), model(token))
 
 
 @torch.no_grad()

@@ -121,8 +121,9 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(monkeypatch, chun
         torch.testing.assert_close(mine, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_the_head_gives_the_same_where_it_is_compiled(monkeypatch):
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 320 * 48)  # which it is on a GPU alone
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_gives_the_same_where_it_is_compiled(monkeypatch, dtype):  # as on GPUs it is
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 320 * 48)
     torch.manual_seed(0)
     x, weight = torch.randn(100, 32), torch.randn(320, 32)
     targets = torch.randint(300, (100,))
@@ -130,7 +131,8 @@ def test_the_head_gives_the_same_where_it_is_compiled(monkeypatch):
     found = []
     for head in (HeadCrossEntropy.apply, torch.compile(HeadCrossEntropy.apply, fullgraph=True)):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        loss = head(*leaves, targets, 300, True)
+        with autocast(torch.device("cpu"), dtype):
+            loss = head(*leaves, targets, 300, True)
         (3 * loss).backward()
         found.append([loss, *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(*found)

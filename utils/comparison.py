@@ -44,7 +44,7 @@ def steps(name: str, ours: Job, theirs: Job, peer: Path | None) -> Comparison:
 
 
 def mode(job: Job) -> str:
-    """How a job trains, in words."""
+    """How a job trains or samples, in words."""
     several = f", {job.processes} processes, {job.sharding}" if job.processes > 1 else ""
     return job.dtype + (", compiled" if job.compile else "") + several
 

@@ -17,7 +17,7 @@ GPU, PEAK_FLOPS = "H100", 989e12  # dense bfloat16, NVIDIA's data sheet
 DOLLARS_PER_GPU_HOUR = 2.50
 GPUS_PER_MACHINE = 8
 HEAP_LIMIT = 2**25  # glibc maps larger tensors one by one; smaller ones share a heap
-HEAP_HOLES = 1.25  # bytes lost there for each of gradients and optimizer: fitted, docs/SCALING.md
+HEAP_HOLES = 1.25  # times gradients and two moments is lost there: fitted, docs/SCALING.md
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def cast_bytes(shape: GPTConfig, e: int, checkpointing: str) -> int:
 
 
 def heap_holes(shape: GPTConfig, tokens: int, e: int, shards: int) -> int:
-    """Bytes that glibc's malloc holds beside the tensors: gradients and moments are laid where
-    activations were freed, and the next activations no longer fit in between."""
+    """Bytes that glibc's malloc holds beside the tensors: gradients are laid where activations were
+    freed, and the next activations no longer fit in between."""
     if tokens * shape.n_embd * e >= HEAP_LIMIT:
         return 0
     shares = (4 * size // shards for size in sizes(shape).values())

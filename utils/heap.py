@@ -1,5 +1,5 @@
 """What glibc's malloc does with a CPU's tensors. It gives back to the system what is freed, which
-hands out zeroed pages again: a fifth of a training step. A heap that keeps what is freed is rid of
+hands out zeroed pages again: a fifth of a training step. A heap that keeps what is freed avoids
 that, but gets holes where tensors that stay lie between those that come and go."""
 
 import ctypes
@@ -11,11 +11,11 @@ begun = False
 
 
 def apart() -> None:
-    """From now on a tensor of 1 MiB or more has pages to itself, which go with it: for those that
-    stay. Settings in the environment have precedence; another libc is left alone."""
+    """From the start on a tensor of 1 MiB or more has pages to itself, which go with it: for those
+    that stay. Settings in the environment have precedence; another libc is left alone."""
     global begun
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and not GIVEN & set(os.environ):
+    if hasattr(libc, "mallopt") and not begun and not GIVEN & set(os.environ):
         begun = True
         libc.mallopt(M_MMAP_THRESHOLD, 2**20)
 

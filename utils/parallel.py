@@ -36,7 +36,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from model.gpt import GPT
-from utils import heap
 from utils.checkpoint import CheckpointError
 from utils.distributed import Process
 
@@ -136,10 +135,8 @@ def gather_state(
         state = get_optimizer_state_dict(model, optimizers, options=options)
         moments = state.get("state", {})
     if next(model.parameters()).device.type == "cpu":  # these are the model's own tensors
-        heap.apart()
         weights = {name: weight.clone() for name, weight in weights.items()}
         moments = {n: {k: v.clone() for k, v in values.items()} for n, values in moments.items()}
-        heap.shared()
     return weights, moments
 
 
