@@ -54,8 +54,8 @@ def generate(
     `use_torch_compile` compiles the reading of one token for the number of prompts and the tokens
     there is room for, rounded up to 64s. On a CPU the weights must not change after that.
     """
-    one_token = next_logits
     T, device = model.config.block_size, model.transformer.wte.weight.device
+    one_token = compiled(next_logits, device) if use_torch_compile else next_logits
     uniforms = torch.stack(
         [
             torch.rand(
@@ -72,7 +72,7 @@ def generate(
     context = torch.tensor(rows, device=device)
     room = longest + max_new_tokens
     if use_torch_compile:
-        one_token, room = compiled(next_logits, device), -(-room // 64) * 64
+        room = -(-room // 64) * 64
     unread, cache = context, KVCache(min(T, room), compiled=use_torch_compile)
     for step in range(max_new_tokens):
         lengths = [context.size(1) - pad for pad in pads]

@@ -4,8 +4,6 @@ and what has been found since: docs/RECIPES.md says what each field of GPTConfig
 B batch, T time, C channels, V vocabulary, L layers, H heads, K of keys and values, D = C / H.
 """
 
-import math
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -14,44 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
-from model.loss import HeadCrossEntropy
+from model.functional import FEW_QUERIES, attend, compiled_for_cpu, gelu
+from model.loss import HeadCrossEntropy, head_as_it_is
 from model.norm import RMSNorm, rms_norm
 from model.rotary import rotate, rotations
-
-FEW_QUERIES = 256  # up to so many a CPU attends up to five times as fast in float32
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """scaled_dot_product_attention of queries (B, H, T, D), keys and values (B, K, S, D) in the
-    dtype that they have."""
-    if k.size(1) < q.size(1):  # each for H / K heads of queries that stand together
-        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):
-        masked = options["attn_mask"] is not None and not options["dropout_p"]
-        if masked and q.size(2) == 1 and compiled_for_cpu(q):
-            scores = (q * k).sum(-1, keepdim=True) / math.sqrt(q.size(-1))  # (B, H, S, 1)
-            scores = scores.masked_fill(~options["attn_mask"].transpose(2, 3), -torch.inf)
-            return (scores.softmax(2) * v).sum(2, keepdim=True)  # reads keys and values once
-        return F.scaled_dot_product_attention(q, k, v, **options)
-
-
-def compiled_for_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu" and torch.compiler.is_compiling()
-
-
-@torch._disable_dynamo  # torch.compiler.disable would import the compiler, which takes a second
-def head_as_it_is(*args) -> Tensor:
-    """HeadCrossEntropy, in parts that a CPU's caches hold; compiled it takes longer there."""
-    return HeadCrossEntropy.apply(*args)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GPT-2's GELU, the tanh approximation (Hendrycks and Gimpel 2016)."""
-    if not compiled_for_cpu(x):
-        return F.gelu(x, approximate="tanh")
-    y = x.float()  # as 1 + tanh(u) is 2 sigmoid(2u), which takes a third of the time
-    y = y * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))
-    return y.to(x.dtype)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

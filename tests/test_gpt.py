@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.cache import KVCache
 from model.config import SIZES, GPTConfig, ModelError
-from model.gpt import GPT, gelu
+from model.functional import gelu
+from model.gpt import GPT
 from model.loss import CHUNK_BYTES, PART_BYTES, SLICE_BYTES, SUM_BYTES, HeadCrossEntropy, look_up
 from model.norm import rms_norm
 from model.rotary import rotate, rotations

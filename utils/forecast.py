@@ -9,7 +9,7 @@ are not counted.
 from dataclasses import dataclass
 
 from model.config import GPTConfig
-from model.gpt import FEW_QUERIES
+from model.functional import FEW_QUERIES
 from model.loss import CHUNK_BYTES, PART_BYTES, SUM_BYTES, rows_within
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
