@@ -27,6 +27,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+class TiedEmbedding(torch.autograd.Function):
+    """Rows of a weight (V, C) for token ids (B, T), and that weight for the head it is tied to.
+    What they learn is added into the head's gradient, so there is no table as large for it."""
+
+    @staticmethod
+    def forward(ctx, idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(idx)
+        return F.embedding(idx, weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad_x: Tensor, grad_weight: Tensor) -> tuple[None, Tensor]:
+        (idx,) = ctx.saved_tensors
+        return None, grad_weight.index_add_(0, idx.flatten(), grad_x.flatten(0, 1))
+
+
+@torch._disable_dynamo  # compiled, it would add to a copy
+def embed_tied(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return TiedEmbedding.apply(idx, weight)
+
+
 def gelu(x: Tensor) -> Tensor:
     """GPT-2's GELU, the tanh approximation (Hendrycks and Gimpel 2016)."""
     if not compiled_for_cpu(x):

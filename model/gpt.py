@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
-from model.functional import FEW_QUERIES, attend, compiled_for_cpu, gelu
+from model.functional import FEW_QUERIES, attend, compiled_for_cpu, embed_tied, gelu
 from model.loss import HeadCrossEntropy, head_as_it_is
 from model.norm import RMSNorm, rms_norm
 from model.rotary import rotate, rotations
@@ -191,13 +191,24 @@ class GPT(nn.Module):
         For padding, or several continuations in one row: `positions` (B, T), each below the block
         size, and `mask` (B, 1, T, S), true where a token may look at the S tokens so far.
         """
+        return self.read(self.transformer.wte(idx), cache, positions, mask)
+
+    def read(
+        self,
+        x: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The same for embedded tokens (B, T, C)."""
+        T, rotary = x.size(1), None
         if positions is None:
             start = cache.length if cache is not None else 0
-            end = start + idx.size(1)
-            if end > self.config.block_size:
-                raise ModelError(f"{end} tokens do not fit the context of {self.config.block_size}")
-            positions = torch.arange(start, end, device=idx.device)
-        x, rotary = self.transformer.wte(idx), None  # (B, T, C)
+            if start + T > self.config.block_size:
+                raise ModelError(
+                    f"{start + T} tokens do not fit the context of {self.config.block_size}"
+                )
+            positions = torch.arange(start, start + T, device=x.device)
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)
         else:
@@ -206,7 +217,7 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x, rotary, cache, mask)
         if cache is not None and cache.place is None:
-            cache.length += idx.size(1)
+            cache.length += T
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -218,11 +229,16 @@ class GPT(nn.Module):
 
         Targets of -1 are left out of the mean.
         """
-        x = self.hidden(idx)
         if targets is None:
-            return self.logits(x)
+            return self.logits(self.hidden(idx))
+        weight = self.head_weight
+        if self.config.tied and idx.device.type == "cpu":
+            x, weight = embed_tied(idx, weight)
+        else:
+            x = self.transformer.wte(idx)
+        x = self.read(x)
         head = head_as_it_is if compiled_for_cpu(x) else HeadCrossEntropy.apply
-        args = x.flatten(0, 1), self.head_weight, targets.flatten(), self.config.vocab_size
+        args = x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size
         return head(*args, torch.is_grad_enabled())
 
 

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from model.onednn import linear
 
-# Of the logits that one matrix product makes, in its dtype: on a CPU as many as make adding up the
-# embedding's gradient, once for each product, cheap.
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
-# Of those, as float32: on a CPU what stays in its caches.
+# Of the logits that one matrix product makes, as float32: on a CPU in bfloat16 the most that fits
+# malloc's heap, where there is room once the last backward pass has ended.
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
+# Of those, likewise: on a CPU what stays in its caches.
 PART_BYTES = {"cpu": 2**22, "cuda": 2**30}
-# Of the product that is added to the embedding's gradient at a time, in its dtype: likewise.
+# Of the product that is added to the embedding's gradient at a time, in its dtype: the same.
 SUM_BYTES = {"cpu": 2**23, "cuda": 2**29}
 
 # Of a slice of the vocabulary's logits when scoring: on a CPU what malloc keeps for the next slice.
@@ -31,8 +31,8 @@ class HeadCrossEntropy(torch.autograd.Function):
     x (N, C), weight (padded V, C), targets (N,) with -1 for tokens that do not count; rows of the
     weight from `vocab_size` on are padding. If `with_grad`, the gradients are made in the forward
     pass, while a chunk's logits are there; the backward pass scales them in place, so there can be
-    one. Products run in the
-    autocast dtype, everything after them in float32, as in plain F.linear + F.cross_entropy.
+    one. Products run in the autocast dtype, everything after them in float32, as in plain F.linear
+    + F.cross_entropy.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ class HeadCrossEntropy(torch.autograd.Function):
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             low_x, low_weight = x.to(dtype), weight.to(dtype)
             own = targets.clamp(min=0).unsqueeze(-1)
-            rows = min(len(x), rows_within(CHUNK_BYTES, device, dtype.itemsize * len(weight)))
+            rows = min(len(x), rows_within(CHUNK_BYTES, device, 4 * len(weight)))
             few = rows_within(PART_BYTES, device, 4 * len(weight))
             if torch.compiler.is_compiling():  # fuses what the parts are for
                 few = rows

@@ -122,6 +122,16 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(monkeypatch, chun
         torch.testing.assert_close(mine, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
+def test_a_tied_embedding_learns_in_the_gradient_of_the_head():
+    model = tiny()
+    loss = model(*torch.randint(0, 257, (2, 3, 16)))
+    place = loss.grad_fn.saved_tensors[1].data_ptr()  # a tensor held here would be copied
+    before = loss.grad_fn.saved_tensors[1].clone()
+    loss.backward()
+    gradient = model.transformer.wte.weight.grad
+    assert gradient.data_ptr() == place and not torch.equal(gradient, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_head_gives_the_same_where_it_is_compiled(monkeypatch, dtype):  # as on GPUs it is
     monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 320 * 48)

@@ -132,7 +132,7 @@ def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
     the embedding's gradient one in `e` and, on a CPU, one float32.
     """
     low = 0 if e == 4 else e * (rows + tokens) * n_embd
-    chunk = min(tokens, rows_within(CHUNK_BYTES, device, e * rows))
+    chunk = min(tokens, rows_within(CHUNK_BYTES, device, 4 * rows))
     part = min(chunk, rows_within(PART_BYTES, device, 4 * rows))
     added = min(rows, rows_within(SUM_BYTES, device, e * n_embd))
     wide = 4 if device == "cpu" and e < 4 else 0

@@ -3,6 +3,7 @@ hands out zeroed pages again: a fifth of a training step. A heap that keeps what
 that, but gets holes where tensors that stay lie between those that come and go."""
 
 import ctypes
+import gc
 import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -27,3 +28,5 @@ def shared() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        gc.collect()
+        libc.malloc_trim(0)  # of what compiling left
