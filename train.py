@@ -41,6 +41,7 @@ from model.huggingface import load_pretrained
 from settings import fitting, other_order, settings
 from utils import checkpoint as ckpt
 from utils import distributed, guard, heap, parallel
+from utils.attention import prefer_fastest
 from utils.evals import benchmark_row, shared_rows, spread, validation_loss
 from utils.logger import Logger, writing
 from utils.optim import make_optimizers
@@ -87,7 +88,7 @@ def main() -> None:
         model = start_from(config, vocab_size)
     else:
         model = GPT(config.model_config(vocab_size))
-    start, best_loss, run_id, tokens_before, warnings = 0, math.inf, uuid.uuid4().hex, 0, []
+    start, best_loss, run_id, tokens_before, notes = 0, math.inf, uuid.uuid4().hex, 0, []
     if saved:
         ckpt.load_weights(model, saved, Path(config.resume), exact=True)
         start, best_loss, run_id = saved["step"], saved["best_loss"], saved["run_id"]
@@ -95,6 +96,8 @@ def main() -> None:
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
     parallel.recompute(model, config.activation_checkpointing, compiled=config.use_torch_compile)
     wrapped = parallel.wrap(model, process, config.sharding, dtype)
+    if device.type == "cuda":
+        notes.append(prefer_fastest(model.config, config.micro_batch_size, dtype, device))
     module = torch.compile(wrapped) if config.use_torch_compile else wrapped
     optimizers = make_optimizers(
         model,
@@ -112,7 +115,7 @@ def main() -> None:
         if start > config.max_steps:
             raise ConfigError(f"{config.resume} is at step {start}, after --max_steps")
         tokens_before = saved["tokens"] - start * config.total_batch_size
-        warnings = other_order(config, saved, len(train.stream))
+        notes += other_order(config, saved, len(train.stream))
     resumed, saved = saved is not None, None  # lets go of the file, which is mapped from disk
 
     steps = range(start, config.max_steps)
@@ -156,8 +159,8 @@ def main() -> None:
         f"{process.world_size} on {device}, {dtype}"
         + (f"; resumed at step {start}" if resumed else "")
     )
-    for warning in warnings:
-        logger.say(warning)
+    for note in notes:
+        logger.say(note)
 
     saver = Saver(config.checkpoint_dir, keep_last=config.keep_last, say=logger.say)
 

@@ -1,4 +1,4 @@
-"""Attention and GELU, computed otherwise where a CPU is faster that way."""
+"""Attention, GELU and the tied embedding, computed otherwise where a CPU is faster that way."""
 
 import math
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from utils import distributed, heap, measure_text, parallel
+from utils.attention import prefer_fastest
 from utils.throughput import peak_memory
 from utils.workers import Job, Repeat
 
@@ -72,6 +73,8 @@ def train(job: Job) -> Repeat:
     model = GPT(job.config)
     parallel.recompute(model, job.activation_checkpointing, compiled=job.compile)
     dtype = distributed.pick_dtype(job.dtype, process.device)
+    if process.device.type == "cuda":
+        prefer_fastest(job.config, job.batch, dtype, process.device)
     module = parallel.wrap(model, process, job.sharding, dtype)
     (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
     module = torch.compile(module) if job.compile else module
