@@ -159,6 +159,8 @@ def main() -> None:
         f"{process.world_size} on {device}, {dtype}"
         + (f"; resumed at step {start}" if resumed else "")
     )
+    if distributed.is_emulated(dtype, device):
+        notes.append(f"this processor has no products of {dtype}: --dtype float32 is faster")
     for note in notes:
         logger.say(note)
 

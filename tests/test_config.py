@@ -3,7 +3,7 @@ import torch
 from conftest import script
 
 from config import ConfigError, TrainConfig
-from utils.distributed import DeviceError, pick_device
+from utils.distributed import DeviceError, is_emulated, pick_device
 from utils.throughput import flops_per_token, peak_by_name, peak_flops
 
 
@@ -42,6 +42,16 @@ def test_devices_that_are_not_here_are_named():
     for name in ("cuda:99", "tpu", "cpu:x"):
         with pytest.raises(DeviceError, match=name):
             pick_device(name)
+
+
+def test_a_processor_without_bfloat16_is_known(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    assert is_emulated(torch.bfloat16, cpu) and not is_emulated(torch.float32, cpu)
+    assert not is_emulated(torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    assert not is_emulated(torch.bfloat16, cpu)
 
 
 def test_flops_follow_the_palm_formula_and_unknown_devices_get_no_peak():

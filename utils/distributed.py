@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -176,6 +177,13 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float32
     return getattr(torch, name)
+
+
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this processor makes products of `dtype` of those of float32, which takes longer."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    has = torch.cpu._is_avx512_bf16_supported()
+    return dtype is torch.bfloat16 and device.type == "cpu" and x86 and not has
 
 
 def autocast(
