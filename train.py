@@ -160,7 +160,7 @@ def main() -> None:
         + (f"; resumed at step {start}" if resumed else "")
     )
     if distributed.is_emulated(dtype, device):
-        notes.append(f"this processor has no products of {dtype}: --dtype float32 is faster")
+        notes.append(f"{device} has no products of {dtype} of its own: --dtype float32 is faster")
     for note in notes:
         logger.say(note)
 

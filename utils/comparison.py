@@ -8,7 +8,7 @@ import torch
 
 from model.config import GPTConfig
 from model.gpt import skeleton
-from utils.distributed import pick_device, pick_dtype
+from utils.distributed import is_emulated, pick_device, pick_dtype
 from utils.throughput import flops_per_token, peak_flops
 from utils.workers import Job, Measurement, measure
 
@@ -91,11 +91,20 @@ def line(row: dict) -> str:
     return text
 
 
+def processor() -> str:
+    """The name of the CPU, which Linux tells in a file of its own."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def hardware(device: torch.device) -> dict:
     """What the figures are of."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return {
-        "device": f"{device.type} {name}".strip(),
+        "device": f"{device.type} {name}",
+        "bfloat16": "emulated" if is_emulated(torch.bfloat16, device) else "native",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

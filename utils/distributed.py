@@ -174,16 +174,19 @@ def stop() -> None:
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; "auto" is bfloat16 on CUDA devices that have it."""
     if name == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_bf16 else torch.float32
+        low = device.type == "cuda" and not is_emulated(torch.bfloat16, device)
+        return torch.bfloat16 if low else torch.float32
     return getattr(torch, name)
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this processor makes products of `dtype` of those of float32, which takes longer."""
+    """Whether the device makes products of `dtype` of those of float32, which takes longer."""
+    if dtype is not torch.bfloat16:
+        return False
+    if device.type == "cuda":
+        return not torch.cuda.is_bf16_supported(including_emulation=False)
     x86 = platform.machine() in ("x86_64", "AMD64")
-    has = torch.cpu._is_avx512_bf16_supported()
-    return dtype is torch.bfloat16 and device.type == "cpu" and x86 and not has
+    return device.type == "cpu" and x86 and not torch.cpu._is_avx512_bf16_supported()
 
 
 def autocast(
