@@ -41,7 +41,7 @@ from model.huggingface import load_pretrained
 from settings import fitting, other_order, settings
 from utils import checkpoint as ckpt
 from utils import distributed, guard, heap, parallel
-from utils.attention import prefer_fastest
+from utils.attention import describe, preferring, seconds_of_kernels
 from utils.evals import benchmark_row, shared_rows, spread, validation_loss
 from utils.logger import Logger, writing
 from utils.optim import make_optimizers
@@ -96,8 +96,10 @@ def main() -> None:
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
     parallel.recompute(model, config.activation_checkpointing, compiled=config.use_torch_compile)
     wrapped = parallel.wrap(model, process, config.sharding, dtype)
+    kernels = {}
     if device.type == "cuda":
-        notes.append(prefer_fastest(model.config, config.micro_batch_size, dtype, device))
+        kernels = seconds_of_kernels(model.config, config.micro_batch_size, dtype, process)
+        notes.append(describe(kernels))
     module = torch.compile(wrapped) if config.use_torch_compile else wrapped
     optimizers = make_optimizers(
         model,
@@ -265,7 +267,10 @@ def main() -> None:
             distributed.tick()
             waited += time.perf_counter() - asked
             final = micro_step == accumulation - 1
-            with parallel.accumulating(wrapped, config.sharding, last=final):
+            with (
+                parallel.accumulating(wrapped, config.sharding, last=final),
+                preferring(kernels),
+            ):
                 with distributed.autocast(device, dtype, keep_weights=False):
                     loss = module(idx, targets) / accumulation
                 distributed.tick()

@@ -1,4 +1,5 @@
-"""Attention, GELU and the tied embedding, computed otherwise where a CPU is faster that way."""
+"""Attention, GELU and a tied embedding, each with a way of its own for CPUs: faster there, or in
+less memory."""
 
 import math
 

@@ -8,9 +8,9 @@ from model.onednn import linear
 
 # Of the logits that one matrix product makes, as float32: on a CPU in bfloat16 the most that fits
 # malloc's heap, where there is room once the last backward pass has ended.
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
 # Of those, likewise: on a CPU what stays in its caches.
-PART_BYTES = {"cpu": 2**22, "cuda": 2**30}
+PART_BYTES = {"cpu": 2**22, "cuda": 2**29}
 # Of the product that is added to the embedding's gradient at a time, in its dtype: the same.
 SUM_BYTES = {"cpu": 2**23, "cuda": 2**29}
 

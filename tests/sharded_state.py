@@ -2,6 +2,7 @@
 for each --sharding, and what a step under it gives; rank 0 prints them as JSON."""
 
 import json
+import os
 import sys
 
 import torch
@@ -59,5 +60,6 @@ def residual_dtype(process, sharding):
 process = distributed.start("cpu")
 found = {sharding: measure(process, sharding) for sharding in sys.argv[1:]}
 if process.all(True) and process.is_main:  # none leaves before the others are done with it
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
 distributed.stop()
+os._exit(0)  # as the scripts end: gloo's threads can abort the interpreter's own end

@@ -117,8 +117,7 @@ def test_the_report_is_a_file_and_the_last_line(tmp_path, monkeypatch, capsys):
     bench.main(BenchConfig("sample", device="cpu", out=out))
     last = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(last) == json.loads(out.read_text())
-    hardware = json.loads(last)["hardware"]
-    assert len(hardware["device"]) > len("cpu ") and hardware["bfloat16"] in ("native", "emulated")
+    assert len(json.loads(last)["hardware"]["device"]) > len("cpu ")
     assert [row["what"] for row in json.loads(last)["rows"]] == [
         "sampling gpt2, batch 1, bfloat16",
         "sampling gpt2, batch 8, bfloat16",

@@ -102,9 +102,10 @@ def processor() -> str:
 def hardware(device: torch.device) -> dict:
     """What the figures are of."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    if is_emulated(torch.bfloat16, device):
+        name += " without bfloat16"
     return {
         "device": f"{device.type} {name}",
-        "bfloat16": "emulated" if is_emulated(torch.bfloat16, device) else "native",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -180,7 +180,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device makes products of `dtype` of those of float32, which takes longer."""
+    """Whether the device is known to make products of `dtype` of those of float32, which takes
+    longer; of processors other than x86 and NVIDIA's nothing is known."""
     if dtype is not torch.bfloat16:
         return False
     if device.type == "cuda":
