@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from cli import run
 from config import BenchConfig, ConfigError
@@ -26,7 +27,7 @@ from model.gpt import GPT
 from model.huggingface import save_pretrained
 from scripts.harness import complete
 from utils.comparison import Comparison, figures, hardware, line, mode, steps
-from utils.distributed import pick_device
+from utils.distributed import is_emulated, pick_device
 from utils.workers import Job, Measurement
 
 VOCABULARY = GPT2Tokenizer.vocab_size
@@ -53,7 +54,9 @@ def small_training(config: BenchConfig, *, fast: bool) -> Comparison:
     """The shape of nanoGPT's documented configuration for a CPU, which is float32 and not compiled;
     ours too, or as fast as it goes."""
     theirs = Job(SMALL, SMALL_BATCH, "float32", config.device)
-    ours = replace(theirs, dtype="bfloat16", compile=True) if fast else theirs
+    slow = is_emulated(torch.bfloat16, pick_device(config.device))
+    fastest = replace(theirs, dtype="float32" if slow else "bfloat16", compile=True)
+    ours = fastest if fast else theirs
     return steps("4 layers of 128", ours, theirs, config.peer)
 
 
