@@ -53,10 +53,10 @@ def training(config: BenchConfig) -> Comparison:
 def small_training(config: BenchConfig, *, fast: bool) -> Comparison:
     """The shape of nanoGPT's documented configuration for a CPU, which is float32 and not compiled;
     ours too, or as fast as it goes."""
-    theirs = Job(SMALL, SMALL_BATCH, "float32", config.device)
-    slow = is_emulated(torch.bfloat16, pick_device(config.device))
-    fastest = replace(theirs, dtype="float32" if slow else "bfloat16", compile=True)
-    ours = fastest if fast else theirs
+    ours = theirs = Job(SMALL, SMALL_BATCH, "float32", config.device)
+    if fast:
+        slow = is_emulated(torch.bfloat16, pick_device(config.device))
+        ours = replace(theirs, dtype="float32" if slow else "bfloat16", compile=True)
     return steps("4 layers of 128", ours, theirs, config.peer)
 
 
