@@ -2,13 +2,16 @@
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -20,13 +23,14 @@ from config import ConfigError, TrainConfig  # noqa: E402
 from data.tokenizer import GPT2Tokenizer  # noqa: E402
 from dryrun import largest_micro_batch  # noqa: E402
 from model.config import SIZES  # noqa: E402
-from utils.comparison import figures, hardware, line, steps  # noqa: E402
+from utils.comparison import figures, hardware, line, mode, steps  # noqa: E402
 from utils.distributed import free_memory, pick_device, pick_dtype  # noqa: E402
 from utils.workers import Job, Measurement, MeasurementError, measure  # noqa: E402
 
 VOCABULARY = GPT2Tokenizer.vocab_size
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
 SEQUENCES = 64  # of a process in a step, so that micro-batches are powers of two
+COMPILER = {"max-autotune": "TORCHINDUCTOR_MAX_AUTOTUNE", "CUDA graphs": "TORCHINDUCTOR_CUDAGRAPHS"}
 
 
 def options() -> argparse.Namespace:
@@ -46,19 +50,33 @@ def shapes(asked: argparse.Namespace) -> dict[str, dict]:
     return {name: SIZES[name] | rest for name in asked.model_types}
 
 
+def runs(asked: argparse.Namespace) -> Iterator[tuple[str, Job, dict[str, str], Path | None]]:
+    """What is measured: its name, its job, variables of its environment, the peer beside it."""
+    gpus = torch.cuda.device_count()
+    for number, (name, shape) in enumerate(shapes(asked).items()):
+        job = Job(shape, dtype="auto", compile=not asked.tiny)
+        yield name, job, {}, asked.peer
+        if number == 0 and job.compile:  # what the compiler does only if asked, also by train.py
+            for way, variable in COMPILER.items():
+                yield f"{name}, {way}", job, {variable: "1"}, None
+        for sharding in ("none", "zero2") if gpus > 1 else ():
+            yield name, replace(job, sharding=sharding, processes=gpus), {}, None
+
+
 def first_that_fits(micro_batch_size: int, measured):
-    """What `measured` gives for the micro-batch, or for its half and so on, and which it was."""
+    """What `measured` gives for the micro-batch, its half or its quarter, and which it was."""
+    least = max(1, micro_batch_size // 4)  # what fails at a quarter fails for another reason
     while True:
         try:
             return measured(micro_batch_size), micro_batch_size
         except MeasurementError:
-            if micro_batch_size == 1:
+            if micro_batch_size == least:
                 raise
             micro_batch_size //= 2
             print(f"does not fit: trying {micro_batch_size}", flush=True)
 
 
-def compare(name: str, job: Job, asked: argparse.Namespace) -> dict:
+def compare(name: str, job: Job, repeats: int, peer: Path | None) -> dict:
     """A row: ours beside limits, then the peer's at its own largest micro-batch."""
     device = pick_device(job.device)
     shape, dtype = job.config, pick_dtype(job.dtype, device)
@@ -75,23 +93,23 @@ def compare(name: str, job: Job, asked: argparse.Namespace) -> dict:
 
     def ours(batch: int) -> dict:
         sized = replace(job, batch=batch)
-        return figures(steps(name, sized, sized, None), asked.repeats)
+        return figures(steps(name, sized, sized, None), repeats)
 
     def theirs(batch: int) -> dict:
-        alone = replace(job, batch=batch, processes=1, peer=str(asked.peer.resolve()))
-        return measure([Measurement("train_nanogpt", alone)], asked.repeats, in_turn=True)[0]
+        beside = replace(job, batch=batch, peer=str(peer.resolve()))
+        return measure([Measurement("train_nanogpt", beside)], repeats, in_turn=True)[0]
 
     row, most = first_that_fits(most, ours)
     print(line(row), flush=True)
-    if asked.peer and job.processes == 1:
+    if peer:
         try:
-            peer, batch = first_that_fits(most, theirs)
+            other, batch = first_that_fits(most, theirs)
         except MeasurementError as error:
             print(f"  nanoGPT: {error}")
             return row | {"nanogpt": {"error": str(error)}}
-        row |= {"nanogpt": peer, "ratio": row["measured"]["train"]["rate"] / peer["rate"]}
+        row |= {"nanogpt": other, "ratio": row["measured"]["train"]["rate"] / other["rate"]}
         print(
-            f"  nanoGPT at {batch}: {peer['rate']:,.0f} tokens/s: {row['ratio']:.2f}x", flush=True
+            f"  nanoGPT at {batch}: {other['rate']:,.0f} tokens/s: {row['ratio']:.2f}x", flush=True
         )
     return row
 
@@ -133,23 +151,14 @@ def main() -> None:
     device = pick_device("auto")
     report = {"hardware": hardware(device), "rows": []}
     print(", ".join(f"{key} {value}" for key, value in report["hardware"].items()))
-    ways = [("none", 1)]
-    if torch.cuda.device_count() > 1:
-        ways += [("none", torch.cuda.device_count()), ("zero2", torch.cuda.device_count())]
-    for name, shape in shapes(asked).items():
-        for sharding, processes in ways:
-            job = Job(
-                shape,
-                dtype="auto",
-                compile=not asked.tiny,
-                sharding=sharding,
-                processes=processes,
-            )
-            try:
-                report["rows"].append(compare(name, job, asked))
-            except (ConfigError, MeasurementError) as error:  # the other rows count all the same
-                report["rows"].append({"what": f"training {name}, {sharding}", "error": str(error)})
-                print(f"training {name}: {error}")
+    for name, job, variables, peer in runs(asked):
+        try:
+            with patch.dict(os.environ, variables):
+                report["rows"].append(compare(name, job, asked.repeats, peer))
+        except (ConfigError, MeasurementError) as error:  # the other rows count all the same
+            what = f"training {name}, {mode(job)}"
+            report["rows"].append({"what": what, "error": str(error)})
+            print(f"{what}: {error}", flush=True)
     report["train.py"] = train_itself(next(iter(shapes(asked).values())), asked.tiny)
     if asked.out:
         asked.out.write_text(json.dumps(report, indent=1))

@@ -1,14 +1,18 @@
+import argparse
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, environment, script
 
 import bench
 from config import BenchConfig, ConfigError
 from utils.comparison import figures, line
+from utils.workers import MeasurementError
 
 PEER = """
 import torch
@@ -90,6 +94,48 @@ def test_the_script_for_gpus_runs_here_without_most_requirements(tmp_path):
     assert 0 < row["share_of_matrix"] < 2
     assert row["ratio"] == row["measured"]["train"]["rate"] / row["nanogpt"]["rate"]
     assert row["what"] == "training tiny, 64 x 64, auto"
+
+
+def test_the_script_for_gpus_tries_what_the_compiler_does_only_if_asked(monkeypatch):
+    bench_gpu = importlib.import_module("scripts.bench_gpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    asked = argparse.Namespace(model_types=["gpt2", "gpt2-xl"], peer=Path("peer"), tiny=False)
+    runs = list(bench_gpu.runs(asked))
+    assert [(name, job.sharding, job.processes, peer) for name, job, _, peer in runs] == [
+        ("gpt2", "none", 1, asked.peer),
+        ("gpt2, max-autotune", "none", 1, None),
+        ("gpt2, CUDA graphs", "none", 1, None),
+        ("gpt2", "none", 2, None),
+        ("gpt2", "zero2", 2, None),
+        ("gpt2-xl", "none", 1, asked.peer),
+        ("gpt2-xl", "none", 2, None),
+        ("gpt2-xl", "zero2", 2, None),
+    ]
+    assert [bool(variables) for _, _, variables, _ in runs] == [False, True, True] + 5 * [False]
+    heeded = "from torch._inductor.config import *; print(max_autotune, triton.cudagraphs)"
+    done = subprocess.run(
+        [sys.executable, "-c", heeded],
+        env=environment() | runs[1][2] | runs[2][2],
+        text=True,
+        capture_output=True,
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_what_fails_at_a_quarter_of_the_micro_batch_is_not_for_want_of_memory():
+    bench_gpu = importlib.import_module("scripts.bench_gpu")
+    tried = []
+
+    def measured(batch):
+        tried.append(batch)
+        if batch > 16:
+            raise MeasurementError
+        return "measured"
+
+    assert bench_gpu.first_that_fits(64, measured) == ("measured", 16)
+    with pytest.raises(MeasurementError):
+        bench_gpu.first_that_fits(256, measured)
+    assert tried == [64, 32, 16, 256, 128, 64]
 
 
 @pytest.mark.slow
