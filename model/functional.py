@@ -43,8 +43,9 @@ class TiedEmbedding(torch.autograd.Function):
         return None, grad_weight.index_add_(0, idx.flatten(), grad_x.flatten(0, 1))
 
 
-@torch._disable_dynamo  # compiled, it would add to a copy
-def embed_tied(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+@torch._disable_dynamo  # as in model/loss.py
+def tied_as_it_is(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """TiedEmbedding; compiled it would add to a copy."""
     return TiedEmbedding.apply(idx, weight)
 
 

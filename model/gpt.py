@@ -12,7 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
-from model.functional import FEW_QUERIES, attend, compiled_for_cpu, embed_tied, gelu
+from model.functional import (
+    FEW_QUERIES,
+    TiedEmbedding,
+    attend,
+    compiled_for_cpu,
+    gelu,
+    tied_as_it_is,
+)
 from model.loss import HeadCrossEntropy, head_as_it_is
 from model.norm import RMSNorm, rms_norm
 from model.rotary import rotate, rotations
@@ -233,7 +240,8 @@ class GPT(nn.Module):
             return self.logits(self.hidden(idx))
         weight = self.head_weight
         if self.config.tied and idx.device.type == "cpu":
-            x, weight = embed_tied(idx, weight)
+            embed = tied_as_it_is if compiled_for_cpu(idx) else TiedEmbedding.apply
+            x, weight = embed(idx, weight)
         else:
             x = self.transformer.wte(idx)
         x = self.read(x)

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import script
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -264,6 +265,20 @@ def test_shapes_that_cannot_be_are_named(change):
 def test_more_tokens_than_the_context_are_refused():
     with pytest.raises(ModelError, match="17 tokens do not fit the context of 16"):
         tiny()(torch.zeros(1, 17, dtype=torch.long))
+
+
+PLAIN = """
+import sys, torch
+from model.config import GPTConfig
+from model.gpt import GPT
+idx = torch.zeros(1, 16, dtype=torch.long)
+GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=16, vocab_size=16))(idx, idx).backward()
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_plain_step_does_without_the_compiler_which_takes_a_second_to_import():
+    assert script("-c", PLAIN).stdout == "False\n"
 
 
 @pytest.mark.parametrize("what", ["mlp", "cheap", "block"])
