@@ -8,10 +8,11 @@ from model.onednn import linear
 
 # Of the logits that one matrix product makes, as float32: on a CPU in bfloat16 the most that fits
 # malloc's heap, where there is room once the last backward pass has ended.
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
-# Of those, likewise: on a CPU what stays in its caches.
-PART_BYTES = {"cpu": 2**22, "cuda": 2**29}
-# Of the product that is added to the embedding's gradient at a time, in its dtype: the same.
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
+# Of those, as float32 too: on a CPU what stays in its caches.
+PART_BYTES = {"cpu": 2**22, "cuda": 2**30}
+# Of the product that is added to the embedding's gradient at a time, in its dtype: on a CPU what
+# stays in its caches.
 SUM_BYTES = {"cpu": 2**23, "cuda": 2**29}
 
 # Of a slice of the vocabulary's logits when scoring: on a CPU what malloc keeps for the next slice.
