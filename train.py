@@ -96,10 +96,11 @@ def main() -> None:
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
     parallel.recompute(model, config.activation_checkpointing, compiled=config.use_torch_compile)
     wrapped = parallel.wrap(model, process, config.sharding, dtype)
-    kernels = {}
+    attention = None
     if device.type == "cuda":
-        kernels = seconds_of_kernels(model.config, config.micro_batch_size, dtype, process)
-        notes.append(describe(kernels))
+        seconds = seconds_of_kernels(model.config, config.micro_batch_size, dtype, process)
+        attention = next(iter(seconds), None)
+        notes.append(describe(seconds))
     module = torch.compile(wrapped) if config.use_torch_compile else wrapped
     optimizers = make_optimizers(
         model,
@@ -269,7 +270,7 @@ def main() -> None:
             final = micro_step == accumulation - 1
             with (
                 parallel.accumulating(wrapped, config.sharding, last=final),
-                preferring(kernels),
+                preferring(attention),
             ):
                 with distributed.autocast(device, dtype, keep_weights=False):
                     loss = module(idx, targets) / accumulation

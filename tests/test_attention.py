@@ -1,4 +1,4 @@
-"""The choice of a kernel for attention, here of those that a CPU has."""
+"""The choice of a kernel for attention: of those that a CPU has, and of a GPU's if there is one."""
 
 import subprocess
 import sys
@@ -6,87 +6,100 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, environment
-from torch.backends import cuda as enabled
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel
 
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils import attention
-from utils.distributed import Process
+from utils.distributed import Process, autocast
 
 ALONE = Process(0, 0, 1, torch.device("cpu"))
-FLASH, MATH = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+MATH = attention.SDPBackend.MATH
+NAMES = ("cudnn", "flash", "mem_efficient", "math")
 SHAPE = GPTConfig(n_layer=1, n_head=2, n_embd=128, block_size=512, vocab_size=257)
-
-
-@pytest.fixture(autouse=True)
-def restored():
-    with torch.compiler.config.patch(cache_key_tag=""):
-        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_that_cannot_do_it_are_left_out(dtype):
     seconds = attention.seconds_of_kernels(SHAPE, 2, dtype, ALONE)
-    assert list(seconds) == [FLASH] and seconds[FLASH] > 0
-    assert f"FLASH_ATTENTION {1000 * seconds[FLASH]:.2f} ms" in attention.describe(seconds)
+    assert list(seconds) == ["flash"] and seconds["flash"] > 0
+    assert f"flash {1000 * seconds['flash']:.2f} ms" in attention.describe(seconds)
     assert "no kernel" in attention.describe({})
 
 
 def test_the_fastest_comes_first(monkeypatch):
-    monkeypatch.setattr(attention, "KERNELS", [MATH, *attention.KERNELS])
+    monkeypatch.setitem(attention.KERNELS, "math", MATH)
     seconds = attention.seconds_of_kernels(SHAPE, 2, torch.float32, ALONE)
-    assert set(seconds) == {FLASH, MATH}
+    assert set(seconds) == {"flash", "math"}
     assert list(seconds.values()) == sorted(seconds.values())
-    with attention.preferring(seconds):
-        assert torch._C._get_sdp_priority_order()[:2] == [int(kernel) for kernel in seconds]
 
 
-def test_what_is_preferred_falls_back_to_the_plain_one_and_is_let_go_of():
-    for order in ([], [FLASH], [SDPBackend.CUDNN_ATTENTION]):
-        with attention.preferring(order):
-            assert enabled.math_sdp_enabled()
-            assert enabled.flash_sdp_enabled() == (FLASH in order or not order)
-        assert enabled.flash_sdp_enabled() and enabled.mem_efficient_sdp_enabled()
+def test_what_is_preferred_comes_first_and_is_let_go_of():
+    def state():
+        enabled = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in NAMES]
+        return torch._C._get_sdp_priority_order(), enabled, torch.compiler.config.cache_key_tag
+
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        before = state()
+        for name, kernel in attention.KERNELS.items():
+            with attention.preferring(name):
+                order, enabled, tag = state()
+                assert (order[0], order[3]) == (int(kernel), int(MATH))
+                assert all(enabled) and tag == f"mine attention {name}"
+            assert state() == before
+        with attention.preferring(None):
+            assert state() == before
 
 
-def test_no_kernel_changes_a_loss_or_a_gradient():
-    model = GPT(SHAPE)
-    batch, found = torch.randint(0, 257, (2, 2, 512)), []
-    for kernel in (FLASH, MATH):
+@pytest.mark.parametrize(
+    "device, dtype, names",
+    [
+        ("cpu", torch.float32, ["flash"]),
+        pytest.param(
+            "cuda",
+            torch.bfloat16,
+            list(attention.KERNELS),
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+)
+def test_no_kernel_changes_a_loss_or_a_gradient(device, dtype, names):
+    model = GPT(SHAPE).to(device)
+    batch = torch.randint(0, 257, (2, 2, 512), device=device)
+
+    def learned(kernel):
         model.zero_grad()
-        with attention.preferring([kernel]):
+        with kernel, autocast(torch.device(device), dtype):
             loss = model(*batch)
             loss.backward()
-        found.append([loss, *(p.grad for p in model.parameters())])
-    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    plain = learned(sdpa_kernel(MATH))
+    for name in names:
+        for a, b in zip(learned(attention.preferring(name)), plain, strict=True):
+            assert (a - b).norm() <= 10 * torch.finfo(dtype).eps * b.norm(), name
 
 
 COMPILED = """
 import sys, torch
 from torch.profiler import profile
-from model.config import GPTConfig
 from utils import attention
-from utils.distributed import Process
-attention.KERNELS = [getattr(attention.SDPBackend, sys.argv[1])]
-shape = GPTConfig(n_layer=1, n_head=2, n_embd=128, block_size=300, vocab_size=257)
-process = Process(0, 0, 1, torch.device("cpu"))
-kernels = attention.seconds_of_kernels(shape, 1, torch.float32, process)
+attention.KERNELS = {sys.argv[1]: getattr(attention.SDPBackend, sys.argv[1])}
 attend = torch.compile(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x))
 x = torch.randn(1, 2, 300, 64, requires_grad=True)
-with profile() as trace, attention.preferring(kernels):
+with profile() as trace, attention.preferring(sys.argv[1]):
     attend(x).sum().backward()
 print(any("flash" in event.key for event in trace.key_averages()))
 """
 
 
 def test_the_cache_of_compiled_code_does_not_bring_another_kernel(tmp_path):
-    for kernel in (FLASH, MATH):
+    for name in ("FLASH_ATTENTION", "MATH"):
         done = subprocess.run(
-            [sys.executable, "-c", COMPILED, kernel.name],
+            [sys.executable, "-c", COMPILED, name],
             cwd=ROOT,
             env=environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
             capture_output=True,
             text=True,
         )
-        assert done.stdout.split() == [str(kernel is FLASH)], done.stderr
+        assert done.stdout.split() == [str(name != "MATH")], done.stderr

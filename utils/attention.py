@@ -5,8 +5,8 @@ on Hopper and more on Ampere (huggingface/transformers, pull request 48163)."""
 import math
 import time
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,17 +15,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from model.config import GPTConfig
 from utils.distributed import Process
 
-KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-]
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 TURNS = 10
 
 
 def seconds_of_kernels(
     shape: GPTConfig, batch: int, dtype: torch.dtype, process: Process
-) -> dict[SDPBackend, float]:
+) -> dict[str, float]:
     """Seconds that a layer's attention takes in training with each of KERNELS that can do it,
     fastest first: least of TURNS, mean over processes, which all must call this."""
     B, T, H, D, device = batch, shape.block_size, shape.n_head, shape.head_size, process.device
@@ -43,30 +43,36 @@ def seconds_of_kernels(
 
     least = dict.fromkeys(KERNELS, math.inf)
     for turn in range(1 + TURNS):
-        for kernel in KERNELS:
+        for name, kernel in KERNELS.items():
             with sdpa_kernel(kernel), warnings.catch_warnings(action="ignore"):
                 try:
                     seconds = attend()
                 except RuntimeError:  # not for this shape, dtype or device
                     continue
             if turn:  # the first warms up
-                least[kernel] = min(seconds, least[kernel])
+                least[name] = min(seconds, least[name])
     means = process.sum(torch.tensor(list(least.values()), device=device)) / process.world_size
     found = dict(zip(KERNELS, means.tolist(), strict=True))
-    order = sorted((kernel for kernel in KERNELS if math.isfinite(found[kernel])), key=found.get)
+    able = sorted((name for name in KERNELS if math.isfinite(found[name])), key=found.get)
+    return {name: found[name] for name in able}
+
+
+@contextmanager
+def preferring(name: str | None) -> Iterator[None]:
+    """Around forward and backward: attention by the kernel of that name where it can do it, else by
+    another; None leaves the choice to PyTorch."""
+    if name is None:
+        yield
+        return
+    order = [KERNELS[name], *KERNELS.values(), SDPBackend.MATH]
     # compiled code has its kernel in it, but the cache that it is kept in does not ask for that
-    torch.compiler.config.cache_key_tag = "-".join(kernel.name for kernel in order)
-    return {kernel: found[kernel] for kernel in order}
+    config = torch.compiler.config
+    tagged = config.patch(cache_key_tag=f"{config.cache_key_tag} attention {name}")
+    with tagged, sdpa_kernel(order, set_priority=True):
+        yield
 
 
-def preferring(order: Iterable[SDPBackend]) -> AbstractContextManager:
-    """Around forward and backward: attention by the first of `order` that can do it, by PyTorch's
-    plain one if none can, and as ever if `order` is empty."""
-    order = list(order)
-    return sdpa_kernel([*order, SDPBackend.MATH], set_priority=True) if order else nullcontext()
-
-
-def describe(seconds: dict[SDPBackend, float]) -> str:
+def describe(seconds: dict[str, float]) -> str:
     """What the log says of them."""
-    each = ", ".join(f"{kernel.name} {1000 * s:.2f} ms" for kernel, s in seconds.items())
+    each = ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in seconds.items())
     return f"attention of a layer, forward and backward: {each or 'by no kernel but the plain one'}"

@@ -18,7 +18,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from utils import distributed, heap, measure_text, parallel
 from utils.attention import describe, preferring, seconds_of_kernels
@@ -33,17 +32,17 @@ def training(
     loss_of: Callable,
     optimizer: torch.optim.Optimizer,
     clip: Callable[[nn.Module], Tensor],
-    kernels: tuple[SDPBackend, ...] = (),
+    attention: str | None = None,
 ) -> Repeat:
     """Steps of one micro-batch of random tokens: forward, backward, clip, update; as many as take a
-    second, so that what ran in between is forgotten. `kernels` of attention are preferred."""
+    second, so that what ran in between is forgotten. `attention` is the kernel for it."""
     device = process.device
     size = (job.batch, job.config.block_size)
     dtype = distributed.pick_dtype(job.dtype, device)
     tokens = torch.randint(job.config.vocab_size, (2, *size), device=device)
 
     def step() -> None:
-        with preferring(kernels):
+        with preferring(attention):
             with distributed.autocast(device, dtype, keep_weights=False):
                 loss = loss_of(*tokens)
             loss.backward()
@@ -76,10 +75,12 @@ def train(job: Job) -> Repeat:
     model = GPT(job.config)
     parallel.recompute(model, job.activation_checkpointing, compiled=job.compile)
     dtype = distributed.pick_dtype(job.dtype, process.device)
-    kernels = {}
+    attention = None
     if process.device.type == "cuda":
-        kernels = seconds_of_kernels(job.config, job.batch, dtype, process)
-        print(describe(kernels), file=sys.stderr)
+        seconds = seconds_of_kernels(job.config, job.batch, dtype, process)
+        attention = next(iter(seconds), None)
+        if process.is_main:
+            print(describe(seconds), file=sys.stderr)
     module = parallel.wrap(model, process, job.sharding, dtype)
     (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
     module = torch.compile(module) if job.compile else module
@@ -87,7 +88,7 @@ def train(job: Job) -> Repeat:
     def clip(model: nn.Module) -> Tensor:
         return parallel.clip_grad_norm(model, 1.0)
 
-    return training(job, process, model, module, optimizer, clip, tuple(kernels))
+    return training(job, process, model, module, optimizer, clip, attention)
 
 
 def train_nanogpt(job: Job) -> Repeat:
