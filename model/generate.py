@@ -55,7 +55,8 @@ def generate(
     there is room for, rounded up to 64s. On a CPU the weights must not change after that.
     """
     T, device = model.config.block_size, model.transformer.wte.weight.device
-    one_token = compiled(next_logits, device) if use_torch_compile else next_logits
+    if use_torch_compile:
+        one_token = compiled(next_logits, device)
     uniforms = torch.stack(
         [
             torch.rand(

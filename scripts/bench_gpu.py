@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,8 @@ from utils.workers import Job, Measurement, MeasurementError, measure  # noqa: E
 VOCABULARY = GPT2Tokenizer.vocab_size
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
 SEQUENCES = 64  # of a process in a step, so that micro-batches are powers of two
+# What the compiler does only if its own variables ask for it, for train.py too; but a graph's
+# gradients are gone with its next replay, so CUDA graphs are for steps of one micro-batch alone.
 COMPILER = {"max-autotune": "TORCHINDUCTOR_MAX_AUTOTUNE", "CUDA graphs": "TORCHINDUCTOR_CUDAGRAPHS"}
 
 
@@ -56,14 +58,14 @@ def runs(asked: argparse.Namespace) -> Iterator[tuple[str, Job, dict[str, str], 
     for number, (name, shape) in enumerate(shapes(asked).items()):
         job = Job(shape, dtype="auto", compile=not asked.tiny)
         yield name, job, {}, asked.peer
-        if number == 0 and job.compile:  # what the compiler does only if asked, also by train.py
+        if number == 0 and job.compile:
             for way, variable in COMPILER.items():
                 yield f"{name}, {way}", job, {variable: "1"}, None
         for sharding in ("none", "zero2") if gpus > 1 else ():
             yield name, replace(job, sharding=sharding, processes=gpus), {}, None
 
 
-def first_that_fits(micro_batch_size: int, measured):
+def first_that_fits(micro_batch_size: int, measured: Callable[[int], dict]) -> tuple[dict, int]:
     """What `measured` gives for the micro-batch, its half or its quarter, and which it was."""
     least = max(1, micro_batch_size // 4)  # what fails at a quarter fails for another reason
     while True:

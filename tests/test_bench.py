@@ -112,7 +112,7 @@ def test_the_script_for_gpus_tries_what_the_compiler_does_only_if_asked(monkeypa
         ("gpt2-xl", "zero2", 2, None),
     ]
     assert [bool(variables) for _, _, variables, _ in runs] == [False, True, True] + 5 * [False]
-    heeded = "from torch._inductor.config import *; print(max_autotune, triton.cudagraphs)"
+    heeded = "from torch._inductor import config as c; print(c.max_autotune, c.triton.cudagraphs)"
     done = subprocess.run(
         [sys.executable, "-c", heeded],
         env=environment() | runs[1][2] | runs[2][2],

@@ -185,7 +185,8 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype is not torch.bfloat16:
         return False
     if device.type == "cuda":
-        return not torch.cuda.is_bf16_supported(including_emulation=False)
+        with torch.cuda.device(device):
+            return not torch.cuda.is_bf16_supported(including_emulation=False)
     x86 = platform.machine() in ("x86_64", "AMD64")
     return device.type == "cpu" and x86 and not torch.cpu._is_avx512_bf16_supported()
 
