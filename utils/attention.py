@@ -66,10 +66,14 @@ def preferring(name: str | None) -> Iterator[None]:
         return
     order = [KERNELS[name], *KERNELS.values(), SDPBackend.MATH]
     # compiled code has its kernel in it, but the cache that it is kept in does not ask for that
-    config = torch.compiler.config
-    tagged = config.patch(cache_key_tag=f"{config.cache_key_tag} attention {name}")
-    with tagged, sdpa_kernel(order, set_priority=True):
-        yield
+    config = torch.compiler.config  # whose `patch` leaves a variable behind each time
+    tag = config.cache_key_tag
+    config.cache_key_tag = f"{tag} attention {name}"
+    try:
+        with sdpa_kernel(order, set_priority=True):
+            yield
+    finally:
+        config.cache_key_tag = tag
 
 
 def describe(seconds: dict[str, float]) -> str:
