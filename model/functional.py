@@ -14,6 +14,19 @@ def compiled_for_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and torch.compiler.is_compiling()
 
 
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler, which takes a second
+def apply_as_it_is(function: type[torch.autograd.Function], *args) -> Tensor | tuple[Tensor, ...]:
+    return function.apply(*args)
+
+
+def apply(function: type[torch.autograd.Function], x: Tensor, *args) -> Tensor | tuple[Tensor, ...]:
+    """function.apply(x, *args). Code compiled for a CPU calls it as it is: compiled, TiedEmbedding
+    would add to a copy, and HeadCrossEntropy take longer than in its own parts."""
+    if compiled_for_cpu(x):
+        return apply_as_it_is(function, x, *args)
+    return function.apply(x, *args)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     """scaled_dot_product_attention of queries (B, H, T, D), keys and values (B, K, S, D) in the
     dtype that they have."""
@@ -41,12 +54,6 @@ class TiedEmbedding(torch.autograd.Function):
     def backward(ctx, grad_x: Tensor, grad_weight: Tensor) -> tuple[None, Tensor]:
         (idx,) = ctx.saved_tensors
         return None, grad_weight.index_add_(0, idx.flatten(), grad_x.flatten(0, 1))
-
-
-@torch._disable_dynamo  # as in model/loss.py
-def tied_as_it_is(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """TiedEmbedding; compiled it would add to a copy."""
-    return TiedEmbedding.apply(idx, weight)
 
 
 def gelu(x: Tensor) -> Tensor:

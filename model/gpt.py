@@ -12,15 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
-from model.functional import (
-    FEW_QUERIES,
-    TiedEmbedding,
-    attend,
-    compiled_for_cpu,
-    gelu,
-    tied_as_it_is,
-)
-from model.loss import HeadCrossEntropy, head_as_it_is
+from model.functional import FEW_QUERIES, TiedEmbedding, apply, attend, gelu
+from model.loss import HeadCrossEntropy
 from model.norm import RMSNorm, rms_norm
 from model.rotary import rotate, rotations
 
@@ -240,14 +233,12 @@ class GPT(nn.Module):
             return self.logits(self.hidden(idx))
         weight = self.head_weight
         if self.config.tied and idx.device.type == "cpu":
-            embed = tied_as_it_is if compiled_for_cpu(idx) else TiedEmbedding.apply
-            x, weight = embed(idx, weight)
+            x, weight = apply(TiedEmbedding, idx, weight)
         else:
             x = self.transformer.wte(idx)
-        x = self.read(x)
-        head = head_as_it_is if compiled_for_cpu(x) else HeadCrossEntropy.apply
-        args = x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size
-        return head(*args, torch.is_grad_enabled())
+        x = self.read(x).flatten(0, 1)
+        args = weight, targets.flatten(), self.config.vocab_size, torch.is_grad_enabled()
+        return apply(HeadCrossEntropy, x, *args)
 
 
 class WithoutInit(TorchFunctionMode):

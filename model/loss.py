@@ -88,12 +88,6 @@ class HeadCrossEntropy(torch.autograd.Function):
         return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None
 
 
-@torch._disable_dynamo  # torch.compiler.disable would import the compiler, which takes a second
-def head_as_it_is(*args) -> Tensor:
-    """HeadCrossEntropy, in parts that a CPU's caches hold; compiled it takes longer there."""
-    return HeadCrossEntropy.apply(*args)
-
-
 class Likeliest:
     """Whether targets (N,) are where their rows of logits are highest, slice by slice of the
     vocabulary; of equal logits the first counts, as in argmax over them all."""
