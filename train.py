@@ -41,7 +41,7 @@ from model.huggingface import load_pretrained
 from settings import fitting, other_order, settings
 from utils import checkpoint as ckpt
 from utils import distributed, guard, heap, parallel
-from utils.attention import describe, preferring, seconds_of_kernels
+from utils.attention import fastest_kernel, preferring
 from utils.evals import benchmark_row, shared_rows, spread, validation_loss
 from utils.logger import Logger, writing
 from utils.optim import make_optimizers
@@ -88,7 +88,7 @@ def main() -> None:
         model = start_from(config, vocab_size)
     else:
         model = GPT(config.model_config(vocab_size))
-    start, best_loss, run_id, tokens_before, notes = 0, math.inf, uuid.uuid4().hex, 0, []
+    start, best_loss, run_id, tokens_before = 0, math.inf, uuid.uuid4().hex, 0
     if saved:
         ckpt.load_weights(model, saved, Path(config.resume), exact=True)
         start, best_loss, run_id = saved["step"], saved["best_loss"], saved["run_id"]
@@ -96,11 +96,7 @@ def main() -> None:
     # the compiled module trains; evaluation, samples and checkpoints use the plain one inside it
     parallel.recompute(model, config.activation_checkpointing, compiled=config.use_torch_compile)
     wrapped = parallel.wrap(model, process, config.sharding, dtype)
-    attention = None
-    if device.type == "cuda":
-        seconds = seconds_of_kernels(model.config, config.micro_batch_size, dtype, process)
-        attention = next(iter(seconds), None)
-        notes.append(describe(seconds))
+    attention, notes = fastest_kernel(model.config, config.micro_batch_size, dtype, process)
     module = torch.compile(wrapped) if config.use_torch_compile else wrapped
     optimizers = make_optimizers(
         model,

@@ -28,6 +28,10 @@ def test_kernels_that_cannot_do_it_are_left_out(dtype):
     assert "no kernel" in attention.describe({})
 
 
+def test_a_cpu_s_attention_is_left_to_pytorch():
+    assert attention.fastest_kernel(SHAPE, 2, torch.float32, ALONE) == (None, [])
+
+
 def test_the_fastest_comes_first(monkeypatch):
     monkeypatch.setitem(attention.KERNELS, "math", MATH)
     seconds = attention.seconds_of_kernels(SHAPE, 2, torch.float32, ALONE)

@@ -23,6 +23,17 @@ KERNELS = {
 TURNS = 10
 
 
+def fastest_kernel(
+    shape: GPTConfig, batch: int, dtype: torch.dtype, process: Process
+) -> tuple[str | None, list[str]]:
+    """The name of the kernel for training on a GPU, by trying, and what the log says of that;
+    elsewhere None. All processes must call this."""
+    if process.device.type != "cuda":
+        return None, []
+    seconds = seconds_of_kernels(shape, batch, dtype, process)
+    return next(iter(seconds), None), [describe(seconds)]
+
+
 def seconds_of_kernels(
     shape: GPTConfig, batch: int, dtype: torch.dtype, process: Process
 ) -> dict[str, float]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from utils import distributed, heap, measure_text, parallel
-from utils.attention import describe, preferring, seconds_of_kernels
+from utils.attention import fastest_kernel, preferring
 from utils.throughput import peak_memory
 from utils.workers import Job, Repeat
 
@@ -75,12 +75,9 @@ def train(job: Job) -> Repeat:
     model = GPT(job.config)
     parallel.recompute(model, job.activation_checkpointing, compiled=job.compile)
     dtype = distributed.pick_dtype(job.dtype, process.device)
-    attention = None
-    if process.device.type == "cuda":
-        seconds = seconds_of_kernels(job.config, job.batch, dtype, process)
-        attention = next(iter(seconds), None)
-        if process.is_main:
-            print(describe(seconds), file=sys.stderr)
+    attention, notes = fastest_kernel(job.config, job.batch, dtype, process)
+    if notes and process.is_main:
+        print(*notes, file=sys.stderr)
     module = parallel.wrap(model, process, job.sharding, dtype)
     (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
     module = torch.compile(module) if job.compile else module
