@@ -4,7 +4,7 @@
     python bench.py train --peer ../nanoGPT --micro_batch_size 4 --dtype bfloat16
     python bench.py data --input novels-00000-of-00002.parquet novels-00001-of-00002.parquet
 
-Each measurement runs in a process of its own (utils/workers.py); on a CPU those that are compared
+Each measurement runs in a process of its own (scripts/bench/measure.py); on a CPU those compared
 take turns, repeat by repeat. Prints medians, then all of it as one line of JSON.
 """
 
@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cli import run
 from config import BenchConfig, ConfigError
-from data.benchmarks import read_rows
 from data.shards import atomic_write
 from data.tokenizer import GPT2Tokenizer, load_tokenizer
+from evaluation.tasks import read_rows
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
-from scripts.harness import complete
-from utils.comparison import Comparison, figures, hardware, line, mode, steps
+from scripts.bench.harness import complete
+from scripts.bench.measure import Job, Measurement
+from scripts.bench.report import Comparison, figures, hardware, line, mode, steps
+from utils.cli import run
 from utils.distributed import is_emulated, pick_device
-from utils.workers import Job, Measurement
 
 VOCABULARY = GPT2Tokenizer.vocab_size
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "vocab_size": 257}

@@ -13,11 +13,11 @@ import uuid
 
 from safetensors import SafetensorError
 
-from cli import run
 from config import ConfigError, ConvertConfig, TrainConfig
 from data.tokenizer import load_tokenizer
 from model.huggingface import save_pretrained
-from utils import checkpoint as ckpt
+from training import checkpoint as ckpt
+from utils.cli import run
 
 
 def to_folder(config: ConvertConfig) -> None:

@@ -18,19 +18,19 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cli import run
 from config import ConfigError, EvalConfig, TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shards import atomic_write, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
+from evaluation.metrics import Result, benchmark, shared_rows, validation_loss
+from evaluation.published import PUBLISHED
+from evaluation.scoring import score_items
 from model.gpt import GPT
 from model.packed import packed
-from utils import distributed, heap
-from utils.checkpoint import open_model
+from training.checkpoint import open_model
+from utils import distributed, malloc
+from utils.cli import run
 from utils.distributed import Process, pick_dtype
-from utils.evals import Result, benchmark, shared_rows, validation_loss
-from utils.published import PUBLISHED
-from utils.scoring import score_items
 
 
 def check(config: EvalConfig) -> dict[str, Path | None]:
@@ -122,7 +122,7 @@ def main(config: EvalConfig) -> None:
     val = open_validation(config, model, tokenizer, saved) if "val" in config.tasks else None
     rows = {task: shared_rows(task, path, process)[: config.limit] for task, path in files.items()}
     model = packed(model.to(process.device), pick_dtype(config.dtype, process.device), rows=2048)
-    heap.shared()
+    malloc.shared()
     results: list[Result] = []
     examples: list[dict] = []
     for task in config.tasks:

@@ -4,11 +4,11 @@ python plot.py --log logs runs/other/logs --sz 124M --out plots/log_plot.png
 python plot.py --log logs --x hours
 """
 
-from cli import run
 from config import PlotConfig
+from evaluation.figure import draw
+from evaluation.published import PUBLISHED
 from model.config import NICKNAMES
-from utils.figure import draw
-from utils.published import PUBLISHED
+from utils.cli import run
 
 
 def main(config: PlotConfig) -> None:

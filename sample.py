@@ -14,13 +14,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from cli import run
 from config import ConfigError, SamplingConfig
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
 from model.gpt import GPT
 from model.packed import packed
-from utils.checkpoint import open_model
+from training.checkpoint import open_model
+from utils.cli import run
 from utils.distributed import autocast, pick_device, pick_dtype
 
 CHANGEABLE = {  # settings that --interactive can change, and what makes them of text

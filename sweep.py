@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NoReturn
 
-from cli import run
 from config import ConfigError, SweepConfig
 from data.shards import atomic_write
-from utils.figure import draw_sweep
+from evaluation.figure import draw_sweep
+from utils.cli import run
 from utils.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent

@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cli import exit_with_sentence
 from config import ConfigError, TrainConfig
 from data.loader import (
     Sequences,
@@ -34,20 +33,22 @@ from data.loader import (
 )
 from data.shards import DataError, atomic_write, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from dryrun import dry_run, largest_micro_batch, model_shape
+from evaluation.metrics import benchmark_row, shared_rows, spread, validation_loss
+from evaluation.scoring import score_items
 from model.generate import complete
 from model.gpt import GPT
 from model.huggingface import load_pretrained
-from settings import fitting, other_order, settings
-from utils import checkpoint as ckpt
-from utils import distributed, guard, heap, parallel
-from utils.attention import fastest_kernel, preferring
-from utils.evals import benchmark_row, shared_rows, spread, validation_loss
+from training import checkpoint as ckpt
+from training import guard, parallel
+from training.attention import fastest_kernel, preferring
+from training.dry_run import dry_run, largest_micro_batch, model_shape
+from training.optim import make_optimizers
+from training.resume import fitting, other_order, settings
+from training.saver import Saver
+from training.schedule import learning_rate, momentum, stable_steps
+from utils import distributed, malloc
+from utils.cli import exit_with_sentence
 from utils.logger import Logger, writing
-from utils.optim import make_optimizers
-from utils.saver import Saver
-from utils.schedule import learning_rate, momentum, stable_steps
-from utils.scoring import score_items
 from utils.signals import Stop
 from utils.throughput import flops_per_token, peak_flops, since_start, tracer
 
@@ -288,7 +289,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
         step += 1
         if step == start + 1:
-            heap.shared()  # all that stays is there: weights and moments
+            malloc.shared()  # all that stays is there: weights and moments
             if since_start():
                 logger.say(f"the first step was done {since_start():.1f} s after the start")
         if trace is not None:
@@ -328,7 +329,7 @@ def main() -> None:
         logger.say(f"done: best validation loss {best_loss:.4f}, see {config.checkpoint_dir}")
     logger.close()
     if process.is_main and not stopping:
-        from utils.figure import draw_if_possible  # matplotlib takes its time
+        from evaluation.figure import draw_if_possible  # matplotlib takes its time
 
         size = model.config.size if corpus_name(config.data_dir) == "FineWeb-Edu" else None
         draw_if_possible([config.log_dir], config.log_dir / "log_plot.png", size)

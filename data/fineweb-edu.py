@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python puts data
 import numpy as np
 from tqdm import tqdm
 
-from cli import run
 from config import ConfigError, DataConfig
 from data.merge import merge
 from data.sharder import Sharder, writing_to
 from data.shards import MANIFEST
 from data.source import Source
 from data.tokenizer import Tokenizer, load_tokenizer
+from utils.cli import run
 
 WAITING_CHARS = 50_000_000  # of text read ahead of the writer at the most
 PIECE_CHARS = 1_000_000  # of a long document tokenised at a time

@@ -237,6 +237,6 @@ def main(config: LoaderConfig) -> None:
 
 
 if __name__ == "__main__":
-    from cli import run  # a script may use the command line that the scripts share
+    from utils.cli import run  # a script may use the command line that the scripts share
 
     run(main, LoaderConfig)

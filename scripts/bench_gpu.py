@@ -21,11 +21,11 @@ import torch  # noqa: E402
 
 from config import ConfigError, TrainConfig  # noqa: E402
 from data.tokenizer import GPT2Tokenizer  # noqa: E402
-from dryrun import largest_micro_batch  # noqa: E402
 from model.config import SIZES  # noqa: E402
-from utils.comparison import figures, hardware, line, mode, steps  # noqa: E402
+from scripts.bench.measure import Job, Measurement, MeasurementError, measure  # noqa: E402
+from scripts.bench.report import figures, hardware, line, mode, steps  # noqa: E402
+from training.dry_run import largest_micro_batch  # noqa: E402
 from utils.distributed import free_memory, pick_device, pick_dtype  # noqa: E402
-from utils.workers import Job, Measurement, MeasurementError, measure  # noqa: E402
 
 VOCABULARY = GPT2Tokenizer.vocab_size
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}

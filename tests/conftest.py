@@ -181,7 +181,7 @@ def losses(run: Path, split: str = "train") -> dict[int, float]:
 
 def weights(run: Path, name: str = "model_last.pt") -> dict:
     """The float32 weights of a run's checkpoint."""
-    from utils.checkpoint import join_float32, load_checkpoint
+    from training.checkpoint import join_float32, load_checkpoint
 
     state = load_checkpoint(run / "checkpoints" / name)
     return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}

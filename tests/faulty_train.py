@@ -6,9 +6,9 @@ import time
 from datetime import timedelta
 
 import train
-from cli import exit_with_sentence
 from model.gpt import GPT
 from utils import distributed
+from utils.cli import exit_with_sentence
 
 FAULTS = {tuple(map(int, fault.split(":"))) for fault in os.environ["FAULTS"].split()}
 RANK = int(os.environ.get("RANK", 0))

@@ -30,10 +30,11 @@ from config import ConfigError, TrainConfig
 from data.loader import Sequences, TokenStream
 from data.sharder import Sharder
 from data.shards import DataError, ShardWriter, corpus_name, read_manifest, write_manifest
+from evaluation.figure import draw
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained, to_hf
-from utils.checkpoint import (
+from training.checkpoint import (
     CheckpointError,
     assemble,
     describe,
@@ -43,11 +44,10 @@ from utils.checkpoint import (
     model_config,
     save_checkpoint,
 )
-from utils.figure import draw
-from utils.guard import Guard
+from training.guard import Guard
+from training.optim import make_optimizers
+from training.parallel import gather_state, load_optimizer_state
 from utils.logger import LogError, has_rows_of_another, read_metrics
-from utils.optim import make_optimizers
-from utils.parallel import gather_state, load_optimizer_state
 
 NAMED = (ConfigError, DataError, ModelError, CheckpointError, LogError)
 SECONDS, MEMORY = 20, 2**30  # more than a second or a hundredth of it is never needed

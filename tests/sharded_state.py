@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from model.config import GPTConfig
 from model.gpt import GPT
-from utils import distributed, parallel
-from utils.optim import make_optimizers
+from training import parallel
+from training.optim import make_optimizers
+from utils import distributed
 
 CONFIG = GPTConfig(block_size=16, vocab_size=256, n_layer=3, n_head=2, n_embd=64)
 

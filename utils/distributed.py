@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils import heap
+from utils import malloc
 from utils.watch import Watch
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: longer than a download or a slow disk
@@ -114,7 +114,7 @@ def start(device: str) -> Process:
             "start without torchrun, or with --device cuda or cpu"
         )
     if process.device.type == "cpu":
-        heap.apart()
+        malloc.apart()
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not bfloat16

@@ -13,7 +13,7 @@ import time
 
 import torch.distributed as dist
 
-from utils.saver import finish_writing
+from training.saver import finish_writing
 
 BEAT = 2.0  # seconds between two counts
 LOST = 30.0  # seconds without one after which a process counts as lost

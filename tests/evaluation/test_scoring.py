@@ -1,0 +1,301 @@
+import io
+import json
+from functools import partial
+
+import harness_model
+import hub
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import SHARED, environment, script, torchrun
+from pyarrow import parquet
+
+from data.shards import DataError
+from data.tokenizer import load_tokenizer
+from evaluation.metrics import benchmark
+from evaluation.scoring import score_items
+from evaluation.tasks import (
+    Item,
+    cbt_items,
+    hellaswag_clean,
+    hellaswag_raw,
+    lambada_items,
+    parse_cbt,
+    read_rows,
+)
+from model.config import GPTConfig, ModelError
+from model.gpt import GPT
+from model.huggingface import save_pretrained
+from recipes import recipe_of
+from scripts.bench.harness import complete
+from utils.distributed import Process
+
+ALONE = Process(0, 0, 1, torch.device("cpu"))
+BYTES = load_tokenizer("bytes")
+ITEMS = [
+    Item("The cat sat", (" down.", " on the mat.", " x"), 1),
+    Item("A much longer context, " * 3 + "that ends", (" here", " there and nowhere else"), 0),
+    Item("Trailing space ", ("kept apart", "or not")),
+    Item("", (" nothing before",)),
+]
+CBT = """1 Tom had a dog .
+2 The dog ran to Ann .
+21 `` Where is the XXXXX ? '' said Ann .\tdog\t\tcat|dog|Ann
+"""
+
+
+@pytest.fixture(scope="module")
+def model(request):
+    torch.manual_seed(0)
+    fields = recipe_of(getattr(request, "param", "gpt2")).model
+    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields))
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)  # far from uniform
+    return model.eval()
+
+
+def score(model, items, batch_size=16, **options):
+    return score_items(
+        model, BYTES, ALONE, items, batch_size=batch_size, dtype=torch.float32, **options
+    )
+
+
+@torch.no_grad()
+def by_hand(model, context, choice):
+    """Log-probability and greedy agreement of a continuation, one plain forward; white space at
+    the end of the context belongs to the continuation, as in the harness."""
+    context, space = context.rstrip(), context[len(context.rstrip()) :]
+    context, choice = list(context.encode()) or [256], list((space + choice).encode())
+    logits = model(torch.tensor([(context + choice)[-129:][:-1]]))[0, -len(choice) :]
+    nats = F.log_softmax(logits, -1).gather(-1, torch.tensor(choice)[:, None])
+    return nats.sum().item(), logits.argmax(-1).tolist() == choice
+
+
+@pytest.mark.parametrize("model", ["gpt2", "modern", "llama,n_kv_head=1"], indirect=True)
+def test_each_continuation_scores_as_if_it_stood_alone(model):
+    for item, scores in zip(ITEMS, score(model, ITEMS), strict=True):
+        for choice, found in zip(item.choices, scores, strict=True):
+            nats, greedy = by_hand(model, item.context, choice)
+            assert found.logprob == pytest.approx(nats, abs=1e-4)
+            assert found.greedy == greedy and found.tokens >= len(choice)
+
+
+def test_a_context_too_long_loses_its_start(model):
+    item = Item("abc " * 60, (" one", " and another one"))
+    for choice, found in zip(item.choices, score(model, [item])[0], strict=True):
+        assert found.logprob == pytest.approx(by_hand(model, item.context, choice)[0], abs=1e-4)
+    with pytest.raises(ModelError, match="block size is 128"):
+        score(model, [Item("a", ("b" * 200,))])
+
+
+@torch.no_grad()
+def test_the_context_is_scored_where_asked(model):
+    (found,) = score(model, ITEMS[:1], with_context=True)
+    ids = torch.tensor([list(b"The cat sat")])
+    mean = F.cross_entropy(model(ids)[0, :-1], ids[0, 1:])
+    assert found[0].context_tokens == 10
+    assert found[0].context_logprob == pytest.approx(-10 * mean.item(), abs=1e-4)
+
+
+def test_greedy_last_and_filtered_mean_what_they_say(model):
+    with torch.no_grad():
+        first = model(torch.tensor([list(b"The cat sat")]))[0, -1].argmax().item()
+        second = model(torch.tensor([[*b"The cat sat", first]]))[0, -1].argmax().item()
+    choice = bytes([first, second])
+
+    class Raw:  # a tokenizer that gives the very ids
+        eot = 256
+
+        def encode(self, text):
+            return np.frombuffer(text.encode("latin-1"), np.uint8).astype(np.uint16)
+
+    def ask(text, **options):
+        items = [Item("The cat sat", (text.decode("latin-1"),))]
+        found = score_items(
+            model, Raw(), ALONE, items, batch_size=1, dtype=torch.float32, **options
+        )
+        return found[0][0]
+
+    assert ask(choice).greedy and ask(choice).last and ask(choice).greedy_filtered
+    wrong = bytes([first ^ 1, second])
+    assert not ask(wrong).greedy
+    assert not ask(choice, banned=[first]).greedy_filtered and ask(choice, banned=[first]).greedy
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_the_batch_size_changes_no_count(model, batch_size):
+    items = [Item(f"{'word ' * (i % 20)}number {i}", (" a b", " c", f" {i}")) for i in range(50)]
+    one, other = score(model, items, 3), score(model, items, batch_size)
+    pick = [[int(np.argmax([s.logprob for s in x])) for x in y] for y in (one, other)]
+    assert pick[0] == pick[1]
+    flags = [[(s.greedy, s.last, s.tokens) for x in y for s in x] for y in (one, other)]
+    assert flags[0] == flags[1]
+
+
+def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
+    row = {
+        "ctx": "[header] How to [title] Do it. he", "ctx_a": "[header] How to [title] Do it.",
+        "ctx_b": "he", "activity_label": "Doing", "endings": ["runs [substeps] off", "b", "c", "d"],
+        "label": "0",
+    }  # fmt: skip
+    assert hellaswag_raw([row])[0].choices[0] == " runs [substeps] off"
+    (clean,) = hellaswag_clean([row])
+    assert clean.context == "Doing: How to. Do it. He" and clean.choices[0] == " runs off"
+    assert clean.label == 0
+    short = {k: row[k] for k in ("ctx", "endings", "label")}
+    assert hellaswag_clean([short])[0].context == " How to. Do it. he"
+
+
+def test_lambada_asks_for_the_last_word():
+    (item,) = lambada_items([{"text": "He said\n\nyes to it"}])
+    assert (item.context, item.choices) == ("He said\n\nyes to", (" it",))
+
+
+def test_cbt_in_its_original_format_scores_as_by_hand(model, tmp_path):
+    (tmp_path / "cbt.txt").write_text(CBT.replace("21 ", "3 "))
+    rows = read_rows("cbt_cn", tmp_path / "cbt.txt")
+    (item,) = cbt_items(rows)
+    assert item.context == "Tom had a dog . The dog ran to Ann . `` Where is the"
+    assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
+    results, examples = benchmark("cbt_cn", rows, partial(score, model), BYTES)
+    rest = [by_hand(model, item.context, choice)[0] for choice in item.choices]
+    whole = []
+    for choice in item.choices:
+        ids = torch.tensor([list((item.context + choice).encode())])
+        whole.append(-model(ids[:, :-1], ids[:, 1:]).item())
+    by_protocol = {r.protocol: r.value for r in results}
+    assert by_protocol["from the blank"] == float(np.argmax(rest) == 1)
+    assert by_protocol["full sequence"] == float(np.argmax(whole) == 1)
+    assert examples[0]["logprobs"] == pytest.approx(whole, abs=1e-4)
+    assert examples[1]["logprobs"] == pytest.approx(rest, abs=1e-4)
+
+
+def test_files_of_another_kind_are_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows("lambada", path)
+    for text, message in (
+        ("not json", "not in the original format"),
+        ('{"text": "a b"}\n{"n": 2}', "item 2, is not one of lambada"),
+        ('{"text": 1}', "item 1, is not one of lambada"),
+        ("", "holds no"),
+        ("[1]", "item 1"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_rows("lambada", path)
+    path.write_text('{"text": "a\u2028b c"}')  # a line separator that ends no line of JSON
+    assert read_rows("lambada", path) == [{"text": "a\u2028b c"}]
+    good = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
+    for change in ({"label": ""}, {"label": 2}, {"endings": []}, {"ctx_a": "a"}, {"ctx": None}):
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(DataError, match="item 1, is not one of hellaswag"):
+            read_rows("hellaswag", path)
+    path.write_text(CBT.replace("21 ", "3 ").replace("XXXXX", "what"))
+    with pytest.raises(DataError, match="item 1, is not one of cbt_ne"):
+        read_rows("cbt_ne", path)
+    with pytest.raises(ValueError, match="number 2"):
+        parse_cbt("1 a\n3 b\n")
+
+
+@pytest.fixture(scope="module")
+def exported(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    save_pretrained(model, folder, BYTES)
+    (folder / "h.jsonl").write_text(
+        "".join(
+            json.dumps({"ctx": f"A dog number {i}", "endings": ["a", "bb", "c c", "d"], "label": 0})
+            + "\n"
+            for i in range(23)
+        )
+    )
+    (folder / "l.jsonl").write_text("".join(f'{{"text": "the cat {i} e"}}\n' for i in range(23)))
+    (folder / "c.txt").write_text(CBT.replace("21 ", "3 ") * 9)
+    return folder
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_batches_and_processes_change_no_figure(exported, shards, tmp_path, batch_size):
+    tasks = ["--tasks", "val", "hellaswag", "lambada", "cbt_cn", "--data_dir", shards]
+    data = ["--data", exported / "h.jsonl", exported / "l.jsonl", exported / "c.txt"]
+    args = ["evaluate.py", "--model", exported, *tasks, *data, "--val_tokens", 8192]
+    one = script(*args, "--out", tmp_path / "1.json", "--dump", tmp_path / "1.jsonl").stdout
+    torchrun(2, *args, "--out", tmp_path / "2.json", "--batch_size", batch_size)
+    a, b = (json.loads((tmp_path / f"{n}.json").read_text())["results"] for n in (1, 2))
+    assert len(a) == 3 + 5 + 4 + 2
+    for x, y in zip(a, b, strict=True):
+        assert x["value"] == pytest.approx(y["value"], rel=1e-5), x
+        if x["metric"].startswith("acc"):
+            assert x["value"] == y["value"]
+    # the rows lack what the harness's query needs: its figure is not put beside them
+    assert "lm-eval, ctx alone" in one and "0.2955 [1]" in one and "0.3114" not in one
+    assert len((tmp_path / "1.jsonl").read_text().splitlines()) == 3 * 23 + 2 * 9
+
+
+def test_a_checkpoint_is_scored_on_the_shards_it_was_trained_on(trained, tmp_path):
+    path = trained / "checkpoints" / "model_best.pt"
+    args = ["evaluate.py", "--checkpoint", path, "--tasks", "val", "--val_tokens", 4096]
+    script(*args, "--out", tmp_path / "e.json", "--device", "cpu")
+    found = {r["metric"]: r for r in json.loads((tmp_path / "e.json").read_text())["results"]}
+    rows = [json.loads(line) for line in (trained / "logs" / "metrics.jsonl").open()]
+    best = min(row["loss"] for row in rows if row["split"] == "val")
+    assert found["loss"]["value"] == pytest.approx(best, rel=1e-6)
+    assert found["loss"]["n"] == 4096 and {"perplexity", "bits_per_byte"} <= set(found)
+
+
+def test_bad_settings_are_sentences(trained, exported, tmp_path):
+    for extra, message in (
+        (["--tasks", "lambada", "--data", tmp_path / "none"], "cannot be read"),
+        (["--tasks", "val", "--out", tmp_path], "could not be written"),
+        (["--tasks", "val", "val"], "once"),
+        (["--tasks", "lambada", "--data", tmp_path, tmp_path], "2 files"),
+        (["--model", exported, "--tasks", "val"], "needs --data_dir"),
+        (["--model", tmp_path, "--tasks", "val"], "not a GPT-2"),
+        (["--limit", 0], "--limit"),
+    ):
+        done = script(
+            "evaluate.py", "--checkpoint", trained / "checkpoints" / "model_best.pt", *extra, code=2
+        )
+        assert message in done.stderr and "Traceback" not in done.stderr
+
+
+# what `python scripts/bench/harness.py` gave for tests/harness_model.py, lm_eval 0.4.13
+HARNESS = {"acc": 0.222, "acc_norm": 0.286, "lambada acc": 0.001, "perplexity": 22325077.53}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/hellaswag_val_1000.jsonl")
+def test_figures_are_those_of_lm_evaluation_harness(tmp_path):
+    try:
+        harness_model.write(tmp_path / "model")
+    except DataError as error:
+        pytest.skip(str(error))
+    rows = read_rows("hellaswag", SHARED / "data" / "hellaswag_val_1000.jsonl")
+    full = tmp_path / "full.jsonl"
+    full.write_text("".join(json.dumps(complete(row)) + "\n" for row in rows))
+    args = ["--tasks", "hellaswag", "lambada", "--hellaswag_protocols", "lm-eval", "--data", full]
+    args += [SHARED / "data" / "lambada_test_1000.jsonl", "--out", tmp_path / "e.json"]
+    script("evaluate.py", "--model", tmp_path / "model", *args, "--device", "cpu")
+    results = json.loads((tmp_path / "e.json").read_text())["results"]
+    found = {(r["task"], r["metric"]): r["value"] for r in results if r["protocol"] == "lm-eval"}
+    assert found["hellaswag", "acc"] == HARNESS["acc"]
+    assert found["hellaswag", "acc_norm"] == HARNESS["acc_norm"]
+    assert found["lambada", "acc"] == HARNESS["lambada acc"]
+    assert found["lambada", "perplexity"] == pytest.approx(HARNESS["perplexity"], rel=1e-3)
+
+
+def test_benchmarks_come_from_the_hub(exported, tmp_path):
+    rows = {"text": [f"the cat {i} e" for i in range(23)]}
+    parquet.write_table(pa.table(rows), buffer := io.BytesIO())
+    readme = b"---\nconfigs:\n- config_name: default\n  data_files:\n"
+    readme += b"  - split: test\n    path: data/test-*\n---\n"
+    files = {"README.md": readme, "data/test-00000-of-00001.parquet": buffer.getvalue()}
+    args = ["evaluate.py", "--model", exported, "--tasks", "lambada", "--device", "cpu", "--out"]
+    with hub.serve(files, "datasets/EleutherAI/lambada_openai") as (address, _):
+        env = {**environment(), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
+        env["HF_HOME"] = str(tmp_path)
+        script(*args, tmp_path / "1.json", env=env)
+    script(*args, tmp_path / "2.json", "--data", exported / "l.jsonl")
+    one, two = ((tmp_path / f"{n}.json").read_text() for n in (1, 2))
+    assert json.loads(one)["results"] == json.loads(two)["results"]
