@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from config import BenchConfig, ConfigError
-from data.shards import atomic_write
 from data.tokenizer import GPT2Tokenizer, load_tokenizer
 from evaluation.tasks import read_rows
 from model.config import SIZES, GPTConfig
@@ -29,6 +28,7 @@ from scripts.bench.measure import Job, Measurement
 from scripts.bench.report import Comparison, figures, hardware, line, mode, steps
 from utils.cli import run
 from utils.distributed import is_emulated, pick_device
+from utils.files import atomic_write
 
 VOCABULARY = GPT2Tokenizer.vocab_size
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "vocab_size": 257}

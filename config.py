@@ -7,9 +7,10 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from model.config import SIZES, GPTConfig
 from recipes import Recipe, recipe_of
+from utils.errors import UserError
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """Settings that are wrong by themselves or do not fit each other."""
 
 

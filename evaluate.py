@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from config import ConfigError, EvalConfig, TrainConfig
 from data.loader import Sequences, TokenStream
-from data.shards import atomic_write, corpus_name
+from data.shards import corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
 from evaluation.metrics import Result, benchmark, shared_rows, validation_loss
 from evaluation.published import PUBLISHED
@@ -31,6 +31,7 @@ from training.checkpoint import open_model
 from utils import distributed, malloc
 from utils.cli import run
 from utils.distributed import Process, pick_dtype
+from utils.files import atomic_write
 
 
 def check(config: EvalConfig) -> dict[str, Path | None]:

@@ -20,9 +20,9 @@ from statistics import fmean, median, stdev
 from typing import NoReturn
 
 from config import ConfigError, SweepConfig
-from data.shards import atomic_write
 from evaluation.figure import draw_sweep
 from utils.cli import run
+from utils.files import atomic_write
 from utils.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent

@@ -31,7 +31,7 @@ from data.loader import (
     step_sequences,
     train_batches,
 )
-from data.shards import DataError, atomic_write, corpus_name
+from data.shards import DataError, corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
 from evaluation.metrics import benchmark_row, shared_rows, spread, validation_loss
 from evaluation.scoring import score_items
@@ -44,10 +44,11 @@ from training.attention import fastest_kernel, preferring
 from training.dry_run import dry_run, largest_micro_batch, model_shape
 from training.optim import make_optimizers
 from training.resume import fitting, other_order, settings
-from training.saver import Saver
+from training.saver import Saver, finish_writing
 from training.schedule import learning_rate, momentum, stable_steps
 from utils import distributed, malloc
-from utils.cli import exit_with_sentence
+from utils.cli import run_and_exit
+from utils.files import atomic_write
 from utils.logger import Logger, writing
 from utils.signals import Stop
 from utils.throughput import flops_per_token, peak_flops, since_start, tracer
@@ -58,7 +59,7 @@ def main() -> None:
     if config.dry_run:
         dry_run(config, saved)
         return
-    process = distributed.start(config.device)
+    process = distributed.start(config.device, before_exit=finish_writing)
     device, dtype = process.device, distributed.pick_dtype(config.dtype, process.device)
     recipe, floor_lr, stop = config.chosen, config.floor_lr, Stop()
 
@@ -262,7 +263,7 @@ def main() -> None:
             asked = time.perf_counter()
             idx, targets = first if first is not None else next(batches)
             first = None
-            distributed.tick()
+            distributed.heartbeat()
             waited += time.perf_counter() - asked
             final = micro_step == accumulation - 1
             with (
@@ -271,7 +272,7 @@ def main() -> None:
             ):
                 with distributed.autocast(device, dtype, keep_weights=False):
                     loss = module(idx, targets) / accumulation
-                distributed.tick()
+                distributed.heartbeat()
                 loss.backward()
             total += loss.detach()
         norm = parallel.clip_grad_norm(model, config.grad_clip)
@@ -408,4 +409,4 @@ def describe_run(config: TrainConfig, model: GPT, resumed_at: int | None) -> Non
 
 
 if __name__ == "__main__":
-    exit_with_sentence(main)
+    run_and_exit(main, before_exit=finish_writing)

@@ -13,17 +13,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.sharder import UNENDED, UNSPLIT, locked, writing_to
-from data.shards import (
-    MANIFEST,
-    DataError,
-    atomic_write,
-    check_space,
-    find_shards,
-    read_manifest,
-    sha256,
-    sync_folder,
-    write_manifest,
-)
+from data.shards import MANIFEST, DataError, find_shards, read_manifest, write_manifest
+from utils.files import atomic_write, check_space, sha256, sync_folder
 
 ALIKE = (
     *("format_version", "tokenizer", "vocab_size", "eot", "source", "files_digest"),

@@ -7,14 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import (
-    MANIFEST,
-    DataError,
-    ShardWriter,
-    check_space,
-    read_manifest,
-    write_manifest,
-)
+from data.shards import MANIFEST, DataError, ShardWriter, read_manifest, write_manifest
+from utils.files import check_space
 
 UNSPLIT = {"worker_index": 0, "worker_count": 1}  # in manifests that do not say
 UNENDED = {"complete": False, "stopped": False}  # by the end of the source, by --max_shards

@@ -8,19 +8,18 @@ build-nanogpt, llm.c and modded-nanogpt are read as they are: a shard belongs to
 name contains, and a folder without a manifest is taken to hold GPT-2 tokens.
 """
 
-import contextlib
-import hashlib
 import io
 import json
 import os
-import shutil
 import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import numpy as np
+
+from utils.errors import UserError
+from utils.files import atomic_write, sha256, sync_folder
 
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 1024
 NPY_HEADER_BYTES = 128  # numpy pads the header of a 1-D array to this
@@ -29,58 +28,8 @@ BAD_HEADER = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError,
 MANIFEST = "manifest.json"
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Shards, manifests, text or tokenizers that cannot be used. Names the path."""
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under `path` only when whole and on disk, or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` survive a power cut (POSIX; Windows cannot open a folder)."""
-    if os.name == "posix":
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def readable(size: int) -> str:
-    """A number of bytes as people write it: 20.0 GB."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if size >= 1000**power:
-            return f"{size / 1000**power:.1f} {unit}"
-    return f"{size} bytes"
-
-
-def check_space(folder: Path, needed: int, what: str) -> None:
-    """DataError if the disk of `folder` has fewer than `needed` bytes free for `what`."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise DataError(
-            f"{what} needs {readable(needed)}, but the disk of {folder} has only {readable(free)} "
-            "free; make room and run the same command again"
-        )
 
 
 @dataclass(frozen=True)

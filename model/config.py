@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from reprlib import repr as brief
 
+from utils.errors import UserError
+
 # Radford et al. 2019, table 2: the four sizes OpenAI released.
 SIZES = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
@@ -21,7 +23,7 @@ SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  
 SWITCHES = ("qk_norm", "bias", "tied")
 
 
-class ModelError(ValueError):
+class ModelError(UserError):
     """An architecture that cannot be built, or input that a model cannot take."""
 
 

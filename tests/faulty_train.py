@@ -8,7 +8,7 @@ from datetime import timedelta
 import train
 from model.gpt import GPT
 from utils import distributed
-from utils.cli import exit_with_sentence
+from utils.cli import run_and_exit
 
 FAULTS = {tuple(map(int, fault.split(":"))) for fault in os.environ["FAULTS"].split()}
 RANK = int(os.environ.get("RANK", 0))
@@ -30,4 +30,4 @@ class FaultyGPT(GPT):
 
 train.GPT = FaultyGPT
 distributed.TIMEOUT = timedelta(seconds=10)
-exit_with_sentence(train.main)
+run_and_exit(train.main)

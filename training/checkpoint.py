@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.shards import DataError, atomic_write, check_space, sync_folder
 from data.tokenizer import TOKENIZERS
 from model.config import SIZED, GPTConfig, ModelError
 from model.gpt import GPT, skeleton
 from model.huggingface import load_pretrained
+from utils.errors import UserError
+from utils.files import atomic_write, check_space, sync_folder
 
 FORMAT_VERSION = 1
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
@@ -56,7 +57,7 @@ DTYPES = {  # of the tensors that belong to one weight; all but step have its sh
 ADAMW, MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be read, written or used here. Names the path."""
 
 
@@ -107,7 +108,7 @@ def save_checkpoint(path: Path, state: dict) -> None:
         check_space(path.parent, sum(1000 + x.nbytes for x in tensors), path.name)
         with atomic_write(path) as file:
             torch.save(state, file)
-    except (OSError, RuntimeError, DataError) as error:  # a full disk is a RuntimeError to torch
+    except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to torch
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         kept = "; the one before it is untouched" if path.exists() else ""
         raise CheckpointError(f"{path} could not be written: {reason}{kept}") from error

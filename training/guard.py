@@ -4,11 +4,13 @@ import math
 import statistics
 from collections import deque
 
+from utils.errors import UserError
+
 WINDOW = 128  # recent steps that a spike is measured against, as in llm.c
 PATIENCE = 5  # steps in a row without a finite gradient that end a run
 
 
-class TrainingError(ValueError):
+class TrainingError(UserError):
     """A run that cannot go on: one sentence that says why and from where to go on."""
 
 

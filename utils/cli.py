@@ -1,4 +1,4 @@
-"""From the command line to the work of a script, and out again in a sentence if need be."""
+"""From the command line to the work of a script, and out again with one sentence if need be."""
 
 import os
 import sys
@@ -8,84 +8,76 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from config import ConfigError
-from data.shards import DataError
-from model.config import ModelError
-from scripts.bench.measure import MeasurementError
-from training.checkpoint import CheckpointError
-from training.guard import TrainingError
-from training.saver import finish_writing
 from utils import distributed
-from utils.distributed import DeviceError
-from utils.logger import LogError
+from utils.errors import UserError
 
 Config = TypeVar("Config")
-USER_ERRORS = (
-    ConfigError,
-    DataError,
-    ModelError,
-    CheckpointError,
-    DeviceError,
-    LogError,
-    TrainingError,
-    MeasurementError,
-)
+OUT_OF_MEMORY = "lower --micro_batch_size or --num_samples"
 
 
 def parse(
     config_class: type[Config], default: Config | None = None, *, positional: bool = False
 ) -> Config:
-    """Settings from the command line; those not given come from `default`. `positional` ones that
-    have to be given go without their flag. Exits 2 if wrong."""
-    import tyro  # only here: what does without a command line does without it
+    """Parse the command line into a dataclass; exit with code 2 where it is wrong.
 
-    given = {} if default is None else {"default": default}
+    Options that are not given come from `default`. With `positional`, required ones go without
+    their flag.
+    """
+    import tyro  # not at the top: modules that use UserError alone do not need it
+
+    options = {} if default is None else {"default": default}
     if positional:
-        given["config"] = (tyro.conf.PositionalRequiredArgs,)
+        options["config"] = (tyro.conf.PositionalRequiredArgs,)
     quiet = int(os.environ.get("RANK", 0)) > 0
-    return tyro.cli(config_class, use_underscores=True, console_outputs=not quiet, **given)
-
-
-def exit_with_sentence(work: Callable[[], None]) -> NoReturn:
-    """Runs a script's work and ends: a user's mistake becomes one sentence and exit code 2."""
-    message, code = "", 0
-    try:
-        work()
-    except SystemExit as end:
-        code = end.code or 0
-    except USER_ERRORS as error:
-        message, code = str(error), 2
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        message, code = f"{str(error).split('. ')[0]}; lower --micro_batch_size or --num_samples", 2
-    except BrokenPipeError:  # what reads the output has ended, as head does
-        sys.stdout = open(os.devnull, "w")
-        code = 128 + 13
-    except RuntimeError as error:  # memory that the CPU does not have has no error of its own
-        if "can't allocate memory" in str(error):
-            message, code = "out of memory; lower --micro_batch_size or --num_samples", 2
-        elif lost := distributed.lost_contact(error):
-            message, code = lost, 2
-        else:
-            traceback.print_exc()
-            code = 1
-    except KeyboardInterrupt:
-        message, code = "interrupted", 128 + 2
-    except Exception:  # a fault of this code, but the end below is due all the same
-        traceback.print_exc()
-        code = 1
-    if message:
-        rank = os.environ.get("RANK")
-        print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)
-    finish_writing()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # not the interpreter's own end: the reader threads of datasets can hold it up, and gloo's abort
-    # it when they are still releasing a tensor (they need the lock that is being taken down)
-    os._exit(code)
+    return tyro.cli(config_class, use_underscores=True, console_outputs=not quiet, **options)
 
 
 def run(
     main: Callable[[Config], None], config_class: type[Config], *, positional: bool = False
 ) -> NoReturn:
-    """The last line of every script: parse the command line, work, end in a sentence."""
-    exit_with_sentence(lambda: main(parse(config_class, positional=positional)))
+    """Run a script: parse the command line, call `main`, exit."""
+    run_and_exit(lambda: main(parse(config_class, positional=positional)))
+
+
+def run_and_exit(
+    work: Callable[[], None], before_exit: Callable[[], None] | None = None
+) -> NoReturn:
+    """Call `work`, then `before_exit`, and exit: a UserError prints its sentence and exits 2."""
+    message, code = None, 0
+    try:
+        work()
+    except SystemExit as end:
+        code = end.code or 0
+    except BrokenPipeError:  # the reader of the output has ended, as head does
+        sys.stdout = open(os.devnull, "w")
+        code = 128 + 13
+    except KeyboardInterrupt:
+        message, code = "interrupted", 128 + 2
+    except Exception as error:
+        message, code = describe(error), 2
+        if message is None:  # a fault of this code
+            traceback.print_exc()
+            code = 1
+    if message:
+        rank = os.environ.get("RANK")
+        print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)
+    if before_exit:
+        before_exit()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # not the interpreter's own exit: the reader threads of datasets can hold it up, and gloo aborts
+    # it while they still release a tensor (they need the lock that is being taken down)
+    os._exit(code)
+
+
+def describe(error: Exception) -> str | None:
+    """Return the sentence that a user's mistake or a lack of memory deserves, None for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"
+    if isinstance(error, RuntimeError):
+        if "can't allocate memory" in str(error):  # a CPU's has no class of its own
+            return f"out of memory; {OUT_OF_MEMORY}"
+        return distributed.explain_lost_contact(error)
+    return None

@@ -4,7 +4,7 @@ import contextlib
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import malloc
+from utils.errors import UserError
 from utils.watch import Watch
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: longer than a download or a slow disk
 CGROUPS = Path("/sys/fs/cgroup")
-watch: Watch | None = None  # on the other processes, as long as there is a process group
+watch: Watch | None = None  # while there is a process group
 
 
-class DeviceError(ValueError):
+class DeviceError(UserError):
     """A device that is not on this machine, or that cannot be used in this way."""
 
 
@@ -101,8 +102,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def start(device: str) -> Process:
-    """Joins the processes that torchrun started, if it did: NCCL on CUDA, gloo elsewhere."""
+def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Process:
+    """Join the processes that torchrun started, if it did: NCCL on CUDA, gloo elsewhere.
+
+    `before_exit` runs when the loss of another process ends this one.
+    """
     global watch
     rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -119,7 +123,7 @@ def start(device: str) -> Process:
         torch.cuda.set_device(process.device)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not bfloat16
     if process.world_size > 1 and not dist.is_initialized():
-        watch = Watch(rank, process.world_size)
+        watch = Watch(rank, process.world_size, before_exit)
         if process.device.type == "cuda":
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=process.device)
         else:
@@ -146,14 +150,14 @@ def free_memory(device: torch.device) -> int:
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
-def tick() -> None:
-    """Tells the watch that this process has come a bit further: twice in each micro-step."""
+def heartbeat() -> None:
+    """Count a sign of progress of this process, twice in each micro-step, for the watch."""
     if watch is not None:
-        watch.tick()
+        watch.heartbeat()
 
 
-def lost_contact(error: RuntimeError) -> str | None:
-    """What a failed collective means, as a sentence; None for an error that is none."""
+def explain_lost_contact(error: RuntimeError) -> str | None:
+    """Explain a failed collective in a sentence; None for any other error."""
     own = isinstance(error, dist.DistError) or "gloo" in str(error)
     if watch is None or not own:
         return None

@@ -12,10 +12,12 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from utils.errors import UserError
+
 METRICS = "metrics.jsonl"
 
 
-class LogError(ValueError):
+class LogError(UserError):
     """A log that cannot be read or written. Names the path."""
 
 

@@ -10,10 +10,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
-
-from training.saver import finish_writing
 
 BEAT = 2.0  # seconds between two counts
 LOST = 30.0  # seconds without one after which a process counts as lost
@@ -29,13 +28,16 @@ def restarts_left() -> bool:
 class Watch:
     """Counts and looks, in threads of its own, until `stop`."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(
+        self, rank: int, world_size: int, before_exit: Callable[[], None] = lambda: None
+    ) -> None:
         # a connection of its own: one that waits for a collective would hold up the counting
         store, _, _ = next(dist.rendezvous("env://", rank, world_size))
         self.store, self.rank = dist.PrefixStore("watch", store), rank
         self.others = [r for r in range(world_size) if r != rank]
         self.watched = self.others if rank == 0 else [0]
-        self.ticks = 0  # how far this process has come
+        self.before_exit = before_exit
+        self.heartbeats = 0  # signs of progress of this process
         self.seen: dict[int, tuple[str, float]] = {}  # rank -> its newest count, since when
         self.exchanged = time.monotonic()  # when the store last answered
         self.running = True
@@ -47,9 +49,9 @@ class Watch:
     def key(self, rank: int) -> str:
         return f"alive/{rank}"
 
-    def tick(self) -> None:
-        """This process has come a bit further."""
-        self.ticks += 1
+    def heartbeat(self) -> None:
+        """Count a sign of progress of this process."""
+        self.heartbeats += 1
 
     def exchange(self) -> None:
         """Counts up and reads the others' counts; hangs for as long as the store does."""
@@ -57,7 +59,7 @@ class Watch:
         while self.running:
             beats += 1
             try:
-                self.store.set(self.key(self.rank), f"{beats} {self.ticks}")
+                self.store.set(self.key(self.rank), f"{beats} {self.heartbeats}")
                 if not self.running:  # stop() came in between
                     self.store.set(self.key(self.rank), DONE)
                 watched = [r for r in self.watched if self.store.check([self.key(r)])]
@@ -90,7 +92,7 @@ class Watch:
         """Ends this process with a sentence."""
         end = "the run ends here and goes on with --resume auto"
         print(f"error on rank {self.rank}: {lost}; {end}", file=sys.stderr, flush=True)
-        finish_writing()
+        self.before_exit()
         if time.monotonic() - self.exchanged > LOST and not restarts_left():
             # torchrun waits for the same store until TCP gives up, a quarter of an hour
             os.kill(self.parent, signal.SIGKILL)
@@ -121,7 +123,7 @@ class Watch:
         if lost:
             return lost
         ticks = {r: int(v.split()[1]) for r, (v, _) in self.seen.copy().items() if v != DONE}
-        behind = [r for r, n in sorted(ticks.items()) if n < max(self.ticks, *ticks.values())]
+        behind = [r for r, n in sorted(ticks.items()) if n < max(self.heartbeats, *ticks.values())]
         if behind:
             return f"rank {', '.join(map(str, behind))} is alive but behind"
         return "all processes are alive"

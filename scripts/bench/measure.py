@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from model.config import GPTConfig
+from utils.errors import UserError
 
 Repeat = Callable[[], int]  # does the work once, gives how many units of it that was
 
 
-class MeasurementError(RuntimeError):
+class MeasurementError(UserError):
     """A measurement that did not come to an end."""
 
 

@@ -4,16 +4,8 @@ import shutil
 import numpy as np
 import pytest
 
-from data.shards import (
-    DataError,
-    ShardWriter,
-    check_space,
-    find_shards,
-    header,
-    inspect,
-    readable,
-    write_manifest,
-)
+from data.shards import DataError, ShardWriter, find_shards, header, inspect, write_manifest
+from utils.files import check_space, readable
 
 
 def write(folder, split, index, tokens, suffix=".npy"):

@@ -57,7 +57,7 @@ def test_a_store_that_does_not_answer_is_the_machine_of_rank_0(store, monkeypatc
 def test_after_a_failed_collective_who_is_behind_is_named(store):
     watch = Watch(0, 3)
     for _ in range(5):
-        watch.tick()
+        watch.heartbeat()
     others, beats = {1: 5, 2: 4}, itertools.count()
 
     def all_count():
