@@ -1,35 +1,40 @@
-"""The cache of keys and values that sampling goes on from."""
+"""The key/value cache of sampling."""
 
 from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, so that each new token costs one forward of one.
+    """Keys and values of the tokens so far, so that each new token costs one forward of one.
 
-    Holds at most `capacity` tokens; memory is taken at the first append, in the dtype of its keys.
+    Holds at most `capacity` tokens; memory is taken at the first append, in the values' dtype.
     """
 
-    def __init__(self, capacity: int, *, compiled: bool = False) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.compiled = compiled  # its reader makes float32 of bfloat16 as it reads
-        self.place: Tensor | None = None  # (T,): where the next T go, in shapes that stay the same
-        self.length = 0  # tokens every layer has seen; GPT.hidden advances it without a place
+        self.length = 0  # tokens in every layer; not counted where `slots` are given
+        self.slots: Tensor | None = None  # (T,): where to write the next T tokens, in static shapes
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> (B, K, capacity, D) twice
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds k and v (B, K, T, D) of the newest T tokens; returns all of them so far, or with a
-        `place` all the capacity, for a mask to choose from."""
+        """Add k and v (B, K, T, D) of the newest T tokens; return all (B, K, S, D) so far.
+
+        With `slots`, return the whole capacity: a mask has to hide what is not written yet.
+        """
         if layer not in self.layers:
-            B, K, _, D = k.shape
-            # zeros: what a mask hides is multiplied by 0, which makes no number of NaN
-            keys, values = (k.new_zeros(B, K, self.capacity, D) for _ in range(2))
-            self.layers[layer] = keys, values
+            B, K, _, D = v.shape
+            # zeros: a mask multiplies by 0, which would not hide NaN
+            self.layers[layer] = tuple(v.new_zeros(B, K, self.capacity, D) for _ in range(2))
         keys, values = self.layers[layer]
-        if self.place is not None:
-            keys.index_copy_(2, self.place, k)
-            values.index_copy_(2, self.place, v)
+        if self.slots is not None:
+            keys.index_copy_(2, self.slots, k.to(keys.dtype))
+            values.index_copy_(2, self.slots, v)
             return keys, values
         end = self.length + k.size(2)
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
+
+    def advance(self, T: int) -> None:
+        """Count T tokens that every layer has appended."""
+        if self.slots is None:
+            self.length += T

@@ -1,4 +1,4 @@
-"""GPTConfig: the architecture of a model; the named GPT-2 sizes, and the recipes' ingredients."""
+"""GPTConfig: the architecture of a model, and the named GPT-2 sizes."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ CHOICES = {
     "norm": ("layer", "rms"),
     "activation": ("gelu", "relu2", "swiglu"),
 }
-SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # have their flags
+SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
 SWITCHES = ("qk_norm", "bias", "tied")
 
 
@@ -29,44 +29,44 @@ class ModelError(UserError):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Everything needed to build a GPT; the defaults are GPT-2's. docs/RECIPES.md has the sources.
+    """Architecture of a GPT; the defaults are GPT-2's, docs/RECIPES.md has the sources.
 
-    Raises ModelError for what cannot be built.
+    Raises ModelError for an architecture that cannot be built.
     """
 
     block_size: int = 1024
-    """Longest sequence in tokens; with learned positions, the number of these."""
+    """Longest sequence in tokens, and the number of learned positions."""
     vocab_size: int = 50257
-    """Token ids the tokenizer knows."""
+    """Token ids of the tokenizer, without padding."""
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
     n_kv_head: int | None = None
-    """Heads of keys and values, each for as many heads of queries; None: n_head."""
+    """Key/value heads, each shared by n_head / n_kv_head query heads; None: n_head."""
     n_inner: int | None = None
-    """Width inside the MLP; None: 4 x n_embd."""
+    """Width of the MLP's hidden layer; None: 4 x n_embd."""
     position: str = "learned"
-    """Or rotary: queries and keys turn with their place."""
+    """Positions: learned (a table) or rotary (RoPE)."""
     rope_base: float = 10_000.0
-    """The slowest rotation takes 2 pi times this many tokens, nearly."""
+    """Base of the rotary frequencies."""
     norm: str = "layer"
-    """Or rms: LayerNorm without mean and bias."""
+    """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
     qk_norm: bool = False
-    """Queries and keys of one length each."""
+    """Normalise queries and keys to a root mean square of 1."""
     activation: str = "gelu"
-    """Or relu2; or swiglu, which has a gate."""
+    """Activation of the MLP: gelu, relu2 (squared ReLU) or swiglu (gated SiLU)."""
     bias: bool = True
-    """Linear layers and LayerNorms have one."""
+    """Biases in linear layers and LayerNorms."""
     tied: bool = True
-    """The head is the token embedding."""
+    """Share one table between the token embedding and the head."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            self.need_count(name)
+            self.check_count(name)
         for name in ("n_kv_head", "n_inner"):
             if getattr(self, name) is not None:
-                self.need_count(name)
+                self.check_count(name)
         if self.n_embd % self.n_head:
             raise ModelError(
                 f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; "
@@ -95,25 +95,25 @@ class GPTConfig:
                 f"a head is {self.head_size} wide; rotary positions need an even width"
             )
 
-    def need_count(self, name: str) -> None:
-        """ModelError unless the field is a whole number of at least 1."""
+    def check_count(self, name: str) -> None:
+        """Raise ModelError unless the field is an integer of at least 1."""
         value = getattr(self, name)
         if type(value) is not int or value < 1:
             raise ModelError(f"{name} is {brief(value)}; it must be a whole number of at least 1")
 
     @property
     def size(self) -> str | None:
-        """The name in SIZES of this shape, None if it has none."""
+        """Name in SIZES of this shape, None if it has none."""
         shape = {key: getattr(self, key) for key in SIZES["gpt2"]}
         return next((name for name, size in SIZES.items() if size == shape), None)
 
     @property
     def is_gpt2(self) -> bool:
-        """Whether it differs from a GPT-2 in its sizes alone."""
+        """True for a GPT-2 of any size."""
         return self.differs_from({}) == []
 
     def differs_from(self, fields: dict) -> list[str]:
-        """Fields in which it is not the GPT-2 of its sizes with these fields changed."""
+        """Return the fields in which it differs from a GPT-2 of its sizes with `fields` changed."""
         sizes = {name: getattr(self, name) for name in SIZED}
         other = GPTConfig(**sizes, **fields)
         given = asdict(self) | {"n_kv_head": self.kv_heads, "n_inner": self.inner}
@@ -122,17 +122,20 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: a multiple of 64 (50257 -> 50304), which matrix units prefer."""
+        """Rows of the embedding: a multiple of 64 (50257 -> 50304), for fast matmuls."""
         return -(-self.vocab_size // 64) * 64
 
     @property
     def kv_heads(self) -> int:
+        """Number of key/value heads."""
         return self.n_kv_head or self.n_head
 
     @property
     def head_size(self) -> int:
+        """Channels of one head."""
         return self.n_embd // self.n_head
 
     @property
     def inner(self) -> int:
+        """Width of the MLP's hidden layer."""
         return self.n_inner or 4 * self.n_embd

@@ -1,6 +1,6 @@
 """Sampling from a GPT with a key/value cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 import torch
@@ -9,13 +9,13 @@ from torch import Tensor
 from model.cache import KVCache
 from model.gpt import GPT
 
-CHUNK = 16  # tokens that `complete` makes before it looks whether all rows have ended
+CHUNK = 16  # tokens between two tests of `complete` for the end of all rows
 
 
-def choose(
+def sample_token(
     logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
-    """Token ids (B,) drawn from logits (B, V) by inverting the cumulative distribution at
+    """Draw token ids (B,) from logits (B, V) by inverting the cumulative distribution at
     `uniform` (B,) in [0, 1). Temperature 0 takes the likeliest; exactly top_k survive ties."""
     if temperature == 0:
         return logits.argmax(-1)
@@ -45,18 +45,17 @@ def generate(
     use_cache: bool = True,
     use_torch_compile: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the next token ids (B,) of B prompts, each of one token or more, `max_new_tokens`
-    times, without waiting for a GPU.
+    """Yield the next token ids (B,) of B prompts, each of one token or more, `max_new_tokens`
+    times, without a host sync.
 
-    Row i draws its random numbers from (seed, i), whatever the other rows. When a row's context is
+    Row i draws its random numbers from (seed, i), whatever the other rows. Where the context is
     full, its older half is dropped and the rest read again; a prompt longer than the context keeps
-    its end. `use_cache=False` reads the whole context for each token, and gives the same tokens.
-    `use_torch_compile` compiles the reading of one token for the number of prompts and the tokens
-    there is room for, rounded up to 64s. On a CPU the weights must not change after that.
+    its end. `use_cache=False` reads the whole context for each token and gives the same tokens.
+    `use_torch_compile` compiles the forward of one token, in static shapes: the number of prompts
+    and the capacity of the cache, a multiple of 64.
     """
     T, device = model.config.block_size, model.transformer.wte.weight.device
-    if use_torch_compile:
-        one_token = compiled(next_logits, device)
+    one_token = torch.compile(next_logits) if use_torch_compile else None
     uniforms = torch.stack(
         [
             torch.rand(
@@ -67,14 +66,14 @@ def generate(
     ).to(device)
     prompts = [prompt[-T:] for prompt in prompts]
     longest = max(map(len, prompts))
-    pads = [longest - len(prompt) for prompt in prompts]  # in front, so that all end together
-    first = torch.tensor(pads, device=device)[:, None]  # (B, 1): where each begins
+    pads = [longest - len(prompt) for prompt in prompts]  # on the left, so that all end together
+    first = torch.tensor(pads, device=device)[:, None]  # (B, 1): index of the first token
     rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
     context = torch.tensor(rows, device=device)
     room = longest + max_new_tokens
     if use_torch_compile:
         room = -(-room // 64) * 64
-    unread, cache = context, KVCache(min(T, room), compiled=use_torch_compile)
+    unread, cache = context, KVCache(min(T, room))
     for step in range(max_new_tokens):
         lengths = [context.size(1) - pad for pad in pads]
         if max(lengths) > T:
@@ -82,55 +81,40 @@ def generate(
             pads = [max(lengths) - n for n in lengths]
             first = torch.tensor(pads, device=device)[:, None]
             context = context[:, -max(lengths) :]
-            unread, cache = context, KVCache(T, compiled=use_torch_compile)
+            unread, cache = context, KVCache(T)
         if not use_cache:
             unread, cache = context, None
-        if use_torch_compile and cache and cache.layers:  # the prompt has been read
-            end = context.size(1)
-            cache.place = torch.arange(end - 1, end, device=device)
-            padding = beside_padding(first, end, unread, cache.capacity)
-            logits = one_token(model, unread, cache, **padding)
+        end = context.size(1)
+        if one_token and cache and cache.layers:  # the prompt is in the cache
+            cache.slots = torch.arange(end - 1, end, device=device)
+            where = positions_and_mask(first, end, unread, cache.capacity)
+            logits = one_token(model, unread, cache, **where)
         else:
-            padding = beside_padding(first, context.size(1), unread) if any(pads) else {}
-            logits = next_logits(model, unread, cache, **padding)
-        token = choose(logits, uniforms[:, step], temperature, top_k, top_p)
+            where = positions_and_mask(first, end, unread, end) if any(pads) else {}
+            logits = next_logits(model, unread, cache, **where)
+        token = sample_token(logits, uniforms[:, step], temperature, top_k, top_p)
         yield token
         unread = token.unsqueeze(1)
         context = torch.cat([context, unread], dim=1)
 
 
 def next_logits(model: GPT, unread: Tensor, cache: KVCache | None, **where: Tensor) -> Tensor:
-    """Logits (B, V) of the token after `unread` (B, T)."""
+    """Return the logits (B, V) of the token after `unread` (B, T)."""
     return model.logits(model.hidden(unread, cache, **where)[:, -1])
 
 
-def compiled(function: Callable, device: torch.device) -> Callable:
-    """`function`, compiled for inference. On a CPU the weights become part of it, in the order of
-    whichever of several matrix products was the fastest in a trial: for one row this reads them as
-    fast as memory gives them."""
-    if device.type != "cpu":
-        return torch.compile(function)
-    from torch._inductor import config, select_algorithm  # which take a second
-
-    select_algorithm.PRINT_AUTOTUNE = False
-    settings = {"freezing": True, "max_autotune": True, "max_autotune_report_choices_stats": False}
-    return config.patch(settings)(torch.compile(function))
-
-
-def beside_padding(
-    first: Tensor, end: int, unread: Tensor, width: int | None = None
-) -> dict[str, Tensor]:
-    """Positions (B, T) and mask (B, 1, T, end or width) of the last T tokens `unread`, which end at
-    `end`, of rows that begin at `first` (B, 1), after padding."""
+def positions_and_mask(first: Tensor, end: int, unread: Tensor, width: int) -> dict[str, Tensor]:
+    """Return positions (B, T) and mask (B, 1, T, width) for the last T tokens `unread` of rows that
+    begin at `first` (B, 1), behind left padding, and end at `end`."""
     here = torch.arange(end - unread.size(1), end, device=unread.device)  # (T,)
-    seen = torch.arange(width or end, device=unread.device)
-    mask = (seen <= here[:, None]) & (seen >= first[:, None])  # (B, T, end)
-    mask |= seen == here[:, None]  # padding sees itself: a softmax over nothing is not a number
+    there = torch.arange(width, device=unread.device)
+    mask = (there <= here[:, None]) & (there >= first[:, None])  # (B, T, width)
+    mask |= there == here[:, None]  # padding attends to itself: a softmax over nothing is NaN
     return {"positions": (here - first).clamp(min=0), "mask": mask[:, None]}
 
 
 def complete(model: GPT, prompt: list[int], eot: int, rows: int = 1, **options) -> list[list[int]]:
-    """`rows` continuations of one prompt, each up to its end-of-text token; options of generate."""
+    """Return `rows` continuations of a prompt, each up to its end of text; options of generate."""
     texts: list[list[int]] = [[] for _ in range(rows)]
     tokens = generate(model, [prompt] * rows, **options)
     while any(eot not in text for text in texts) and (some := list(islice(tokens, CHUNK))):

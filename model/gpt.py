@@ -1,27 +1,98 @@
-"""GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT,
-and what has been found since: docs/RECIPES.md says what each field of GPTConfig does and gives.
+"""GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-B batch, T time, C channels, V vocabulary, L layers, H heads, K of keys and values, D = C / H.
+GPTConfig switches on what has been found since, such as rotary positions, RMSNorm and ReLU²:
+docs/RECIPES.md says what each gives. model/cpu.py has faster equals of some modules for CPUs.
+
+B batch, T time, C channels, V vocabulary, L layers, H heads, K key/value heads, D = C / H.
 """
+
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
-from model.functional import FEW_QUERIES, TiedEmbedding, apply, attend, gelu
 from model.loss import HeadCrossEntropy
-from model.norm import RMSNorm, rms_norm
-from model.rotary import rotate, rotations
+from utils.throughput import flops_per_token
+
+RMS_EPS = 1e-5
+
+
+class RMSNorm(nn.Module):
+    """Scale x (..., width) to a root mean square of 1, times a gain (Zhang and Sennrich 2019)."""
+
+    def __init__(self, width: int, gain: bool = True) -> None:
+        super().__init__()
+        self.width = width
+        self.weight = nn.Parameter(torch.ones(width)) if gain else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.width,), self.weight, RMS_EPS).type_as(x)
+
+
+class Rotary(nn.Module):
+    """Rotate channels i and i + D / 2 of x (B, T, H, D) by an angle that grows with the position
+    (Su et al. 2021), in the order of channels of LLaMA."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)  # (B, T, H, D / 2) twice
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+def rotary_angles(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (T, 1, D / 2) for positions (T,), (B, T, 1, D / 2) for (B, T)."""
+    channels = torch.arange(0, width, 2, device=positions.device) / width
+    angles = positions[..., None, None] / base**channels
+    return angles.cos(), angles.sin()
+
+
+class ReLUSquared(nn.Module):
+    """Square the positive part (So et al. 2021)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+class SwiGLU(nn.Module):
+    """Gate one half of the channels by the SiLU of the other (Shazeer 2020)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, x = x.chunk(2, dim=-1)
+        return F.silu(gate) * x
+
+
+ACTIVATIONS = {
+    "gelu": partial(nn.GELU, approximate="tanh"),  # OpenAI's GPT-2 has the tanh approximation
+    "relu2": ReLUSquared,
+    "swiglu": SwiGLU,
+}
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
+    """Return the norm of the residual stream."""
     if config.norm == "layer":
         return nn.LayerNorm(config.n_embd, bias=config.bias)
     return RMSNorm(config.n_embd)
+
+
+class ScaledDotProduct(nn.Module):
+    """softmax(q k^T / sqrt(D)) v, by the kernel that PyTorch chooses."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        """Return (B, H, T, D) for q (B, H, T, D), k and v (B, K, S, D)."""
+        if k.size(1) < q.size(1):  # grouped queries: H / K heads share keys and values
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
 
 
 class Attention(nn.Module):
@@ -29,89 +100,59 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.heads = [config.n_head, config.kv_heads, config.kv_heads]
-        width = sum(self.heads) * config.head_size
-        self.c_attn = nn.Linear(config.n_embd, width, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.qk_norm = config.qk_norm
-        self.dropout = config.dropout
         self.layer = layer
+        self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of q, k, v
+        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
+        self.qk_norm = RMSNorm(config.head_size, gain=False) if config.qk_norm else nn.Identity()
+        self.rotary = Rotary() if config.position == "rotary" else None
+        self.attend = ScaledDotProduct(config.dropout)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
         x: Tensor,
-        norm: nn.Module,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """What x (B, T, C) takes from the tokens before."""
         B, T, C = x.shape
-        qkv = self.enter(x, norm).view(B, T, sum(self.heads), -1)
-        few = x.device.type == "cpu" and (T <= FEW_QUERIES or cache is not None)
-        turned = self.qk_norm or rotary is not None
-        if few and (turned or cache is None or not cache.compiled):
-            qkv = qkv.float()
-        if turned:
-            qk, v = qkv.split([sum(self.heads[:2]), self.heads[2]], dim=2)
-            if self.qk_norm:  # Henry et al. 2020
-                qk = rms_norm(qk)
-            if rotary is not None:
-                qk = rotate(qk, rotary)
-            q, k = qk.split(self.heads[:2], dim=2)
-        else:
-            q, k, v = qkv.split(self.heads, dim=2)
+        H, K, _ = self.heads
+        qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
+        qk, v = qkv.split([H + K, K], dim=2)
+        qk = self.qk_norm(qk)  # Henry et al. 2020
+        if self.rotary is not None:
+            qk = self.rotary(qk, *angles)
+        q, k = qk.split([H, K], dim=2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
-        causal = cache is None and mask is None
+        is_causal = cache is None and mask is None
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, K, S, D), S = tokens seen so far
+            k, v = cache.append(self.layer, k, v)  # (B, K, S, D), S tokens so far
             if T > 1 and mask is None:
                 S = k.size(2)
                 mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-        if few:
-            q, k, v = q.float(), k.float(), v.float()
-        dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        y = self.attend(q, k, v, mask, is_causal)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
-
-    def enter(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Queries, keys and values (B, T, (H + 2K) D) of the residual stream x (B, T, C)."""
-        return self.c_attn(norm(x))
+        return self.dropout(self.c_proj(y))
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide in between; GPT-2's GELU is the tanh approximation."""
+    """Two linear layers, four times as wide in between."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        gates = 2 if config.activation == "swiglu" else 1
-        self.c_fc = nn.Linear(config.n_embd, gates * config.inner, bias=config.bias)
+        inputs = 2 if config.activation == "swiglu" else 1
+        self.c_fc = nn.Linear(config.n_embd, inputs * config.inner, bias=config.bias)
+        self.activation = ACTIVATIONS[config.activation]()
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
-        self.activation = config.activation
-        self.dropout = config.dropout
+        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
-        return F.dropout(self.leave(self.enter(x, norm)), self.dropout, self.training)
-
-    def enter(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """The first layer's output (B, T, 4C) for the residual stream x (B, T, C)."""
-        return self.c_fc(norm(x))
-
-    def leave(self, x: Tensor) -> Tensor:
-        """From there back to (B, T, C)."""
-        if self.activation == "relu2":  # So et al. 2021
-            x = F.relu(x).square()
-        elif self.activation == "swiglu":  # Shazeer 2020
-            gate, x = x.chunk(2, dim=-1)
-            x = F.silu(gate) * x
-        else:
-            x = gelu(x)
-        return self.c_proj(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
 class Block(nn.Module):
-    """Transformer block with its norms first."""
+    """Transformer block with pre-norm."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -123,12 +164,13 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attn(x, self.ln_1, rotary, cache, mask)
-        return x + self.mlp(x, self.ln_2)
+        x = x + self.attn(self.ln_1(x), angles, cache, mask)
+        x = x + self.mlp(self.ln_2(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -137,16 +179,16 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        parts: dict[str, nn.Module] = {
-            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
-        }
+        parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position == "learned":
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        parts["drop"] = nn.Dropout(config.dropout)
         parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(parts)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.loss = HeadCrossEntropy(config.vocab_size)
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -164,19 +206,24 @@ class GPT(nn.Module):
         return self.transformer.wte.weight if self.config.tied else self.lm_head.weight
 
     def num_parameters(self) -> int:
-        """Trainable numbers, a tied head once and the padding of the vocabulary not at all."""
+        """Return the number of trained values; a tied head counts once, padded rows do not."""
         tables = 1 if self.config.tied else 2
         padding = tables * (self.config.padded_vocab_size - self.config.vocab_size)
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
-    def num_multiplying(self) -> int:
-        """Of these, the ones that multiply: not those of tables that are looked up alone."""
-        looked_up = 0
+    def num_matmul_parameters(self) -> int:
+        """Return the number of parameters without the tables that are only looked up."""
+        rows = 0
         if self.config.position == "learned":
-            looked_up += self.config.block_size
+            rows += self.config.block_size
         if not self.config.tied:
-            looked_up += self.config.vocab_size
-        return self.num_parameters() - looked_up * self.config.n_embd
+            rows += self.config.vocab_size
+        return self.num_parameters() - rows * self.config.n_embd
+
+    def flops_per_token(self) -> int:
+        """Return forward and backward FLOPs per token of a full context."""
+        c = self.config
+        return flops_per_token(self.num_matmul_parameters(), c.n_layer, c.n_embd, c.block_size)
 
     def hidden(
         self,
@@ -186,22 +233,22 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states (B, T, C) of token ids (B, T), which continue `cache` if given.
+        """Return final hidden states (B, T, C) of token ids (B, T), which continue `cache`.
 
-        For padding, or several continuations in one row: `positions` (B, T), each below the block
-        size, and `mask` (B, 1, T, S), true where a token may look at the S tokens so far.
+        Rows with padding or with several continuations need `positions` (B, T), each below the
+        block size, and `mask` (B, 1, T, S), true where a token may attend to one of S tokens.
         """
-        return self.read(self.transformer.wte(idx), cache, positions, mask)
+        return self.trunk(self.transformer.wte(idx), cache, positions, mask)
 
-    def read(
+    def trunk(
         self,
         x: Tensor,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The same for embedded tokens (B, T, C)."""
-        T, rotary = x.size(1), None
+        """Return final hidden states (B, T, C) of token embeddings (B, T, C)."""
+        T, angles = x.size(1), None
         if positions is None:
             start = cache.length if cache is not None else 0
             if start + T > self.config.block_size:
@@ -212,45 +259,30 @@ class GPT(nn.Module):
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)
         else:
-            rotary = rotations(positions, self.config.head_size, self.config.rope_base)
-        x = F.dropout(x, self.config.dropout, self.training)
+            angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
+        x = self.transformer.drop(x)
         for block in self.transformer.h:
-            x = block(x, rotary, cache, mask)
-        if cache is not None and cache.place is None:
-            cache.length += T
+            x = block(x, angles, cache, mask)
+        if cache is not None:
+            cache.advance(T)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Scores (B, T, V) for the next token from hidden states (B, T, C), padding left out."""
+        """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary."""
         return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V); with targets (B, T), their mean cross-entropy in nats instead.
+        """Return logits (B, T, V); with targets (B, T), their mean cross-entropy in nats.
 
         Targets of -1 are left out of the mean.
         """
+        x = self.hidden(idx)
         if targets is None:
-            return self.logits(self.hidden(idx))
-        weight = self.head_weight
-        if self.config.tied and idx.device.type == "cpu":
-            x, weight = apply(TiedEmbedding, idx, weight)
-        else:
-            x = self.transformer.wte(idx)
-        x = self.read(x).flatten(0, 1)
-        args = weight, targets.flatten(), self.config.vocab_size, torch.is_grad_enabled()
-        return apply(HeadCrossEntropy, x, *args)
+            return self.logits(x)
+        return self.loss(x.flatten(0, 1), self.head_weight, targets.flatten())
 
 
-class WithoutInit(TorchFunctionMode):
-    """Modules made under this keep whatever their memory holds."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs or {})
-
-
-def skeleton(config: GPTConfig) -> GPT:
-    """A GPT without memory (device "meta"), for its shapes or for weights from a file."""
-    with torch.device("meta"), WithoutInit():
+def empty_gpt(config: GPTConfig) -> GPT:
+    """Return a GPT on the device "meta": shapes without memory, for weights from a file."""
+    with torch.device("meta"):
         return GPT(config)

@@ -1,26 +1,27 @@
 """GPT-2 weights from and to Hugging Face's format, without importing transformers.
 
-from_hf and to_hf turn one state dict into the other; load_pretrained and save_pretrained read and
-write the folders that transformers' from_pretrained and save_pretrained use.
+The functions named _from_hf and _to_hf map dicts to dicts; load_pretrained and save_pretrained read
+and write the folders that transformers' from_pretrained and save_pretrained use.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as brief
 
 import torch
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
 from model import llama
 from model.config import GPTConfig, ModelError
-from model.gpt import GPT, skeleton
+from model.gpt import GPT, empty_gpt
 
-# OpenAI's code multiplies x @ W, so the matrices of a block are stored (in, out); ours (out, in)
+# OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# settings of transformers' GPT2Config that the model here has no other value for
-FIXED = {
+# fields of transformers' GPT2Config with the only value that is supported here
+GPT2_CONSTANTS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -28,130 +29,127 @@ FIXED = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+SIZES = {  # fields of GPT2Config and ours
+    "n_positions": "block_size",
+    **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
+}
 
 
 def config_from_hf(values: dict) -> GPTConfig:
-    """GPTConfig of a config.json; ModelError where it is not a GPT-2 that can be built here."""
+    """Return the GPTConfig of a config.json; raise ModelError if it is not a supported GPT-2."""
     if values.get("model_type") != "gpt2":
         model_type = brief(values.get("model_type"))
         raise ModelError(f"config.json describes a model {model_type}, not gpt2")
-    for name, value in FIXED.items():
-        if values.get(name, value) != value:
-            found = brief(values[name])
-            raise ModelError(f"config.json has {name} {found}; only {value} is supported")
-    needed = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
-    missing = [name for name in needed if name not in values]
-    if missing:
-        raise ModelError(f"config.json does not say {', '.join(missing)}")
-    block_size, vocab_size, n_layer, n_head, n_embd = (values[name] for name in needed)
-    if values.get("n_inner") not in (None, 4 * n_embd):
-        raise ModelError(f"config.json has n_inner {brief(values['n_inner'])}, not 4 x {n_embd}")
-    return GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd)
+    if missing := [name for name in SIZES if name not in values]:
+        raise ModelError(f"config.json lacks {', '.join(missing)}")
+    config = GPTConfig(**{ours: values[name] for name, ours in SIZES.items()})
+    for name, value in {**GPT2_CONSTANTS, "n_inner": config.inner}.items():
+        found = values.get(name, value)
+        if found != value and (name, found) != ("n_inner", None):
+            raise ModelError(f"config.json has {name} {brief(found)}; only {value} is supported")
+    return config
 
 
 def config_to_hf(config: GPTConfig) -> dict:
-    """The opposite, for a GPT-2."""
+    """Return the config.json of transformers' GPT2LMHeadModel."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_positions": config.block_size,
+        **{name: getattr(config, ours) for name, ours in SIZES.items()},
         "n_ctx": config.block_size,
-        "vocab_size": config.vocab_size,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        **dict.fromkeys(DROPOUTS, config.dropout),
-        **FIXED,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+        **GPT2_CONSTANTS,
     }
 
 
-def from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Our float32 state dict from that of transformers' GPT2LMHeadModel or GPT2Model.
-
-    Raises ModelError naming the first tensor that is missing, of a wrong shape or unknown.
-    """
-    prefix = "transformer."
-    state = {name if name.startswith(prefix) else prefix + name: x for name, x in state.items()}
+def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Return our float32 state dict, made from that of transformers' GPT2LMHeadModel or GPT2Model;
+    raise ModelError naming the first tensor that is missing, of a wrong shape or unknown."""
+    state = {name.removeprefix("transformer."): x for name, x in state.items()}
     if config.n_layer > len(state):
-        raise ModelError(f"config.json asks for {config.n_layer} layers, of {len(state)} tensors")
-    shapes = {name: x.shape for name, x in skeleton(config).state_dict().items()}
+        raise ModelError(f"config.json has {config.n_layer} layers, the files {len(state)} tensors")
     ours = {}
-    for name, shape in shapes.items():
-        if name not in state:
-            raise ModelError(f"the tensor {name.removeprefix(prefix)} is missing")
-        x, expected = whole(state.pop(name), name), list(shape)
-        if name == "transformer.wte.weight":
+    for full_name, empty in empty_gpt(config).state_dict().items():
+        name, expected = full_name.removeprefix("transformer."), list(empty.shape)
+        if name == "wte.weight":
             expected[0] = config.vocab_size
         if name.endswith(TRANSPOSED):
             expected.reverse()
+        x = dense_float32(state.pop(name, None), name)
         if list(x.shape) != expected:
             raise ModelError(
-                f"the tensor {name.removeprefix(prefix)} is {tuple(x.shape)} where config.json "
-                f"asks for {tuple(expected)}"
+                f"the tensor {name} is {tuple(x.shape)}, but config.json implies {tuple(expected)}"
             )
-        x = x.T.float() if name.endswith(TRANSPOSED) else x.float()
-        padding = x.new_zeros(shape[0] - len(x), *shape[1:])  # of the vocabulary
-        ours[name] = torch.cat([x, padding]).contiguous()
-    head = state.pop("transformer.lm_head.weight", None)
-    if head is not None and not torch.equal(
-        whole(head, "lm_head.weight").float(),
-        ours["transformer.wte.weight"][: config.vocab_size],
-    ):
-        raise ModelError("the tensor lm_head.weight is not wte.weight; the head here is tied to it")
-    unknown = [n for n in state if not n.endswith((".attn.bias", ".attn.masked_bias"))]
+        x = x.T if name.endswith(TRANSPOSED) else x
+        padding = x.new_zeros(len(empty) - len(x), *x.shape[1:])  # rows of the padded vocabulary
+        ours[full_name] = torch.cat([x, padding]).contiguous()
+    wte = ours["transformer.wte.weight"][: config.vocab_size]
+    head = state.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(dense_float32(head, "lm_head.weight"), wte):
+        raise ModelError("the tensor lm_head.weight differs from wte.weight; GPT-2 ties them")
+    unknown = [name for name in state if not name.endswith((".attn.bias", ".attn.masked_bias"))]
     if unknown:
-        raise ModelError(f"the tensor {unknown[0].removeprefix(prefix)} belongs to no GPT-2")
+        raise ModelError(f"the tensor {unknown[0]} belongs to no GPT-2")
     return ours
 
 
-def whole(x: Tensor, name: str) -> Tensor:
-    """The same tensor; ModelError unless it is one of plain real numbers that are all there."""
+def dense_float32(x: object, name: str) -> Tensor:
+    """Return `x` in float32; raise ModelError unless it is a dense tensor within its storage."""
+    if x is None:
+        raise ModelError(f"the tensor {name} is missing")
     real = isinstance(x, Tensor) and x.is_floating_point() and x.layout is torch.strided
     if not real or x.is_nested or not x.is_cpu:
-        raise ModelError(f"the tensor {name} is not one of plain real numbers")
+        raise ModelError(f"the tensor {name} is not a dense floating-point tensor")
     if x.numel() * x.element_size() > x.untyped_storage().nbytes():
-        raise ModelError(f"the tensor {name} is larger than the numbers in the file")
-    return x
+        raise ModelError(f"the tensor {name} is larger than its storage in the file")
+    return x.float()
 
 
-def to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """State dict of transformers' GPT2LMHeadModel from ours; the padding of the vocabulary goes."""
+def weights_to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Return the state dict of transformers' GPT2LMHeadModel, without padding of the vocabulary."""
     theirs = {name: x.T if name.endswith(TRANSPOSED) else x for name, x in state.items()}
     theirs["transformer.wte.weight"] = theirs["transformer.wte.weight"][: config.vocab_size]
-    return {name: x.detach().cpu().contiguous() for name, x in theirs.items()}
+    return theirs
 
 
 def find_folder(name: str) -> Path:
-    """The folder `name`, or the hub repository of that name, downloaded if it is not yet."""
+    """Return the folder `name`, or download the hub repository of that name if it is not cached."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    wanted = ["config.json", "*.safetensors", "pytorch_model*.bin"]
     try:
-        # the other frameworks' weights stay where they are; .bin only where nothing else is
-        folder = Path(snapshot_download(name, allow_patterns=wanted[:2]))
+        folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
         if not list(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=wanted))
-    except (OSError, ValueError) as error:  # its errors are kinds of these
+            snapshot_download(name, allow_patterns=["pytorch_model*.bin"])
+    except (OSError, ValueError) as error:  # the hub's errors are subclasses of these
         raise ModelError(
-            f"{name} is no folder, and could not be had from the Hugging Face hub "
-            f"({type(error).__name__})"
+            f"{name} is no folder, and the Hugging Face hub did not provide a model of that name "
+            f"({type(error).__name__}); check the name, or go online"
         ) from error
     return folder
 
 
-def read_config(folder: Path) -> GPTConfig:
-    """The architecture that a folder's config.json describes; ModelError if it is no GPT-2."""
+@contextlib.contextmanager
+def naming(source: str | Path) -> Iterator[None]:
+    """Turn any error of unusable files into a ModelError that names their source."""
     try:
+        yield
+    except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"{source} is not a GPT-2 that can be loaded: {reason}") from error
+
+
+def read_config(folder: Path) -> GPTConfig:
+    """Return the architecture in a folder's config.json; raise ModelError if it is no GPT-2."""
+    with naming(folder):
         return config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ModelError(f"{folder} is not a GPT-2 that can be loaded: {error}") from error
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors in a folder's .safetensors files, or else in its pytorch_model*.bin files."""
+    """Return all tensors of a folder's .safetensors files, else of its pytorch_model*.bin files."""
+    from safetensors.torch import load_file  # not needed for training
+
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise ModelError("it holds no .safetensors and no pytorch_model.bin")
@@ -159,92 +157,48 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             if file.suffix == ".safetensors":
-                from safetensors.torch import load_file  # training does without
-
-                state.update(load_file(file))
+                state |= load_file(file)
             else:
-                state.update(torch.load(file, map_location="cpu", weights_only=True))
-        except Exception as error:  # a damaged pickle can ask torch for anything
+                state |= torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged pickle can raise any error
             raise ModelError(f"{file.name} is damaged ({type(error).__name__})") from error
     return state
 
 
-def load_pretrained(name: str | Path, block_size: int | None = None, dropout: float = 0.0) -> GPT:
-    """The GPT-2 of a Hugging Face name ("gpt2", "gpt2-xl", "user/model") or folder.
+def load_pretrained(
+    name_or_folder: str | Path, block_size: int | None = None, dropout: float = 0.0
+) -> GPT:
+    """Return the GPT-2 of a Hugging Face name ("gpt2", "gpt2-xl", "user/model") or folder.
 
     A smaller `block_size` keeps the first positions. Raises ModelError naming what does not fit.
     """
-    folder = find_folder(str(name))
+    folder = find_folder(str(name_or_folder))
     config = read_config(folder)
-    try:
-        state = from_hf(read_weights(folder), config)
-    except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ModelError(f"{name} is not a GPT-2 that can be loaded: {reason}") from error
-    if block_size is not None:
-        if block_size > config.block_size:
-            raise ModelError(f"{name} has {config.block_size} positions, fewer than {block_size}")
-        wpe = "transformer.wpe.weight"
-        state[wpe] = state[wpe][:block_size].contiguous()
-    shape = (config.vocab_size, config.n_layer, config.n_head, config.n_embd)
-    model = skeleton(GPTConfig(block_size or config.block_size, *shape, dropout=dropout))
+    with naming(name_or_folder):
+        state = weights_from_hf(read_weights(folder), config)
+    most, wpe = config.block_size, "transformer.wpe.weight"
+    block_size = block_size or most
+    if block_size > most:
+        raise ModelError(f"{name_or_folder} has {most} positions, fewer than {block_size}")
+    state[wpe] = state[wpe][:block_size].contiguous()
+    model = empty_gpt(replace(config, block_size=block_size, dropout=dropout))
     model.load_state_dict(state, assign=True)
     return model.requires_grad_()
 
 
-def save_pretrained(model: GPT, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-    """Writes config.json and model.safetensors, which transformers' AutoModelForCausalLM loads, and
-    with a tokenizer the files that AutoTokenizer loads. Raises ModelError for a model that is
-    neither a GPT-2 nor in the shape of a LLaMA."""
-    folder, config = Path(folder), model.config
-    if config.is_gpt2:
-        values, weights = config_to_hf(config), to_hf(model.state_dict(), config)
-    else:
-        values, weights = llama.config_to_hf(config), llama.to_hf(model.state_dict(), config)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), config.vocab_size - 1)
-    values |= {"dtype": "float32", **ends}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+def save_pretrained(model: GPT, folder: str | Path) -> None:
+    """Write config.json and model.safetensors, which transformers' AutoModelForCausalLM loads;
+    raise ModelError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3."""
     from safetensors.torch import save_file
 
+    folder, config, state = Path(folder), model.config, model.state_dict()
+    if config.is_gpt2:
+        values, weights = config_to_hf(config), weights_to_hf(state, config)
+    else:
+        values, weights = llama.config_to_hf(config), llama.weights_to_hf(state, config)
+    weights = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
+    eot = config.vocab_size - 1
+    values |= {"dtype": "float32", "bos_token_id": eot, "eos_token_id": eot}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder, config.block_size)
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
-    """Writes vocab.json and merges.txt, GPT-2's own format, from which AutoTokenizer works."""
-    end = "<|endoftext|>"
-    ranks = tokenizer.ranks()
-    printable = byte_names()
-    names = {token: "".join(printable[b] for b in token) for token in ranks}
-    vocab = {names[token]: rank for token, rank in ranks.items()} | {end: tokenizer.eot}
-    merges = [f"{names[a]} {names[b]}" for a, b in merges_of(ranks)]
-    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
-    text = "#version: 0.2\n" + "".join(merge + "\n" for merge in merges)
-    (folder / "merges.txt").write_text(text, encoding="utf-8")
-    values = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
-    specials = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
-    (folder / "tokenizer_config.json").write_text(json.dumps({**values, **specials}))
-
-
-def byte_names() -> list[str]:
-    """The printable character that GPT-2's vocab.json writes for each byte: itself where it is
-    printable, else the next free one from U+0100 on."""
-    kept = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    free = iter(range(0x100, 0x200))
-    return [chr(b if b in kept else next(free)) for b in range(256)]
-
-
-def merges_of(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """The byte pair merges, in order, that made a vocabulary: for each token the two that are left
-    of it when all merges of lower rank are done."""
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
-            i = min(range(len(pairs)), key=pairs.__getitem__)
-            assert pairs[i] < rank, token
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:
-            yield parts[0], parts[1]

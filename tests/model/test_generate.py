@@ -1,21 +1,22 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
 
+from config import parse_recipe
+from model import cpu
 from model.cache import KVCache
 from model.config import GPTConfig
-from model.generate import beside_padding, choose, compiled, complete, generate, next_logits
+from model.generate import complete, generate, next_logits, positions_and_mask, sample_token
 from model.gpt import GPT
-from model.packed import PackedGPT, packed
-from recipes import recipe_of
 from utils.distributed import autocast
 
 
 @pytest.fixture(scope="module", params=["gpt2", "modern", "llama,n_kv_head=1"])
 def model(request):
     torch.manual_seed(1)
-    fields = recipe_of(request.param).model
+    fields = parse_recipe(request.param).model
     model = GPT(
         GPTConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields)
     ).eval()
@@ -55,25 +56,14 @@ def test_prompts_of_different_lengths_go_on_as_each_alone(model, use_cache):
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}])
 def test_packed_weights_change_no_token(model, options):
-    twin = packed(copy.deepcopy(model), torch.float32)
-    assert (type(twin) is PackedGPT) == torch.backends.mkldnn.is_available()
+    packed = cpu.for_inference(copy.deepcopy(model), torch.float32)
     prompts = [[1, 2, 3], [4]]
-    assert tokens(twin, prompts, 60, **options) == tokens(model, prompts, 60, **options)
+    assert tokens(packed, prompts, 60, **options) == tokens(model, prompts, 60, **options)
 
 
-def test_packed_weights_give_the_logits_of_autocast(model):
-    twin = packed(copy.deepcopy(model), torch.bfloat16)
-    if type(twin) is GPT:
-        pytest.skip("no bfloat16 products on this CPU")
-    idx = torch.arange(32).view(2, 16)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found, plain = twin(idx).float(), model(idx).float()
-    exact = model(idx)
-    rounding = (plain - exact).norm() / exact.norm()
-    assert (found - exact).norm() / exact.norm() < 1.2 * rounding
-
-
-def test_compiled_reading_changes_no_token_and_is_compiled_once(model):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_reading_changes_no_token_and_is_compiled_once(model, monkeypatch, backend):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     prompts = [[1, 2, 3], [4]]
     rest = generate(model, prompts, 40, seed=3, use_torch_compile=True)
     made = [next(rest) for _ in range(2)]
@@ -83,20 +73,28 @@ def test_compiled_reading_changes_no_token_and_is_compiled_once(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_reading_gives_the_logits_of_the_plain_one(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.float32, "inductor"),
+        (torch.bfloat16, "aot_eager"),
+        pytest.param(torch.bfloat16, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_reading_gives_the_logits_of_the_plain_one(dtype, backend, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=256, vocab_size=257, n_layer=2, n_head=2, n_embd=32)).eval()
     prompt, token = torch.randint(257, (2, 20)), torch.randint(257, (2, 1))
     first = torch.tensor([[0], [7]])  # the second has padding in front
-    plain, cache = KVCache(64), KVCache(64, compiled=True)
-    read = compiled(next_logits, torch.device("cpu"))
+    plain, cache = KVCache(64), KVCache(64)
+    read = torch.compile(next_logits)
     with autocast(torch.device("cpu"), dtype):
         for kept in (plain, cache):
-            model.hidden(prompt, kept, **beside_padding(first, 20, prompt))
-        logits = next_logits(model, token, plain, **beside_padding(first, 21, token))
-        cache.place = torch.arange(20, 21)
-        found = read(model, token, cache, **beside_padding(first, 21, token, 64))
+            model.hidden(prompt, kept, **positions_and_mask(first, 20, prompt, 20))
+        logits = next_logits(model, token, plain, **positions_and_mask(first, 21, token, 21))
+        cache.slots = torch.arange(20, 21)
+        found = read(model, token, cache, **positions_and_mask(first, 21, token, 64))
     assert cache.layers[0][0].dtype == dtype
     tolerance = 1e-5 if dtype is torch.float32 else 0.02 * logits.float().std().item()
     torch.testing.assert_close(found, logits, atol=tolerance, rtol=0)
@@ -105,13 +103,13 @@ def test_compiled_reading_gives_the_logits_of_the_plain_one(dtype):
 
 
 @torch.no_grad()
-def test_a_place_in_a_cache_does_not_see_memory_that_was_never_written(model):
+def test_slots_of_a_cache_do_not_see_memory_that_was_never_written(model):
     idx, cache = torch.tensor([[1, 2, 3, 4, 5]]), KVCache(16)
     torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
     try:
         model.hidden(idx[:, :4], cache)
-        cache.place, first = torch.tensor([4]), torch.tensor([[0]])
-        last = model.hidden(idx[:, 4:], cache, **beside_padding(first, 5, idx[:, 4:], 16))
+        cache.slots, first = torch.tensor([4]), torch.tensor([[0]])
+        last = model.hidden(idx[:, 4:], cache, **positions_and_mask(first, 5, idx[:, 4:], 16))
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(last, model.hidden(idx)[:, 4:], atol=1e-5, rtol=1e-5)
@@ -124,7 +122,7 @@ def test_greedy_takes_the_likeliest(model):
 
 def draw(logits, n=20_000, temperature=1.0, top_k=None, top_p=None):
     uniform = (torch.arange(n) + 0.5) / n
-    ids = choose(logits.expand(n, -1), uniform, temperature, top_k, top_p)
+    ids = sample_token(logits.expand(n, -1), uniform, temperature, top_k, top_p)
     return torch.bincount(ids, minlength=logits.numel()) / n
 
 
@@ -151,8 +149,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
 def test_no_uniform_number_falls_off_the_end():
     logits = torch.randn(4, 50257)
     top = torch.full((4,), 1 - 2**-24)
-    ids = choose(logits, top, 1.0, None, None)
-    assert (ids < 50257).all() and (choose(logits, top, 1.0, None, 0.9) < 50257).all()
+    ids = sample_token(logits, top, 1.0, None, None)
+    assert (ids < 50257).all() and (sample_token(logits, top, 1.0, None, 0.9) < 50257).all()
 
 
 def test_completion_ends_before_end_of_text(model):

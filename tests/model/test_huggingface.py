@@ -3,12 +3,12 @@ import json
 import pytest
 import torch
 
-from data.tokenizer import load_tokenizer
+from config import parse_recipe
+from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig, ModelError
 from model.generate import complete
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained
-from recipes import recipe_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,8 +101,9 @@ def test_auto_tokenizer_reads_what_we_write(name, recipe, tmp_path):
         tokenizer = load_tokenizer(name)
     except ValueError as error:
         pytest.skip(str(error))
-    model = GPT(GPTConfig(16, tokenizer.vocab_size, 1, 1, 8, **recipe_of(recipe).model))
-    save_pretrained(model, tmp_path, tokenizer)
+    model = GPT(GPTConfig(16, tokenizer.vocab_size, 1, 1, 8, **parse_recipe(recipe).model))
+    save_pretrained(model, tmp_path)
+    save_tokenizer(tokenizer, tmp_path, model.config.block_size)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ("Hello, I'm a language model,", " naïve  café\n\n\t— 中文 🙂 x=1;", "don't 12345"):
         assert theirs.encode(text) == tokenizer.encode(text).tolist()

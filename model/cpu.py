@@ -1,0 +1,239 @@
+"""Fast paths for CPUs. The plain model knows nothing of them.
+
+Each class here replaces a plain module in place: `for_training` and `for_inference` assign it to
+`module.__class__`, as fully_shard of PyTorch does, so that parameters and their names stay. It
+computes what its plain class computes; a test holds each against it.
+"""
+
+import math
+from functools import cached_property, partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.gpt import GPT, RMS_EPS, RMSNorm, Rotary, ScaledDotProduct
+from model.loss import ChunkSizes, HeadCrossEntropy
+
+SHORT = 256  # tokens up to which a CPU attends faster in float32 than in bfloat16
+CHUNKS = ChunkSizes(logits=2**26, softmax=2**22, weight_grad=2**23)  # the last two fit the caches
+onednn = torch.ops.mkldnn  # oneDNN's former name
+
+
+def upcast_if_short(x: Tensor) -> Tensor:
+    """Return bfloat16 x (B, T, ...) as float32 where T is short."""
+    return x.float() if x.dtype is torch.bfloat16 and x.size(1) <= SHORT else x
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """RMSNorm without gain in few operations; in eager mode F.rms_norm makes many of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        upcast = x if x.dtype is torch.float64 else x.float()
+        squares = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.size(-1)).add_(RMS_EPS).rsqrt_()
+        y = (x * scale).to(x.dtype)
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(-1, keepdim=True)
+        return torch.addcmul(grad, y, along, value=-1).mul(scale).to(grad.dtype)
+
+
+class CPURMSNorm(RMSNorm):
+    """RMSNorm by RMSNormFunction, or by PyTorch's where the compiler fuses it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = upcast_if_short(x)
+        if torch.compiler.is_compiling():
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+        y = RMSNormFunction.apply(x)
+        return y if self.weight is None else y * self.weight
+
+
+class RotaryFunction(torch.autograd.Function):
+    """Rotation in few and large operations; the gradient is the inverse rotation."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(grad, cos, -sin), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the halves (a cos - b sin, b cos + a sin) of x (B, T, H, D)."""
+    halves = x.unflatten(-1, (2, -1))  # (B, T, H, 2, D / 2)
+    rotated = halves * cos.unsqueeze(-2)
+    rotated[..., 0, :].addcmul_(halves[..., 1, :], sin, value=-1)
+    rotated[..., 1, :].addcmul_(halves[..., 0, :], sin)
+    return rotated.flatten(-2).to(x.dtype)
+
+
+class CPURotary(Rotary):
+    """Rotary by RotaryFunction."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return RotaryFunction.apply(upcast_if_short(x), cos, sin)
+
+
+class CPUGELU(nn.GELU):
+    """GELU whose compiled form has a sigmoid for the tanh: 1 + tanh(u) = 2 sigmoid(2u)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        y = x.float()
+        y = y * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))
+        return y.to(x.dtype)
+
+
+class CPUScaledDotProduct(ScaledDotProduct):
+    """Attention in float32 where there are few queries, in the dtype of its input elsewhere."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        if q.size(2) <= SHORT:
+            q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(q, k, v, mask, is_causal)
+
+
+class CPUHeadCrossEntropy(HeadCrossEntropy):
+    """HeadCrossEntropy with chunks that fit the caches; left out of compiled graphs, which would
+    keep the product of every chunk for the backward pass."""
+
+    chunks = CHUNKS
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(x, weight, targets)
+
+
+class TiedEmbedding(torch.autograd.Function):
+    """Rows of a weight (V, C) for token ids (B, T), and the weight for the head tied to it.
+
+    The embedding's gradient is added into the head's in place, which saves a second (V, C) table.
+    """
+
+    @staticmethod
+    def forward(ctx, idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(idx)
+        return F.embedding(idx, weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad_x: Tensor, grad_weight: Tensor) -> tuple[None, Tensor]:
+        (idx,) = ctx.saved_tensors
+        return None, grad_weight.index_add_(0, idx.flatten(), grad_x.flatten(0, 1))
+
+
+@torch._disable_dynamo  # compiled, it would add into a copy
+def tied_embedding(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return TiedEmbedding of idx and weight, outside of compiled graphs."""
+    return TiedEmbedding.apply(idx, weight)
+
+
+class CPUTrainingGPT(GPT):
+    """GPT whose tied embedding and head share one gradient table."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None or not self.config.tied:
+            return super().forward(idx, targets)
+        x, weight = tied_embedding(idx, self.head_weight)
+        return self.loss(self.trunk(x).flatten(0, 1), weight, targets.flatten())
+
+
+REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
+    RMSNorm: CPURMSNorm,
+    Rotary: CPURotary,
+    nn.GELU: CPUGELU,
+    ScaledDotProduct: CPUScaledDotProduct,
+    HeadCrossEntropy: CPUHeadCrossEntropy,
+    GPT: CPUTrainingGPT,
+}
+
+
+def for_training(model: GPT) -> GPT:
+    """Replace the modules of a plain model by their equals for CPUs, in place."""
+    for module in model.modules():
+        module.__class__ = REPLACEMENTS.get(type(module), type(module))
+    return model
+
+
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN can multiply matrices of `dtype` here."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype is torch.float32 or onednn._is_mkldnn_bf16_supported()
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x (N, in) @ weight (out, in).T by oneDNN where it can: float32 is faster there."""
+    if x.device.type == "cpu" and has_onednn(x.dtype):
+        return onednn._linear_pointwise(x, weight, None, "none", [], "")
+    return F.linear(x, weight)
+
+
+class PackedLinear(nn.Module):
+    """Linear layer for inference: its weight (out, in) is kept in `dtype` and in the memory layout
+    in which oneDNN reads it for about `rows` rows. It has no gradient."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        rows: int,
+        upcast: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dtype, self.upcast = dtype, upcast
+        self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), rows)
+        self.bias = None if bias is None else bias.detach().to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = onednn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
+        return y.float() if self.upcast else y
+
+
+class CPUInferenceGPT(GPT):
+    """GPT whose head is a PackedLinear, made at its first use."""
+
+    @cached_property
+    def packed_head(self) -> PackedLinear:
+        return self.pack(self.head_weight[: self.config.vocab_size], None)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.packed_head(x)
+
+
+def for_inference(model: GPT, dtype: torch.dtype, rows: int = 1) -> GPT:
+    """Replace modules and pack linear layers, in place, for about `rows` tokens at a time.
+
+    Matmuls run in `dtype`, as under autocast; queries, keys and values are float32, so the cache
+    is, too. Without oneDNN for that dtype the linear layers stay plain.
+    """
+    for_training(model)
+    model.__class__ = GPT
+    if has_onednn(dtype):
+        model.__class__ = CPUInferenceGPT
+        model.pack = partial(PackedLinear, dtype=dtype, rows=rows)
+        # a list without linear layers, so that each is freed once it is replaced
+        for module in [m for m in model.modules() if not isinstance(m, nn.Linear)]:
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear) and name != "lm_head":
+                    packed = model.pack(child.weight, child.bias, upcast=name == "c_attn")
+                    setattr(module, name, packed)
+    return model.eval()

@@ -1,0 +1,162 @@
+"""Each fast path for CPUs against the plain module that it replaces."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config import parse_recipe
+from model import cpu
+from model.config import GPTConfig
+from model.gpt import GPT, RMSNorm, Rotary, ScaledDotProduct, rotary_angles
+from model.loss import ChunkSizes, HeadCrossEntropy
+from utils.distributed import autocast
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
+
+
+def tiny(recipe="gpt2"):
+    torch.manual_seed(0)
+    fields = parse_recipe(recipe).model
+    return GPT(GPTConfig(16, 257, 2, 2, 32, **fields))
+
+
+def results(module, inputs, rest, backend=None):
+    """The output of a module, compiled by a backend, and gradients of its inputs and parameters."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    module.zero_grad()
+    function = torch.compile(module, fullgraph=True, backend=backend) if backend else module
+    y = function(*leaves, *rest)
+    y.float().square().sum().backward()
+    return [y.detach(), *(x.grad for x in leaves), *(p.grad for p in module.parameters())]
+
+
+def x4(dtype=torch.float32):
+    return torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def rotary(dtype=torch.float32):
+    return Rotary(), [x4(dtype)], [a.to(dtype) for a in rotary_angles(torch.arange(5), 16, 1e4)]
+
+
+ROWS = {  # a plain module, inputs with gradients, inputs without
+    "norm": lambda dtype: (RMSNorm(16), [x4(dtype)], []),
+    "norm without gain": lambda dtype: (RMSNorm(16, gain=False), [x4(dtype)], []),
+    "rotary": rotary,
+    "gelu": lambda dtype: (nn.GELU(approximate="tanh"), [20 * x4(dtype)], []),
+    "attention": lambda dtype: (ScaledDotProduct(0.0), [x4(dtype)] * 3, [None, True]),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])  # what is traced differs, not its code
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", ROWS)
+def test_a_replaced_module_computes_what_the_plain_one_does(row, dtype, backend):
+    module, inputs, rest = ROWS[row](dtype)
+    expected = results(module, inputs, rest)
+    fast = cpu.for_training(copy.deepcopy(module))
+    assert type(fast) is cpu.REPLACEMENTS[type(module)]
+    for found, wanted in zip(results(fast, inputs, rest, backend), expected, strict=True):
+        torch.testing.assert_close(
+            found.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+def test_the_own_gradients_pass_gradcheck():
+    x = torch.randn(2, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(cpu.RMSNormFunction.apply, x)
+    cos, sin = (a.double() for a in rotary_angles(torch.arange(3), 8, 1e4))
+    assert torch.autograd.gradcheck(lambda x: cpu.RotaryFunction.apply(x, cos, sin), x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_in_small_chunks_is_that_of_whole_logits(dtype, compiled):
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(100, 32), torch.randn(320, 32), torch.randint(300, (100,))
+    targets[::7] = -1
+    plain = HeadCrossEntropy(300)
+    fast = cpu.for_training(HeadCrossEntropy(300))
+    fast.chunks = ChunkSizes(4 * 320 * 48, 4 * 320 * 5, 4 * 32 * 100)
+    found = []
+    for loss in (plain, torch.compile(fast, backend="aot_eager") if compiled else fast):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with autocast(CPU, dtype):
+            value = loss(*leaves, targets)
+        (3 * value).backward()
+        found.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*found, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_the_plain_loss_is_the_same_where_it_is_compiled():  # as on GPUs it is
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(100, 32), torch.randn(320, 32), torch.randint(300, (100,))
+    loss = HeadCrossEntropy(300)
+    loss.chunks = ChunkSizes(4 * 320 * 64, 4 * 320 * 64, 2**20)
+    found = [results(loss, [x, weight], [targets], backend) for backend in (None, "inductor")]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_for_training_learns_as_the_plain_one_under_its_names(recipe, dtype):
+    plain = tiny(recipe)
+    fast = cpu.for_training(tiny(recipe))
+    assert type(fast) is cpu.CPUTrainingGPT and type(plain) is GPT
+    x, y = torch.randint(0, 257, (2, 3, 16))
+    for model in (plain, fast):
+        with autocast(CPU, dtype):
+            model(x, y).backward()
+    for (name, p), (other, q) in zip(
+        plain.named_parameters(), fast.named_parameters(), strict=True
+    ):
+        assert name == other
+        scale = p.grad.abs().max()
+        assert (p.grad - q.grad).abs().max() <= 4 * TOLERANCE[dtype] * scale, name
+
+
+def test_a_tied_embedding_learns_in_the_gradient_of_the_head():
+    model, made = cpu.for_training(tiny()), []
+
+    class LargeTensors(TorchDispatchMode):
+        """Collects operations that allocate a tensor as large as the embedding."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if getattr(result, "shape", None) == model.head_weight.shape:
+                known = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+                made.extend([function] if result.data_ptr() not in known else [])
+            return result
+
+    loss = model(*torch.randint(0, 257, (2, 3, 16)))
+    with LargeTensors():
+        loss.backward()
+    assert model.head_weight.grad is not None and not made
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
+    if not cpu.has_onednn(dtype):
+        pytest.skip(f"oneDNN has no matmuls in {dtype} here")
+    plain = tiny(recipe).eval()
+    packed = cpu.for_inference(copy.deepcopy(plain), dtype)
+    assert type(packed) is cpu.CPUInferenceGPT
+    idx = torch.arange(32).view(2, 16)
+    with torch.no_grad(), autocast(CPU, dtype):
+        found, rounded = packed(idx).float(), plain(idx).float()
+    exact = plain(idx)
+    error, rounding = (found - exact).norm(), (rounded - exact).norm()
+    assert error <= max(1.2 * rounding, 1e-5 * exact.norm())
+
+
+def test_without_onednn_linear_layers_stay_plain(monkeypatch):
+    monkeypatch.setattr(cpu, "has_onednn", lambda dtype: False)
+    model = cpu.for_inference(tiny(), torch.float32)
+    assert type(model) is GPT and type(model.transformer.h[0].attn.c_attn) is nn.Linear
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    assert torch.equal(cpu.linear(x, weight), F.linear(x, weight))
