@@ -1,20 +1,15 @@
-"""Batches as a pure function of (seed, step): nothing to save, nothing to lose.
+"""Batches as a pure function of (seed, step), so that the loader has no state to save.
 
-The train tokens of a folder are one virtual stream. Sequence w is its tokens [w*T, w*T + T] (T
-inputs and T targets, one apart), across shard borders; only the last partial sequence is left out.
+The train tokens of a folder are one virtual stream. Sequence w is tokens [w*T, w*T + T]: T inputs
+and T targets, shifted by one. Sequences cross shard borders; only the last partial one is left out.
 Epoch e visits every sequence exactly once, in an order drawn from (seed, e). Step s takes positions
-[s*G, (s+1)*G) of that order, G sequences to a global batch; ranks and micro-steps slice that range.
-
-    python -m data.loader --data_dir D --verify
-
-proves it for a folder: every sequence once per epoch for several numbers of processes, every id
-within the vocabulary, every checksum of the manifest.
+[s*G, (s+1)*G) of that order, G sequences in a global batch; ranks and micro-steps slice that range.
 """
 
 import hashlib
-import queue
-import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,11 +25,11 @@ ROUNDS = 6
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where an epoch's positions (any shape, in [0, n)) fall in a shuffle of range(n).
+    """Map positions of an epoch (any shape, in [0, n)) to sequence ids by a keyed permutation.
 
-    A Feistel network keyed by (seed, epoch) permutes the smallest square power of two that holds
-    n; values that land outside are sent through again until they are inside (cycle walking: Black
-    and Rogaway 2002). No array of n is ever made.
+    A Feistel network keyed by (seed, epoch) permutes the smallest power of 4 that is at least n;
+    results outside [0, n) pass through it again (cycle walking: Black and Rogaway 2002). This takes
+    no memory of size n.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -54,25 +49,23 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class TokenStream:
-    """All tokens of a split in a folder as one array that is never in memory as a whole."""
+    """The tokens of all shards of a split as one virtual array, mapped from disk."""
 
     def __init__(self, folder: Path | str, split: str) -> None:
-        folder = Path(folder)
-        self.shards = find_shards(folder, split)
+        self.shards = find_shards(Path(folder), split)
         self.ends = np.cumsum([shard.tokens for shard in self.shards])
-        manifest = read_manifest(folder) or {}
+        manifest = read_manifest(Path(folder)) or {}
         self.tokenizer: str = manifest.get("tokenizer", GPT2Tokenizer.name)
         self.vocab_size: int = manifest.get("vocab_size", GPT2Tokenizer.vocab_size)
-        self._open = lru_cache(maxsize=128)(lambda i: self.shards[i].open())  # bounds open files
+        self._open = lru_cache(maxsize=128)(lambda i: self.shards[i].open())  # few open files
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as int64; DataError for an id outside the vocabulary."""
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """Return tokens [start, start + length), int64 (length,); raise DataError for a bad id."""
         assert 0 <= start and start + length <= len(self)
-        parts = []
-        i = int(np.searchsorted(self.ends, start, side="right"))
+        parts, i = [], int(np.searchsorted(self.ends, start, side="right"))
         while length:
             shard = self.shards[i]
             offset = start - (int(self.ends[i]) - shard.tokens)
@@ -88,7 +81,7 @@ class TokenStream:
 
 
 class Sequences:
-    """A token stream cut into sequences of T inputs and T targets."""
+    """A token stream divided into sequences of T inputs and T targets."""
 
     def __init__(self, stream: TokenStream, block_size: int) -> None:
         self.stream, self.block_size = stream, block_size
@@ -102,14 +95,14 @@ class Sequences:
         return (len(self.stream) - 1) // self.block_size
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
+        """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
         T = self.block_size
-        rows = np.stack([self.stream.read(int(w) * T, T + 1) for w in ids])
+        rows = np.stack([self.stream.tokens(int(w) * T, T + 1) for w in ids])
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 
 def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
-    """Ids (G,) of the sequences in the global batch of `batch` = G sequences at `step`, of n."""
+    """Return the ids (G,) of the sequences in a step with G = `batch`, out of n sequences."""
     position = step * batch + np.arange(batch)
     epochs = position // n
     return np.concatenate(
@@ -119,7 +112,7 @@ def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Slicing:
-    """How ranks and micro-steps share a global batch of `batch` sequences."""
+    """Division of a global batch of `batch` sequences into ranks and micro-steps."""
 
     batch: int
     micro_batch: int
@@ -130,113 +123,27 @@ class Slicing:
     def micro_steps(self) -> int:
         return self.batch // (self.micro_batch * self.world_size)
 
-    def own(self, ids: np.ndarray) -> np.ndarray:
-        """This rank's share (micro_steps, micro_batch) of a global batch of ids (batch,)."""
+    def rank_ids(self, ids: np.ndarray) -> np.ndarray:
+        """Return this rank's ids (micro_steps, micro_batch) of those of a global batch (batch,)."""
         return ids.reshape(self.micro_steps, self.world_size, self.micro_batch)[:, self.rank]
 
 
 def train_batches(
     sequences: Sequences, slicing: Slicing, seed: int, steps: range
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """This rank's micro-batches (inputs, targets), micro_steps of them for each step in turn."""
+    """Yield this rank's micro-batches (inputs, targets), micro_steps of them for each step."""
     for step in steps:
-        for ids in slicing.own(step_sequences(step, slicing.batch, len(sequences), seed)):
+        for ids in slicing.rank_ids(step_sequences(step, slicing.batch, len(sequences), seed)):
             yield sequences.batch(ids)
 
 
-def read_ahead(items: Iterable[Item], depth: int = 4) -> Iterator[Item]:
-    """The same items, made up to `depth` ahead by a background thread; its errors come here."""
-    ready: queue.Queue = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(item: object) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.2)
-                return True
-            except queue.Full:
-                pass
-        return False
-
-    def work() -> None:
-        try:
-            for item in items:
-                if not put((item, None)):
-                    return
-            put((None, StopIteration()))
-        except Exception as error:
-            put((None, error))
-
-    threading.Thread(target=work, daemon=True, name="read_ahead").start()
+def prefetch(items: Iterator[Item], depth: int = 4) -> Iterator[Item]:
+    """Yield items, none of them None, that a background thread computes up to `depth` ahead."""
+    worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
+        ready = deque(worker.submit(next, items, None) for _ in range(depth))
+        while (item := ready.popleft().result()) is not None:
+            ready.append(worker.submit(next, items, None))
             yield item
     finally:
-        stop.set()
-
-
-def verify(folder: Path, block_size: int, seed: int) -> str:
-    """Proves the promises at the top of this file for a folder; AssertionError or DataError if not.
-
-    Returns a sentence with the figures.
-    """
-    listed = {s["file"]: s["sha256"] for s in (read_manifest(folder) or {"shards": []})["shards"]}
-    for split in ("train", "val"):
-        stream = TokenStream(folder, split)
-        for start in range(0, len(stream), 2**20):
-            stream.read(start, min(2**20, len(stream) - start))
-        for shard in stream.shards:
-            with open(shard.path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if listed.get(shard.path.name, digest) != digest:
-                raise DataError(f"{shard.path} is not what the manifest lists; make it again")
-    sequences = Sequences(TokenStream(folder, "train"), block_size)
-    n, worlds = len(sequences), (1, 2, 3, 4, 8)
-    for world in worlds:
-        seen = np.zeros(n, np.uint8)
-        batch = 8 * world
-        for step in range(-(-n // batch)):
-            ids = step_sequences(step, batch, n, seed)
-            parts = [Slicing(batch, 4, rank, world).own(ids).ravel() for rank in range(world)]
-            assert sorted(np.concatenate(parts)) == sorted(ids), "ranks do not share a batch out"
-            np.add.at(seen, ids[: n - step * batch], 1)  # the rest belongs to the next epoch
-        assert (seen == 1).all(), f"an epoch of {world} ranks misses or repeats a sequence"
-    left = len(sequences.stream) - 1 - n * block_size
-    return (
-        f"{n:,} sequences of {block_size} tokens, each exactly once per epoch for "
-        f"{', '.join(map(str, worlds))} processes; {left} tokens at the end left out; "
-        f"ids and {len(listed)} checksums in order"
-    )
-
-
-@dataclass
-class LoaderConfig:
-    """Describe a folder of shards; with --verify, prove the data order on it."""
-
-    data_dir: Path
-    """Folder of shards."""
-    verify: bool = False
-    """Check every id and checksum, and that an epoch uses every sequence once."""
-    block_size: int = 1024
-    """Tokens in a sequence."""
-    seed: int = 1337
-    """Seed of the order."""
-
-
-def main(config: LoaderConfig) -> None:
-    for split in ("train", "val"):
-        stream = TokenStream(config.data_dir, split)
-        print(f"{split}: {len(stream):,} {stream.tokenizer} tokens in {len(stream.shards)} shards")
-    if config.verify:
-        print(verify(config.data_dir, config.block_size, config.seed))
-
-
-if __name__ == "__main__":
-    from utils.cli import run  # a script may use the command line that the scripts share
-
-    run(main, LoaderConfig)
+        worker.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Folders of the workers that shared a source, merged into one that trains.
+"""Merging of the folders of several workers into one folder of shards.
 
-Full shards are linked under new names where the file system can, else copied; the manifest comes
-last, so that a merge killed at any moment and run again ends the same.
+Full shards are linked under new names if the file system supports it, else copied. The manifest is
+written last, so a merge that is killed at any moment can be run again.
 """
 
 import contextlib
@@ -12,67 +12,53 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.sharder import UNENDED, UNSPLIT, locked, writing_to
-from data.shards import MANIFEST, DataError, find_shards, read_manifest, write_manifest
+from data.sharder import NOT_ENDED, SINGLE_WORKER, lock_folder, output_folder
+from data.shards import MANIFEST, DataError, find_shards, read_manifest, shard_paths, write_manifest
 from utils.files import atomic_write, check_space, sha256, sync_folder
 
-ALIKE = (
+COMMON_KEYS = (  # equal in the manifests of all workers of a run
     *("format_version", "tokenizer", "vocab_size", "eot", "source", "files_digest"),
     *("worker_count", "shard_size", "format", "val_fraction"),
 )
 
 
-def read_worker(folder: Path) -> dict:
-    """The manifest of a worker's folder; DataError unless its run has ended and no shard is
-    missing."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise DataError(
-            f"{folder} holds no {MANIFEST} of data/fineweb-edu.py; give others to --merge"
-        )
-    manifest = {**UNSPLIT, **UNENDED, **manifest}
+def worker_manifest(folder: Path) -> dict:
+    """Return the manifest of a folder; raise DataError if a shard is missing or it is not ended."""
+    manifest = {**SINGLE_WORKER, **NOT_ENDED, **read_manifest(folder)}
     if not (manifest["complete"] or manifest["stopped"]):
-        raise DataError(f"{folder} is half done; run its command again until it ends, then merge")
+        raise DataError(f"{folder} is unfinished; run its command again until it ends, then merge")
     for split in {shard["split"] for shard in manifest["shards"]}:
         find_shards(folder, split)
     return manifest
 
 
-def revision(manifest: dict) -> str | None:
-    """The commit of the hub's dataset that a folder was made from, if it says."""
-    source = (manifest.get("state") or {}).get("source") or {}
-    return source.get("revision")
-
-
-def check_together(workers: dict[Path, dict]) -> None:
-    """DataError unless the folders, with their manifests, are all workers of one run."""
+def check_same_run(workers: dict[Path, dict]) -> None:
+    """Raise DataError unless the folders and their manifests are all workers of one run."""
     (first, manifest), *others = workers.items()
     for folder, other in others:
-        for key in ALIKE:
+        for key in COMMON_KEYS:
             if other.get(key) != manifest.get(key):
                 raise DataError(
                     f"{folder} was made with {key} {other.get(key)}, but {first} with "
                     f"{manifest.get(key)}; only workers of one run can be merged"
                 )
-    commits = {revision(m) for m in workers.values()} - {None}
+    sources = [(m.get("state") or {}).get("source") or {} for m in workers.values()]
+    commits = {source.get("revision") for source in sources} - {None}  # None: not of the hub
     if len(commits) > 1:
         raise DataError(
-            f"the folders of --merge are of several commits of the dataset "
-            f"({', '.join(sorted(commits))}); shard those of the older again"
+            f"the folders of --merge come from several commits of the dataset "
+            f"({', '.join(sorted(commits))}); shard the older ones again"
         )
-    count, seen = manifest["worker_count"], Counter(m["worker_index"] for m in workers.values())
-    missing = [str(i) for i in range(count) if not seen[i]]
-    if missing:
+    found = sorted(m["worker_index"] for m in workers.values())
+    if found != list(range(manifest["worker_count"])):
         raise DataError(
-            f"of {count} workers --merge lacks the folders of --worker_index {' '.join(missing)}"
+            f"--merge names folders of --worker_index {' '.join(map(str, found))}; name one folder "
+            f"for each of the {manifest['worker_count']} workers"
         )
-    twice = [str(i) for i in seen if seen[i] > 1]
-    if twice:
-        raise DataError(f"--merge names several folders of --worker_index {' '.join(twice)}")
 
 
-def renamed(workers: dict[Path, dict]) -> list[tuple[Path, dict]]:
-    """Every shard in worker order: where it is, and its entry in the manifest under a new name."""
+def renumber_shards(workers: dict[Path, dict]) -> list[tuple[Path, dict]]:
+    """Return path and renamed manifest entry of every shard, in the order of the workers."""
     shards, counts = [], Counter()
     for folder, manifest in sorted(workers.items(), key=lambda item: item[1]["worker_index"]):
         for shard in manifest["shards"]:
@@ -83,65 +69,59 @@ def renamed(workers: dict[Path, dict]) -> list[tuple[Path, dict]]:
     return shards
 
 
-def place(source: Path, target: Path, digest: str, full: bool) -> None:
-    """Links or copies a shard, whole or not at all; one that is there already must be the same.
+def link_or_copy(source: Path, target: Path, digest: str, full: bool) -> None:
+    """Link or copy a shard atomically; raise DataError if another file has its name.
 
-    Only full shards are linked: a worker that is continued writes into its short ones.
+    A shard that is not full is copied: continuing its worker would write into a linked one.
     """
     if target.exists():
         if not target.samefile(source) and sha256(target) != digest:
-            raise DataError(f"{target} is not of these folders; merge into an empty folder")
+            raise DataError(f"{target} is not from these folders; merge into an empty folder")
         return
     if full:
         with contextlib.suppress(OSError):  # another disk, or a file system without links
             os.link(source.resolve(), target)
             return
-    target.with_name(target.name + ".tmp").unlink(missing_ok=True)  # half a copy takes room
+    target.with_name(target.name + ".tmp").unlink(missing_ok=True)  # a partial copy takes room
     check_space(target.parent, source.stat().st_size, f"a copy of {source}")
     with open(source, "rb") as file, atomic_write(target) as copy:
         shutil.copyfileobj(file, copy, 2**20)
 
 
 def merged_manifest(workers: list[dict], shards: list[dict]) -> dict:
-    """What the merged folder is: as a run that was not split would be, but it cannot go on."""
+    """Return the manifest of a run by a single worker that cannot be continued."""
     complete = all(worker["complete"] for worker in workers)
+    manifest = {key: workers[0].get(key) for key in COMMON_KEYS} | SINGLE_WORKER
+    manifest |= {"merged": len(workers), "shards": shards}
+    manifest |= {"complete": complete, "stopped": not complete, "state": None}
     skipped = sum((Counter(worker["skipped"]) for worker in workers), Counter())
-    return {
-        **{key: workers[0].get(key) for key in ALIKE},
-        **UNSPLIT,
-        "merged": len(workers),
-        "shards": shards,
-        "complete": complete,
-        "stopped": not complete,
-        "state": None,
-        "documents": sum(worker["documents"] for worker in workers),
-        "skipped": dict(skipped),
-    }
+    documents = sum(worker["documents"] for worker in workers)
+    return {**manifest, "documents": documents, "skipped": dict(skipped)}
 
 
 def merge(folders: tuple[Path, ...], out: Path) -> dict:
-    """Makes `out` the folder of all workers' shards; gives its manifest. DataError if they are not
-    all workers of one run, or if `out` holds something else."""
+    """Merge the shards of all workers into the folder `out`, and return its manifest.
+
+    Raises DataError if they are not all workers of one run, or if `out` holds other shards.
+    """
     if len({folder.resolve() for folder in (*folders, out)}) <= len(folders):
-        raise DataError("--merge and --local_dir must each name another folder")
-    absent = [str(folder) for folder in folders if not folder.is_dir()]
-    if absent:
-        raise DataError(f"there is no folder {' '.join(absent)}; give others to --merge")
-    with writing_to(out), contextlib.ExitStack() as locks:
+        raise DataError("--merge and --local_dir must name different folders")
+    for folder in folders:
+        if read_manifest(folder) is None:
+            raise DataError(f"{folder} holds no {MANIFEST} of data/fineweb-edu.py; correct --merge")
+    with output_folder(out), contextlib.ExitStack() as locks:
         for folder in folders:
-            locks.enter_context(locked(folder))
-        workers = {folder: read_worker(folder) for folder in folders}
-        check_together(workers)
-        shards = renamed(workers)
-        entries = [entry for _, entry in shards]
-        manifest = merged_manifest(list(workers.values()), entries)
-        there = {path.name for path in out.iterdir() if path.suffix in (".npy", ".bin")}
-        strange = there - {entry["file"] for entry in entries}
-        if strange or read_manifest(out) not in (None, manifest):
-            raise DataError(f"{out} holds something else already; merge into an empty folder")
+            locks.enter_context(lock_folder(folder))
+        workers = {folder: worker_manifest(folder) for folder in folders}
+        check_same_run(workers)
+        shards = renumber_shards(workers)
+        manifest = merged_manifest(list(workers.values()), [entry for _, entry in shards])
+        foreign = {path.name for path in shard_paths(out)} - {entry["file"] for _, entry in shards}
+        if foreign or read_manifest(out) not in (None, manifest):
+            raise DataError(f"{out} holds other shards already; merge into an empty folder")
         for source, entry in tqdm(shards, unit="shard", disable=None):
             full = entry["tokens"] == manifest["shard_size"]
-            place(source, out / entry["file"], entry["sha256"], full)
+            link_or_copy(source, out / entry["file"], entry["sha256"], full)
         sync_folder(out)
         write_manifest(out, manifest)
     return manifest

@@ -1,174 +1,167 @@
-"""The shards of a run being written, and the manifest that says how to go on after them."""
+"""Resumable writing of documents to the shards of a folder, with a manifest of the progress."""
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from data.shards import MANIFEST, DataError, ShardWriter, read_manifest, write_manifest
+from data.shards import (
+    MANIFEST,
+    DataError,
+    ShardWriter,
+    is_count,
+    read_manifest,
+    shard_paths,
+    write_manifest,
+)
 from utils.files import check_space
 
-UNSPLIT = {"worker_index": 0, "worker_count": 1}  # in manifests that do not say
-UNENDED = {"complete": False, "stopped": False}  # by the end of the source, by --max_shards
+SINGLE_WORKER = {"worker_index": 0, "worker_count": 1}  # default for manifests without these
+NOT_ENDED = {"complete": False, "stopped": False}  # complete: source read; stopped: at --max_shards
+BEGINNING = {"source": None, "documents": 0, "tokens": 0, "open": {}}  # state of a new folder
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps a second process from sharding into the folder, where its file system has locks."""
-    if os.name != "posix":
-        yield
-        return
-    import fcntl
-
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder if its file system has locks; raise DataError if another process holds it."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another process is sharding into {folder}") from error
-        except OSError:  # some network file systems have none
-            pass
+        with contextlib.suppress(OSError):  # a network file system without locks
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataError(f"another process is sharding into {folder}") from error
         yield
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Makes the folder and locks it; what goes wrong with the disk becomes a DataError."""
+def output_folder(folder: Path) -> Iterator[None]:
+    """Make and lock a folder; turn disk errors inside the context into DataError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be a folder: {error.strerror}") from error
-    try:
-        with locked(folder):
+        with lock_folder(folder):
             yield
     except OSError as error:
         raise DataError(
             f"writing to {folder} failed ({error.strerror}); whole shards are safe: "
-            "make room and run the same command again to continue"
+            "make room or mend this, and run the same command again to continue"
         ) from error
 
 
-def can_go_on(manifest: dict) -> bool:
-    """Whether a manifest says where to go on, as Sharder.save writes it."""
+def is_resumable(manifest: dict) -> bool:
+    """Return True if a manifest holds a valid position to continue from, as Sharder.save writes."""
     try:
-        state = manifest["state"] or {"documents": 0, "tokens": 0, "open": {}}
-        numbers = [manifest["documents"], state["documents"], state["tokens"]]
-        numbers += [*manifest["skipped"].values()]
-        numbers += [done[key] for done in state["open"].values() for key in ("index", "tokens")]
-        splits = set(state["open"]) <= {"train", "val"}
+        state = manifest["state"] or BEGINNING
+        counts = [manifest["documents"], state["documents"], state["tokens"]]
+        counts += manifest["skipped"].values()
+        counts += [at[key] for at in state["open"].values() for key in ("index", "tokens")]
+        valid = set(state["open"]) <= {"train", "val"} and type(manifest["complete"]) is bool
     except (KeyError, TypeError, AttributeError):
         return False
-    whole = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
-    return whole and splits and type(manifest.get("complete")) is bool
+    return valid and all(map(is_count, counts))
 
 
 class Sharder:
-    """Appends documents to the shards of a folder, train and val.
+    """Appends documents to the train and val shards of a folder.
 
-    `settings` go into the manifest: among them shard_size (tokens) and format ("npy" or "bin").
-    Raises DataError if the folder holds shards made with other settings.
+    `settings` are saved in the manifest, among them shard_size (tokens) and format ("npy" or
+    "bin"). Raises DataError if the folder holds shards with other settings or of another origin.
     """
 
     def __init__(self, folder: Path, settings: dict, max_shards: int | None) -> None:
         self.folder, self.max_shards = folder, max_shards
         self.size, self.suffix = settings["shard_size"], f".{settings['format']}"
-        fresh = {"shards": [], "state": None, "documents": 0, "skipped": {}, **UNENDED}
-        found = read_manifest(self.folder)
-        if found is None:
-            foreign = [p for p in self.folder.iterdir() if p.suffix in (".npy", ".bin")]
-            if foreign:
-                raise DataError(
-                    f"{self.folder} holds shards of another origin ({foreign[0].name}, "
-                    f"no {MANIFEST}); train on them as they are, or give another --local_dir"
-                )
-        if found is None or not (found["shards"] or found.get("complete")):  # nothing is there yet
+        self.open: dict[str, ShardWriter] = {}  # by split
+        found = read_manifest(folder)
+        if found is None and (foreign := shard_paths(folder)):
+            raise DataError(
+                f"{folder} holds shards of another origin ({foreign[0].name}, no {MANIFEST}); "
+                "train on them without sharding, or give another --local_dir"
+            )
+        if found is None or not (found["shards"] or found.get("complete")):
+            fresh = {"shards": [], "state": None, "documents": 0, "skipped": {}, **NOT_ENDED}
             found = {**settings, **fresh}
-            write_manifest(self.folder, found)
-        self.manifest = {**UNSPLIT, **found}
+            write_manifest(folder, found)
+        self.manifest = {**SINGLE_WORKER, **found}
+        self.check_manifest(settings)
+
+    def check_manifest(self, settings: dict) -> None:
+        """Raise DataError unless the manifest has these settings and can be continued."""
         for key, value in settings.items():
-            if key == "files_digest" and self.manifest.get(key) != value:
+            found = self.manifest.get(key)
+            if found != value:
+                made = f"made with {key} {found!a:.300}, not {value!a:.300}"
+                if key == "files_digest":
+                    made = "of files that are not those of --input, or were renamed or resized"
                 raise DataError(
-                    f"the files of --input are not those that {self.folder} was begun with (added, "
-                    "removed, renamed or resized); give another --local_dir or empty that one"
+                    f"{self.folder} holds shards {made}; give another --local_dir or empty that one"
                 )
-            if self.manifest.get(key) != value:
-                raise DataError(
-                    f"{self.folder} holds shards made with {key} {self.manifest.get(key)!a:.300}, "
-                    f"not {value!a:.300}; give another --local_dir or empty that one"
-                )
-        if not can_go_on(self.manifest):
+        if not is_resumable(self.manifest):
             raise DataError(f"{self.folder / MANIFEST} is damaged; shard into an empty folder")
         if "merged" in self.manifest and not self.full:
             raise DataError(
                 f"{self.folder} was merged from {self.manifest['merged']} workers' folders and "
-                "cannot go on; continue those and merge them into another folder"
+                "cannot be continued; continue those and merge them into another folder"
             )
-        self.open: dict[str, ShardWriter] = {}
+
+    @property
+    def state(self) -> dict:
+        """Position in the source and in the unfinished shards when the manifest was last saved."""
+        return self.manifest["state"] or BEGINNING
 
     @property
     def full(self) -> bool:
-        """Nothing is left to read: the source has ended or max_shards are there."""
-        allowed = self.max_shards
-        return self.manifest["complete"] or (allowed is not None and self.train_shards >= allowed)
+        """True once the source has ended or max_shards train shards are full."""
+        if self.manifest["complete"] or self.max_shards is None:
+            return self.manifest["complete"]
+        shards = [(s["split"], s["tokens"]) for s in self.manifest["shards"]]
+        return shards.count(("train", self.size)) >= self.max_shards
 
     @property
     def done(self) -> bool:
-        """Nothing is left to do: full, and the short shards it ended with are in their places."""
-        names = self.unfinished
-        listed = {s["file"] for s in self.manifest["shards"]}
-        in_place = names <= listed and all((self.folder / name).exists() for name in names)
-        ended = self.manifest.get("stopped") and in_place
-        return self.manifest["complete"] or bool(self.full and ended)
-
-    @property
-    def unfinished(self) -> set[str]:
-        """Names of the shards that were not full when the manifest was last saved."""
-        shards = (self.manifest["state"] or {}).get("open", {}).items()
-        return {f"{split}_{shard['index']:06d}{self.suffix}" for split, shard in shards}
-
-    @property
-    def train_shards(self) -> int:
-        """Train shards of full size."""
-        return sum(
-            s["split"] == "train" and s["tokens"] == self.size for s in self.manifest["shards"]
-        )
+        """True once the folder is full and its short last shards are in place."""
+        shards = self.manifest["shards"]
+        in_place = all((self.folder / shard["file"]).exists() for shard in shards)
+        stopped = self.full and self.manifest.get("stopped", False) and in_place
+        return self.manifest["complete"] or stopped
 
     @property
     def tokens(self) -> int:
-        return sum(w.tokens for w in self.open.values()) + sum(
-            s["tokens"] for s in self.manifest["shards"]
-        )
+        """Number of tokens in all shards, unfinished ones included."""
+        finished = sum(s["tokens"] for s in self.manifest["shards"])
+        return finished + sum(writer.tokens for writer in self.open.values())
 
-    def check_room(self, tokens: int | None) -> None:
-        """DataError if the disk lacks room for what is still to come, as far as that is known: of
-        `tokens` in the source, or of max_shards, what the folder does not hold yet."""
+    def check_room(self, known_tokens: int | None) -> None:
+        """Raise DataError if the disk lacks room for the known rest of the source or max_shards."""
         allowed = self.max_shards and self.max_shards * self.size
-        total = min((n for n in (tokens, allowed) if n is not None), default=0)
+        total = min((n for n in (known_tokens, allowed) if n is not None), default=0)
         held = sum(p.stat().st_size for p in self.folder.iterdir() if self.suffix in p.suffixes)
         check_space(self.folder, 2 * total - held, f"sharding {total:,} tokens")
 
     def reopen(self) -> None:
-        """Goes on with the shards that are not full, also if an earlier --max_shards ended with
-        them; what a killed run had begun after these is gone."""
-        shards = [s for s in self.manifest["shards"] if s["file"] not in self.unfinished]
-        self.manifest.update(shards=shards, **UNENDED)
+        """Open the unfinished shards to continue them; delete what was written after the save."""
+        unfinished = self.state["open"].items()
+        names = {f"{split}_{at['index']:06d}{self.suffix}" for split, at in unfinished}
+        shards = [s for s in self.manifest["shards"] if s["file"] not in names]
+        self.manifest.update(shards=shards, **NOT_ENDED)
         write_manifest(self.folder, self.manifest)
         for path in self.folder.glob(f"*_??????{self.suffix}.tmp"):
-            if path.stem not in self.unfinished:
+            if path.stem not in names:
                 path.unlink()
-        state = self.manifest["state"] or {}
-        for split, at in state.get("open", {}).items():
-            self.open[split] = ShardWriter(
-                self.folder, split, at["index"], self.suffix, at["tokens"]
-            )
+        for split, at in unfinished:
+            writer = ShardWriter(self.folder, split, at["index"], self.suffix, at["tokens"])
+            self.open[split] = writer
 
     def write(self, split: str, tokens: np.ndarray, start: int, position: dict) -> bool:
-        """Adds a document's tokens from `start` on. Whenever a shard is full, saves it with
-        `position` and how much of this document is done; False when that was the last allowed."""
+        """Append a document's tokens from `start` on; return False once the folder is full.
+
+        Whenever a shard gets full, saves the manifest with `position` and the tokens written.
+        """
         while start < len(tokens):
             if split not in self.open:
                 index = sum(s["split"] == split for s in self.manifest["shards"])
@@ -186,7 +179,7 @@ class Sharder:
         return True
 
     def save(self, position: dict) -> None:
-        """Writes the manifest: where the source is, and how far the unfinished shards are."""
+        """Write the manifest with the position in the source and in the unfinished shards."""
         for writer in self.open.values():
             writer.sync()
         unfinished = {s: {"index": w.index, "tokens": w.tokens} for s, w in self.open.items()}
@@ -194,7 +187,7 @@ class Sharder:
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:
-        """Finishes the shards that are not full; the saved state still knows them as open."""
+        """Finish the shards that are not full; a later run can still continue them."""
         for split in sorted(self.open):
             self.manifest["shards"].append(self.open.pop(split).finish())
         self.manifest.update(complete=complete, stopped=not complete)

@@ -1,49 +1,42 @@
-"""Tokenizers: GPT-2's byte pairs through tiktoken, and plain bytes, which need no download."""
+"""Tokenizers: GPT-2's byte pair encoding through tiktoken, and plain bytes without a download."""
 
-from typing import Protocol
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from data.shards import DataError
 
-
-class Tokenizer(Protocol):
-    """What the rest of the project needs of a tokenizer; ids fit uint16."""
-
-    name: str
-    vocab_size: int
-    eot: int  # the end-of-text id that precedes every document
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids, uint16 (n,), of text taken literally: no special tokens are recognised."""
-
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        """UTF-8 bytes of token ids; a cut-off character stays cut off. End of text is empty."""
-
-    def ranks(self) -> dict[bytes, int]:
-        """The id of each token but end of text; merges of lower ids come first."""
+END_OF_TEXT = "<|endoftext|>"
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte, and 256 for end of text."""
+    """One token per UTF-8 byte, and id 256 for end of text."""
 
     name = "bytes"
     vocab_size = 257
-    eot = 256
+    eot = 256  # id of the end-of-text token, which precedes every document
 
     def encode(self, text: str) -> np.ndarray:
+        """Return token ids, uint16 (n,), without recognising special tokens."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
+        """Return the UTF-8 bytes of token ids, which may cut a character; end of text is empty."""
         return bytes(i for i in ids if i != self.eot)
 
     def ranks(self) -> dict[bytes, int]:
+        """Return the id of each token but end of text; merges of lower ids come first."""
         return {bytes([i]): i for i in range(256)}
 
 
 class GPT2Tokenizer:
-    """GPT-2's 50,257 tokens. tiktoken downloads the vocabulary once, or finds it in
-    the folder TIKTOKEN_CACHE_DIR names. Raises DataError where it can do neither."""
+    """GPT-2's 50,257 tokens, with the methods of ByteTokenizer.
+
+    tiktoken downloads the vocabulary once, or finds it in the folder that TIKTOKEN_CACHE_DIR
+    names. Raises DataError if it can do neither.
+    """
 
     name = "gpt2"
     vocab_size = 50257
@@ -54,7 +47,7 @@ class GPT2Tokenizer:
 
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
-        except OSError as error:  # tiktoken raises what requests raises, which is an OSError
+        except OSError as error:  # errors of requests, too
             raise DataError(
                 f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}); go online "
                 "once, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of it"
@@ -67,20 +60,56 @@ class GPT2Tokenizer:
         return self.encoding.decode_bytes([i for i in ids if i != self.eot])
 
     def ranks(self) -> dict[bytes, int]:
-        ids = range(self.eot)
-        return {self.encoding.decode_single_token_bytes(i): i for i in ids}
+        return {self.encoding.decode_single_token_bytes(i): i for i in range(self.eot)}
 
 
+Tokenizer = GPT2Tokenizer | ByteTokenizer
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name; DataError if there is none."""
+    """Return the tokenizer of this name; raise DataError if there is none."""
     if name not in TOKENIZERS:
         raise DataError(f"no tokenizer is called {name!r}; there are {', '.join(TOKENIZERS)}")
     return TOKENIZERS[name]()
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> np.ndarray:
-    """UTF-8 bytes that each id stands for, int64 (vocab_size,): what bits per byte divides by."""
+    """Return the number of UTF-8 bytes of each token id, int64 (vocab_size,)."""
     return np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
+    """Write vocab.json, merges.txt and tokenizer_config.json for transformers' AutoTokenizer."""
+    ranks, characters = tokenizer.ranks(), byte_characters()
+    names = {token: "".join(characters[b] for b in token) for token in ranks}
+    vocab = {names[token]: rank for token, rank in ranks.items()} | {END_OF_TEXT: tokenizer.eot}
+    merges = "".join(f"{names[left]} {names[right]}\n" for left, right in byte_pair_merges(ranks))
+    config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
+    config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def byte_characters() -> list[str]:
+    """Return the character that GPT-2's vocab.json writes for each byte.
+
+    A printable byte stands for itself, another one for the next character from U+0100 on.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(b if b in printable else next(others)) for b in range(256)]
+
+
+def byte_pair_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the merges of a vocabulary in order: the two parts that each token is merged from."""
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:  # apply the merges of lower rank
+            pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
+            i = min(range(len(pairs)), key=pairs.__getitem__)
+            assert pairs[i] < rank, token
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            yield parts[0], parts[1]

@@ -1,9 +1,10 @@
-"""From the command line to the work of a script, and out again with one sentence if need be."""
+"""Entry point shared by all scripts: parse the command line, run, report errors, exit."""
 
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, make_dataclass
 from typing import NoReturn, TypeVar
 
 import torch
@@ -18,18 +19,30 @@ OUT_OF_MEMORY = "lower --micro_batch_size or --num_samples"
 def parse(
     config_class: type[Config], default: Config | None = None, *, positional: bool = False
 ) -> Config:
-    """Parse the command line into a dataclass; exit with code 2 where it is wrong.
+    """Parse the command line into a dataclass; exit with code 2 if it is wrong.
 
-    Options that are not given come from `default`. With `positional`, required ones go without
-    their flag.
+    Options that are not given come from `default`. With `positional`, required options are
+    positional arguments. Dataclasses named ...Options that `config_class` inherits from are the
+    groups of --help, the last one first.
     """
-    import tyro  # not at the top: modules that use UserError alone do not need it
+    import tyro  # here, so that importing this module does not require it
 
-    options = {} if default is None else {"default": default}
-    if positional:
-        options["config"] = (tyro.conf.PositionalRequiredArgs,)
-    quiet = int(os.environ.get("RANK", 0)) > 0
-    return tyro.cli(config_class, use_underscores=True, console_outputs=not quiet, **options)
+    options = {"use_underscores": True, "console_outputs": distributed.is_main()}
+    options["config"] = (tyro.conf.PositionalRequiredArgs,) if positional else ()
+    groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
+    if not groups:
+        return tyro.cli(config_class, default=default, **options)
+    parts = [
+        (group.__name__.removesuffix("Options").lower(), tyro.conf.OmitArgPrefixes[group])
+        for group in groups
+    ]
+    grouped = make_dataclass(config_class.__name__, parts)
+    grouped.__doc__ = config_class.__doc__
+    start = vars(config_class() if default is None else default)
+    assert start.keys() == {f.name for group in groups for f in fields(group)}, "add it to a group"
+    values = [group(**{f.name: start[f.name] for f in fields(group)}) for group in groups]
+    found = tyro.cli(grouped, default=grouped(*values), **options)
+    return config_class(**{k: v for part in vars(found).values() for k, v in vars(part).items()})
 
 
 def run(
@@ -42,22 +55,22 @@ def run(
 def run_and_exit(
     work: Callable[[], None], before_exit: Callable[[], None] | None = None
 ) -> NoReturn:
-    """Call `work`, then `before_exit`, and exit: a UserError prints its sentence and exits 2."""
+    """Call `work`, then `before_exit`, and exit: code 2 and one sentence for a UserError."""
     message, code = None, 0
     try:
         work()
     except SystemExit as end:
         code = end.code or 0
-    except BrokenPipeError:  # the reader of the output has ended, as head does
+    except BrokenPipeError:  # the reader of standard output has ended, as `head` does
         sys.stdout = open(os.devnull, "w")
         code = 128 + 13
     except KeyboardInterrupt:
         message, code = "interrupted", 128 + 2
     except Exception as error:
-        message, code = describe(error), 2
-        if message is None:  # a fault of this code
+        message = user_message(error)
+        code = 2 if message else 1
+        if not message:  # a bug
             traceback.print_exc()
-            code = 1
     if message:
         rank = os.environ.get("RANK")
         print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)
@@ -65,19 +78,19 @@ def run_and_exit(
         before_exit()
     sys.stdout.flush()
     sys.stderr.flush()
-    # not the interpreter's own exit: the reader threads of datasets can hold it up, and gloo aborts
-    # it while they still release a tensor (they need the lock that is being taken down)
+    # skip the interpreter's shutdown: the reader threads of datasets can block it, and gloo aborts
+    # it when one of its threads still waits for the interpreter lock to release a tensor
     os._exit(code)
 
 
-def describe(error: Exception) -> str | None:
-    """Return the sentence that a user's mistake or a lack of memory deserves, None for a bug."""
+def user_message(error: Exception) -> str | None:
+    """Return the sentence to print for a user error or a lack of memory, None for a bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"
     if isinstance(error, RuntimeError):
-        if "can't allocate memory" in str(error):  # a CPU's has no class of its own
+        if "can't allocate memory" in str(error):  # PyTorch has no error class for a CPU
             return f"out of memory; {OUT_OF_MEMORY}"
-        return distributed.explain_lost_contact(error)
+        return distributed.explain_failed_collective(error)
     return None

@@ -1,5 +1,5 @@
-"""The base class of every error that a user can mend."""
+"""The base class of every error that a user can correct."""
 
 
 class UserError(ValueError):
-    """A mistake of the user, or of a file or machine: scripts print its one sentence and exit 2."""
+    """Mistake of the user, or of a file or machine; scripts print its sentence and exit 2."""

@@ -1,4 +1,4 @@
-"""Metrics of a run: a line or a progress bar on the console, and logs/metrics.jsonl."""
+"""Metrics of a run: metrics.jsonl in the log folder, and progress on the console."""
 
 import contextlib
 import json
@@ -8,87 +8,44 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 from tqdm import tqdm
 
 from utils.errors import UserError
 
 METRICS = "metrics.jsonl"
+SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
 
 
 class LogError(UserError):
-    """A log that cannot be read or written. Names the path."""
+    """Log that cannot be read or written; the message names its path."""
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Around writes to the log in `folder`: LogError where the disk refuses one."""
+def catch_write_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a LogError about the log in `folder`."""
     try:
         yield
     except OSError as error:
         raise LogError(
-            f"the log in {folder} could not be written: {error.strerror}; continue with "
-            "--resume auto once it can"
+            f"the log in {folder} could not be written: {error.strerror}; make it writable and "
+            "continue with --resume auto"
         ) from error
 
 
-def require(package: str) -> None:
-    """LogError with the line that installs it where the package of a sink is not here."""
-    if find_spec(package) is None:
-        raise LogError(f"--{package} needs a package that is not here: pip install {package}")
-
-
-class Sink(Protocol):
-    """Another place for metrics, beside metrics.jsonl."""
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Takes values named "split/metric"."""
-
-    def close(self) -> None:
-        """Writes what is still held back."""
-
-
-class TensorBoard:
-    """Event files in the log folder; what an earlier try wrote from `start` on is dropped."""
-
-    def __init__(self, folder: Path, start: int) -> None:
-        require("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder), purge_step=start + 1)
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WandB:
-    """A Weights & Biases run with these `options`; a resumed training goes on in the same one."""
-
-    def __init__(self, folder: Path, options: dict) -> None:
-        require("wandb")
-        import wandb
-
-        self.run = wandb.init(project="gpt2", resume="allow", dir=str(folder), **options)
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+def require_package(name: str) -> None:
+    """Raise LogError with the command that installs a package if it is missing."""
+    if find_spec(name) is None:
+        raise LogError(f"--{name} needs a package that is not installed: pip install {name}")
 
 
 class Logger:
-    """Appends rows to metrics.jsonl and shows them; on other processes than the main it is silent.
+    """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`.
 
-    A new run (start == 0) begins the file anew if `overwrite`; a resumed one marks the step it
-    starts from, and the reader forgets the rows after it that the earlier try had written.
-    `tensorboard` and `wandb` (options of wandb.init) choose further sinks. Raises LogError where
-    the folder cannot be written or a package is missing.
+    With `overwrite` the files begin empty. Otherwise rows are appended after one that marks the
+    step `start`, and read_metrics drops the earlier rows of later steps. `tensorboard` and `wandb`
+    (options of wandb.init) log there too. Raises LogError if the folder cannot be written or a
+    package is missing.
     """
 
     def __init__(
@@ -105,113 +62,125 @@ class Logger:
         self.folder, self.is_main = folder, is_main
         if not is_main:
             return
-        path = folder / METRICS
-        self.sinks: list[Sink] = []
-        with writing(folder):
+        path, mode = folder / METRICS, "w" if overwrite else "a"
+        with catch_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            if overwrite:
-                path.unlink(missing_ok=True)
-            _drop_partial_line(path)
-            appending = path.exists()
-            self.file = open(path, "a", buffering=1, encoding="utf-8")
-            self.samples = open(folder / "samples.txt", "w" if overwrite else "a", encoding="utf-8")
+            resuming = path.exists() and not overwrite
+            if resuming:  # a killed process may have left half a row
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            self.file = open(path, mode, buffering=1, encoding="utf-8")
+            self.samples = open(folder / "samples.txt", mode, buffering=1, encoding="utf-8")
+            self.tensorboard = self.wandb = None
             if tensorboard:
-                self.sinks.append(TensorBoard(folder, start))
+                require_package("tensorboard")
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.tensorboard = SummaryWriter(str(folder), purge_step=start + 1)
             if wandb is not None:
-                self.sinks.append(WandB(folder, wandb))
-        if appending:
+                require_package("wandb")
+                from wandb import init
+
+                self.wandb = init(project="gpt2", resume="allow", dir=str(folder), **wandb)
+        if resuming:
             self.log({"split": "resume"}, start)
-        self.shown = float("-inf")  # when the last line went to a console without a bar
-        self.bar = tqdm(
-            total=total,
-            initial=start,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
+        self.last_line = float("-inf")  # time of the last line on a console without a bar
+        no_bar = not sys.stderr.isatty()
+        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=no_bar)
 
     def log(self, metrics: dict, step: int) -> None:
-        """Writes one row; `metrics` names its "split"."""
-        if self.is_main:
-            with writing(self.folder):
-                self.file.write(json.dumps({"step": step, **metrics}) + "\n")
-            split = metrics["split"]
-            values = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
-            for sink in self.sinks:
-                sink.log({f"{split}/{key}": value for key, value in values.items()}, step)
+        """Write one row; `metrics` holds its "split"."""
+        if not self.is_main:
+            return
+        with catch_write_errors(self.folder):
+            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        split = metrics["split"]
+        values = {f"{split}/{k}": v for k, v in metrics.items() if isinstance(v, int | float)}
+        if self.tensorboard:
+            for name, value in values.items():
+                self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(values, step=step)
 
-    def train(self, metrics: dict, step: int) -> None:
-        """A row of the training split: on the progress bar, or as a line every ten seconds."""
+    def log_train(self, metrics: dict, step: int) -> None:
+        """Write a row of the split "train" and show it on the progress bar, or now and then."""
         self.log({"split": "train", **metrics}, step)
         if not self.is_main:
             return
         mfu = "" if metrics["mfu"] is None else f"  mfu {metrics['mfu']:.1%}"
-        speed = f"{metrics['tokens_per_s']:,.0f} tok/s{mfu}"
+        loss, speed = f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tok/s{mfu}"
         if not self.bar.disable:
-            self.bar.set_postfix_str(f"loss {metrics['loss']:.4f}  {speed}", refresh=False)
+            self.bar.set_postfix_str(f"{loss}  {speed}", refresh=False)
             self.bar.update(step - self.bar.n)
-        elif step == self.bar.total or time.monotonic() - self.shown >= 10:
-            self.shown = time.monotonic()
-            self.say(
-                f"step {step}/{self.bar.total}  loss {metrics['loss']:.4f}  "
-                f"lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}  "
-                f"{metrics['ms']:,.0f} ms  {speed}"
-            )
+        elif step == self.bar.total or time.monotonic() - self.last_line >= SECONDS_PER_LINE:
+            self.last_line = time.monotonic()
+            rates = f"lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}"
+            times = f"{metrics['ms']:,.0f} ms  {speed}"
+            self.print(f"step {step}/{self.bar.total}  {loss}  {rates}  {times}")
 
-    def sample(self, text: str, step: int) -> None:
-        """Adds a sample to samples.txt."""
+    def log_validation(self, scores: dict[str, float], step: int) -> None:
+        """Write and print the validation loss."""
+        self.log({"split": "val", **scores}, step)
+        bits = f", {scores['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in scores else ""
+        self.print(f"step {step}: validation loss {scores['loss']:.4f}{bits}")
+
+    def log_benchmark(self, task: str, scores: dict[str, float], step: int) -> None:
+        """Write and print the scores of a benchmark."""
+        self.log({"split": task, **scores}, step)
+        text = ", ".join(f"{key} {value:.4g}" for key, value in scores.items())
+        self.print(f"step {step}: {task} {text}")
+
+    def log_skip(self, reason: str, sequences: list[int], skipped: int, step: int) -> None:
+        """Write and print why the update of a step was skipped, the `skipped`-th of the run."""
+        self.log({"split": "skipped", "reason": reason, "sequences": sequences}, step)
+        self.print(f"step {step} skipped: {reason} ({skipped} so far)")
+
+    def log_sample(self, text: str, step: int) -> None:
+        """Append a generated text to samples.txt."""
         if self.is_main:
-            with writing(self.folder):
+            with catch_write_errors(self.folder):
                 self.samples.write(f"--- step {step}\n{text}\n")
-                self.samples.flush()
 
-    def say(self, message: str) -> None:
-        """A line for people, above the progress bar."""
+    def print(self, message: str) -> None:
+        """Print a message above the progress bar."""
         if self.is_main:
             try:
                 self.bar.write(message, file=sys.stdout)
                 sys.stdout.flush()
-            except OSError:  # nobody listens any more (| tee, | head): the run goes on
+            except OSError:  # the reader of standard output has ended: the run continues
                 sys.stdout = open(os.devnull, "w")
 
     def close(self) -> None:
         if self.is_main:
-            self.bar.close()
-            self.file.close()
-            self.samples.close()
-            for sink in self.sinks:
-                sink.close()
-
-
-def _drop_partial_line(path: Path) -> None:
-    """A killed process may have left half a row."""
-    if path.exists():
-        with open(path, "r+b") as file:
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
+            for output in (self.bar, self.file, self.samples, self.tensorboard):
+                if output is not None:
+                    output.close()
+            if self.wandb:
+                self.wandb.finish()
 
 
 def is_row(row: object) -> bool:
-    """Whether a value is a row of metrics: a split, a step, and figures that may be None. Rows of
-    skipped steps say why in words and list sequences."""
-    if type(row) is not dict or type(row.get("split")) is not str:
+    """Return True for a row of metrics: a split, a step >= 0, and numbers or None.
+
+    Rows of the split "skipped" may hold other values too.
+    """
+    if type(row) is not dict or [type(row.get(k)) for k in ("step", "split")] != [int, str]:
         return False
-    figures = [v for k, v in row.items() if k != "split" and v is not None]
-    figures = figures if row["split"] != "skipped" else []
-    numbers = all(type(v) is float or (type(v) is int and abs(v) < 2**63) for v in figures)
-    return numbers and type(row.get("step")) is int and row["step"] >= 0
+    values = [v for k, v in row.items() if k != "split" and v is not None]
+    numbers = all(type(v) is float or (type(v) is int and abs(v) < 2**63) for v in values)
+    return row["step"] >= 0 and (numbers or row["split"] == "skipped")
 
 
 def read_metrics(path: Path) -> dict[str, list[dict]]:
-    """Rows by split, in order of step, the last of each step: what a run never killed had written.
+    """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step.
 
-    `path` is a metrics.jsonl or its folder. Raises LogError naming the line that is no row.
+    Rows that a resumed run has repeated or dropped are left out. Raises LogError naming a line
+    that is not a row.
     """
     if path.is_dir():
         path = path / METRICS
-    splits: dict[str, dict[int, dict]] = {}
     if not path.is_file():
         raise LogError(f"there is no {path}; give the metrics.jsonl of a run, or its folder")
+    splits: dict[str, dict[int, dict]] = {}
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -222,17 +191,15 @@ def read_metrics(path: Path) -> dict[str, list[dict]]:
                 raise LogError(f"{path}, line {number}, is not a row of metrics")
             step, split = row["step"], row["split"]
             if split == "resume":
-                for rows in splits.values():
-                    for later in [s for s in rows if s > step]:
-                        del rows[later]
+                for name, rows in splits.items():
+                    splits[name] = {n: r for n, r in rows.items() if n <= step}
             else:
                 splits.setdefault(split, {})[step] = row
     return {split: [rows[s] for s in sorted(rows)] for split, rows in splits.items()}
 
 
-def has_rows_of_another(folder: Path, checkpoint_dir: Path | None) -> bool:
-    """Whether a run with another folder of checkpoints has logged into this folder. One with the
-    same and no checkpoint in it was killed before its first save."""
+def holds_another_run(folder: Path, checkpoint_dir: Path | None) -> bool:
+    """Return True if a log folder holds metrics of a run with another checkpoint folder."""
     path = folder / METRICS
     if not path.exists() or not os.path.getsize(path):
         return False

@@ -15,7 +15,7 @@ import pytest
 from conftest import SHARED, documents, environment, kill, script, start
 from pyarrow import parquet
 
-from data.sharder import locked
+from data.sharder import lock_folder
 from data.shards import DataError, find_shards
 from data.tokenizer import load_tokenizer
 
@@ -126,6 +126,7 @@ def test_killed_while_ending_at_max_shards_still_gets_its_val_shard(corpus, plai
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (val,) = [s for s in manifest["shards"] if s["split"] == "val" and s["tokens"] < 20_001]
     manifest["shards"].remove(val)  # as after a kill between the last shard and the end
+    manifest["stopped"] = False
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     (tmp_path / val["file"]).rename(tmp_path / (val["file"] + ".tmp"))
     shard(corpus, tmp_path, "--max_shards", 3)
@@ -171,7 +172,7 @@ def test_folders_of_several_kinds_are_read_in_order_and_blanks_skipped(tmp_path)
 def test_long_documents_cut_in_pieces_give_the_same_tokens(monkeypatch):
     text = " ".join(documents()[:20]) + "\n\n  \t end" + "x" * 500 + "   "
     monkeypatch.setattr(fineweb_edu, "PIECE_CHARS", 37)
-    parts = list(fineweb_edu.pieces(text))
+    parts = list(fineweb_edu.split_text(text))
     assert "".join(parts) == text and len(parts) > 50
     try:
         tokenizer = load_tokenizer("gpt2")
@@ -223,7 +224,7 @@ def test_text_that_the_tokenizer_gives_up_on_is_skipped(tmp_path):
 
 
 def test_two_processes_do_not_shard_into_one_folder(corpus, tmp_path):
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         assert "another process is sharding" in shard(corpus, tmp_path, code=2).stderr
     assert not list(tmp_path.iterdir())
 

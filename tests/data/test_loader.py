@@ -2,7 +2,6 @@ import itertools
 
 import numpy as np
 import pytest
-from conftest import script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +10,7 @@ from data.loader import (
     Slicing,
     TokenStream,
     permute,
-    read_ahead,
+    prefetch,
     step_sequences,
     train_batches,
 )
@@ -59,7 +58,7 @@ def test_sequences_run_across_shard_borders_and_only_the_last_is_cut(tmp_path, n
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_step_is_the_same_sequences_for_any_slicing(micro, world):
     ids = step_sequences(5, 24, 1000, seed=3)
-    shares = [Slicing(24, micro, rank, world).own(ids) for rank in range(world)]
+    shares = [Slicing(24, micro, rank, world).rank_ids(ids) for rank in range(world)]
     assert sorted(np.concatenate([s.ravel() for s in shares])) == sorted(ids)
 
 
@@ -91,26 +90,13 @@ def test_too_few_tokens_is_a_sentence(tmp_path):
         Sequences(TokenStream(folder_of(tmp_path, [8]), "train"), 8)
 
 
-def test_read_ahead_keeps_order_and_passes_errors_on():
+def test_prefetch_keeps_order_and_passes_errors_on():
     def items():
         yield from range(20)
         raise DataError("broken shard")
 
     got = []
     with pytest.raises(DataError, match="broken shard"):
-        for item in read_ahead(items()):
+        for item in prefetch(items()):
             got.append(item)
     assert got == list(range(20))
-
-
-def test_verify_proves_the_order_and_finds_a_flipped_bit(shards, tmp_path):
-    done = script("-m", "data.loader", "--data_dir", shards, "--verify", "--block_size", 32)
-    assert "each exactly once per epoch for 1, 2, 3, 4, 8 processes" in done.stdout
-    for path in shards.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    path = tmp_path / "train_000000.npy"
-    raw = bytearray(path.read_bytes())
-    raw[5000] ^= 1
-    path.write_bytes(raw)
-    done = script("-m", "data.loader", "--data_dir", tmp_path, "--verify", code=2)
-    assert "train_000000.npy" in done.stderr

@@ -11,7 +11,7 @@ from test_fineweb_edu import digests, fill, fineweb_edu, shard, texts_in
 from config import DataConfig
 from data import merge as module
 from data.merge import merge
-from data.sharder import Sharder, locked
+from data.sharder import Sharder, lock_folder
 from data.shards import DataError
 
 
@@ -59,7 +59,7 @@ def test_merged_workers_hold_what_an_unsplit_run_holds(parts, workers, tmp_path)
 
 def test_the_loader_verifies_a_merged_folder(workers, tmp_path):
     run(workers, tmp_path)
-    done = script("-m", "data.loader", "--data_dir", tmp_path, "--verify", "--block_size", 64)
+    done = script("data/verify.py", "--data_dir", tmp_path, "--block_size", 64)
     shards = len(list(tmp_path.glob("*.npy")))
     assert f"ids and {shards} checksums in order" in done.stdout
 
@@ -75,19 +75,19 @@ def test_killed_at_any_shard_and_run_again_ends_the_same(workers, tmp_path, monk
     expected = merge(tuple(workers), tmp_path / "whole")
     first = tmp_path / "whole" / "train_000000.npy"
     assert first.samefile(workers[1] / first.name) == links
-    real = module.place
+    real = module.link_or_copy
     for kill in range(len(expected["shards"])):
         out, left = tmp_path / str(kill), iter(range(kill))
 
-        def place(*args, left=left):
+        def link_or_copy(*args, left=left):
             next(left)  # StopIteration where the kill is
             real(*args)
 
-        monkeypatch.setattr(module, "place", place)
+        monkeypatch.setattr(module, "link_or_copy", link_or_copy)
         with pytest.raises(StopIteration):
             merge(tuple(workers), out)
         assert not (out / "manifest.json").exists()
-        monkeypatch.setattr(module, "place", real)
+        monkeypatch.setattr(module, "link_or_copy", real)
         assert merge(tuple(workers), out) == merge(tuple(workers), out) == expected
         assert digests(out) == digests(tmp_path / "whole")
         assert {s["file"]: s["sha256"] for s in expected["shards"]} == digests(out)
@@ -100,7 +100,7 @@ def test_a_worker_that_goes_on_leaves_the_merged_folder_as_it_was(parts, tmp_pat
     before = digests(out)
     begin(parts, tmp_path)
     assert digests(out) == before
-    assert "holds something else" in run(folders, out, code=2).stderr and digests(out) == before
+    assert "holds other shards" in run(folders, out, code=2).stderr and digests(out) == before
 
 
 def test_a_merged_folder_cannot_go_on_but_a_complete_one_need_not(parts, workers, tmp_path):
@@ -108,7 +108,7 @@ def test_a_merged_folder_cannot_go_on_but_a_complete_one_need_not(parts, workers
     before = digests(tmp_path / "part")
     for extra in ([], ["--max_shards", 9]):
         done = shard(parts, tmp_path / "part", *extra, code=2)
-        assert "merged from 2 workers' folders and cannot go on" in done.stderr
+        assert "merged from 2 workers' folders and cannot be continued" in done.stderr
     run(workers, tmp_path / "whole")
     assert "complete; 0 tokens" in shard(parts, tmp_path / "whole").stdout
     other = ["--worker_index", 1, "--worker_count", 2]
@@ -118,9 +118,9 @@ def test_a_merged_folder_cannot_go_on_but_a_complete_one_need_not(parts, workers
 
 def test_a_folder_whose_run_has_not_ended_is_refused(copies, tmp_path):
     edit(copies[0], complete=False)
-    assert "worker1 is half done" in run(copies, tmp_path / "out", code=2).stderr
+    assert "worker1 is unfinished" in run(copies, tmp_path / "out", code=2).stderr
     edit(copies[0], complete=True)
-    with locked(copies[1]), pytest.raises(DataError, match="another process"):
+    with lock_folder(copies[1]), pytest.raises(DataError, match="another process"):
         merge(tuple(copies), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 
@@ -134,14 +134,14 @@ def test_a_stopped_worker_that_has_begun_again_is_half_done(parts, tmp_path, mon
     config = DataConfig(tmp_path / "a", input=(str(parts),), tokenizer="bytes")
     with pytest.raises(KeyboardInterrupt):
         fineweb_edu.main(replace(config, shard_size=20_001, val_fraction=0.1))
-    with pytest.raises(DataError, match="a is half done"):
+    with pytest.raises(DataError, match="a is unfinished"):
         merge((tmp_path / "a",), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"worker_index": 1}, r"lacks the folders of --worker_index 0$"),
+        ({"worker_index": 1}, "--worker_index 1 1; name one folder"),
         ({"worker_count": 3}, r"worker0 was made with worker_count 3, but .* with 2"),
         ({"tokenizer": "gpt2"}, "made with tokenizer gpt2"),
         ({"val_fraction": 0.2}, "made with val_fraction 0.2"),
@@ -166,12 +166,12 @@ def test_several_commits_of_a_dataset_are_refused(copies, tmp_path):
 
 def test_missing_workers_and_shards_are_named(copies, workers, tmp_path):
     out = tmp_path / "out"
-    assert "--worker_index 0" in run(copies[:1], out, code=2).stderr
+    assert "--worker_index 1; name one" in run(copies[:1], out, code=2).stderr
     done = run([*copies, workers[0]], out, code=2)
-    assert "several folders of --worker_index 1" in done.stderr
-    assert "no folder" in run([*copies, tmp_path / "none"], out, code=2).stderr
-    assert "each name another folder" in run([*copies, copies[0]], out, code=2).stderr
-    assert "each name another folder" in run(copies, copies[0], code=2).stderr
+    assert "--worker_index 0 1 1; name one folder" in done.stderr
+    assert "none holds no manifest.json" in run([*copies, tmp_path / "none"], out, code=2).stderr
+    assert "name different folders" in run([*copies, copies[0]], out, code=2).stderr
+    assert "name different folders" in run(copies, copies[0], code=2).stderr
     (copies[0] / "train_000001.npy").unlink()
     assert "train_000001.npy is missing" in run(copies, out, code=2).stderr
     (copies[0] / "manifest.json").unlink()

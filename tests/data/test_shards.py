@@ -4,8 +4,9 @@ import shutil
 import numpy as np
 import pytest
 
-from data.shards import DataError, ShardWriter, find_shards, header, inspect, write_manifest
-from utils.files import check_space, readable
+from data.shards import DataError, ShardWriter, find_shards, header, inspect_shard, write_manifest
+from utils.errors import UserError
+from utils.files import check_space, format_bytes
 
 
 def write(folder, split, index, tokens, suffix=".npy"):
@@ -18,7 +19,7 @@ def test_npy_shards_are_what_numpy_reads(tmp_path):
     entry = write(tmp_path, "train", 0, range(1000))
     array = np.load(tmp_path / entry["file"], mmap_mode="r")
     assert array.dtype == np.uint16 and array.shape == (1000,) and array[999] == 999
-    assert (inspect(tmp_path / entry["file"]).open() == array).all()
+    assert (inspect_shard(tmp_path / entry["file"]).open() == array).all()
 
 
 def test_bin_shards_are_llm_c_format(tmp_path):
@@ -26,7 +27,7 @@ def test_bin_shards_are_llm_c_format(tmp_path):
     assert entry["file"] == "val_000003.bin"
     raw = (tmp_path / entry["file"]).read_bytes()
     assert np.frombuffer(raw[:12], "<i4").tolist() == [20240520, 1, 3] and len(raw) == 1024 + 6
-    assert inspect(tmp_path / entry["file"]).open().tolist() == [5, 6, 50256]
+    assert inspect_shard(tmp_path / entry["file"]).open().tolist() == [5, 6, 50256]
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
@@ -68,7 +69,7 @@ def test_a_broken_shard_is_named(tmp_path, name, content, message):
 @pytest.mark.parametrize("array", [np.zeros(4, np.int32), np.zeros((2, 2), np.uint16)])
 def test_a_shard_of_another_dtype_or_shape_is_refused(tmp_path, array):
     np.save(tmp_path / "train_0.npy", array)
-    with pytest.raises(DataError, match="one row of uint16"):
+    with pytest.raises(DataError, match="1-D uint16 array"):
         find_shards(tmp_path, "train")
 
 
@@ -110,7 +111,7 @@ def test_too_little_room_says_how_much_is_needed_and_free(tmp_path, monkeypatch)
     usage = shutil.disk_usage(tmp_path)._replace(free=3_100_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     check_space(tmp_path, 3_100_000_000, "all of it")
-    with pytest.raises(DataError, match=r"^a shard needs 20.0 GB, .* only 3.1 GB free"):
+    with pytest.raises(UserError, match=r"^a shard needs 20.0 GB, .* only 3.1 GB free"):
         check_space(tmp_path, 20 * 10**9, "a shard")
 
 
@@ -119,4 +120,4 @@ def test_too_little_room_says_how_much_is_needed_and_free(tmp_path, monkeypatch)
     [(0, "0 bytes"), (999, "999 bytes"), (40_130, "40.1 kB"), (7 * 10**14, "700.0 TB")],
 )
 def test_bytes_are_written_as_people_do(size, text):
-    assert readable(size) == text
+    assert format_bytes(size) == text

@@ -1,8 +1,10 @@
+import json
+
 import numpy as np
 import pytest
 
 from data.shards import DataError
-from data.tokenizer import GPT2Tokenizer, bytes_per_token, load_tokenizer
+from data.tokenizer import GPT2Tokenizer, bytes_per_token, load_tokenizer, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +41,20 @@ def test_bytes_per_token_adds_up_to_the_text(gpt2):
 def test_unknown_tokenizer_is_named():
     with pytest.raises(DataError, match="no tokenizer is called 'bert'"):
         load_tokenizer("bert")
+
+
+def test_saved_merges_and_vocabulary_are_gpt2s_own_files(gpt2, tmp_path):
+    save_tokenizer(gpt2, tmp_path, block_size=1024)
+    vocab = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
+    merges = (tmp_path / "merges.txt").read_text(encoding="utf-8").split("\n")
+    assert (vocab["!"], vocab["\u0120the"], vocab["<|endoftext|>"]) == (0, 262, 50256)
+    assert merges[:3] == ["#version: 0.2", "\u0120 t", "\u0120 a"]
+    assert len(vocab) == 50257 and len(merges) == 50002
+
+
+def test_saved_bytes_have_no_merges(tmp_path):
+    save_tokenizer(load_tokenizer("bytes"), tmp_path, block_size=32)
+    assert (tmp_path / "merges.txt").read_text() == "#version: 0.2\n"
+    assert len(json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))) == 257
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["model_max_length"] == 32

@@ -11,7 +11,7 @@ ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0
 def write(folder, start, steps, loss, **options):
     logger = Logger(folder, start=start, total=9, is_main=True, **options)
     for step in steps:
-        logger.train({**ROW, "loss": loss}, step)
+        logger.log_train({**ROW, "loss": loss}, step)
     logger.close()
 
 
@@ -35,8 +35,8 @@ def test_overwrite_starts_the_file_anew_and_other_ranks_write_nothing(tmp_path):
     write(tmp_path, 0, range(1, 2), 2.0, overwrite=True)
     assert [r["loss"] for r in read_metrics(tmp_path)["train"]] == [2.0]
     silent = Logger(tmp_path / "none", start=0, total=1, is_main=False)
-    silent.train(ROW, 1)
-    silent.say("nothing")
+    silent.log_train(ROW, 1)
+    silent.print("nothing")
     silent.close()
     assert not (tmp_path / "none").exists()
 

@@ -4,71 +4,71 @@ import time
 import pytest
 import torch.distributed as dist
 
-from utils import watch as watch_module
-from utils.watch import DONE, Watch, restarts_left
+from utils import heartbeat
+from utils.heartbeat import DONE, HeartbeatMonitor, restarts_left
 
 
 @pytest.fixture
 def store(monkeypatch):
-    """The store of one machine, and a quick heart."""
+    """The store of one machine, and short intervals."""
     store = dist.HashStore()
     monkeypatch.setattr(dist, "rendezvous", lambda *args: iter([(store, 0, 3)]))
-    monkeypatch.setattr(watch_module, "BEAT", 0.1)
-    monkeypatch.setattr(watch_module, "LOST", 1e9)  # nothing ends this process
-    return dist.PrefixStore("watch", store)
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.1)
+    monkeypatch.setattr(heartbeat, "TIMEOUT", 1e9)  # nothing ends this process
+    return dist.PrefixStore("heartbeat", store)
 
 
 def test_who_is_silent_is_lost_and_who_is_done_is_not(store):
-    watch = Watch(0, 3)
-    store.set("alive/2", "1 0")
+    monitor = HeartbeatMonitor(0, 3)
+    store.set("rank/2", "1 0")
     for beat in range(12):
-        store.set("alive/1", f"{beat} 0")
+        store.set("rank/1", f"{beat} 0")
         time.sleep(0.1)
-    assert watch.lost(0.8) == "rank 2 has not been heard of for 1 s"
-    store.set("alive/2", DONE)
+    assert monitor.lost_reason(0.8) == "no heartbeat from rank 2 for 1 s"
+    store.set("rank/2", DONE)
     time.sleep(0.9)
-    assert watch.lost(0.6) == "rank 1 has not been heard of for 1 s"
-    watch.stop()
-    assert store.get("alive/0").decode() == DONE
+    assert monitor.lost_reason(0.6) == "no heartbeat from rank 1 for 1 s"
+    monitor.stop()
+    assert store.get("rank/0").decode() == DONE
 
 
 def test_other_ranks_look_at_rank_0_alone(store):
-    watch = Watch(2, 3)
-    store.set("alive/0", "1 0")
-    store.set("alive/1", "1 0")
+    monitor = HeartbeatMonitor(2, 3)
+    store.set("rank/0", "1 0")
+    store.set("rank/1", "1 0")
     time.sleep(1.2)
-    assert watch.lost(0.8) == "rank 0 has not been heard of for 1 s"
-    watch.stop()
+    assert monitor.lost_reason(0.8) == "no heartbeat from rank 0 for 1 s"
+    monitor.stop()
 
 
 def test_a_store_that_does_not_answer_is_the_machine_of_rank_0(store, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node7")
-    watch = Watch(1, 3)
+    monitor = HeartbeatMonitor(1, 3)
 
     def gone():
         raise dist.DistNetworkError("connection reset")
 
-    watch.store = Counting(watch.store, gone)
+    monitor.store = Counting(monitor.store, gone)
     time.sleep(1.2)
-    assert "the machine of rank 0 (node7:" in watch.lost(0.8)
-    watch.stop()
+    assert "the machine of rank 0 (node7:" in monitor.lost_reason(0.8)
+    monitor.stop()
 
 
 def test_after_a_failed_collective_who_is_behind_is_named(store):
-    watch = Watch(0, 3)
+    monitor = HeartbeatMonitor(0, 3)
     for _ in range(5):
-        watch.heartbeat()
+        monitor.progress += 1
     others, beats = {1: 5, 2: 4}, itertools.count()
 
     def all_count():
         for rank, steps in others.items():
-            store.set(f"alive/{rank}", f"{next(beats)} {steps}")
+            store.set(f"rank/{rank}", f"{next(beats)} {steps}")
 
-    watch.store = Counting(watch.store, all_count)
-    assert watch.explain() == "rank 2 is alive but behind"
+    monitor.store = Counting(monitor.store, all_count)
+    assert monitor.explain_failed_collective() == "rank 2 is alive but behind"
     others[2] = 5
-    assert watch.explain() == "all processes are alive"
-    watch.stop()
+    assert monitor.explain_failed_collective() == "all processes are alive"
+    monitor.stop()
 
 
 class Counting:
