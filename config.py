@@ -1,17 +1,23 @@
-"""Every setting of every script, declared once: the command line is made from these dataclasses."""
+"""Options of data/fineweb-edu.py, train.py and sample.py as dataclasses, and the recipes.
 
+An option is declared once: the command line is made from its default, type and docstring. The other
+scripts declare their options themselves.
+"""
+
+import ast
 import os
-from dataclasses import asdict, dataclass, fields, replace
+import sys
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from model.config import SIZES, GPTConfig
-from recipes import Recipe, recipe_of
+from model.config import SIZED, SIZES, GPTConfig, ModelError
 from utils.errors import UserError
 
 
 class ConfigError(UserError):
-    """Settings that are wrong by themselves or do not fit each other."""
+    """An option with a value that is wrong, or that does not fit another option."""
 
 
 @dataclass
@@ -25,12 +31,12 @@ class DataConfig:
     remote_name: str = "sample-10BT"
     """Configuration of the dataset: sample-10BT, sample-100BT, sample-350BT, default, ..."""
     input: tuple[str, ...] = ()
-    """Read these instead: files or folders of .parquet, .jsonl, .txt, .py (or URLs, with
+    """Local files or folders to read instead: .parquet, .jsonl, .txt, .py (or URLs, with
     fsspec[http] installed)."""
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download."""
     shard_size: int = 100_000_000
-    """Tokens in a shard."""
+    """Tokens per shard."""
     max_shards: int | None = None
     """Stop after this many train shards."""
     format: Literal["npy", "bin"] = "npy"
@@ -38,123 +44,230 @@ class DataConfig:
     val_fraction: float = 0.01
     """Share of documents for validation, chosen by a hash of their text."""
     num_workers: int = os.cpu_count() or 1
-    """Threads that tokenise; the shards do not depend on it."""
+    """Tokenizer threads; the shards do not depend on it."""
     worker_index: int = 0
-    """Which of --worker_count machines this one is, from 0; each needs its own --local_dir."""
+    """Index of this machine, from 0 to --worker_count - 1; each needs its own --local_dir."""
     worker_count: int = 1
-    """Machines that share the work: number i takes every n-th source file, from the i-th on."""
+    """Machines that share the work: machine i reads every n-th source file, beginning with i."""
     merge: tuple[Path, ...] = ()
-    """Read no text but merge these folders, one of each worker, into --local_dir. Shards are linked
-    where the file system can, else copied."""
+    """Merge the folders of all workers into --local_dir instead of reading text."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to build and train a model: architecture, optimizer, learning rates, schedule.
+
+    Options on the command line override it. Raises ModelError for a value out of range.
+    """
+
+    model: dict = field(default_factory=dict)
+    """Fields of GPTConfig that differ from GPT-2's."""
+    optimizer: str = "adamw"
+    """Optimizer of the blocks' matrices: adamw or muon. AdamW trains the rest."""
+    max_lr: float = 6e-4
+    """Learning rate after warmup."""
+    embedding_rate: float = 1.0
+    """Factor on the learning rate of embeddings."""
+    head_rate: float = 1.0
+    """Factor on the learning rate of an untied head."""
+    vector_rate: float = 1.0
+    """Factor on the learning rate of norms and biases."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    cautious: bool = False
+    """Muon: decay only weights that the update makes smaller."""
+    momentum_warmup: int = 0
+    """Muon: steps in which momentum rises from 0.85 to 0.95."""
+    schedule: str = "cosine"
+    """Decay after warmup: cosine, linear or wsd."""
+    decay: float = 0.2
+    """Share of the steps in which wsd decays."""
+    to_zero: bool = False
+    """Decay to 0 instead of a tenth of max_lr."""
+
+    def __post_init__(self) -> None:
+        choices = {"optimizer": ("adamw", "muon"), "schedule": ("cosine", "linear", "wsd")}
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ModelError(f"{name}={value} in a recipe must be one of {', '.join(allowed)}")
+        for f in fields(self):
+            value, most = getattr(self, f.name), 1.0 if f.name == "decay" else sys.float_info.max
+            if type(value) in (int, float) and not 0 <= value <= most:
+                raise ModelError(f"{f.name}={value} in a recipe must be between 0 and {most:g}")
+
+
+LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
+RECIPES = {
+    "gpt2": Recipe(),
+    "modern": Recipe(
+        model=LLAMA | {"activation": "relu2", "qk_norm": True},
+        optimizer="muon",
+        max_lr=0.012,
+        cautious=True,
+        momentum_warmup=300,
+        schedule="linear",
+        to_zero=True,
+    ),
+    "llama": Recipe(model=LLAMA),
+}
+
+
+def parse_recipe(text: str) -> Recipe:
+    """Return the recipe of NAME,FIELD=VALUE,...; raise ModelError for an unknown name or value."""
+    name, *changes = (part.strip() for part in text.split(","))
+    if name not in RECIPES:
+        raise ModelError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
+    recipe = RECIPES[name]
+    model_fields = [f.name for f in fields(GPTConfig) if f.name not in SIZED]
+    recipe_fields = [f.name for f in fields(Recipe) if f.name != "model"]
+    for change in changes:
+        key, _, value = (part.strip() for part in change.partition("="))
+        if key not in model_fields + recipe_fields:
+            near = get_close_matches(key, model_fields + recipe_fields, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ModelError(f"a recipe has no {key!r}{hint}")
+        try:
+            parsed = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            parsed = value
+        if key in model_fields:
+            recipe = replace(recipe, model={**recipe.model, key: parsed})
+        else:
+            kind = type(getattr(recipe, key))
+            if kind is float and type(parsed) is int and abs(parsed) < 2**53:
+                parsed = float(parsed)
+            if type(parsed) is not kind:
+                raise ModelError(f"{key}={value} in a recipe must be of type {kind.__name__}")
+            recipe = replace(recipe, **{key: parsed})
+    return recipe
 
 
 @dataclass
-class TrainConfig:
-    """Train a GPT-2. With --resume, settings not given come from the checkpoint."""
+class DataOptions:
+    """Where the run reads and writes."""
 
     data_dir: Path = Path("data/edu_fineweb10B")
-    """Folder of token shards, from data/fineweb-edu.py or build-nanogpt, llm.c, modded-nanogpt."""
+    """Folder of token shards, by data/fineweb-edu.py, build-nanogpt, llm.c or modded-nanogpt."""
     checkpoint_dir: Path = Path("checkpoints")
-    """Folder for model_last.pt, model_best.pt and those that --keep_last keeps."""
+    """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path = Path("logs")
-    """Folder for metrics.jsonl, samples.txt and config.json."""
+    """Folder for metrics.jsonl, samples.txt, config.json and log_plot.png."""
     resume: str | None = None
-    """A checkpoint to go on from; auto: the newest in --checkpoint_dir, a new run if none."""
+    """Checkpoint to resume; auto: the newest in --checkpoint_dir, or a new run."""
     init_from: str | None = None
-    """Start from these weights instead of random ones, to fine-tune: a Hugging Face GPT-2 by name
-    (gpt2, gpt2-xl, ...) or folder; the architecture is read from it."""
+    """Pre-trained weights to fine-tune: a Hugging Face GPT-2 (gpt2, gpt2-xl, ...) or a folder."""
     overwrite: bool = False
-    """Start a new run over the checkpoints and logs of another."""
+    """Replace the checkpoints and logs of an earlier run."""
+
+
+@dataclass
+class ModelOptions:
+    """Architecture: sizes from --model_type or from these options, the rest from --recipe."""
 
     recipe: str = "gpt2"
-    """gpt2, faithful; modern, for the same loss with fewer tokens; or llama. modern,qk_norm=False
-    changes one field: those of recipes.py, and of GPTConfig beside its sizes."""
+    """gpt2, modern or llama; modern,qk_norm=False changes a field of Recipe or GPTConfig."""
     model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Named size: 124M, 350M, 774M, 1558M parameters."""
     n_layer: int | None = None
-    """Blocks, over the named size."""
+    """Transformer blocks."""
     n_head: int | None = None
-    """Attention heads, over the named size."""
+    """Attention heads."""
     n_embd: int | None = None
-    """Width, over the named size."""
+    """Channels of the residual stream."""
     block_size: int = 1024
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     dropout: float = 0.0
-    """Share of activations dropped; 0 for runs of about one epoch."""
+    """Dropout probability; 0 for runs of about one epoch."""
+
+
+@dataclass
+class ScheduleOptions:
+    """Batch size, learning rate and optimizer; defaults of rates and decay are the recipe's."""
 
     max_steps: int = 19_073
     """Optimizer steps; 19,073 of 524,288 tokens are 10B."""
     total_batch_size: int = 524_288
-    """Tokens in a step, over all processes; gradient accumulation follows from it."""
+    """Tokens per step over all processes; gradient accumulation follows from it."""
     micro_batch_size: int | Literal["auto"] = 16
-    """Sequences in one forward on one process; auto: as many as should fit its memory, by the
-    forecast of --dry_run (not on Apple's GPUs). What a step learns from does not depend on it."""
+    """Sequences per forward pass of a process; auto: the most that should fit its memory."""
     max_lr: float | None = None
-    """Learning rate after warmup; 6e-4 for gpt2, 0.012 for modern, whose matrices Muon trains."""
+    """Learning rate after warmup; gpt2: 6e-4, modern: 0.012."""
     min_lr: float | None = None
-    """Learning rate of the last step; a tenth of --max_lr for gpt2, 0 for modern."""
+    """Learning rate of the last step; gpt2: a tenth of --max_lr, modern: 0."""
     warmup_steps: int = 715
     """Steps of linear warmup."""
     schedule: Literal["cosine", "linear", "wsd"] | None = None
-    """After warmup: cosine (gpt2) or linear (modern) decay to --min_lr; or wsd, constant until the
-    last fifth, before which model_stable.pt is kept: a longer run can go on from there."""
+    """Decay after warmup; wsd: constant, save model_stable.pt, then linear in the last fifth."""
     weight_decay: float | None = None
-    """Decay of matrices and embeddings, with Muon of its matrices alone; 0.1 unless given."""
+    """Weight decay of matrices and embeddings (Muon: of its matrices only); default 0.1."""
     beta1: float = 0.9
-    """AdamW, first moment."""
+    """AdamW: decay of the first moment."""
     beta2: float = 0.95
-    """AdamW, second moment."""
+    """AdamW: decay of the second moment."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient; 0 for no clipping."""
+    """Largest gradient norm; 0: no clipping."""
+    skip_spikes: float | None = None
+    """Skip steps with a loss or gradient norm this many deviations above the last 128."""
+
+
+@dataclass
+class EvaluationOptions:
+    """Validation, benchmarks, samples, checkpoints and logs."""
 
     eval_every: int = 250
-    """Steps between validations; 0 for only the last."""
+    """Steps between validations; 0: only after the last step."""
     val_tokens: int = 10_485_760
-    """Validation tokens, the same ones each time, or all there are."""
+    """Validation tokens, the same at every validation."""
     save_every: int = 500
-    """Steps between checkpoints; 0 for only the last."""
+    """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = 0
-    """Numbered checkpoints (model_step_005000.pt) kept beside the last and the best."""
+    """Numbered checkpoints (model_step_005000.pt) to keep beside the last and the best."""
     sample_every: int = 500
-    """Steps between samples in samples.txt; 0 for none."""
+    """Steps between samples in samples.txt; 0: none."""
     hellaswag_every: int = 0
-    """Steps between HellaSwag scores; 0 for none."""
+    """Steps between HellaSwag scores; 0: none."""
     lambada_every: int = 0
-    """Steps between LAMBADA scores; 0 for none."""
+    """Steps between LAMBADA scores; 0: none."""
     eval_full: bool = False
-    """Score all examples of a benchmark, not 500 that stand evenly over it."""
+    """Score all examples of a benchmark, not an evenly spaced subset of 500."""
     hellaswag_data: Path | None = None
-    """HellaSwag .jsonl in the original format; from the hub unless given."""
+    """HellaSwag .jsonl in the original format; default: from the hub."""
     lambada_data: Path | None = None
-    """LAMBADA .jsonl in OpenAI's format; from the hub unless given."""
+    """LAMBADA .jsonl in OpenAI's format; default: from the hub."""
     tensorboard: bool = False
-    """Log to TensorBoard too, in --log_dir."""
+    """Log to TensorBoard as well, in --log_dir."""
     wandb: bool = False
-    """Log to Weights & Biases too."""
+    """Log to Weights & Biases as well."""
+
+
+@dataclass
+class MachineOptions:
+    """Device, precision, parallelism and memory."""
 
     seed: int = 1337
-    """Of weights, data order, dropout and samples."""
+    """Seed of weights, data order, dropout and samples."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of matrix products; weights stay float32. auto: bfloat16 on GPUs that have it."""
+    """Dtype of matmuls; weights stay float32. auto: bfloat16 on GPUs that have it."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
-    """What several processes divide: nothing (DDP), optimizer state, gradients too, weights too."""
-    activation_checkpointing: Literal["none", "mlp", "cheap", "block"] = "none"
-    """Compute again in the backward pass, for memory: nothing, GELUs, these and LayerNorms (which
-    costs little; compiled, mlp too is what cheap is), whole blocks."""
-    skip_spikes: float | None = None
-    """Leave out steps whose loss or gradient norm is this many standard deviations above the last
-    128; those that are not finite are always left out."""
+    """Shard over processes: none (DDP), optimizer state, gradients as well, weights as well."""
+    activation_checkpointing: Literal["none", "cheap", "block"] = "none"
+    """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
     """Compile the training step; evaluation and sampling use the plain module."""
     profile: bool = False
     """Write a trace of three steps to trace.json in --log_dir, for ui.perfetto.dev."""
     dry_run: bool = False
-    """Check the settings, say what would be trained, and end."""
+    """Check the options, print model, memory, time and cost, and exit."""
+
+
+@dataclass
+class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptions, DataOptions):
+    """Train a GPT-2. With --resume, options that are not given come from the checkpoint."""
 
     def check(self) -> None:
-        """ConfigError for the first setting that cannot be."""
+        """Raise ConfigError for the first option out of range."""
         at_least = {
             1: "max_steps total_batch_size micro_batch_size block_size val_tokens",
             0: "warmup_steps eval_every save_every keep_last sample_every hellaswag_every "
@@ -162,67 +275,66 @@ class TrainConfig:
         }
         for least, names in at_least.items():
             for name in names.split():
-                if name == "micro_batch_size" and self.micro_batch_size == "auto":
-                    continue
                 value = getattr(self, name)
-                if value is not None and not value >= least:
+                if value is not None and value != "auto" and not value >= least:
                     raise ConfigError(f"--{name} {value} must be at least {least}")
         if self.init_from and not self.model_config(1).is_gpt2:
-            raise ConfigError(
-                f"--init_from starts from a GPT-2, and --recipe {self.recipe} is none"
-            )
+            raise ConfigError(f"--init_from needs a GPT-2, which --recipe {self.recipe} is not")
         if self.skip_spikes is not None and not self.skip_spikes > 0:
             raise ConfigError(f"--skip_spikes {self.skip_spikes} must be above 0")
         if self.seed >= 2**31:
             raise ConfigError(f"--seed {self.seed} must be below {2**31}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ConfigError("--beta1 and --beta2 must be at least 0 and below 1")
-        if not 0 <= self.floor_lr <= self.chosen.max_lr:
-            raise ConfigError(
-                f"--min_lr {self.floor_lr} must be between 0 and --max_lr {self.chosen.max_lr}"
-            )
+        max_lr = self.resolved_recipe.max_lr
+        if not 0 <= self.final_lr <= max_lr:
+            raise ConfigError(f"--min_lr {self.final_lr} must be between 0 and --max_lr {max_lr}")
 
     @property
-    def chosen(self) -> Recipe:
-        """The recipe, with what was given over it. Raises ModelError if there is none such."""
+    def resolved_recipe(self) -> Recipe:
+        """Recipe with the options of the command line. Raises ModelError if there is none such."""
         names = ("max_lr", "weight_decay", "schedule")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(recipe_of(self.recipe), **given)
+        return replace(parse_recipe(self.recipe), **given)
 
     @property
-    def floor_lr(self) -> float:
+    def final_lr(self) -> float:
         """Learning rate of the last step."""
         if self.min_lr is not None:
             return self.min_lr
-        return 0.0 if self.chosen.to_zero else self.chosen.max_lr / 10
+        return 0.0 if self.resolved_recipe.to_zero else self.resolved_recipe.max_lr / 10
 
     def to_dict(self) -> dict:
-        """Plain values, for checkpoints and config.json; `chosen` tells what the recipe settled."""
+        """Return plain values for checkpoints and config.json, the resolved recipe among them."""
         given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
-        return given | {"chosen": asdict(self.chosen)}
+        return given | {"resolved_recipe": asdict(self.resolved_recipe)}
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainConfig":
-        """The settings of an earlier run, but for those that are of one start of it.
-        Raises ConfigError for a value of a wrong type."""
+        """Return the options of an earlier run, without those that belong to one start of it.
+
+        Raises ConfigError for a value of a wrong type.
+        """
+        if values.get("activation_checkpointing") == "mlp":  # written before it went into cheap
+            values = values | {"activation_checkpointing": "cheap"}
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         kinds = get_type_hints(cls)
-        wrong = [name for name, value in known.items() if not fits(value, kinds[name])]
+        wrong = [name for name, value in known.items() if not has_type(value, kinds[name])]
         if wrong:
-            raise ConfigError(f"the saved settings are damaged: {', '.join(wrong)}")
+            raise ConfigError(f"the saved options are damaged: {', '.join(wrong)}")
         paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
-        of_a_start = {"resume": None, "overwrite": False, "dry_run": False, "profile": False}
-        return cls(**{**known, **paths, **of_a_start})
+        one_start = {"resume": None, "overwrite": False, "dry_run": False, "profile": False}
+        return cls(**{**known, **paths, **one_start})
 
     def model_config(self, vocab_size: int) -> GPTConfig:
-        """The architecture: the named size, with what was given over it, and the recipe's."""
+        """Return the architecture: the recipe's, the named size and the options over it."""
         size = SIZES[self.model_type]
         given = {k: getattr(self, k) for k in size if getattr(self, k) is not None}
-        shape = {**size, **given, **self.chosen.model}
+        shape = {**size, **given, **self.resolved_recipe.model}
         return GPTConfig(self.block_size, vocab_size, dropout=self.dropout, **shape)
 
     def sequences_per_step(self, world_size: int) -> int:
-        """Sequences in a global batch; ConfigError where the batch sizes do not divide."""
+        """Return the sequences in a global batch; ConfigError where the batch does not divide."""
         micro = self.micro_batch_size * self.block_size * world_size
         if self.total_batch_size % micro:
             raise ConfigError(
@@ -234,16 +346,15 @@ class TrainConfig:
         return self.total_batch_size // self.block_size
 
 
-def fits(value: object, kind: object) -> bool:
-    """Whether `value`, as to_dict writes it, is one for a field of type `kind`."""
+def has_type(value: object, kind: object) -> bool:
+    """Return whether `value`, as to_dict writes it, suits a field of type `kind`."""
     if get_origin(kind) is Literal:
         return type(value) is str and value in get_args(kind)
     if parts := get_args(kind):  # of a union
-        return any(fits(value, part) for part in parts)
+        return any(has_type(value, part) for part in parts)
     written = {Path: (str,), float: (float, int)}
-    return type(value) in written.get(kind, (kind,)) and not (
-        type(value) is str and "\0" in value
-    )  # of no path
+    valid = "\0" not in value if type(value) is str else True  # no path has a NUL
+    return type(value) in written.get(kind, (kind,)) and valid
 
 
 @dataclass
@@ -251,149 +362,30 @@ class SamplingConfig:
     """Write text with a trained model."""
 
     checkpoint: Path = Path("checkpoints/model_best.pt")
-    """Checkpoint of train.py; architecture and tokenizer are read from it."""
+    """Checkpoint of train.py, which holds architecture and tokenizer."""
     model: str | None = None
-    """Sample from this instead: a Hugging Face GPT-2 (gpt2, gpt2-xl, ...) or a folder of one."""
+    """Hugging Face GPT-2 to sample from instead: a name (gpt2, gpt2-xl, ...) or a folder."""
     prompt: str = ""
-    """Text to continue; @FILE reads a file, - standard input; empty: from nothing."""
+    """Text to continue; @FILE reads a file, - standard input."""
     num_samples: int = 1
     """Texts to write; the first is shown as it is made."""
     interactive: bool = False
-    """Ask for prompts, and for settings between them."""
+    """Ask for prompts, and for options between them."""
     json: bool = False
-    """Write a line of JSON for each text instead, for machines."""
+    """Write one line of JSON per text."""
     max_new_tokens: int = 200
     """Longest continuation in tokens; end of text ends it sooner."""
     temperature: float = 0.8
-    """Above 1 wilder, below 1 tamer, 0 always the likeliest token."""
+    """Sampling temperature; 0: always the likeliest token."""
     top_k: int | None = None
-    """Choose among the k likeliest tokens."""
+    """Sample from the k likeliest tokens."""
     top_p: float | None = None
-    """Choose among the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     seed: int = 1337
-    """Sample i depends on (seed, i) alone, not on how many are made."""
+    """Seed; sample i depends on (seed, i) alone."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of matrix products. auto: bfloat16 on GPUs that have it."""
+    """Dtype of matmuls. auto: bfloat16 on GPUs that have it."""
     use_torch_compile: bool = False
-    """Compile the reading of a token, for long texts: on a CPU half a minute, then up to 1.6 times
-    as fast."""
-
-
-@dataclass
-class EvalConfig:
-    """Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test."""
-
-    checkpoint: Path = Path("checkpoints/model_best.pt")
-    """Checkpoint of train.py."""
-    model: str | None = None
-    """Score this instead: a Hugging Face GPT-2 (gpt2, gpt2-medium, gpt2-large, gpt2-xl, ...) or a
-    folder in that format."""
-    tasks: tuple[Literal["val", "hellaswag", "lambada", "cbt_cn", "cbt_ne"], ...] = (
-        "hellaswag",
-        "lambada",
-    )
-    """What to score."""
-    data: tuple[Path, ...] = ()
-    """Files in the original formats, one for each benchmark of --tasks in that order; else they
-    come from the hub."""
-    data_dir: Path | None = None
-    """Folder of shards for the task val; unless given, the one the checkpoint was trained on."""
-    hellaswag_protocols: tuple[Literal["build-nanogpt", "lm-eval"], ...] = (
-        "build-nanogpt",
-        "lm-eval",
-    )
-    """Each is a pass over the data: the raw text, and the text that lm-evaluation-harness makes."""
-    limit: int | None = None
-    """Score only the first examples of each benchmark."""
-    val_tokens: int = 10_485_760
-    """Validation tokens, or all there are."""
-    batch_size: int = 16
-    """Examples in a forward; the figures do not depend on it."""
-    out: Path = Path("logs/evaluation.json")
-    """JSON file for the table."""
-    dump: Path | None = None
-    """JSON lines file for one row per example and protocol."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Of matrix products; losses are summed in float32. auto: bfloat16 on GPUs that have it."""
-
-
-@dataclass
-class ConvertConfig:
-    """Convert between this project's checkpoints and Hugging Face folders."""
-
-    out: Path
-    """What to write: a folder with --checkpoint, a .pt file with --model."""
-    checkpoint: Path | None = None
-    """Checkpoint to turn into a folder that transformers loads."""
-    model: str | None = None
-    """Hugging Face GPT-2, by name or folder, to turn into a checkpoint."""
-
-
-@dataclass
-class PlotConfig:
-    """Draw the curves of one or more runs."""
-
-    log: tuple[Path, ...] = (Path("logs"),)
-    """metrics.jsonl files, or the folders that hold them."""
-    sz: Literal["124M", "350M", "774M", "1558M"] | None = None
-    """Draw OpenAI's GPT-2 of this size as dashed lines, where figures were published."""
-    x: Literal["tokens", "hours", "step"] = "tokens"
-    """What runs are laid over each other by; hours are those of the training steps."""
-    out: Path = Path("plots/log_plot.png")
-    """Picture to write."""
-
-
-@dataclass
-class SweepConfig:
-    """Train with every combination of settings and every seed."""
-
-    grid: tuple[str, ...]
-    """Settings of train.py with their values: "recipe gpt2 modern" "max_lr 1e-3 2e-3"."""
-    fixed: tuple[str, ...] = ()
-    """Settings that are the same in every run: "data_dir data/novels" "use_torch_compile"."""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """Each combination is trained with each."""
-    jobs: int = 1
-    """Runs at a time; they divide the processor's cores."""
-    out: Path = Path("runs/sweep")
-    """Folder for the runs, table.md and sweep.png."""
-
-
-@dataclass
-class BenchConfig:
-    """Measure this machine: what the scripts reach beside its limits and beside their peers."""
-
-    what: Literal["train", "data", "sample", "eval", "all"]
-    """The part to measure."""
-    peer: Path | None = None
-    """A checkout of nanoGPT, whose model.py trains in turn with ours."""
-    repeats: int = 5
-    """Of each measurement, of which the median counts."""
-    model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
-    """Named size: 124M, 350M, 774M, 1558M parameters."""
-    block_size: int = 1024
-    """Tokens in a sequence."""
-    micro_batch_size: int = 4
-    """Sequences in a training step."""
-    use_torch_compile: bool = False
-    """Compile our model of the named size; nanoGPT's always is, transformers' never."""
-    activation_checkpointing: Literal["none", "mlp", "cheap", "block"] = "none"
-    """As in train.py."""
-    input: tuple[Path, ...] = ()
-    """Text files to shard: .parquet, .jsonl or .txt; without, made-up words."""
-    num_workers: int = os.cpu_count() or 1
-    """Threads that tokenise."""
-    hellaswag: Path | None = None
-    """HellaSwag's file in the original format; without, made-up items of its size."""
-    harness: Path | None = None
-    """A Python interpreter that has lm-evaluation-harness, which then scores in turn with ours."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
-    """Of matrix products in training and sampling."""
-    out: Path = Path("logs/bench.json")
-    """JSON file for all figures."""
+    """Compile the forward pass of one token, for long texts."""

@@ -42,6 +42,6 @@ echo "$plan"
 case $plan in *"
 data/edu_fineweb10B") python data/fineweb-edu.py ;; esac
 if [ "$processes" -gt 1 ]; then
-  exec torchrun --standalone --nproc_per_node="$processes" train.py "$@"
+  exec torchrun --standalone --shutdown_timeout=110 --nproc_per_node="$processes" train.py "$@"
 fi
 exec python train.py "$@"

@@ -33,11 +33,11 @@ from data.shards import DataError, ShardWriter, corpus_name, read_manifest, writ
 from evaluation.figure import draw
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
-from model.huggingface import load_pretrained, save_pretrained, to_hf
+from model.huggingface import load_pretrained, save_pretrained, weights_to_hf
 from training.checkpoint import (
     CheckpointError,
     assemble,
-    describe,
+    config_values,
     load_checkpoint,
     load_model,
     load_weights,
@@ -47,7 +47,7 @@ from training.checkpoint import (
 from training.guard import Guard
 from training.optim import make_optimizers
 from training.parallel import gather_state, load_optimizer_state
-from utils.logger import LogError, has_rows_of_another, read_metrics
+from utils.logger import LogError, holds_another_run, read_metrics
 
 NAMED = (ConfigError, DataError, ModelError, CheckpointError, LogError)
 SECONDS, MEMORY = 20, 2**30  # more than a second or a hundredth of it is never needed
@@ -91,7 +91,7 @@ def read_shards(folder: Path, n: int) -> None:
 def make_model() -> tuple[GPT, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, TrainConfig())
     model(torch.arange(8)[None], torch.arange(8)[None]).backward()
     optimizer.step()
     return model, optimizer
@@ -108,7 +108,7 @@ def make_checkpoint(folder: Path) -> None:
         best_loss=5.5,
         seed=7,
         run_id="r",
-        model_config=describe(CONFIG),
+        model_config=config_values(CONFIG),
         tokenizer="bytes",
         train_tokens=131,
         train_config=TrainConfig(n_layer=1, n_head=2, n_embd=8, block_size=8).to_dict(),
@@ -130,12 +130,12 @@ def read_checkpoint(folder: Path, n: int) -> None:
         assert type(state[key]) is int and 0 <= state[key] < 2**63, key
     assert type(state["best_loss"]) is float
     TrainConfig.from_dict(state["train_config"]).check()
-    assert Guard(3.0, state["guard"]).reason(5.0, 1.0) is None
+    assert Guard(3.0, state["guard"]).check(5.0, 1.0) is None
     check_model(load_model(path)[0])
     model = GPT(model_config(state, path))
-    load_weights(model, state, path, exact=True)
+    load_weights(model, state, exact=True)
     check_model(model)
-    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, TrainConfig())
     load_optimizer_state(model, [optimizer], state["optimizer"])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -160,7 +160,7 @@ def make_metrics(folder: Path) -> None:
 
 
 def read_log(folder: Path, n: int) -> None:
-    assert type(has_rows_of_another(folder, Path("c"))) is bool
+    assert type(holds_another_run(folder, Path("c"))) is bool
     splits = read_metrics(folder)
     for rows in splits.values():
         steps = [row["step"] for row in rows]
@@ -178,7 +178,7 @@ def make_pretrained(folder: Path) -> None:
     if folder.suffix != ".safetensors":
         (folder / "model.safetensors").unlink()
         torch.save(
-            to_hf(model.state_dict(), CONFIG),
+            weights_to_hf(model.state_dict(), CONFIG),
             folder / "pytorch_model.bin",
             _use_new_zipfile_serialization=folder.suffix == ".zip",
         )

@@ -8,6 +8,7 @@ import sys
 import torch
 from torch.distributed.tensor import DTensor
 
+from config import TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPT
 from training import parallel
@@ -28,11 +29,11 @@ def measure(process, sharding):
     model = GPT(CONFIG)
     whole = held(model.parameters())
     wrapped = parallel.wrap(model, process, sharding, torch.float32)
-    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, TrainConfig())
     x = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(1))
     x = x.chunk(process.world_size)[process.rank]
     for number, part in enumerate(x.chunk(2)):
-        with parallel.accumulating(wrapped, sharding, last=number == 1):
+        with parallel.sync_gradients(wrapped, sharding, last=number == 1):
             wrapped(part, part).backward()
     norm = parallel.clip_grad_norm(model, 1.0)
     optimizer.step()
@@ -48,7 +49,7 @@ def measure(process, sharding):
 
 
 def residual_dtype(process, sharding):
-    """Of what the second LayerNorm of a block reads when products are in bfloat16."""
+    """Return the dtype that the second LayerNorm of a block reads where matmuls are in bfloat16."""
     model, seen = GPT(CONFIG), []
     wrapped = parallel.wrap(model, process, sharding, torch.bfloat16)
     model.transformer.h[1].ln_2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -60,7 +61,7 @@ def residual_dtype(process, sharding):
 
 process = distributed.start("cpu")
 found = {sharding: measure(process, sharding) for sharding in sys.argv[1:]}
-if process.all(True) and process.is_main:  # none leaves before the others are done with it
+if process.all_agree(True) and process.is_main:  # none leaves before the others are done with it
     print(json.dumps(found), flush=True)
 distributed.stop()
 os._exit(0)  # as the scripts end: gloo's threads can abort the interpreter's own end

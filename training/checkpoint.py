@@ -1,14 +1,14 @@
-"""The checkpoint file: the one place that knows its format.
+"""The checkpoint file, in the one place that knows its format.
 
-    model         every weight in bfloat16, under nanoGPT's names: complete and usable by itself
-    model_low     the low 16 bits that bfloat16 drops, int16: both together are the float32 weights
+    model         weights in bfloat16, under nanoGPT's names: complete and usable by themselves
+    model_low     the low 16 bits that bfloat16 drops, int16: both give the float32 weights
     optimizer     state by parameter name
-    step, tokens, best_loss, seed (with step, all there is to the random state), run_id
-    guard         the recent losses and gradient norms that spikes are measured against
+    step, tokens, best_loss, run_id, seed (with the step, all random state there is)
+    guard         recent losses and gradient norms, for the detection of spikes
     model_config, tokenizer, train_tokens, train_config, versions, format_version
 
-Plain containers and tensors, so that torch.load(path, weights_only=True, mmap=True) reads it. State
-is that of the whole model: any file resumes on any number of processes.
+Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. The state is
+that of the whole model: a file resumes on any number of processes.
 """
 
 import math
@@ -22,51 +22,32 @@ from torch import Tensor
 
 from data.tokenizer import TOKENIZERS
 from model.config import SIZED, GPTConfig, ModelError
-from model.gpt import GPT, skeleton
+from model.gpt import GPT, empty_gpt
 from model.huggingface import load_pretrained
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, sync_folder
 
 FORMAT_VERSION = 1
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
-STABLE = "model_stable.pt"  # of --schedule wsd, before it decays
-TYPES = {
-    "model": dict,
-    "model_low": dict,
-    "optimizer": dict,
-    "step": int,
-    "tokens": int,
-    "best_loss": float,
-    "seed": int,
-    "run_id": str,
-    "model_config": dict,
-    "tokenizer": str,
-    "train_tokens": int,
-    "train_config": dict,
-    "guard": dict,
+STABLE = "model_stable.pt"  # --schedule wsd: the last step before the decay
+NAMES_BY_TYPE = {
+    dict: ("model", "model_low", "optimizer", "guard", "model_config", "train_config"),
+    int: ("step", "tokens", "seed", "train_tokens"),
+    float: ("best_loss",),
+    str: ("run_id", "tokenizer"),
 }
-LARGEST = {int: 2**63 - 1, float: math.inf}  # the numbers among them lie between 0 and this
-DTYPES = {  # of the tensors that belong to one weight; all but step have its shape
-    "model": torch.bfloat16,
-    "model_low": torch.int16,
-    "step": torch.float32,
-    "exp_avg": torch.float32,
-    "exp_avg_sq": torch.float32,
-    "momentum_buffer": torch.float32,
-}
-ADAMW, MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+TYPES = {name: kind for kind, names in NAMES_BY_TYPE.items() for name in names}
+LARGEST = {int: 2**63 - 1, float: math.inf}  # upper bound of numbers; the lower one is 0
+ADAMW, MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)  # float32, by weight
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be read, written or used here. Names the path."""
+    """A checkpoint that cannot be read, written or used here; the message names the path."""
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper half of float32 numbers as bfloat16, rounded half up, and the int16 that is left.
-
-    Rounding half up on the bits as an integer keeps the difference within int16 for every pattern,
-    infinities and NaNs included.
-    """
+    """Split float32 into bfloat16, rounded half up, and the int16 difference of the bits. Rounding
+    them as an integer keeps the difference within int16, infinities and NaNs included."""
     bits = x.contiguous().view(torch.int32)
     high = ((bits + 0x8000) >> 16).to(torch.int16)
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
@@ -74,14 +55,13 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
-    """The float32 numbers that split_float32 took apart, bit for bit."""
+    """Join what split_float32 split, bit for bit."""
     bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
 def assemble(weights: dict[str, Tensor], **rest: object) -> dict:
-    """What a checkpoint file holds. `weights` are float32 on the CPU; `rest` is what
-    TYPES lists beside the two halves of them."""
+    """Return the content of a file from float32 `weights` on the CPU and the other TYPES."""
     halves = {name: split_float32(weight) for name, weight in weights.items()}
     state = {
         "format_version": FORMAT_VERSION,
@@ -95,16 +75,13 @@ def assemble(weights: dict[str, Tensor], **rest: object) -> dict:
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
-    """Writes what `assemble` made in one step: the file under `path` is the old one or all of the
-    new one.
-
-    Raises CheckpointError if it cannot be written, before a byte is if the disk is too full.
-    """
+    """Write a file atomically: `path` is the old file or the whole new one. Raises CheckpointError
+    if it cannot be written; a disk that is too full is found before."""
     moments = [x for values in state["optimizer"].values() for x in values.values()]
     tensors = [*state["model"].values(), *state["model_low"].values(), *moments]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # what a killed run left
+        path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # left by a killed run
         check_space(path.parent, sum(1000 + x.nbytes for x in tensors), path.name)
         with atomic_write(path) as file:
             torch.save(state, file)
@@ -115,7 +92,7 @@ def save_checkpoint(path: Path, state: dict) -> None:
 
 
 def keep_numbered(folder: Path, step: int, keep: int) -> None:
-    """Keeps model_last.pt as model_step_{step} too, and of these the newest `keep`."""
+    """Link model_last.pt as model_step_{step}.pt, and keep the newest `keep` of these."""
     if keep:
         link = folder / NUMBERED.format(step)
         link.unlink(missing_ok=True)
@@ -124,43 +101,44 @@ def keep_numbered(folder: Path, step: int, keep: int) -> None:
         except OSError:  # a file system without hard links
             with open(folder / LAST, "rb") as last, atomic_write(link) as copy:
                 shutil.copyfileobj(last, copy)
-        # those of later steps are of a run that was gone back from: not its to keep or remove
-        for old in [path for path in numbered(folder) if step_of(path) <= step][:-keep]:
-            old.unlink()
+        # later steps belong to a run that this one was resumed before: left alone
+        earlier = [path for path in numbered_checkpoints(folder) if step_of(path) <= step]
+        for path in earlier[:-keep]:
+            path.unlink()
         sync_folder(folder)
 
 
-def numbered(folder: Path) -> list[Path]:
-    """The numbered checkpoints of a folder, oldest first."""
+def step_of(path: Path) -> int:
+    """Return the step in the name of a numbered checkpoint."""
+    return int(path.stem.removeprefix("model_step_"))
+
+
+def numbered_checkpoints(folder: Path) -> list[Path]:
+    """Return the numbered checkpoints of a folder, oldest first."""
     found = folder.glob("model_step_*.pt")
     return sorted((path for path in found if path.stem[11:].isdigit()), key=step_of)
 
 
-def step_of(path: Path) -> int:
-    """The step of a numbered checkpoint."""
-    return int(path.stem.removeprefix("model_step_"))
-
-
 def find_newest(folder: Path) -> Path | None:
-    """The checkpoint that --resume auto continues: the last, else a numbered one, else what was
-    written later, the best or that from before a decay."""
-    named = [folder / LAST, *reversed(numbered(folder))]
-    others = [path for path in (folder / BEST, folder / STABLE) if path.exists()]
-    others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in (*named, *others) if path.exists()), None)
+    """Return the checkpoint for --resume auto: the last, else the newest numbered one, else the
+    later written of best and stable; None if there is none."""
+    if (folder / LAST).exists():
+        return folder / LAST
+    others = [path for path in (folder / STABLE, folder / BEST) if path.exists()]
+    others.sort(key=lambda path: path.stat().st_mtime)
+    return next(reversed(others + numbered_checkpoints(folder)), None)
 
 
 def remove_all(folder: Path) -> None:
-    """Removes the checkpoints of a run that another one overwrites."""
-    for path in [folder / LAST, folder / BEST, folder / STABLE, *numbered(folder)]:
+    """Remove the checkpoints of a folder for a run that overwrites them."""
+    named = [folder / name for name in (LAST, BEST, STABLE)]
+    for path in [*named, *numbered_checkpoints(folder)]:
         path.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The whole file as a dict, its tensors mapped from disk. Code in a file is refused, not run.
-
-    Raises CheckpointError for a file that is absent, damaged or not a checkpoint of this project.
-    """
+    """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
+    CheckpointError for a file that is absent, damaged or not a checkpoint of this project."""
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
@@ -169,50 +147,48 @@ def load_checkpoint(path: Path) -> dict:
         raise CheckpointError(
             f"{path} is damaged or not a checkpoint of plain tensors ({type(error).__name__})"
         ) from error
-    if type(state) is not dict or not is_sound(state.get("format_version"), int):
+    if type(state) is not dict or not is_valid(state.get("format_version"), int):
         raise CheckpointError(f"{path} is not a checkpoint of this project's train.py")
     if state["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {state['format_version']}; this code reads {FORMAT_VERSION}"
         )
-    state.setdefault("guard", {})  # files of before there was one
-    wrong = [key for key, kind in TYPES.items() if not is_sound(state.get(key), kind)]
-    if not wrong and not is_guard(state["guard"]):
-        wrong = ["guard"]
-    if wrong:
-        raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing or of a wrong type")
+    guard = state.setdefault("guard", {})  # older files have none
+    wrong = [key for key, kind in TYPES.items() if not is_valid(state.get(key), kind)]
+    if wrong or not is_guard_state(guard):
+        wrong = ", ".join(wrong or ["guard"])
+        raise CheckpointError(f"{path} is damaged: {wrong} missing or of a wrong type")
     return state
 
 
-def is_sound(value: object, kind: type) -> bool:
-    """Whether a value is of that kind and, if a number, neither negative nor beyond int64."""
+def is_valid(value: object, kind: type) -> bool:
+    """Return whether a value is of that type and, if a number, not negative or beyond int64."""
     return type(value) is kind and (kind not in LARGEST or 0 <= value <= LARGEST[kind])
 
 
-def is_guard(values: dict) -> bool:
-    """Whether these are the windows and counts that training/guard.py keeps, or nothing."""
+def is_guard_state(values: dict) -> bool:
+    """Return whether these are windows and counts of training/guard.py, or nothing."""
     windows = [values.get(name, []) for name in ("loss", "grad_norm")]
     counts = [values.get(name, 0) for name in ("skipped", "in_a_row")]
-    lists = all(type(window) is list for window in windows)
-    numbers = lists and all(type(x) is float for window in windows for x in window)
-    return numbers and all(is_sound(count, int) for count in counts)
+    floats = all(type(w) is list and all(type(x) is float for x in w) for w in windows)
+    return floats and all(is_valid(count, int) for count in counts)
 
 
-def is_plain(x: object, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Whether a value is such a tensor, with all its numbers in the file and in a row."""
+def is_plain_tensor(x: object, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Return whether a value is a contiguous dense tensor of that dtype and shape."""
     plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and x.is_cpu
     return plain and x.dtype is dtype and x.shape == shape and x.is_contiguous()
 
 
 def model_config(state: dict, path: Path) -> GPTConfig:
-    """The architecture that a loaded checkpoint holds. Raises CheckpointError, before memory for
-    it is taken, where the tensors in the file are of another."""
+    """Return the architecture of a loaded checkpoint. Raises CheckpointError, before memory for it
+    is taken, unless weights and optimizer state have its names, shapes and dtypes."""
     model, low, optimizer = state["model"], state["model_low"], state["optimizer"]
     try:
         config = GPTConfig(**state["model_config"])
         if config.n_layer > len(model):
             raise ModelError(f"{config.n_layer} layers of {len(model)} weights")
-        shapes = {name: x.shape for name, x in skeleton(config).state_dict().items()}
+        shapes = {name: x.shape for name, x in empty_gpt(config).state_dict().items()}
     except (TypeError, ValueError, RuntimeError) as error:  # of sizes beyond int64, the last
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} describes no model that can be built: {reason}") from error
@@ -220,59 +196,50 @@ def model_config(state: dict, path: Path) -> GPTConfig:
     if not set(shapes) == set(model) == set(low) == (set(optimizer) or set(shapes)):
         raise CheckpointError(f"{misfit}: weights are missing or unknown")
     for name, shape in shapes.items():
-        moments = optimizer.get(name)
-        found = {**(moments if type(moments) is dict else {}), "model": model[name]}
-        found["model_low"] = low[name]
-        kept = MUON if MUON[0] in found else ADAMW
-        for part in ("model", "model_low", *(kept if optimizer else ())):
-            if not is_plain(found.get(part), DTYPES[part], () if part == "step" else shape):
+        parts = {"model": (model[name], torch.bfloat16), "model_low": (low[name], torch.int16)}
+        if optimizer:
+            moments = optimizer[name] if type(optimizer[name]) is dict else {}
+            kept = MUON if MUON[0] in moments else ADAMW
+            parts |= {key: (moments.get(key), torch.float32) for key in kept}
+        for part, (x, dtype) in parts.items():
+            if not is_plain_tensor(x, dtype, torch.Size() if part == "step" else shape):
                 raise CheckpointError(f"{misfit}: {part} of {name} is not as train.py writes it")
     return config
 
 
-def load_weights(model: GPT, state: dict, path: Path, *, exact: bool) -> None:
-    """Fills the model with a checkpoint's weights: float32 if `exact`, else bfloat16 alone."""
-    weights = state["model"]
-    try:
-        if exact:
-            low = state["model_low"]
-            weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
-        model.load_state_dict(weights)
-    except (RuntimeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} does not fit its own architecture: {error}") from error
+def load_weights(model: GPT, state: dict, *, exact: bool) -> None:
+    """Load weights of a checkpoint that model_config has checked: float32 if `exact`, else their
+    bfloat16 half."""
+    weights, low = state["model"], state["model_low"]
+    if exact:
+        weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
+    model.load_state_dict(weights)
 
 
 def load_model(path: Path, *, exact: bool = False) -> tuple[GPT, dict]:
-    """The model of a checkpoint, ready to be used in evaluation mode, and the rest of the file."""
+    """Return the model of a checkpoint in evaluation mode, and the whole file."""
     state = load_checkpoint(path)
-    model = skeleton(model_config(state, path)).to_empty(device="cpu")
-    load_weights(model, state, path, exact=exact)
+    model = empty_gpt(model_config(state, path)).to_empty(device="cpu")
+    load_weights(model, state, exact=exact)
     return model.eval(), state
 
 
 def open_model(
     checkpoint: Path, pretrained: str | None, *, exact: bool = False
 ) -> tuple[GPT, str, dict]:
-    """A model in evaluation mode, its tokenizer's name, and the rest of the file: the Hugging Face
-    model `pretrained` (name or folder), where the rest is empty, or else that of a checkpoint, of
-    which `exact` reads the float32 weights, not their bfloat16 half alone."""
+    """Return a model in evaluation mode, its tokenizer's name, and the file: `checkpoint`, or none
+    for the Hugging Face name or folder `pretrained`."""
     if pretrained is None:
         model, state = load_model(checkpoint, exact=exact)
         return model, state["tokenizer"], state
     model = load_pretrained(pretrained)
-    names = {kind.vocab_size: name for name, kind in TOKENIZERS.items()}
-    if model.config.vocab_size not in names:
-        raise ModelError(
-            f"{pretrained} has {model.config.vocab_size} tokens, those of no tokenizer here"
-        )
-    return model.eval(), names[model.config.vocab_size], {}
+    for name, kind in TOKENIZERS.items():
+        if kind.vocab_size == model.config.vocab_size:
+            return model.eval(), name, {}
+    raise ModelError(f"no tokenizer here has the {model.config.vocab_size} tokens of {pretrained}")
 
 
-def describe(config: GPTConfig) -> dict:
-    """A GPTConfig as plain values for the file: its sizes, and what else is not GPT-2's."""
-    default = GPTConfig()
-    return {
-        name: value
-        for name, value in asdict(config).items()
-        if name in SIZED or value != getattr(default, name)
-    }
+def config_values(config: GPTConfig) -> dict:
+    """Return a GPTConfig as plain values: its sizes, and the fields that differ from GPT-2's."""
+    values, default = asdict(config), asdict(GPTConfig())
+    return {name: x for name, x in values.items() if name in SIZED or x != default[name]}

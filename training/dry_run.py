@@ -1,5 +1,4 @@
-"""What --dry_run prints: what would be trained, and what it takes in memory, time and money. And
-the micro-batch that should fit."""
+"""--dry_run: print a run's size, memory, time and cost; --micro_batch_size auto: fit the memory."""
 
 from dataclasses import replace
 
@@ -10,56 +9,103 @@ from data.loader import TokenStream
 from data.shards import DataError
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig
-from model.gpt import skeleton
+from model.gpt import empty_gpt
 from model.huggingface import find_folder, read_config
 from training import forecast
-from training.resume import fitting
+from training.forecast import forecast_memory
+from training.resume import adopt_shape
 from utils import distributed
-from utils.throughput import flops_per_token, peak_flops, peak_memory
+from utils.throughput import peak_flops, peak_memory
 
 
 def dry_run(config: TrainConfig, saved: dict | None) -> None:
-    """Needs no data and no memory for the model. The folder of shards is the last line."""
+    """Print what would be trained and its forecast; the last line is the folder of the shards.
+    Needs neither data nor memory for the model."""
     device, world_size = distributed.pick_device(config.device), distributed.world_size()
-    dtype = distributed.pick_dtype(config.dtype, device)
-    shape = model_shape(config, saved)
+    dtype, shape = distributed.pick_dtype(config.dtype, device), model_shape(config, saved)
     if config.micro_batch_size == "auto":
         free = distributed.free_memory(device)
         config.micro_batch_size = largest_micro_batch(
             config, saved, shape, dtype, world_size, device, free
         )
     accumulation = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
-    model = skeleton(shape)
-    steps = config.max_steps - (saved["step"] if saved else 0)
+    model = empty_gpt(shape)
     print(
         f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
         f"{config.total_batch_size:,} tokens = {accumulation} x {config.micro_batch_size} x "
         f"{config.block_size} x {world_size} on {device.type}, {dtype}"
     )
-    need = memory(config, shape, device.type, dtype.itemsize, world_size)
-    print("\n".join(memory_lines(config, need, device.type, world_size)))
-    flops = flops_per_token(
-        model.num_multiplying(), shape.n_layer, shape.n_embd, config.block_size
-    ) * (steps * config.total_batch_size)
-    print(cost_line(config, steps, flops, peak_flops(device, dtype), world_size))
+    print_memory(config, shape, device.type, dtype, world_size)
+    tokens = config.total_batch_size * (config.max_steps - (saved["step"] if saved else 0))
+    peak = peak_flops(device, dtype)
+    print_cost(config, tokens, tokens * model.flops_per_token(), peak, world_size)
     print(config.data_dir)
 
 
-def vocab_size(config: TrainConfig, saved: dict | None) -> int:
-    """That of the checkpoint or of the shards; GPT-2's where there is neither yet."""
-    if saved:
-        return saved["model_config"]["vocab_size"]
-    try:
-        return TokenStream(config.data_dir, "train").vocab_size
-    except DataError:
-        return TOKENIZERS["gpt2"].vocab_size
+def print_memory(
+    config: TrainConfig, shape: GPTConfig, device: str, dtype: torch.dtype, world_size: int
+) -> None:
+    """Print the forecast memory of one process by part and in total."""
+    need, notes = forecast_memory(config, shape, device, dtype, world_size), []
+    total = need.peak
+    rows = {
+        "weights": need.weights,
+        "weights all-gathered or cast for compute": need.compute_weights,
+        "gradients": need.gradients,
+        "optimizer": need.optimizer,
+        "activations": need.activations,
+        "logits and head, or one block's backward pass": need.work,
+    }
+    if device == "cpu":
+        python = peak_memory()
+        total += python
+        rows["fragmentation of malloc's heap, fitted to 124M"] = need.heap_holes
+        rows["Python and its libraries (this process)"] = python
+        rows["copy for saving, beside training unless only at the end"] = need.snapshot
+    else:
+        notes.append(
+            "without the CUDA context, NCCL's buffers and fragmentation; saving takes "
+            f"{need.snapshot / 1e9:.2f} of the main process's host memory, "
+            f"{2 * need.snapshot / 1e9:.2f} while state is gathered"
+        )
+        if config.sharding != "none" and world_size > forecast.GPUS_PER_MACHINE:
+            notes.append(f"machines of {forecast.GPUS_PER_MACHINE} GPUs")
+    if config.dropout:
+        notes.append("dropout's masks are not counted")
+    print("peak memory of one process, GB of 1e9 bytes:")
+    for name, value in rows.items():
+        print(f"  {value / 1e9:8.2f}  {name}")
+    print("; ".join([f"  total {total / 1e9:.2f}", *notes]))
+
+
+def print_cost(
+    config: TrainConfig, tokens: int, flops: float, peak: float | None, world_size: int
+) -> None:
+    """Print FLOPs, time and money with the assumptions behind them."""
+    chip = "this GPU" if peak else f"{forecast.GPU}, assumed: no peak is known for this device"
+    peak, rate = peak or forecast.PEAK_FLOPS, forecast.DOLLARS_PER_GPU_HOUR
+    checkpointing = config.activation_checkpointing
+    hours = forecast.training_seconds(flops, world_size, peak, checkpointing) / 3600
+    print(
+        f"{flops:.3g} FLOPs for {tokens:,} tokens: {hours:,.2f} hours on {world_size} GPU and "
+        f"{hours * world_size * rate:,.2f} $, at {100 * forecast.MFU:.0f} % MFU of "
+        f"{peak / 1e12:,.0f} TFLOP/s ({chip}) and {rate:.2f} $ per GPU hour"
+        + (", a third longer for recomputed blocks" if checkpointing == "block" else "")
+    )
 
 
 def model_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
-    """The architecture of the run."""
-    if config.init_from and not saved:
-        return fitting(config, read_config(find_folder(config.init_from)))
-    return config.model_config(vocab_size(config, saved))
+    """Return the architecture of the run, with the vocabulary of the checkpoint or of the shards,
+    or GPT-2's where there are none yet."""
+    if saved:
+        return config.model_config(saved["model_config"]["vocab_size"])
+    if config.init_from:
+        return adopt_shape(config, read_config(find_folder(config.init_from)))
+    try:
+        vocab_size = TokenStream(config.data_dir, "train").vocab_size
+    except DataError:
+        vocab_size = TOKENIZERS["gpt2"].vocab_size
+    return config.model_config(vocab_size)
 
 
 def largest_micro_batch(
@@ -71,99 +117,37 @@ def largest_micro_batch(
     device: torch.device,
     free: int,
 ) -> int:
-    """The most sequences at a time of which a whole number makes a step and that should fit `free`
-    bytes of one process, with a tenth to spare; that of the `saved` run where it still does.
-    ConfigError where not even one fits."""
+    """Return the largest number of sequences that divides a process's share of a step and whose
+    forecast is within 90 % of the `free` bytes; that of the `saved` run where it is one of these.
+    Raises ConfigError where not even one sequence fits."""
     if device.type == "mps":
         raise ConfigError(
-            "--micro_batch_size auto: not for Apple's GPUs, whose memory is unmeasured"
+            "--micro_batch_size auto has no forecast for Apple's GPUs; give a number of sequences"
         )
-    one = replace(config, micro_batch_size=1)
-    share = one.sequences_per_step(world_size) // world_size
+    share = replace(config, micro_batch_size=1).sequences_per_step(world_size) // world_size
 
-    def needed(micro_batch_size: int) -> int:
+    def peak(micro_batch_size: int) -> int:
         trial = replace(config, micro_batch_size=micro_batch_size)
-        need = memory(trial, shape, device.type, dtype.itemsize, world_size)
-        return need.peak_with_saves(saves_during(config)) if device.type == "cpu" else need.peak
+        return forecast_memory(trial, shape, device.type, dtype, world_size).peak
 
-    sizes = [n for n in range(1, share + 1) if share % n == 0 and needed(n) <= 0.9 * free]
+    sizes = [n for n in range(1, share + 1) if share % n == 0 and peak(n) <= 0.9 * free]
     if not sizes:
         raise ConfigError(
-            f"--micro_batch_size auto: one sequence takes {needed(1) / 1e9:.2f} GB, of which a "
+            f"--micro_batch_size auto: one sequence takes {peak(1) / 1e9:.2f} GB, of which a "
             f"process has {free / 1e9:.2f}; see --dry_run, --activation_checkpointing, --sharding"
         )
     before = saved["train_config"]["micro_batch_size"] if saved else None
     return before if before in sizes else sizes[-1]
 
 
-def saves_during(config: TrainConfig) -> bool:
-    """Whether checkpoints are written while training goes on."""
-    return any(0 < every < config.max_steps for every in (config.save_every, config.eval_every))
-
-
-def memory(
-    config: TrainConfig, shape: GPTConfig, device: str, e: int, world_size: int
-) -> forecast.Memory:
-    """The forecast for one process of a run; GPUs are taken to stand in machines of eight."""
-    accumulation = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
-    return forecast.memory(
-        shape,
-        muon=config.chosen.optimizer == "muon",
-        micro_batch_size=config.micro_batch_size,
-        accumulation=accumulation,
-        world_size=world_size,
-        shards=min(world_size, forecast.GPUS_PER_MACHINE) if device != "cpu" else world_size,
-        sharding=config.sharding,
-        e=e,
-        checkpointing=config.activation_checkpointing,
-        device=device,
-    )
-
-
-def memory_lines(
-    config: TrainConfig, need: forecast.Memory, device: str, world_size: int
-) -> list[str]:
-    """The memory of one process by part. On a CPU that of saving comes on top."""
-    rows = {
-        "weights": need.weights,
-        "weights gathered or cast for compute": need.gathered,
-        "gradients": need.gradients,
-        "optimizer": need.optimizer,
-        "activations": need.activations,
-        "logits and head, or a block's backward": need.work,
-    }
-    saving = f"{need.snapshot / 1e9:.2f}, {2 * need.snapshot / 1e9:.2f} while it is gathered"
-    if device == "cpu":
-        python = peak_memory()
-        total = python + need.peak_with_saves(saves_during(config))
-        rows["holes in malloc's heap, as measured for 124M"] = need.holes
-        rows["Python and its libraries (this process)"] = python
-        rows["copy for saving, beside training if before the end"] = need.snapshot
-        ending = f"total {total / 1e9:.2f}"
-    else:
-        ending = (
-            f"total {need.peak / 1e9:.2f}, and the CUDA context, NCCL's buffers and fragmentation; "
-            f"host memory of the main process for saving: {saving}"
+def resolve_micro_batch(
+    config: TrainConfig, saved: dict | None, process: distributed.Process, dtype: torch.dtype
+) -> None:
+    """Replace --micro_batch_size auto by the largest that should fit on every process."""
+    if config.micro_batch_size == "auto":
+        device, shape = process.device, model_shape(config, saved)
+        free = torch.tensor([distributed.free_memory(device)], device=device)
+        least = int(process.min_max(free)[0])
+        config.micro_batch_size = largest_micro_batch(
+            config, saved, shape, dtype, process.world_size, device, least
         )
-    lines = [f"  {value / 1e9:8.2f}  {name}" for name, value in rows.items()]
-    if config.dropout:
-        lines.append("  dropout's masks are not counted")
-    if config.sharding != "none" and world_size > forecast.GPUS_PER_MACHINE and device != "cpu":
-        ending += "; machines of 8 GPUs"
-    return ["memory of one process at its worst moment, GB of 1e9 bytes:", *lines, f"  {ending}"]
-
-
-def cost_line(
-    config: TrainConfig, steps: int, flops: float, peak: float | None, world_size: int
-) -> str:
-    """FLOPs, time and money, with what is assumed, so that a reader can scale them."""
-    chip = "this GPU" if peak else f"{forecast.GPU}, assumed: this device is in no table of peaks"
-    peak, rate = peak or forecast.PEAK_FLOPS, forecast.DOLLARS_PER_GPU_HOUR
-    hours = forecast.seconds(flops, world_size, peak, config.activation_checkpointing) / 3600
-    again = ", a third longer for blocks computed again"
-    return (
-        f"{flops:.3g} FLOPs for {steps * config.total_batch_size:,} tokens: {hours:,.2f} hours on "
-        f"{world_size} GPU and {hours * world_size * rate:,.2f} $, at {100 * forecast.MFU:.0f} % "
-        f"MFU of {peak / 1e12:,.0f} TFLOP/s ({chip}) and {rate:.2f} $ per GPU hour"
-        + (again if config.activation_checkpointing == "block" else "")
-    )

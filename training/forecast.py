@@ -1,228 +1,185 @@
-"""What a run will need, before it runs: bytes of memory by part, and time at a stated speed.
+"""Forecast of a run from its model's shape: bytes of memory by part, and time at a given MFU.
 
-Everything is arithmetic on a model's shape. C is its width, H its heads and K those of keys, I the
-width inside the MLP, V the rows of the embedding, `e` the bytes of the dtype of matrix products.
-Sizes are of tensors; docs/SCALING.md holds them against measured peaks, for GPT-2. Dropout's masks
-are not counted.
+C channels, H heads, K key heads, D = C / H, I inner width of the MLP, V rows of the embedding;
+`e` is the itemsize of the compute dtype. Tensors are counted, dropout's masks are not;
+docs/SCALING.md compares the forecast with measured peaks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
+import torch
+
+from config import TrainConfig
+from model import cpu, loss
 from model.config import GPTConfig
-from model.functional import FEW_QUERIES
-from model.loss import CHUNK_BYTES, PART_BYTES, SUM_BYTES, rows_within
+from model.gpt import empty_gpt
+from model.loss import rows_within
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
 GPU, PEAK_FLOPS = "H100", 989e12  # dense bfloat16, NVIDIA's data sheet
 DOLLARS_PER_GPU_HOUR = 2.50
 GPUS_PER_MACHINE = 8
 HEAP_LIMIT = 2**25  # glibc maps larger tensors one by one; smaller ones share a heap
-HEAP_HOLES = 1.25  # times gradients and two moments is lost there: fitted, docs/SCALING.md
+HEAP_HOLES = 1.25  # heap lost per byte of gradients and two moments: fitted, docs/SCALING.md
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process by part, at the worst moment of each."""
+    """Bytes of memory of one process, each part at its own peak."""
 
     weights: int
-    """float32, this process's share."""
-    gathered: int
-    """Copies for compute: all-gathered, or autocast's in bfloat16."""
+    """Float32 weights, this process's shard."""
+    compute_weights: int
+    """Weights for compute: all-gathered from shards, or cast by autocast."""
     gradients: int
+    """Float32 gradients."""
     optimizer: int
-    """float32: two moments, of Muon's matrices one."""
+    """Float32 moments, two for AdamW and one for Muon."""
     activations: int
-    """What forward keeps for backward, of one micro-batch."""
+    """Activations of one micro-batch that the backward pass needs."""
     work: int
-    """Chunks of logits and the head's gradient, or one block's backward, whichever is more."""
+    """Logits chunk and the head's gradients, or one block's backward pass, whichever is larger."""
+    heap_holes: int
+    """Fragmentation of glibc's heap on a CPU."""
     snapshot: int
-    """Of weights and optimizer, on the main process's host until the file is written."""
-    gathered_first: bool
-    """What is saved is copied twice: gathered from shards or a GPU, then held by the writer."""
-    gradients_last: bool
-    """Gradients come to be only as activations go: one micro-step, and no buckets of DDP's."""
-    holes: int
-    """In malloc's heap, on a CPU."""
-
-    @property
-    def tensors(self) -> int:
-        """The most that is alive at a time."""
-        live = self.activations + self.work
-        both = max(live, self.gradients) if self.gradients_last else live + self.gradients
-        return self.weights + self.gathered + self.optimizer + both
-
-    @property
-    def peak(self) -> int:
-        """Of training, without saving."""
-        return self.tensors + self.holes
-
-    def peak_with_saves(self, during: bool) -> int:
-        """Where saving takes from the same memory, beside training or only at its end."""
-        copies = 2 if self.gathered_first else 1
-        end = self.weights + self.optimizer + copies * self.snapshot
-        return max(self.peak + (self.snapshot if during else 0), end)
+    """Copy of weights and optimizer state on the main process's host, until a save is written."""
+    peak: int
+    """Device memory of training; on a CPU with saving, which takes from the same memory."""
 
 
-def matrices(shape: GPTConfig) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the weights of a block's linear layers."""
-    C, gates = shape.n_embd, 2 if shape.activation == "swiglu" else 1
-    return {
-        "attn.c_attn": ((shape.n_head + 2 * shape.kv_heads) * shape.head_size, C),
-        "attn.c_proj": (C, C),
-        "mlp.c_fc": (gates * shape.inner, C),
-        "mlp.c_proj": (C, shape.inner),
-    }
+@cache
+def block_matrices(shape: GPTConfig) -> dict[str, torch.Size]:
+    """Return the shapes of the weights of a block's linear layers."""
+    block = empty_gpt(replace(shape, n_layer=1)).transformer.h[0]
+    return {name: p.shape for name, p in block.named_parameters() if p.dim() == 2}
 
 
-def sizes(shape: GPTConfig) -> dict[str, int]:
-    """Numbers in the weights of a block's linear layers."""
-    return {name: rows * columns for name, (rows, columns) in matrices(shape).items()}
+@cache
+def count_parameters(shape: GPTConfig) -> tuple[int, int]:
+    """Return the parameters of all blocks' linear layers, and of the rest with padding."""
+    model = empty_gpt(shape)
+    layers = [layer for block in model.transformer.h for layer in (block.attn, block.mlp)]
+    blocks = sum(p.numel() for layer in layers for p in layer.parameters())
+    return blocks, sum(p.numel() for p in model.parameters()) - blocks
 
 
-def parameters(shape: GPTConfig) -> tuple[int, int]:
-    """Parameters of the blocks' linear layers, and of the rest: embeddings, head and norms."""
-    biases = sum(rows for rows, _ in matrices(shape).values()) if shape.bias else 0
-    blocks = shape.n_layer * (sum(sizes(shape).values()) + biases)
-    tables = shape.padded_vocab_size * (1 if shape.tied else 2)
-    tables += shape.block_size if shape.position == "learned" else 0
-    vectors = 1 + (shape.norm == "layer" and shape.bias)
-    return blocks, (tables + vectors * (2 * shape.n_layer + 1)) * shape.n_embd
-
-
-def block_activations(shape: GPTConfig, e: int, checkpointing: str, attention_e: int) -> int:
-    """Bytes a token that autograd keeps of a block.
-
-    float32: the input of both norms, or the result (2C); their means and deviations; logsumexp (H).
-    In `e`: the inputs of the four linear layers (C, C, C, I), the activation's input (I), or all
-    that a gate is made of (3I). In the bytes of attention's dtype: q, k, v, also as they were
-    before they turned (H + K), and of one length (H + K); its result (C) if that is not `e`.
-    """
-    C, inner, heads = shape.n_embd, shape.inner, shape.n_head + shape.kv_heads
-    if checkpointing == "block":
+def block_activations(shape: GPTConfig, e: int, checkpointing: str, device: str) -> int:
+    """Return the bytes per token that autograd keeps of one block."""
+    C, inner, H, swiglu = shape.n_embd, shape.inner, shape.n_head, shape.activation == "swiglu"
+    qk = (H + shape.kv_heads) * shape.head_size
+    qkv, fc = (block_matrices(shape)[f"{name}.weight"][0] for name in ("attn.c_attn", "mlp.c_fc"))
+    attention_e = 4 if device == "cpu" and shape.block_size <= cpu.SHORT else e
+    if checkpointing == "block":  # the block's input in float32
         return 4 * C
-    gated = shape.activation == "swiglu"
-    into = 2 * inner if gated else inner  # the activation
-    in_e = {
-        "none": 3 * C + inner + (3 * inner if gated else inner),
-        "mlp": 3 * C + into,
-        "cheap": C + into,
-    }[checkpointing]
-    turned = (shape.position == "rotary") + shape.qk_norm
-    attention = turned * heads * shape.head_size + (C if attention_e != e else 0)
-    if shape.kv_heads < shape.n_head:
-        attention += 2 * C  # keys and values, repeated for each head of queries
-    if shape.kv_heads == shape.n_head or not turned:
-        attention += (heads + shape.kv_heads) * shape.head_size
-    scales = (8 if shape.norm == "layer" else 4) * 2 + 4 * heads * shape.qk_norm
-    return 2 * 4 * C + scales + 4 * shape.n_head + in_e * e + attention * attention_e
+    if checkpointing == "cheap":  # and the outputs of linear layers and attention, its logsumexp
+        return 4 * C + e * (qkv + C + fc + C) + attention_e * C + 4 * H
+    # float32: input of both norms (RMSNorm: output), mean and deviation (scale); logsumexp
+    norms = 2 * (C + (2 if shape.norm == "layer" else 1)) + H
+    norms += (H + shape.kv_heads) * shape.qk_norm
+    # compute dtype: inputs of the linear layers, of the activation and of the gate's product
+    linears = 3 * C + inner + fc + inner * swiglu
+    # attention: q and k after RMSNorm and after rotation; keys and values repeated for query heads;
+    # the output of c_attn that values are a view of, or their upcast; the output before its cast
+    steps, grouped = shape.qk_norm + (shape.position == "rotary"), shape.kv_heads < H
+    values = qkv - qk if steps and attention_e != e else qkv
+    attention = steps * qk + (2 * C if grouped else 0) + (0 if grouped and steps else values)
+    attention += C if attention_e != e else 0
+    return 4 * norms + e * linears + attention_e * attention
 
 
-def activations(shape: GPTConfig, tokens: int, e: int, checkpointing: str, attention_e: int) -> int:
-    """Bytes that one micro-batch of `tokens` keeps between forward and backward: the blocks, the
-    last norm (its input in float32, mean, deviation), token ids and targets."""
-    blocks = shape.n_layer * block_activations(shape, e, checkpointing, attention_e)
-    return tokens * (blocks + 4 * shape.n_embd + 8 + 16)
-
-
-def head_bytes(tokens: int, n_embd: int, rows: int, e: int, device: str) -> int:
-    """Bytes alive in model/loss.py beside the activations, at the end of the forward pass.
-
-    float32: the gradients of input and embedding. In `e`: a chunk of logits, and below float32
-    copies of input and embedding. Of a part of a chunk two float32; of a product that is added to
-    the embedding's gradient one in `e` and, on a CPU, one float32.
-    """
-    low = 0 if e == 4 else e * (rows + tokens) * n_embd
-    chunk = min(tokens, rows_within(CHUNK_BYTES, device, 4 * rows))
-    part = min(chunk, rows_within(PART_BYTES, device, 4 * rows))
-    added = min(rows, rows_within(SUM_BYTES, device, e * n_embd))
-    wide = 4 if device == "cpu" and e < 4 else 0
-    products = rows * (e * chunk + 8 * part) + added * (e + wide) * n_embd
-    return 4 * (rows + tokens) * n_embd + low + products
-
-
-def backward_bytes(
-    shape: GPTConfig, tokens: int, e: int, checkpointing: str, attention_e: int
-) -> int:
-    """Bytes alive beside the activations in the backward pass of the last block: the head's
-    gradient, the gradients of the residual stream (2C, float32) and of the activation's output and
-    input (2I in `e`), and what is computed again."""
-    again = block_activations(shape, e, "none", attention_e)
-    again -= block_activations(shape, e, checkpointing, attention_e)
-    inside = e * (shape.inner + matrices(shape)["mlp.c_fc"][0])
-    return 4 * shape.padded_vocab_size * shape.n_embd + tokens * (8 * shape.n_embd + inside + again)
-
-
-def gathered_bytes(blocks: int, rest: int, n_layer: int, sharding: str, e: int) -> int:
-    """Bytes of weights gathered from shards: the blocks in `e`, the rest in float32. zero3 has the
-    block at work, the next, and the buffer that came in."""
-    if sharding == "zero3":
-        blocks = min(3, n_layer) * blocks // n_layer
-    return e * blocks + 4 * rest
-
-
-def cast_bytes(shape: GPTConfig, e: int, checkpointing: str) -> int:
-    """Bytes of the weights' copies in `e` that autograd keeps under autocast."""
-    kept = {
-        "none": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
-        "mlp": ("attn.c_attn", "attn.c_proj", "mlp.c_fc"),
-        "cheap": ("attn.c_proj",),
-        "block": (),
-    }[checkpointing]
-    return 0 if e == 4 else e * shape.n_layer * sum(sizes(shape)[name] for name in kept)
-
-
-def heap_holes(shape: GPTConfig, tokens: int, e: int, shards: int) -> int:
-    """Bytes that glibc's malloc holds beside the tensors: gradients are laid where activations were
-    freed, and the next activations no longer fit in between."""
-    if tokens * shape.n_embd * e >= HEAP_LIMIT:
-        return 0
-    shares = (4 * size // shards for size in sizes(shape).values())
-    small = sum(share for share in shares if share < HEAP_LIMIT)
-    return int(HEAP_HOLES * shape.n_layer * 3 * small)
-
-
-def memory(
-    shape: GPTConfig,
-    *,
-    muon: bool,
-    micro_batch_size: int,
-    accumulation: int,
-    world_size: int,
-    shards: int,
-    sharding: str,
-    e: int,
-    checkpointing: str,
-    device: str,
-) -> Memory:
-    """Bytes of one of `world_size` processes, which divide their state `shards` ways."""
-    blocks, rest = parameters(shape)
-    total, tokens = blocks + rest, micro_batch_size * shape.block_size
-    sharded = sharding != "none" and world_size > 1
-    share = total // shards if sharded else total
-    # whole until the last micro-step, or in DDP's buckets
-    whole = not sharded or (sharding == "zero1" and accumulation > 1)
-    attention_e = 4 if device == "cpu" and shape.block_size <= FEW_QUERIES else e
-    of_muon = shape.n_layer * sum(sizes(shape).values())
-    optimizer = 8 * total - (4 * of_muon if muon else 0)
-    return Memory(
-        weights=4 * share,
-        gathered=gathered_bytes(blocks, rest, shape.n_layer, sharding, e)
-        if sharded
-        else cast_bytes(shape, e, checkpointing),
-        gradients=4 * (total if whole else share),
-        optimizer=optimizer // shards if sharded else optimizer,
-        activations=activations(shape, tokens, e, checkpointing, attention_e),
-        work=max(
-            head_bytes(tokens, shape.n_embd, shape.padded_vocab_size, e, device),
-            backward_bytes(shape, tokens, e, checkpointing, attention_e),
-        ),
-        snapshot=4 * total + optimizer,
-        gathered_first=sharded or device != "cpu",
-        gradients_last=accumulation == 1 and (world_size == 1 or sharded),
-        holes=heap_holes(shape, tokens, e, total // share) if device == "cpu" else 0,
+def head_bytes(tokens: int, n_embd: int, vocab: int, e: int, device: str) -> int:
+    """Return the bytes that model/loss.py holds at the end of the forward pass: float32 gradients
+    of input and embedding, their low-precision copies, a chunk of logits with two float32 tensors
+    of its softmax, and a chunk of the embedding's gradient (twice in bfloat16 on a CPU)."""
+    chunks = cpu.CHUNKS if device == "cpu" else loss.CHUNKS
+    rows = min(tokens, rows_within(chunks.logits, 4 * vocab))
+    softmax_rows = min(rows, rows_within(chunks.softmax, 4 * vocab))
+    grad_rows = min(vocab, rows_within(chunks.weight_grad, e * n_embd))
+    copies = e if e < 4 else 0
+    grad_e = e + (4 if device == "cpu" and e < 4 else 0)
+    return (
+        (4 + copies) * (vocab + tokens) * n_embd
+        + vocab * (e * rows + 8 * softmax_rows)
+        + grad_e * grad_rows * n_embd
     )
 
 
-def seconds(flops: float, world_size: int, peak_flops: float, checkpointing: str) -> float:
-    """Time for a model's FLOPs on all processes at MFU, which does not count work done again."""
+def backward_bytes(shape: GPTConfig, tokens: int, e: int, checkpointing: str, device: str) -> int:
+    """Return the bytes that the last block's backward pass holds: the embedding's gradient, float32
+    gradients of the residual stream (2C), gradients of the activation function's output and input,
+    and recomputed activations."""
+    recomputed = block_activations(shape, e, "none", device)
+    recomputed -= block_activations(shape, e, checkpointing, device)
+    mlp = e * (shape.inner + block_matrices(shape)["mlp.c_fc.weight"][0])
+    per_token = 8 * shape.n_embd + mlp + recomputed
+    return 4 * shape.padded_vocab_size * shape.n_embd + tokens * per_token
+
+
+def heap_holes(shape: GPTConfig, tokens: int, e: int, shards: int) -> int:
+    """Return the bytes that glibc's heap loses to fragmentation: gradients are allocated where
+    activations were freed, and the next activations do not fit between them."""
+    if tokens * shape.n_embd * e >= HEAP_LIMIT:
+        return 0
+    sizes = (4 * matrix.numel() // shards for matrix in block_matrices(shape).values())
+    return int(HEAP_HOLES * shape.n_layer * 3 * sum(n for n in sizes if n < HEAP_LIMIT))
+
+
+def state_bytes(
+    config: TrainConfig, shape: GPTConfig, e: int, shards: int, accumulation: int
+) -> tuple[int, int, int, int, int]:
+    """Return weights, weights for compute, gradients, optimizer and snapshot of a Memory, divided
+    by `shards` processes; 1 where nothing is sharded."""
+    L, sharding = shape.n_layer, config.sharding
+    matrices = L * sum(matrix.numel() for matrix in block_matrices(shape).values())
+    blocks, rest = count_parameters(shape)
+    total = blocks + rest
+    if shards > 1:  # zero3 gathers the current block, the next, and a buffer to receive it
+        gathered = min(3, L) * blocks // L if sharding == "zero3" else blocks
+        compute_weights = e * gathered + 4 * rest
+    else:
+        compute_weights = e * matrices if e < 4 and config.activation_checkpointing == "none" else 0
+    whole_gradients = sharding == "zero1" and accumulation > 1
+    gradients = 4 * (total if whole_gradients else total // shards)
+    muon = config.resolved_recipe.optimizer == "muon"
+    moments = 8 * total - (4 * matrices if muon else 0)
+    return 4 * (total // shards), compute_weights, gradients, moments // shards, 4 * total + moments
+
+
+def forecast_memory(
+    config: TrainConfig, shape: GPTConfig, device: str, dtype: torch.dtype, world_size: int
+) -> Memory:
+    """Return the memory of one of `world_size` processes on devices of type `device`."""
+    e, checkpointing = dtype.itemsize, config.activation_checkpointing
+    tokens = config.micro_batch_size * shape.block_size
+    accumulation = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
+    sharded = config.sharding != "none" and world_size > 1
+    shards = world_size if device == "cpu" else min(world_size, GPUS_PER_MACHINE)
+    weights, compute_weights, gradients, optimizer, snapshot = state_bytes(
+        config, shape, e, shards if sharded else 1, accumulation
+    )
+    per_token = shape.n_layer * block_activations(shape, e, checkpointing, device)
+    per_token += 4 * shape.n_embd + 8 + 16  # the final norm's input and statistics; ids, targets
+    activations = tokens * per_token
+    work = max(
+        head_bytes(tokens, shape.n_embd, shape.padded_vocab_size, e, device),
+        backward_bytes(shape, tokens, e, checkpointing, device),
+    )
+    live = activations + work + gradients
+    if accumulation == 1 and (world_size == 1 or sharded):  # gradients replace activations
+        live = max(activations + work, gradients)
+    peak, holes = weights + compute_weights + optimizer + live, 0
+    if device == "cpu":
+        holes = heap_holes(shape, tokens, e, shards if sharded else 1)
+        intervals = (config.save_every, config.eval_every)
+        saves_during = any(0 < every < config.max_steps for every in intervals)
+        at_end = weights + optimizer + (2 if sharded else 1) * snapshot  # gathered, then copied
+        peak = max(peak + holes + saves_during * snapshot, at_end)
+    return Memory(
+        weights, compute_weights, gradients, optimizer, activations, work, holes, snapshot, peak
+    )
+
+
+def training_seconds(flops: float, world_size: int, peak_flops: float, checkpointing: str) -> float:
+    """Return the time of a model's FLOPs at MFU; recomputed blocks take a third more."""
     return flops * (4 / 3 if checkpointing == "block" else 1) / (world_size * peak_flops * MFU)

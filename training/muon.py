@@ -1,7 +1,8 @@
-"""Muon (Jordan et al. 2024): momentum, made orthogonal, for the matrices of a model's blocks.
+"""Muon (Jordan et al. 2024): momentum, orthogonalized by Newton-Schulz, for the blocks' matrices.
 
-torch.optim.Muon takes a matrix at a time, whole, on every process. Here those of one shape go
-together, and each process makes its share of them orthogonal, also where they are sharded.
+N matrices of one shape (R, C) are stacked. Each of W processes collects whole matrices, about N / W
+of them, orthogonalizes these, and spreads the result, also where parameters are sharded by rows.
+torch.optim.Muon orthogonalizes every matrix on every process.
 """
 
 from collections import defaultdict
@@ -15,42 +16,12 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0
 STEPS = 5
 
 
-def orthogonal(x: Tensor) -> Tensor:
-    """Matrices near the orthogonal ones nearest to x (N, rows, columns), no more rows than columns,
-    by Newton-Schulz steps: singular values become about 0.7 to 1.2."""
-    a, b, c = COEFFICIENTS
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(STEPS):
-        square = x @ x.mT
-        square = torch.baddbmm(square, square, square, beta=b, alpha=c)
-        x = torch.baddbmm(x, square, x, beta=a)
-    return x
-
-
-def orthogonal_parts(stacks: list[Tensor], parts: list[tuple[int, ...]]) -> list[Tensor]:
-    """Each of the stacks (N, rows, columns) with its parts, of so many rows, made orthogonal and
-    scaled by the square root of rows over columns if that is above 1 (Jordan et al. 2024)."""
-    alike = defaultdict(list)  # parts of one shape, lying down: few large products are faster
-    for i, (stack, rows) in enumerate(zip(stacks, parts, strict=True)):
-        for j, part in enumerate(stack.split(rows, dim=1)):
-            upright = part.size(1) > part.size(2)
-            wide = part.mT if upright else part
-            alike[wide.shape[1:]].append((i, j, upright, wide))
-    made = [[stack] * len(rows) for stack, rows in zip(stacks, parts, strict=True)]
-    for some in alike.values():
-        *places, wides = zip(*some, strict=True)
-        done = orthogonal(torch.cat(wides)).split([len(wide) for wide in wides])
-        for i, j, upright, x in zip(*places, done, strict=True):
-            made[i][j] = x.mT * (x.size(2) / x.size(1)) ** 0.5 if upright else x
-    return [torch.cat(own, dim=1) for own in made]
-
-
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay; the caller sets the learning rate.
 
-    A group holds matrices of one shape; its "parts" say into how many rows each falls that are
-    matrices of their own, as queries, keys and values are. `cautious` decays only weights that the
-    update makes smaller. Products are of `dtype`.
+    The parameters of a group have one shape. "split_sizes" of a group are the row counts of the
+    matrices that one parameter stacks, as queries, keys and values: each is orthogonalized alone.
+    `cautious` decays only the weights that the update shrinks. Matmuls run in `dtype`.
     """
 
     def __init__(
@@ -61,90 +32,123 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        divided, before = [], 0
+        """Update all parameters. Every process must call it."""
+        divisions, stacks, num_matrices = [], [], 0
         for group in self.param_groups:
-            divided.append(Divided(group["params"][0], len(group["params"]), before))
-            before += len(group["params"])
-        work = zip(divided, self.param_groups, strict=True)
-        made = orthogonal_parts(
-            [part.collect(self.directions(group)) for part, group in work],
-            [group["parts"] for group in self.param_groups],
-        )
-        for part, group, matrices in zip(divided, self.param_groups, made, strict=True):
-            shrink = group["lr"] * group["weight_decay"]
-            for p, update in zip(group["params"], part.spread(matrices), strict=True):
-                weight = local(p)
-                decays = weight * update > 0 if self.cautious else 1
-                weight.mul_(1 - shrink * decays).add_(update, alpha=-group["lr"])
+            division = Division(group["params"], num_matrices)
+            momentum = self.nesterov_momentum(group)  # (N, R / W, C)
+            stacks.append(division.collect(momentum))  # (N / W, R, C)
+            divisions.append(division)
+            num_matrices += len(group["params"])
 
-    def directions(self, group: dict) -> Tensor:
-        """The gradients after Nesterov momentum, (N, rows, columns) in the dtype of the products:
-        this process's rows."""
-        made = []
+        stacks = orthogonalize(stacks, [group["split_sizes"] for group in self.param_groups])
+
+        for group, division, stack in zip(self.param_groups, divisions, stacks, strict=True):
+            updates = division.spread(stack)  # (N, R / W, C)
+            decay = group["lr"] * group["weight_decay"]
+            for parameter, update in zip(group["params"], updates, strict=True):
+                weight = local_shard(parameter)  # (R / W, C)
+                decays = weight * update > 0 if self.cautious else 1
+                weight.mul_(1 - decay * decays).add_(update, alpha=-group["lr"])
+
+    def nesterov_momentum(self, group: dict) -> Tensor:
+        """Update the momentum buffers; return this process's rows (N, R / W, C) in `dtype`."""
+        rows = []
         for p in group["params"]:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            gradient, average = local(p.grad), local(self.state[p]["momentum_buffer"])
-            average.lerp_(gradient, 1 - group["momentum"])
-            made.append(gradient.lerp(average, group["momentum"]).to(self.dtype))
-        return torch.stack(made)
+            gradient, buffer = local_shard(p.grad), local_shard(self.state[p]["momentum_buffer"])
+            buffer.lerp_(gradient, 1 - group["momentum"])
+            rows.append(gradient.lerp(buffer, group["momentum"]).to(self.dtype))
+        return torch.stack(rows)
 
 
-class Divided:
-    """`count` matrices in the shape of a parameter, of which each process takes a share, whole.
-    Those left over go to the processes whose turn it is after `before` others."""
+def orthogonalize(stacks: list[Tensor], split_sizes: list[tuple[int, ...]]) -> list[Tensor]:
+    """Return the stacks (N, R, C) with each matrix of split_sizes rows orthogonalized, scaled by
+    sqrt(rows / columns) where that is above 1 (Jordan et al. 2024)."""
+    matrices = [m for x, rows in zip(stacks, split_sizes, strict=True) for m in x.split(rows, 1)]
+    wide = [m.mT if m.size(1) > m.size(2) else m for m in matrices]  # (N, short, long side)
+    indices_by_shape = defaultdict(list)
+    for i, m in enumerate(wide):
+        indices_by_shape[m.shape[1:]].append(i)
+    for indices in indices_by_shape.values():  # one batch for a shape: few large matmuls are faster
+        batch = newton_schulz(torch.cat([wide[i] for i in indices]))  # (sum of N, short, long side)
+        for i, m in zip(indices, batch.split([len(wide[i]) for i in indices]), strict=True):
+            _, rows, columns = matrices[i].shape
+            matrices[i] = m.mT * (rows / columns) ** 0.5 if rows > columns else m
+    remaining = iter(matrices)
+    return [torch.cat([next(remaining) for _ in rows], dim=1) for rows in split_sizes]
 
-    def __init__(self, like: Tensor, count: int, before: int) -> None:
-        self.rows, self.columns = like.shape
-        self.sharded = isinstance(like, DTensor)
-        self.group = group_of(like)
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Return matrices near the orthogonal ones nearest to x (N, rows, columns), rows <= columns:
+    singular values become about 0.7 to 1.2."""
+    a, b, c = COEFFICIENTS
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(STEPS):
+        gram = x @ x.mT  # (N, rows, rows)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # (N, rows, rows)
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # (N, rows, columns)
+    return x
+
+
+class Division:
+    """Division of N matrices (R, C) among W processes: rows of each in a sharded parameter, whole
+    matrices for Newton-Schulz. Round-robin after `num_before` matrices of other groups."""
+
+    def __init__(self, parameters: list[Tensor], num_before: int) -> None:
+        first = parameters[0]
+        self.sharded = isinstance(first, DTensor)
+        self.group = process_group(first)
         self.world = dist.get_world_size(self.group) if self.group else 1
         self.rank = dist.get_rank(self.group) if self.group else 0
-        turns = [(i - before) % self.world for i in range(self.world)]
-        self.shares = [(count - turn + self.world - 1) // self.world for turn in turns]
-        each = -(-self.rows // self.world)  # rows that a process has of each, fewer at the end
-        self.heights = [max(0, min(each, self.rows - i * each)) for i in range(self.world)]
+        turns = [(rank - num_before) % self.world for rank in range(self.world)]
+        self.matrices = [len(range(turn, len(parameters), self.world)) for turn in turns]
+        self.num_rows, self.columns = first.shape
+        chunk = -(-self.num_rows // self.world)  # as torch.chunk: the last ones may be smaller
+        self.rows = [max(0, min(chunk, self.num_rows - i * chunk)) for i in range(self.world)]
 
-    def collect(self, stack: Tensor) -> Tensor:
-        """This process's share (share, rows, columns) of the matrices, of which it has `stack`: its
-        rows of each, or all of them."""
+    def collect(self, x: Tensor) -> Tensor:
+        """Return this process's matrices (N / W, R, C) from x, which has its rows (N, R / W, C) of
+        all matrices, or all rows where parameters are not sharded."""
         if self.group is None:
-            return stack
-        pieces = stack.split(self.shares)
+            return x
+        pieces = x.split(self.matrices)
         if not self.sharded:
             return pieces[self.rank]
-        shapes = [(self.shares[self.rank], height, self.columns) for height in self.heights]
-        return torch.cat(exchange(pieces, shapes, self.group), dim=1)
+        shapes = [(self.matrices[self.rank], rows, self.columns) for rows in self.rows]
+        return torch.cat(all_to_all(pieces, shapes, self.group), dim=1)
 
-    def spread(self, mine: Tensor) -> Tensor:
-        """The opposite: (N, rows, columns) from the share that each process has made."""
+    def spread(self, x: Tensor) -> Tensor:
+        """Return this process's rows (N, R / W, C) of all matrices, or all rows where parameters
+        are not sharded, from the matrices x (N / W, R, C) of each process."""
         if self.group is None:
-            return mine
-        if not self.sharded:
-            shapes = [(share, self.rows, self.columns) for share in self.shares]
-            return torch.cat(exchange([mine] * self.world, shapes, self.group))
-        shapes = [(share, self.heights[self.rank], self.columns) for share in self.shares]
-        return torch.cat(exchange(mine.split(self.heights, dim=1), shapes, self.group))
+            return x
+        pieces, rows = [x] * self.world, self.num_rows
+        if self.sharded:
+            pieces, rows = x.split(self.rows, dim=1), self.rows[self.rank]
+        shapes = [(matrices, rows, self.columns) for matrices in self.matrices]
+        return torch.cat(all_to_all(pieces, shapes, self.group))
 
 
-def local(x: Tensor) -> Tensor:
-    """This process's part of a tensor."""
+def local_shard(x: Tensor) -> Tensor:
+    """Return this process's rows of a sharded tensor, or the tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The processes that share the work on a parameter: those that it is sharded over, else all."""
+def process_group(parameter: Tensor) -> dist.ProcessGroup | None:
+    """Return the processes that a parameter is sharded over, else all; None if there is one."""
     if isinstance(parameter, DTensor):
         return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
     return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
-def exchange(
+def all_to_all(
     pieces: list[Tensor], shapes: list[tuple[int, ...]], group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Sends piece i to process i; returns what comes from each, of these shapes."""
+    """Send piece i to process i; return the piece from each process, in the given shapes."""
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    came = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(came, flat, sizes, [p.numel() for p in pieces], group=group)
-    return [x.view(shape) for x, shape in zip(came.split(sizes), shapes, strict=True)]
+    received = flat.new_empty(sum(sizes))
+    dist.all_to_all_single(received, flat, sizes, [p.numel() for p in pieces], group=group)
+    return [x.view(shape) for x, shape in zip(received.split(sizes), shapes, strict=True)]

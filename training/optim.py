@@ -3,62 +3,51 @@
 from collections import defaultdict
 
 import torch
+import torch.nn as nn
 
-from model.gpt import GPT, MLP, Attention
+from config import TrainConfig
+from model.gpt import GPT
 from training.muon import Muon
 
 
 def make_optimizers(
-    model: GPT,
-    *,
-    weight_decay: float,
-    betas: tuple[float, float],
-    embedding_rate: float = 1.0,
-    head_rate: float = 1.0,
-    vector_rate: float = 1.0,
-    muon: bool = False,
-    cautious: bool = False,
-    dtype: torch.dtype = torch.float32,
+    model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """AdamW (Loshchilov and Hutter 2019), fused; with `muon`, Muon beside it for the matrices of
-    the blocks, with products of `dtype`.
+    """Return AdamW (Loshchilov and Hutter 2019), with Muon for the blocks' matrices if asked for.
 
-    At each step the caller sets the learning rate of every group, to its "rate" times one for all.
-    Under AdamW matrices and embeddings decay; biases and norms, which are vectors, do not: the
-    choice of nanoGPT and llm.c. Beside Muon only its matrices decay.
+    The caller sets the "lr" of every group before each step: the learning rate times the group's
+    "lr_scale". AdamW alone decays matrices and embeddings, as in nanoGPT and llm.c; beside Muon,
+    which decays its matrices, nothing. Muon's matmuls run in `dtype`.
     """
+    recipe, betas = config.resolved_recipe, (config.beta1, config.beta2)
+    muon, decay = recipe.optimizer == "muon", recipe.weight_decay
+    adamw_decay = 0.0 if muon else decay
     matrices = [p for p in model.transformer.h.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     head = [] if model.config.tied else [model.lm_head.weight]
-    chosen = {id(p) for p in (*matrices, *vectors, *head)}
-    embeddings = [p for p in model.parameters() if id(p) not in chosen]
-    decay = 0.0 if muon else weight_decay
+    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
-        {"params": [] if muon else matrices, "rate": 1.0, "weight_decay": decay},
-        {"params": embeddings, "rate": embedding_rate, "weight_decay": decay},
-        {"params": head, "rate": head_rate, "weight_decay": decay},
-        {"params": vectors, "rate": vector_rate, "weight_decay": 0.0},
+        {"params": [] if muon else matrices, "lr_scale": 1.0, "weight_decay": adamw_decay},
+        {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
+        {"params": head, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
+        {"params": vectors, "lr_scale": recipe.vector_rate, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    adamw = torch.optim.AdamW(groups, betas=betas, fused=True)
-    if not muon:
-        return [adamw]
-    alike = defaultdict(list)
-    parts = parts_of(model)
-    for p in matrices:
-        alike[tuple(p.shape), parts.get(id(p), (p.size(0),))].append(p)
-    groups = [{"params": ps, "rate": 1.0, "parts": rows} for (_, rows), ps in alike.items()]
-    return [adamw, Muon(groups, weight_decay=weight_decay, cautious=cautious, dtype=dtype)]
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, fused=True)
+    options = {"weight_decay": decay, "cautious": recipe.cautious, "dtype": dtype}
+    return [adamw, Muon(muon_groups(model), **options)] if muon else [adamw]
 
 
-def parts_of(model: GPT) -> dict[int, tuple[int, ...]]:
-    """Rows of the matrices that a weight is made of, by the weight's id, where it is several."""
-    parts = {}
-    for module in model.modules():
-        if isinstance(module, Attention):
-            parts[id(module.c_attn.weight)] = tuple(
-                heads * model.config.head_size for heads in module.heads
-            )
-        if isinstance(module, MLP) and module.activation == "swiglu":
-            parts[id(module.c_fc.weight)] = (model.config.inner,) * 2
-    return parts
+def muon_groups(model: GPT) -> list[dict]:
+    """Return the blocks' matrices, grouped by shape and by the rows of the matrices that a weight
+    stacks: queries, keys and values; both halves of SwiGLU."""
+    config = model.config
+    kv_rows = config.kv_heads * config.head_size
+    split_sizes = {"c_attn": (config.n_embd, kv_rows, kv_rows)}
+    if config.activation == "swiglu":
+        split_sizes["c_fc"] = (config.inner, config.inner)
+    groups = defaultdict(list)
+    for name, p in model.transformer.h.named_parameters():
+        if p.dim() >= 2:
+            rows = split_sizes.get(name.split(".")[-2], (p.size(0),))  # "0.attn.c_attn.weight"
+            groups[p.shape, rows].append(p)
+    return [{"params": p, "lr_scale": 1.0, "split_sizes": rows} for (_, rows), p in groups.items()]

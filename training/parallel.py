@@ -1,13 +1,12 @@
-"""Training on several processes with PyTorch's own engines: wrap the model, accumulate, clip,
-gather and load the whole model's state by parameter name.
+"""Parallelism and activation checkpointing, applied to a plain model from outside.
 
     none    DistributedDataParallel: every process holds everything
-    zero1   optimizer state and float32 weights are divided; gradients are reduced once a step
-    zero2   gradients too: they are reduced and divided at every micro-step
-    zero3   the weights for compute too: gathered block by block, forward and backward
+    zero1   shards optimizer state and float32 weights; reduces gradients once a step
+    zero2   shards gradients as well: reduce-scatter at every micro-step
+    zero3   shards the weights for compute as well: all-gather per block, forward and backward
 
-The three are FSDP2 (torch.distributed.fsdp.fully_shard) with different settings, named as in
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+zero1 to zero3 are FSDP2 (torch.distributed.fsdp.fully_shard), named as in Rajbhandari et al. 2020,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
 import warnings
@@ -33,19 +32,21 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model.gpt import GPT
+from config import TrainConfig
+from model import cpu
+from model.gpt import GPT, Block
 from training.checkpoint import CheckpointError
+from utils import distributed
 from utils.distributed import Process
 
 
 def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.Module:
-    """The module to train, on the process's device; the model itself where there is one process.
+    """Return the module to train, on the process's device: the model itself for one process.
 
-    Sharding changes the model in place: its parameters become the shards of this process. Products
-    of `dtype` then take weights that were gathered in it; gradients are reduced in float32. Several
-    machines shard within each and replicate across them.
+    Sharding turns the parameters into shards, in place; weights are gathered in `dtype`, gradients
+    reduced in float32. Several machines shard within each and replicate across them.
     """
     if process.world_size == 1:
         return model.to(process.device)
@@ -53,54 +54,92 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
         device_ids = [process.device.index] if process.device.type == "cuda" else None
         model.to(process.device)
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    shape, names = (process.world_size,), ("shard",)
-    if process.nodes > 1:
-        shape = (process.nodes, process.world_size // process.nodes)
-        names = ("replicate", "shard")
-    mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
-    # LayerNorms and embeddings stay float32, as under autocast; so does the residual stream, which
-    # the units of sharding take in
-    low = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    shape, names = (process.nodes, process.world_size // process.nodes), ("replicate", "shard")
+    first = 0 if process.nodes > 1 else 1  # one machine shards alone
+    mesh = init_device_mesh(process.device.type, shape[first:], mesh_dim_names=names[first:])
+    # norms, embeddings and the residual stream stay float32, as under autocast
+    low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
-        parts, again = [block.attn, block.mlp], sharding == "zero3"
-        fully_shard(parts, mesh=mesh, mp_policy=low, reshard_after_forward=again)
+        parts, reshard = [block.attn, block.mlp], sharding == "zero3"
+        fully_shard(parts, mesh=mesh, mp_policy=low, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    register_fsdp_forward_method(model, "hidden")  # evaluation and sampling enter there
+    register_fsdp_forward_method(model, "hidden")  # the entry of evaluation and sampling
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
     return model
 
 
-def recompute(model: GPT, what: str, *, compiled: bool = False) -> None:
-    """Activation checkpointing: the backward pass computes again what forward then does not keep.
+SAVED_OPS = [  # all that cost much, after torchtitan's selective activation checkpointing
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
-    "mlp": each block's GELU (llm.c's -r 1), 4C of about 16C values per token and block for little
-    work. "cheap": the LayerNorms too (its -r 2). "block": all but the input of each block, C
-    values, for a third more work.
 
-    What is computed again ends with the last tensor that the backward pass lacks, so a function
-    that ends in a matrix product costs what is before that. Where the step is compiled, "mlp" and
-    "cheap" both let the compiler compute again whatever it can fuse, which no matrix product is.
+class CheckpointedBlock(Block):
+    """Block that is recomputed in the backward pass; it replaces a Block's class, names stay."""
+
+    options: dict
+    """Keyword arguments of torch.utils.checkpoint.checkpoint."""
+
+    def forward(self, *args: object) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(*args)
+        return checkpoint(super().forward, *args, **self.options)
+
+
+def apply_activation_checkpointing(model: GPT, mode: str, *, compiled: bool = False) -> None:
+    """Recompute activations in the backward pass, in place: "none", "cheap" or "block".
+
+    "block" keeps the input of each block alone, for a third more compute. "cheap" keeps outputs of
+    matmuls and attention; where the step is compiled, the compiler recomputes all that it fuses.
     """
-    if compiled and what in ("mlp", "cheap"):
+    if mode == "cheap" and compiled:
         for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
             setattr(torch._functorch.config, f"ban_recompute_{name}", False)
-        return
-    for block in model.transformer.h:
-        again = {
-            "none": [],
-            "mlp": [(block.mlp, "leave")],
-            "cheap": [(block.attn, "enter"), (block.mlp, "enter"), (block.mlp, "leave")],
-            "block": [(block, "forward")],
-        }
-        for module, name in again[what]:
-            function = partial(checkpoint, getattr(module, name), use_reentrant=False)
-            setattr(module, name, function)
+    elif mode != "none":
+        options = {"use_reentrant": False}
+        if mode == "cheap":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+        for block in model.transformer.h:
+            block.__class__, block.options = CheckpointedBlock, options
 
 
-def accumulating(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
-    """Around forward and backward of a micro-step; `last` is that before the update."""
+class ParallelModel:
+    """A model made ready to train, in place: fast paths, activation checkpointing, parallelism.
+
+    With --use_torch_compile, micro-steps run the compiled module; evaluation, samples and
+    checkpoints use the plain `model`, which shares its weights.
+    """
+
+    def __init__(
+        self, model: GPT, config: TrainConfig, process: Process, dtype: torch.dtype
+    ) -> None:
+        self.process, self.dtype, self.sharding = process, dtype, config.sharding
+        compiled = config.use_torch_compile
+        if process.device.type == "cpu":
+            cpu.for_training(model)
+        apply_activation_checkpointing(model, config.activation_checkpointing, compiled=compiled)
+        self.wrapped = wrap(model, process, config.sharding, dtype)
+        self.module = torch.compile(self.wrapped) if compiled else self.wrapped
+
+    def micro_step(self, idx: Tensor, targets: Tensor, of: int = 1, *, last: bool = True) -> Tensor:
+        """Run forward and backward on one of `of` micro-batches of a step; return its share of the
+        loss. Gradients are reduced over processes in the last one."""
+        distributed.count_progress()
+        with sync_gradients(self.wrapped, self.sharding, last=last):
+            with distributed.autocast(self.process.device, self.dtype, keep_weights=False):
+                loss = self.module(idx, targets) / of
+            distributed.count_progress()
+            loss.backward()
+        return loss.detach()
+
+
+def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
+    """Return the context of a micro-step: gradients are reduced in the `last` of a step alone, with
+    zero2 and zero3 in each."""
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if last else module.no_sync()
     if isinstance(module, FSDPModule):
@@ -115,10 +154,10 @@ def accumulating(module: nn.Module, sharding: str, *, last: bool) -> AbstractCon
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales gradients down to a norm of `max_norm`, if that is not 0; returns the norm before."""
+    """Scale gradients to a norm of at most `max_norm`, unless it is 0; return the norm before."""
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if max_norm and (whole.device.type != "cpu" or whole > max_norm):  # a GPU would have to wait
+    if max_norm and (whole.device.type != "cpu" or whole > max_norm):  # no host sync on a GPU
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return whole
 
@@ -126,12 +165,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 def gather_state(
     model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """A copy of weights and optimizer state of the whole model by parameter name, on the CPU of the
-    main process, empty on the others where state is sharded. Every process must call it."""
+    """Return copies of weights and optimizer state of the whole model by parameter name, on the CPU
+    of the main process; empty on others where state is sharded. Every process must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     moments = {}
-    if optimizers[0].state:  # without, it would make one by a step, and leave its count at 1
+    if optimizers[0].state:  # else PyTorch would create it by a step
         state = get_optimizer_state_dict(model, optimizers, options=options)
         moments = state.get("state", {})
     if next(model.parameters()).device.type == "cpu":  # these are the model's own tensors
@@ -145,33 +184,18 @@ def load_optimizer_state(
     optimizers: list[torch.optim.Optimizer],
     state: dict[str, dict[str, Tensor]],
 ) -> None:
-    """The opposite of gather_state, for any sharding. Raises CheckpointError where names or shapes
-    do not fit."""
-    if not state:  # a converted checkpoint has weights alone
+    """Load what gather_state returned, under any sharding; names and shapes must be the model's.
+    Raises CheckpointError for the state of another optimizer."""
+    if not state:  # a new run, or a converted checkpoint
         return
-    parameters = dict(model.named_parameters())
-    if set(state) != set(parameters):
-        raise CheckpointError("the checkpoint's optimizer state is of other parameters")
-    now = get_optimizer_state_dict(model, optimizers)
-    groups, kinds = now["param_groups"], {name: set(x) for name, x in now["state"].items()}
-    del now  # the moments that the loaded ones take the place of
+    new = get_optimizer_state_dict(model, optimizers)
+    groups, keys = new["param_groups"], {name: set(x) for name, x in new["state"].items()}
+    del new  # frees the moments that the loaded ones replace
     for name, values in state.items():
-        if set(values) != kinds[name]:
-            raise CheckpointError(
-                f"the checkpoint's optimizer state of {name} is of another optimizer"
-            )
-        for key, value in values.items():
-            if value.dim() and value.shape != parameters[name].shape:
-                raise CheckpointError(
-                    f"the checkpoint's optimizer state {key} of {name} has shape "
-                    f"{tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}"
-                )
-    set_optimizer_state_dict(
-        model,
-        optimizers,
-        {"state": state, "param_groups": groups},
-        options=StateDictOptions(full_state_dict=True),
-    )
-    for optimizer in optimizers:  # lets go of the file that `state` is mapped from
+        if set(values) != keys[name]:
+            raise CheckpointError(f"the optimizer state of {name} is of another optimizer")
+    loaded, options = {"state": state, "param_groups": groups}, {"full_state_dict": True}
+    set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(**options))
+    for optimizer in optimizers:  # a copy, so that the mapped file can be closed
         for values in optimizer.state.values():
             values.update({key: value.clone() for key, value in values.items()})

@@ -1,21 +1,26 @@
-"""The settings of a training run: the command line, over the checkpoint that it resumes."""
+"""Options of a run, and their checks: the command line over the checkpoint that it resumes."""
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from config import ConfigError, TrainConfig
+from data.loader import TokenStream
 from model.config import GPTConfig
+from model.gpt import GPT
+from model.huggingface import load_pretrained
 from training import checkpoint as ckpt
 from training.schedule import stable_steps
 from utils.cli import parse
-from utils.logger import has_rows_of_another, require
+from utils.distributed import Process
+from utils.logger import holds_another_run, require_package
 
 
-def settings() -> tuple[TrainConfig, dict | None]:
-    """The settings of this run and the checkpoint it resumes, if any.
-
-    What is not given on the command line comes from the checkpoint.
-    """
+def resolve_run() -> tuple[TrainConfig, dict | None]:
+    """Return the options of this run, and the checkpoint that it resumes, if any, which has the
+    options that are not on the command line."""
     config = parse(TrainConfig)
     if config.resume and config.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
@@ -25,83 +30,103 @@ def settings() -> tuple[TrainConfig, dict | None]:
     saved = None
     if path is not None:
         saved = ckpt.load_checkpoint(path)
-        try:
-            default = TrainConfig.from_dict(saved["train_config"])
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-        config = parse(TrainConfig, default=default)
-        config.resume = str(path)
-        shape = ckpt.model_config(saved, path)
-        if config.model_config(shape.vocab_size) != replace(shape, dropout=config.dropout):
-            raise ConfigError(
-                f"{path} holds a model of another shape ({saved['model_config']}); leave out the "
-                "flags that change it, or start a new run in another --checkpoint_dir"
-            )
+        config = resumed_config(saved, path)
     config.check()
-    folder = config.checkpoint_dir
-    newest = ckpt.find_newest(folder)
-    going_back = path is not None and path.resolve().parent == folder.resolve()
-    if newest is not None and not going_back and not config.overwrite:
-        if saved is None or ckpt.load_checkpoint(newest)["run_id"] != saved["run_id"]:
-            raise ConfigError(
-                f"{folder} holds the checkpoints of another run; continue it with --resume auto, "
-                "give another --checkpoint_dir, or replace it with --overwrite"
-            )
     check_extras(config)
-    if saved is None and not config.overwrite:
-        if has_rows_of_another(config.log_dir, folder if config.resume else None):
-            raise ConfigError(
-                f"{config.log_dir} holds the log of another run; continue it with --resume auto, "
-                "give another --log_dir, or replace it with --overwrite"
-            )
+    if not config.overwrite:
+        check_folders(config, saved, path)
     return config, saved
 
 
+def resumed_config(saved: dict, path: Path) -> TrainConfig:
+    """Return the command line over the options in a checkpoint; ConfigError where the model would
+    have another shape or the run would already be over."""
+    try:
+        default = TrainConfig.from_dict(saved["train_config"])
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    config = parse(TrainConfig, default=default)
+    config.resume = str(path)
+    shape = ckpt.model_config(saved, path)
+    if config.model_config(shape.vocab_size) != replace(shape, dropout=config.dropout):
+        raise ConfigError(
+            f"{path} holds a model of another shape ({saved['model_config']}); leave out the "
+            "flags that change it, or start a new run in another --checkpoint_dir"
+        )
+    return config
+
+
+def check_folders(config: TrainConfig, saved: dict | None, path: Path | None) -> None:
+    """Raise ConfigError if the run would write over the checkpoints or the log of another one."""
+    folder = config.checkpoint_dir
+    in_place = path is not None and path.resolve().parent == folder.resolve()
+    newest = None if in_place else ckpt.find_newest(folder)
+    if newest and (saved is None or ckpt.load_checkpoint(newest)["run_id"] != saved["run_id"]):
+        held, flag = f"{folder} holds the checkpoints", "--checkpoint_dir"
+    elif saved is None and holds_another_run(config.log_dir, folder if config.resume else None):
+        held, flag = f"{config.log_dir} holds the log", "--log_dir"
+    else:
+        return
+    raise ConfigError(
+        f"{held} of another run; continue it with --resume auto, give another {flag}, or replace "
+        "it with --overwrite"
+    )
+
+
 def check_extras(config: TrainConfig) -> None:
-    """ConfigError or LogError for benchmark files or packages that are not here."""
+    """Raise ConfigError or LogError for benchmark files or packages that are missing."""
     for path in (config.hellaswag_data, config.lambada_data):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}")
     for name in ("tensorboard", "wandb"):
         if getattr(config, name):
-            require(name)
+            require_package(name)
 
 
-def other_order(config: TrainConfig, saved: dict, train_tokens: int) -> list[str]:
-    """Sentences about what is not as it was when the checkpoint was written, and changes what comes
-    of it: the order of the data or of the sums, the recipe."""
-    then, now = saved["train_config"], config.to_dict()
-    changed = [
-        f"--{name} was {then[name]}"
-        for name in ("total_batch_size", "seed")
-        if then.get(name, now[name]) != now[name]
-    ]
-    if saved["train_tokens"] not in (0, train_tokens):
-        changed.append(f"there were {saved['train_tokens']:,} train tokens")
-    end = "the order from here on is another one, so this epoch may repeat or miss sequences"
-    warnings = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
-    before, recipe = then.get("chosen", {}), now["chosen"]
-    for name in (name for name in before if before[name] != recipe.get(name)):
-        warnings.append(f"note: the recipe's {name} was {before[name]} and is {recipe.get(name)}")
-    if before.get("schedule") == "wsd" and config.max_steps > then["max_steps"]:
-        if saved["step"] > stable_steps(then["max_steps"], before["decay"]):
-            warnings.append(
-                f"warning: this checkpoint has begun to decay; {ckpt.STABLE} is for a longer run"
-            )
-    micro, was = config.micro_batch_size, then.get("micro_batch_size")
-    if was != micro:
-        warnings.append(
-            f"note: --micro_batch_size was {was} and is {micro}: sums are rounded in another order"
-            + (", dropout is drawn otherwise" if config.dropout else "")
+def check_checkpoint(
+    config: TrainConfig, saved: dict | None, stream: TokenStream, process: Process
+) -> None:
+    """Raise ConfigError if the checkpoint does not suit the shards or the length of the run, or if
+    other processes resume from another step or run; every process must call it."""
+    if saved:
+        found = f"{stream.vocab_size:,} {stream.tokenizer}"
+        if found != (was := f"{saved['model_config']['vocab_size']:,} {saved['tokenizer']}"):
+            raise ConfigError(f"{config.data_dir} has {found} tokens, the checkpoint {was} tokens")
+        if saved["step"] > config.max_steps:
+            raise ConfigError(f"{config.resume} is at step {saved['step']}, after --max_steps")
+    step, run = (saved["step"], zlib.crc32(saved["run_id"].encode())) if saved else (-1, 0)
+    if not torch.equal(*process.min_max(torch.tensor([step, run], device=process.device))):
+        found = f"resumes from {config.resume}, step {step}" if saved else "found no checkpoint"
+        raise ConfigError(
+            f"rank {process.rank} {found}, other ranks from another step or run; is "
+            "--checkpoint_dir a folder that all machines share?"
         )
-    return warnings
 
 
-def fitting(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
-    """Takes the shape of a pre-trained model over into the settings, which may not contradict."""
-    asked = config.model_type if config.model_type != "gpt2" else pretrained.size
-    if asked != pretrained.size:
-        raise ConfigError(f"--model_type {asked}: {config.init_from} is a {pretrained}")
+def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT:
+    """Return the model of the run on the CPU: resumed, pre-trained or from the seed."""
+    torch.manual_seed(config.seed)
+    if saved is None and config.init_from:
+        model = load_pretrained(config.init_from, config.block_size, config.dropout)
+        if model.config.vocab_size != vocab_size:
+            raise ConfigError(
+                f"{config.init_from} has {model.config.vocab_size:,} tokens, {config.data_dir} "
+                f"{vocab_size:,}: the shards need the same tokenizer"
+            )
+        adopt_shape(config, model.config)
+        return model
+    model = GPT(config.model_config(vocab_size))
+    if saved:
+        ckpt.load_weights(model, saved, exact=True)
+    return model
+
+
+def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
+    """Write the shape of a pre-trained model into the options, and return it with their context and
+    dropout; ConfigError where an option contradicts it."""
+    named = config.model_type if config.model_type != "gpt2" else pretrained.size
+    if named != pretrained.size:
+        raise ConfigError(f"--model_type {named}: {config.init_from} is a {pretrained}")
     if config.block_size > pretrained.block_size:
         raise ConfigError(
             f"--block_size {config.block_size}: {config.init_from} has {pretrained.block_size}"
@@ -112,3 +137,33 @@ def fitting(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
             raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
         setattr(config, name, value)
     return replace(pretrained, block_size=config.block_size, dropout=config.dropout)
+
+
+def resume_warnings(config: TrainConfig, saved: dict | None, train_tokens: int) -> list[str]:
+    """Return sentences on what differs from the checkpoint and changes the result: the order of
+    data or of sums, the recipe."""
+    if saved is None:
+        return []
+    then, now = saved["train_config"], config.to_dict()
+    names = ("total_batch_size", "seed")
+    changed = [f"--{n} was {then[n]}" for n in names if then.get(n, now[n]) != now[n]]
+    if saved["train_tokens"] not in (0, train_tokens):
+        changed.append(f"there were {saved['train_tokens']:,} train tokens")
+    end = "the data order changes from here on, so this epoch may repeat or miss sequences"
+    warnings = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
+    before = then.get("resolved_recipe", then.get("chosen", {}))  # its name in older files
+    for name, value in before.items():
+        if value != (new := now["resolved_recipe"].get(name)):
+            warnings.append(f"note: the recipe's {name} was {value} and is {new}")
+    if before.get("schedule") == "wsd" and config.max_steps > then["max_steps"]:
+        if saved["step"] > stable_steps(then["max_steps"], before["decay"]):
+            warnings.append(
+                f"warning: this checkpoint has begun to decay; {ckpt.STABLE} is for a longer run"
+            )
+    micro, was = config.micro_batch_size, then.get("micro_batch_size")
+    if was != micro:
+        warnings.append(
+            f"note: --micro_batch_size was {was} and is {micro}: sums are rounded in another order"
+            + (", dropout masks differ" if config.dropout else "")
+        )
+    return warnings

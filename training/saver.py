@@ -1,70 +1,97 @@
-"""Checkpoints written while training goes on."""
+"""Saver: gathers the state of a run and writes checkpoints in a thread."""
 
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
 
+from config import TrainConfig
+from data.loader import TokenStream
+from model.gpt import GPT
 from training import checkpoint as ckpt
+from training.parallel import gather_state
+from training.state import TrainState
+from utils.distributed import Process
 
-NAME = "saver"  # of the thread
+THREAD = "saver"
 PAUSES = (1, 5)  # seconds before a failed write is tried again
 
 
 def finish_writing(seconds: float = 20) -> None:
-    """Gives a checkpoint that is being written a last while, before the process ends."""
+    """Wait up to `seconds` for a checkpoint that is being written, before the process exits."""
     for thread in threading.enumerate():
-        if thread.name == NAME:
+        if thread.name == THREAD:
             thread.join(seconds)
 
 
+@dataclass
 class Saver:
-    """Writes checkpoints of the main process in a thread, one at a time: a step waits for the copy
-    of its state to memory of the host, and for the write before if that is not done.
+    """Write checkpoints of a run in a thread of the main process, one at a time.
 
-    A write that fails is told to `say` and tried again. When it stays so, the run goes on, the
-    files before it are whole, and the next save tries anew; `close` tells if that never came.
+    A step waits for the copy of its state to the host, and for the write before it. A failed write
+    is logged and tried again, at last by the next save; the run continues, the older file is whole.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int, say: Callable[[str], None]) -> None:
-        self.folder, self.keep_last, self.say = folder, keep_last, say
-        self.thread = threading.Thread()
-        self.errors: dict[str, Exception] = {}  # by file, of its newest save
+    config: TrainConfig
+    model: GPT
+    optimizers: list[torch.optim.Optimizer]
+    stream: TokenStream
+    """Train tokens, whose tokenizer and length go into the file."""
+    process: Process
+    log: Callable[[str], None]
+    thread: threading.Thread = field(default_factory=threading.Thread)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    """Error of the newest save, by file name."""
 
-    def save(
-        self, name: str, weights: dict[str, Tensor], optimizer: dict[str, dict], **rest: object
-    ) -> None:
-        """Has a state that nothing else changes any more written as `name`; returns before it is.
-        `rest` is what a checkpoint holds beside weights and optimizer state."""
-        self.wait()
-        rest = {**rest, "optimizer": optimizer}
-        work = (name, weights, rest)
-        self.thread = threading.Thread(target=self.write, args=work, name=NAME, daemon=True)
-        self.thread.start()
+    def save(self, name: str, state: TrainState) -> None:
+        """Copy the state of the run and have it written as `name`; every process must call it."""
+        self.wait()  # one copy of the state at a time
+        weights, moments = gather_state(self.model, self.optimizers)
+        if self.process.is_main:
+            entries = {
+                "optimizer": moments,
+                "seed": self.config.seed,
+                "model_config": ckpt.config_values(self.model.config),
+                "tokenizer": self.stream.tokenizer,
+                "train_tokens": len(self.stream),
+                "train_config": self.config.to_dict(),
+                **state.to_checkpoint(),
+            }
+            self.thread = threading.Thread(
+                target=self.write, args=(name, weights, entries), name=THREAD, daemon=True
+            )
+            self.thread.start()
 
-    def write(self, name: str, weights: dict[str, Tensor], rest: dict) -> None:
-        """Writes a file, and the numbered one beside it if it is the last."""
+    def write(self, name: str, weights: dict[str, torch.Tensor], entries: dict) -> None:
+        """Write a file, and the numbered one beside it if it is the last checkpoint."""
+        folder = self.config.checkpoint_dir
         for pause in (*PAUSES, None):
             try:
-                ckpt.save_checkpoint(self.folder / name, ckpt.assemble(weights, **rest))
+                ckpt.save_checkpoint(folder / name, ckpt.assemble(weights, **entries))
                 if name == ckpt.LAST:
-                    ckpt.keep_numbered(self.folder, rest["step"], self.keep_last)
+                    ckpt.keep_numbered(folder, entries["step"], self.config.keep_last)
                 self.errors.pop(name, None)
                 return
-            except Exception as error:  # of a thread, so nothing else would tell of it
+            except Exception as error:  # an exception of a thread would get lost
                 self.errors[name] = error
                 again = "at the next save" if pause is None else f"in {pause} s"
-                self.say(f"{error}; trying again {again}")
+                self.log(f"{error}; trying again {again}")
                 time.sleep(pause or 0)
 
+    def has(self, name: str) -> bool:
+        """Return whether a checkpoint of that name is in the folder."""
+        return (self.config.checkpoint_dir / name).exists()
+
     def wait(self) -> None:
-        """Returns when nothing is being written."""
+        """Wait until nothing is being written."""
         if self.thread.is_alive():
             self.thread.join()
 
-    def close(self) -> Exception | None:
-        """Waits for the last write; the error of a file that is not as it should be, if any."""
+    def finish(self) -> None:
+        """Wait on all processes for the last write; raise the error of a file that failed."""
         self.wait()
-        return next(iter(self.errors.values()), None)
+        problem = next(iter(self.errors.values()), None)
+        if not self.process.all_agree(problem is None):
+            raise problem or ckpt.CheckpointError("the main process could not save")

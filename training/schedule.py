@@ -2,6 +2,10 @@
 
 import math
 
+import torch
+
+from config import TrainConfig
+
 
 def learning_rate(
     step: int,
@@ -13,28 +17,49 @@ def learning_rate(
     max_steps: int,
     decay: float = 0.2,
 ) -> float:
-    """Learning rate of update `step` (0 is the first).
+    """Return the learning rate of update `step`, which counts from 0.
 
-    Rises linearly over `warmup_steps` updates, is max_lr at step == warmup_steps, and falls to
-    exactly min_lr at the last update, step == max_steps - 1: along half a cosine (Brown et al.
-    2020), linearly, or with "wsd" linearly in the last `decay` of the steps (Hu et al. 2024).
+    Linear warmup to max_lr at step == warmup_steps, then decay to exactly min_lr at the last
+    update: "cosine" (Brown et al. 2020), "linear", or "wsd" (Hu et al. 2024), which is constant
+    until the last `decay` of the updates and linear from there.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / (warmup_steps + 1)
-    first = warmup_steps  # the last step at max_lr
+    decay_start = warmup_steps
     if schedule == "wsd":
-        first = max(first, stable_steps(max_steps, decay))
-    done = min(1.0, max(0, step - first) / max(1, max_steps - 1 - first))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done
-    return min_lr + left * (max_lr - min_lr)
+        decay_start = max(decay_start, stable_steps(max_steps, decay))
+    progress = min(1.0, max(0, step - decay_start) / max(1, max_steps - 1 - decay_start))
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+    return min_lr + remaining * (max_lr - min_lr)
 
 
 def stable_steps(max_steps: int, decay: float) -> int:
-    """Updates of a "wsd" run before it decays. From there a longer run goes on without having lost
-    a step."""
+    """Return the number of updates of a "wsd" run before its decay; a longer run can resume there
+    without repeating a step."""
     return max_steps - round(decay * max_steps)
 
 
+def wsd_stable_step(config: TrainConfig) -> int | None:
+    """Return the last step before the decay of a "wsd" run, None for another schedule."""
+    recipe = config.resolved_recipe
+    return stable_steps(config.max_steps, recipe.decay) if recipe.schedule == "wsd" else None
+
+
 def momentum(step: int, warmup_steps: int) -> float:
-    """Momentum of update `step`: from 0.85 to 0.95 in `warmup_steps` updates (Jordan et al.)."""
+    """Return Muon's momentum of update `step`: 0.85 rising to 0.95 over `warmup_steps` updates
+    (Jordan et al. 2024)."""
     return 0.95 - 0.1 * max(0.0, 1 - step / warmup_steps) if warmup_steps else 0.95
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], config: TrainConfig, step: int) -> float:
+    """Set learning rate and momentum of every parameter group for update `step`; return the
+    learning rate."""
+    recipe = config.resolved_recipe
+    options = {name: getattr(recipe, name) for name in ("schedule", "max_lr", "decay")}
+    steps = {"warmup_steps": config.warmup_steps, "max_steps": config.max_steps}
+    lr = learning_rate(step, min_lr=config.final_lr, **options, **steps)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = lr * group["lr_scale"]
+        if "momentum" in group:
+            group["momentum"] = momentum(step, recipe.momentum_warmup)
+    return lr

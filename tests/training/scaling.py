@@ -1,17 +1,26 @@
-"""The table of docs/SCALING.md: which model fits on how many GPUs, and how fast at best.
+"""Print the table of docs/SCALING.md: the fastest settings of each model on each number of GPUs.
 
     python -m tests.training.scaling
 
-Computed, not measured. Of each pair it takes the settings with the fastest step, the simplest of
-those within five percent. A step is its arithmetic at MFU, and what of its traffic that cannot
-hide; latency, imbalance, loading, evaluation and saving come on top.
+Computed, not measured: the simplest settings within five percent of the fastest step. A step is its
+arithmetic at MFU and the communication that does not overlap with it; latency, imbalance, loading,
+evaluation and saving are left out.
 """
 
 from dataclasses import dataclass
 from itertools import product
 
+import torch
+
+from config import TrainConfig
 from model.config import GPTConfig
-from training.forecast import GPUS_PER_MACHINE, PEAK_FLOPS, memory, parameters, seconds
+from training.forecast import (
+    GPUS_PER_MACHINE,
+    PEAK_FLOPS,
+    count_parameters,
+    forecast_memory,
+    training_seconds,
+)
 from utils.throughput import flops_per_token
 
 SHAPES = {  # blocks, heads, width: GPT-2's four, and two in the shapes of LLaMA's 7B and 13B
@@ -32,7 +41,7 @@ NVLINK, NETWORK = 450e9, 50e9  # bytes/s a GPU and direction: NVLink 4, 400 Gbit
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a run, bytes on a GPU and seconds of a step."""
+    """Settings of a run, memory of a GPU in bytes and time of a step in seconds."""
 
     sharding: str
     checkpointing: str
@@ -44,11 +53,12 @@ class Plan:
 def traffic(
     blocks: int, rest: int, *, accumulation: int, sharding: str, shards: int, machines: int
 ) -> tuple[float, float]:
-    """Bytes that a GPU sends in a step, within its machine and to others; ring algorithms, bf16.
+    """Return the bytes that a GPU sends in a step, within its machine and to others, by ring
+    algorithms in bfloat16.
 
-    DDP reduces 4 bytes a gradient, twice on its way. Sharded: gradients are scattered (4) and
-    weights gathered (2, outside the blocks 4) once a step; in zero2 the former, in zero3 both, and
-    the latter twice, every micro-step. Machines reduce what each GPU holds, once a step.
+    DDP all-reduces 4 bytes per gradient, each sent twice. Sharded runs reduce-scatter gradients (4)
+    and all-gather weights (2, outside the blocks 4) once a step; zero2 scatters every micro-step,
+    zero3 also gathers twice every micro-step. Machines all-reduce their shards once a step.
     """
     total, part = blocks + rest, (shards - 1) / shards
     within = 2 * 4 * total * part
@@ -60,67 +70,45 @@ def traffic(
 
 
 def plan(shape: GPTConfig, gpus: int, sharding: str, checkpointing: str, micro: int) -> Plan | None:
-    """One way to run a model; None where the batch does not divide or memory is too small."""
-    accumulation = BATCH // (micro * shape.block_size * gpus)
+    """Return one way to run a model; None where batch or memory is too small. A step takes its
+    arithmetic, and the communication that does not overlap with it."""
+    accumulation, shards = BATCH // (micro * shape.block_size * gpus), min(gpus, GPUS_PER_MACHINE)
     if not accumulation:
         return None
-    shards = min(gpus, GPUS_PER_MACHINE)
-    need = memory(
-        shape,
-        muon=False,
-        micro_batch_size=micro,
-        accumulation=accumulation,
-        world_size=gpus,
-        shards=shards,
-        sharding=sharding,
-        e=2,
-        checkpointing=checkpointing,
-        device="cuda",
-    ).peak
+    run = {"sharding": sharding, "activation_checkpointing": checkpointing}
+    config = TrainConfig(total_batch_size=BATCH, micro_batch_size=micro, **run)
+    need = forecast_memory(config, shape, "cuda", torch.bfloat16, gpus).peak
     if need > USABLE:
         return None
-    step = step_seconds(shape, gpus, sharding, checkpointing, accumulation)
-    return Plan(sharding, checkpointing, micro, need, step)
-
-
-def step_seconds(
-    shape: GPTConfig, gpus: int, sharding: str, checkpointing: str, accumulation: int
-) -> float:
-    """Time of a step: its arithmetic, and the traffic that is not hidden behind the part of it
-    that runs at the same time."""
-    shards = min(gpus, GPUS_PER_MACHINE)
-    blocks, rest = parameters(shape)
+    blocks, rest = count_parameters(shape)
     multiplying = blocks + rest - shape.block_size * shape.n_embd
     flops = BATCH * flops_per_token(multiplying, shape.n_layer, shape.n_embd, shape.block_size)
-    compute = seconds(flops, gpus, PEAK_FLOPS, checkpointing)
+    compute = training_seconds(flops, gpus, PEAK_FLOPS, checkpointing)
+    machines = gpus // shards
     within, between = traffic(
-        blocks,
-        rest,
-        accumulation=accumulation,
-        sharding=sharding,
-        shards=shards,
-        machines=gpus // shards,
+        blocks, rest, accumulation=accumulation, sharding=sharding, shards=shards, machines=machines
     )
     backward = 2 / 3 * compute
     hidden = {"zero2": backward, "zero3": compute}.get(sharding, backward / accumulation)
-    return compute + max(0.0, within / NVLINK + between / NETWORK - hidden)
+    step = compute + max(0.0, within / NVLINK + between / NETWORK - hidden)
+    return Plan(sharding, checkpointing, micro, need, step)
 
 
 def best(shape: GPTConfig, gpus: int) -> Plan | None:
-    """The simplest of the fastest plans; None where none fits."""
+    """Return the simplest of the fastest plans; None where none fits."""
     shardings = ("none", "zero1", "zero2", "zero3") if gpus > 1 else ("none",)
-    ways = product(shardings, ("none", "mlp", "block"), (64, 32, 16, 8, 4, 2, 1))
+    ways = product(shardings, ("none", "cheap", "block"), (64, 32, 16, 8, 4, 2, 1))
     plans = [p for p in (plan(shape, gpus, *way) for way in ways) if p]
     fastest = min((p.step for p in plans), default=0.0)
     return next((p for p in plans if p.step <= 1.05 * fastest), None)
 
 
 def row(name: str, gpus: int) -> str:
-    """A line of the table."""
+    """Return a row of the table."""
     found = best(MODELS[name], gpus)
     if found is None:
         return f"| {name} | {gpus} | does not fit | | | | | |"
-    tokens = TOKENS_PER_PARAMETER * sum(parameters(MODELS[name]))
+    tokens = TOKENS_PER_PARAMETER * sum(count_parameters(MODELS[name]))
     days = tokens / BATCH * found.step / 86_400
     return (
         f"| {name} | {gpus} | {found.sharding} | {found.checkpointing} | "

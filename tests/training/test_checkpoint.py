@@ -1,5 +1,6 @@
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from conftest import SMALL, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from training import checkpoint as ckpt
 from training.checkpoint import (
     CheckpointError,
     find_newest,
@@ -139,3 +141,16 @@ def test_a_disk_that_fills_during_a_save_leaves_the_previous_checkpoint(shards, 
     assert "Traceback" not in done.stderr
     assert (tmp_path / "c" / "model_last.pt").read_bytes() == before
     assert not list((tmp_path / "c").glob("*.tmp"))
+
+
+def test_a_run_that_overwrites_removes_numbered_checkpoints_of_a_relative_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("checkpoints")
+    folder.mkdir()
+    names = (ckpt.LAST, ckpt.BEST, ckpt.STABLE, "model_step_000010.pt", "notes.txt")
+    for name in names:
+        (folder / name).touch()
+    ckpt.remove_all(folder)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]

@@ -5,107 +5,119 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, environment, script
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, parse_recipe
+from model import cpu
 from model.config import GPTConfig
 from model.gpt import GPT
-from recipes import recipe_of
 from tests.training import scaling
-from training import forecast
-from training.dry_run import largest_micro_batch, memory
+from training.dry_run import largest_micro_batch
+from training.forecast import forecast_memory
 from training.optim import make_optimizers
-from training.parallel import recompute
+from training.parallel import apply_activation_checkpointing
 from utils.distributed import free_memory
 
-# the peak of a command, measured from a process so small that its own does not show in it
+# prints the peak memory of a command, from a process too small to count
 PEAK = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
     "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
 )
-RUN = {"micro_batch_size": 16, "accumulation": 2, "world_size": 1, "shards": 1, "muon": False}
 RECIPES = ("gpt2", "modern", "llama", "llama,n_kv_head=2,n_inner=100")
 SHAPE = {"block_size": 256, "vocab_size": 300, "n_layer": 4, "n_head": 4, "n_embd": 256}
 
 
-def need(recipe="gpt2", **changes):
-    shape = GPTConfig(**SHAPE, **recipe_of(recipe).model)
-    run = {**RUN, "sharding": "none", "e": 2, "checkpointing": "none", "device": "cuda"}
-    return forecast.memory(shape, **{**run, **changes})
+def need(recipe="gpt2", accumulation=2, world_size=1, **changes):
+    shape = GPTConfig(**SHAPE, **parse_recipe(recipe).model)
+    tokens = 16 * 256 * accumulation * world_size
+    run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
+    config = TrainConfig(recipe=recipe, **run)
+    return forecast_memory(config, shape, "cuda", torch.bfloat16, world_size)
 
 
-def kept(model, idx, dtype):
-    """Bytes of all that autograd saves, but for the parameters."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    sizes, alive = {}, []
+class Allocations(TorchDispatchMode):
+    """Weak references to the storages of all tensors computed inside, with their bytes."""
 
-    def pack(x):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
-            alive.append(x)  # so that no address is used twice
-        return x
+    def __init__(self):
+        super().__init__()
+        self.made = {}
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in filter(torch.is_tensor, tree_leaves(out)):
+            storage = StorageWeakRef(x.untyped_storage())
+            self.made[storage.cdata] = storage, x.untyped_storage().nbytes()
+        return out
+
+
+def live_bytes(model, idx, dtype):
+    """Return the bytes alive after a forward pass, without the parameters."""
+    own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
+    with Allocations() as allocations:
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32, cache_enabled=False):
-            model(idx, idx)
-    return sum(sizes.values())
+            loss = model(idx, idx)
+    assert loss.requires_grad  # what autograd saves lives as long as the loss
+    made = allocations.made.items()
+    return sum(n for key, (storage, n) in made if key not in own and not storage.expired())
 
 
-@pytest.mark.parametrize("what", ["none", "mlp", "cheap", "block"])
+@pytest.mark.parametrize("checkpointing", ["none", "cheap", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 4, 64, 4, 128), (3, 4, 96, 2, 64), (1, 8, 128, 2, 512)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_activations_are_what_autograd_keeps(recipe, shape, dtype, what):
+def test_activations_are_what_autograd_keeps(recipe, shape, dtype, checkpointing):
     n_layer, n_head, n_embd, batch, time = shape
-    config = GPTConfig(time, 256, n_layer, n_head, n_embd, **recipe_of(recipe).model)
-    model = GPT(config)
-    recompute(model, what)
+    shape = GPTConfig(time, 256, n_layer, n_head, n_embd, **parse_recipe(recipe).model)
+    model = cpu.for_training(GPT(shape))
+    apply_activation_checkpointing(model, checkpointing)
     idx = torch.randint(0, 256, (batch, time))
-    tokens, e = idx.numel(), dtype.itemsize
-    head = 4 * (256 + tokens) * n_embd  # its two gradients, which forecast counts with the logits
-    attention_e = 4 if time <= 256 else e  # model/gpt.py, on a CPU
-    expected = forecast.activations(config, tokens, e, what, attention_e)
-    found = kept(model, idx, dtype) - head - forecast.cast_bytes(config, e, what)
-    assert found == pytest.approx(expected, rel=0.03)
+    config = TrainConfig(
+        micro_batch_size=batch, block_size=time, total_batch_size=idx.numel(),
+        activation_checkpointing=checkpointing,
+    )  # fmt: skip
+    head = 4 * (256 + idx.numel()) * n_embd  # its gradients, which the forecast counts as work
+    forecast = forecast_memory(config, shape, "cpu", dtype, 1)
+    found = live_bytes(model, idx, dtype) - head - forecast.compute_weights
+    assert found == pytest.approx(forecast.activations, rel=0.03)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("muon", [False, True])
-def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(recipe, muon):
-    model = GPT(GPTConfig(**SHAPE, **recipe_of(recipe).model))
-    optimizers = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95), muon=muon)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(recipe, optimizer):
+    model = GPT(GPTConfig(**SHAPE, **parse_recipe(recipe).model))
+    optimizers = make_optimizers(model, TrainConfig(recipe=f"{recipe},optimizer={optimizer}"))
     model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    forecast_of = need(recipe, muon=muon)
+    for made in optimizers:
+        made.step()
+    forecast = need(f"{recipe},optimizer={optimizer}")
     weights = list(model.parameters())
-    states = [s for optimizer in optimizers for s in optimizer.state.values()]
+    states = [s for made in optimizers for s in made.state.values()]
     moments = [v for s in states for v in s.values() if v.dim()]
-    assert forecast_of.weights == sum(p.nbytes for p in weights)
-    assert forecast_of.gradients == sum(p.grad.nbytes for p in weights)
-    assert forecast_of.optimizer == sum(v.nbytes for v in moments)
-    assert forecast_of.snapshot == forecast_of.weights + forecast_of.optimizer
+    assert forecast.weights == sum(p.nbytes for p in weights)
+    assert forecast.gradients == sum(p.grad.nbytes for p in weights)
+    assert forecast.optimizer == sum(v.nbytes for v in moments)
+    assert forecast.snapshot == forecast.weights + forecast.optimizer
 
 
-def test_each_sharding_divides_what_it_says():
+def test_each_sharding_divides_its_part_of_the_state():
     whole = need()
     zero1, zero2, zero3 = (
-        need(sharding=name, world_size=8, shards=8) for name in ("zero1", "zero2", "zero3")
+        need(sharding=name, world_size=8) for name in ("zero1", "zero2", "zero3")
     )
     for divided in (zero1, zero2, zero3):
         assert divided.weights == whole.weights // 8
         assert divided.optimizer == whole.optimizer // 8
     assert zero1.gradients == whole.gradients == 8 * zero2.gradients == 8 * zero3.gradients
-    assert zero3.gathered < zero2.gathered == zero1.gathered
-    assert (
-        need(sharding="zero1", world_size=8, shards=8, accumulation=1).gradients < zero1.gradients
-    )
-    replicated = need(sharding="zero2", world_size=64, shards=8)
-    assert replicated.weights == zero2.weights  # machines hold the same
-    assert need(sharding="zero3") == whole  # one process has nothing to divide
+    assert zero3.compute_weights < zero2.compute_weights == zero1.compute_weights
+    assert need(sharding="zero1", world_size=8, accumulation=1).gradients < zero1.gradients
+    replicated = need(sharding="zero2", world_size=64)
+    assert replicated.weights == zero2.weights  # machines are replicas
+    assert need(sharding="zero3") == whole  # one process
 
 
-def test_one_micro_step_makes_gradients_as_activations_go():
+def test_with_one_micro_step_gradients_replace_activations():
     assert need(accumulation=1).peak == need().peak - need().gradients
 
 
@@ -121,14 +133,14 @@ def test_the_traffic_of_a_step():
     }  # fmt: skip
 
 
-def test_the_table_is_that_of_the_document():
+def test_docs_scaling_holds_the_computed_table():
     document = (ROOT / "docs" / "SCALING.md").read_text()
     for name, gpus in (("124M", 8), ("1558M", 64), ("7B", 1), ("13B", 1024)):
         assert scaling.row(name, gpus) in document
 
 
 def dry_run(*args):
-    """The output of a dry run, and its figures by name, GB."""
+    """Return the output of a dry run, its figures in GB by name, and their total."""
     out = script("train.py", "--dry_run", "--device", "cpu", *args).stdout
     rows = re.findall(r"^ +([\d.]+)  (.+)$", out, re.M)
     total = float(re.search(r"^  total ([\d.]+)", out, re.M)[1])
@@ -154,14 +166,14 @@ def test_the_forecast_is_within_15_percent_of_the_measured_peak(shards, tmp_path
     )  # fmt: skip
     _, parts, total = dry_run(*args)
     python = next(value for name, value in parts.items() if name.startswith("Python"))
-    holes = next(value for name, value in parts.items() if name.startswith("holes"))
-    exact = {**environment(), "MALLOC_MMAP_THRESHOLD_": str(2**18)}  # malloc without holes
+    holes = next(value for name, value in parts.items() if name.startswith("fragmentation"))
+    exact = {**environment(), "MALLOC_MMAP_THRESHOLD_": str(2**18)}  # no fragmentation
     done = script("-c", PEAK, sys.executable, "train.py", "--device", "cpu", *args, env=exact)
     measured = int(done.stdout) * 1024 / 1e9 - python
     assert total - python - holes == pytest.approx(measured, rel=0.15)
 
 
-def test_the_largest_micro_batch_is_the_last_that_the_forecast_lets_in():
+def test_the_largest_micro_batch_is_the_last_within_the_forecast():
     config = TrainConfig(total_batch_size=48 * 1024, micro_batch_size="auto", save_every=0)
     shape, cuda = config.model_config(50257), torch.device("cuda")
 
@@ -176,19 +188,20 @@ def test_the_largest_micro_batch_is_the_last_that_the_forecast_lets_in():
     assert all(48 % size == 0 for size in found.values())
 
     def taken(size):
-        return memory(replace(config, micro_batch_size=size), shape, "cuda", 2, 1).peak
+        run = replace(config, micro_batch_size=size)
+        return forecast_memory(run, shape, "cuda", torch.bfloat16, 1).peak
 
     assert all(taken(size) < 0.9e9 * free for free, size in found.items())
     assert taken(2 * found[8]) > 0.9 * 8e9
     assert chosen(8 * 10**9, activation_checkpointing="block") > found[8]
     assert chosen(80 * 10**9, processes=4) == 12
-    assert chosen(80 * 10**9, before=16) == 16  # a run that goes on keeps its own
+    assert chosen(80 * 10**9, before=16) == 16  # a resumed run keeps its own
     assert chosen(4 * 10**9, before=48) == found[4]
     with pytest.raises(ConfigError, match="one sequence takes 3.* GB, of which a process has 1.00"):
         chosen(10**9)
 
 
-def test_a_dry_run_says_which_micro_batch_would_be_taken(tmp_path):
+def test_a_dry_run_says_which_micro_batch_auto_takes(tmp_path):
     folders = ["--data_dir", tmp_path, "--checkpoint_dir", tmp_path, "--log_dir", tmp_path]
     flags = ["--micro_batch_size", "auto", "--device", "cpu", "--dry_run", "--save_every", 0]
     shape = ["--n_layer", 1, "--n_head", 1, "--n_embd", 8, "--total_batch_size", 48 * 1024]

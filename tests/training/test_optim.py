@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from config import TrainConfig, parse_recipe
 from model.config import GPTConfig
 from model.gpt import GPT
-from recipes import recipe_of
-from training.muon import Muon, orthogonal
+from training.muon import Muon, newton_schulz
 from training.optim import make_optimizers
 
 SHAPE = {"block_size": 8, "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -13,10 +13,10 @@ RATES = {"embedding_rate": 0.3, "head_rate": 0.2, "vector_rate": 0.1}
 
 def test_matrices_decay_and_vectors_do_not():
     model = GPT(GPTConfig(**SHAPE))
-    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
+    (optimizer,) = make_optimizers(model, TrainConfig())
     dims = {0.1: set(), 0.0: set()}
     for group in optimizer.param_groups:
-        assert group["rate"] == 1.0
+        assert group["lr_scale"] == 1.0
         dims[group["weight_decay"]] |= {p.dim() for p in group["params"]}
     assert dims == {0.1: {2}, 0.0: {1}}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -24,20 +24,20 @@ def test_matrices_decay_and_vectors_do_not():
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern", "llama,n_kv_head=1"])
-def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest(recipe):
-    model = GPT(GPTConfig(**SHAPE, **recipe_of(recipe).model))
-    options = {"weight_decay": 0.1, "betas": (0.9, 0.95), **RATES}
-    adamw, muon = make_optimizers(model, muon=True, **options)
+def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(recipe):
+    model = GPT(GPTConfig(**SHAPE, **parse_recipe(recipe).model))
+    rates = ",".join(f"{name}={rate}" for name, rate in RATES.items())
+    adamw, muon = make_optimizers(model, TrainConfig(recipe=f"{recipe},optimizer=muon,{rates}"))
     names = {p: name for name, p in model.named_parameters()}
     theirs = {names[p]: group for group in muon.param_groups for p in group["params"]}
     assert set(theirs) == {n for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
     for name, group in theirs.items():
-        parts = 3 if "c_attn" in name else 2 if "c_fc" in name and "llama" in recipe else 1
-        assert len(group["parts"]) == parts and group["rate"] == 1.0
+        matrices = 3 if "c_attn" in name else 2 if "c_fc" in name and "llama" in recipe else 1
+        assert len(group["split_sizes"]) == matrices and group["lr_scale"] == 1.0
         assert {p.shape for p in group["params"]} == {
-            torch.Size((sum(group["parts"]), p.size(1))) for p in group["params"]
+            torch.Size((sum(group["split_sizes"]), p.size(1))) for p in group["params"]
         }
-    rest = {names[p]: group["rate"] for group in adamw.param_groups for p in group["params"]}
+    rest = {names[p]: group["lr_scale"] for group in adamw.param_groups for p in group["params"]}
     assert set(rest) | set(theirs) == set(names.values()) and not set(rest) & set(theirs)
     for name, rate in rest.items():
         kind = "head" if "lm_head" in name else "embedding" if ".w" in name[:14] else "vector"
@@ -48,7 +48,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest(recipe):
 def test_updates_are_near_orthogonal(shape):
     torch.manual_seed(0)
     x = torch.randn(3, *shape)
-    y = orthogonal(x)
+    y = newton_schulz(x)
     singular = torch.linalg.svdvals(y)
     assert y.shape == x.shape and 0.6 < singular.min() and singular.max() < 1.25
     u, _, v = torch.linalg.svd(x, full_matrices=False)
@@ -57,10 +57,10 @@ def test_updates_are_near_orthogonal(shape):
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (48, 12), (12, 48)])
-def test_a_matrix_alone_steps_as_under_pytorch_s_muon(shape):
+def test_one_matrix_steps_as_with_torch_optim_muon(shape):
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
-    group = {"params": [ours], "parts": (shape[0],)}
+    group = {"params": [ours], "split_sizes": (shape[0],)}
     a = Muon([group], weight_decay=0.1, cautious=False, dtype=torch.bfloat16)
     b = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95)
     a.param_groups[0]["lr"] = 0.02
@@ -73,15 +73,15 @@ def test_a_matrix_alone_steps_as_under_pytorch_s_muon(shape):
     assert not torch.allclose(ours, torch.ones(shape), atol=0.01)
 
 
-def test_parts_of_a_weight_are_matrices_of_their_own():
+def test_matrices_stacked_in_a_weight_step_as_if_alone():
     torch.manual_seed(0)
     whole, parts = torch.nn.Parameter(torch.zeros(10, 6)), [(6, 6), (2, 6), (2, 6)]
     alone = [torch.nn.Parameter(torch.zeros(shape)) for shape in parts]
     whole.grad = torch.randn(10, 6)
     for p, grad in zip(alone, whole.grad.split([6, 2, 2]), strict=True):
         p.grad = grad.clone()
-    groups = [{"params": [p], "parts": (p.size(0),)} for p in alone]
-    for own in ([{"params": [whole], "parts": (6, 2, 2)}], groups):
+    groups = [{"params": [p], "split_sizes": (p.size(0),)} for p in alone]
+    for own in ([{"params": [whole], "split_sizes": (6, 2, 2)}], groups):
         muon = Muon(own, weight_decay=0.0, cautious=False, dtype=torch.float32)
         for group in muon.param_groups:
             group["lr"] = 0.1
@@ -89,14 +89,14 @@ def test_parts_of_a_weight_are_matrices_of_their_own():
     torch.testing.assert_close(whole, torch.cat(alone))
 
 
-def test_cautious_decay_leaves_weights_alone_that_the_update_makes_larger():
+def test_cautious_decay_spares_weights_that_the_update_makes_larger():
     torch.manual_seed(0)
     start, grad = torch.randn(8, 8), torch.randn(8, 8)
     found = {}
     for decay, cautious in ((0.0, False), (0.5, False), (0.5, True)):
         p = torch.nn.Parameter(start.clone())
         p.grad = grad.clone()
-        groups = [{"params": [p], "parts": (8,), "lr": 0.1}]
+        groups = [{"params": [p], "split_sizes": (8,), "lr": 0.1}]
         Muon(groups, weight_decay=decay, cautious=cautious, dtype=torch.float32).step()
         found[decay, cautious] = p.detach()
     smaller = start * (start - found[0.0, False]) > 0

@@ -5,20 +5,19 @@ import torch
 import transformers
 from conftest import launch, losses, script, torchrun, train_args, weights
 
-from config import ConfigError, SweepConfig
+from config import RECIPES, ConfigError, Recipe, parse_recipe
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
-from recipes import RECIPES, Recipe, recipe_of
-from sweep import points
+from sweep import SweepConfig, grid_points
 from utils.logger import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
 
 
 def test_a_recipe_is_changed_field_by_field():
-    assert recipe_of("gpt2") == Recipe()
-    changed = recipe_of("modern, qk_norm=False,n_kv_head=2,optimizer=adamw,max_lr=1")
+    assert parse_recipe("gpt2") == Recipe()
+    changed = parse_recipe("modern, qk_norm=False,n_kv_head=2,optimizer=adamw,max_lr=1")
     assert changed.model == {**RECIPES["modern"].model, "qk_norm": False, "n_kv_head": 2}
     assert (changed.optimizer, changed.max_lr) == ("adamw", 1.0)
 
@@ -40,7 +39,7 @@ def test_a_recipe_is_changed_field_by_field():
 )
 def test_a_recipe_that_is_none_is_named(text, message):
     with pytest.raises(ModelError, match=message):
-        recipe_of(text)
+        parse_recipe(text)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_a_recipe_that_is_none_is_named(text, message):
 )
 def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
     torch.manual_seed(0)
-    ours = GPT(GPTConfig(32, 257, 3, 4, 64, **recipe_of(recipe).model)).eval()
+    ours = GPT(GPTConfig(32, 257, 3, 4, 64, **parse_recipe(recipe).model)).eval()
     for p in ours.parameters():
         torch.nn.init.normal_(p, std=0.2)  # gains too
     torch.nn.init.normal_(ours.transformer.wte.weight, std=0.003)  # where a norm's epsilon counts
@@ -70,7 +69,7 @@ def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
 
 
 def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
-    model = GPT(GPTConfig(32, 257, 1, 4, 64, **recipe_of("modern,norm=layer,bias=True").model))
+    model = GPT(GPTConfig(32, 257, 1, 4, 64, **parse_recipe("modern,norm=layer,bias=True").model))
     with pytest.raises(ModelError, match="no LLaMA because of norm=layer, bias=True"):
         save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -167,7 +166,7 @@ def test_scripts_take_a_modern_checkpoint(shards, modern, tmp_path):
     script("convert.py", "--checkpoint", best, "--out", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen3"
     done = script(*train_args(shards, tmp_path, 1, "--init_from", "gpt2", *MODERN), code=2)
-    assert "starts from a GPT-2" in done.stderr
+    assert "needs a GPT-2" in done.stderr
 
 
 def test_another_optimizer_s_state_is_refused(shards, modern, tmp_path):
@@ -208,23 +207,23 @@ def test_a_sweep_trains_a_grid_once(shards, tmp_path):
     assert "recipe=gpt2 seed=1:" not in again.stdout and table in again.stdout
     assert rows == (tmp_path / "out" / "recipe=gpt2 seed=1" / "logs/metrics.jsonl").read_bytes()
     other = script(*command, "weight_decay 0.2", code=2)
-    assert "runs with other --fixed settings" in other.stderr
+    assert "runs with other --fixed options" in other.stderr
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"grid": ("seed 1 2",)}, "seeds go to --seeds"),
-        ({"grid": ("",)}, "each setting has a name"),
+        ({"grid": ("",)}, "name each option"),
         ({"grid": ("recipe",)}, "has no values"),
-        ({"grid": ("max_lr 1", "max_lr 2")}, "is there once"),
+        ({"grid": ("max_lr 1", "max_lr 2")}, "option once"),
         ({"grid": ("max_lr 1",), "jobs": 0}, "--jobs"),
         ({"grid": ("max_lr 1",), "seeds": ()}, "--seeds"),
     ],
 )
 def test_a_sweep_of_nothing_is_a_sentence(settings, message):
     with pytest.raises(ConfigError, match=message):
-        points(SweepConfig(**settings))
+        grid_points(SweepConfig(**settings))
 
 
 def test_a_run_of_a_sweep_that_fails_is_told(shards, tmp_path):

@@ -140,7 +140,7 @@ def test_a_process_that_dies_ends_the_others_within_a_minute(shards, tmp_path):
         began = time.monotonic()
         assert process.wait(60) != 0
     text = (tmp_path / "log").read_text()
-    assert "error on rank 0: a collective failed: rank 1 has not been heard of" in text
+    assert "error on rank 0: a collective failed: no heartbeat from rank 1" in text
     print("ended after", time.monotonic() - began)
 
 

@@ -4,22 +4,20 @@ import time
 import pytest
 import torch
 
+from config import TrainConfig
+from data.loader import TokenStream
+from model.config import GPTConfig
+from model.gpt import GPT
 from training import checkpoint as ckpt
 from training import saver as saver_module
 from training.checkpoint import CheckpointError
+from training.guard import Guard
+from training.optim import make_optimizers
 from training.saver import Saver
+from training.state import TrainState
+from utils.distributed import Process
 
-REST = {
-    "tokens": 0,
-    "best_loss": 1.0,
-    "seed": 1,
-    "run_id": "a",
-    "model_config": {},
-    "tokenizer": "bytes",
-    "train_tokens": 0,
-    "train_config": {},
-    "guard": {},
-}
+ALONE = Process(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -28,14 +26,19 @@ def said():
 
 
 @pytest.fixture
-def saver(tmp_path, said, monkeypatch):
+def saver(tmp_path, shards, said, monkeypatch):
     monkeypatch.setattr(saver_module, "PAUSES", (0.01, 0.01))
-    return Saver(tmp_path, keep_last=2, say=said.append)
+    torch.manual_seed(0)
+    config = TrainConfig(checkpoint_dir=tmp_path, keep_last=2)
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
+    (optimizer,) = make_optimizers(model, config)
+    stream = TokenStream(shards, "train")
+    return Saver(config, model, [optimizer], stream, ALONE, said.append)
 
 
-def save(saver, step, value=1.0):
-    x = torch.full((4,), value)
-    saver.save(ckpt.LAST, {"w": x}, {"w": {"exp_avg": x}}, step=step, **REST)
+def save(saver, step):
+    state = TrainState(Guard(None, {}), step=step)
+    saver.save(ckpt.LAST, state)
 
 
 def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypatch):
@@ -49,9 +52,12 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
     save(saver, 1)
     assert not (tmp_path / ckpt.LAST).exists()
     go.set()
-    saver.close()
+    saver.finish()
     state = ckpt.load_checkpoint(tmp_path / ckpt.LAST)
-    assert (state["model"]["w"] == 1).all() and (state["optimizer"]["w"]["exp_avg"] == 1).all()
+    weights = saver.model.state_dict()
+    for name, high in state["model"].items():
+        assert torch.equal(ckpt.join_float32(high, state["model_low"][name]), weights[name])
+    assert state["step"] == 1 and state["tokenizer"] == "bytes"
 
 
 def test_at_most_one_write_is_in_flight_and_none_is_lost(saver, tmp_path, monkeypatch):
@@ -67,9 +73,9 @@ def test_at_most_one_write_is_in_flight_and_none_is_lost(saver, tmp_path, monkey
     monkeypatch.setattr(ckpt, "save_checkpoint", slow)
     for step in range(1, 6):
         save(saver, step)
-    saver.close()
+    saver.finish()
     assert most == [1] * 5
-    assert [p.name for p in ckpt.numbered(tmp_path)] == [
+    assert [p.name for p in ckpt.numbered_checkpoints(tmp_path)] == [
         "model_step_000004.pt",
         "model_step_000005.pt",
     ]
@@ -90,7 +96,7 @@ def failing(times):
 def test_a_failed_write_is_told_and_tried_again(saver, said, tmp_path, monkeypatch):
     monkeypatch.setattr(ckpt, "save_checkpoint", failing(2))
     save(saver, 3)
-    saver.close()
+    saver.finish()
     assert len(said) == 2 and all("the disk is full; trying again in" in line for line in said)
     assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 3
 
@@ -106,8 +112,9 @@ def test_a_write_that_stays_failed_leaves_the_run_and_the_file_before_it(
     assert said[-1].endswith("again at the next save")
     assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 1
     save(saver, 3)  # fails once, then there is room
-    assert saver.close() is None
+    saver.finish()
     assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 3
     monkeypatch.setattr(ckpt, "save_checkpoint", failing(3))
     save(saver, 4)
-    assert "full" in str(saver.close())
+    with pytest.raises(CheckpointError, match="full"):
+        saver.finish()

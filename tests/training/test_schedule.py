@@ -7,7 +7,7 @@ SCHEDULES = ("cosine", "linear", "wsd")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_ends_are_exact(schedule):
+def test_the_first_peak_and_last_rates_are_exact(schedule):
     options = {"schedule": schedule, **SHAPE}
     assert 0 < learning_rate(0, **options) < 1e-6
     assert learning_rate(715, **options) == 6e-4
@@ -15,14 +15,14 @@ def test_the_ends_are_exact(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_the_shape_between_the_ends(schedule):
+def test_values_between_peak_and_end(schedule):
     options = {"max_lr": 1.0, "min_lr": 0.0, "warmup_steps": 0, "max_steps": 101}
     value = learning_rate(25, schedule=schedule, **options)
     assert value == pytest.approx({"cosine": 0.8535534, "linear": 0.75}[schedule])
     assert learning_rate(50, schedule=schedule, **options) == pytest.approx(0.5)
 
 
-def test_wsd_is_constant_until_it_decays_in_a_line():
+def test_wsd_is_constant_then_linear():
     options = {"max_lr": 1.0, "min_lr": 0.0, "warmup_steps": 10, "max_steps": 101, "decay": 0.2}
     rates = [learning_rate(step, schedule="wsd", **options) for step in range(101)]
     assert rates[10:82] == [1.0] * 72 and stable_steps(101, 0.2) == 81
@@ -31,19 +31,19 @@ def test_wsd_is_constant_until_it_decays_in_a_line():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_it_rises_once_and_never_again(schedule):
+def test_the_rate_rises_during_warmup_and_then_only_falls(schedule):
     rates = [learning_rate(step, schedule=schedule, **SHAPE) for step in range(19_073)]
     assert all(a < b for a, b in zip(rates[:715], rates[1:716], strict=True))
     assert all(a >= b for a, b in zip(rates[715:-1], rates[716:], strict=True))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_runs_without_warmup_or_of_one_step(schedule):
+def test_runs_of_one_step_or_shorter_than_warmup(schedule):
     options = {"schedule": schedule, "max_lr": 1.0, "min_lr": 0.1}
     assert learning_rate(0, warmup_steps=0, max_steps=1, **options) == 1.0
     assert learning_rate(3, warmup_steps=10, max_steps=5, **options) < 1.0
 
 
-def test_momentum_warms_up_once():
+def test_momentum_warms_up_to_its_constant():
     assert momentum(0, 100) == pytest.approx(0.85) and momentum(50, 100) == pytest.approx(0.9)
     assert momentum(100, 100) == momentum(10_000, 100) == momentum(0, 0) == 0.95

@@ -61,7 +61,7 @@ def test_machines_that_do_not_share_their_checkpoints_are_told_so(shards, refere
     ours = train_args(shards, reference, 30, "--resume", "auto", "--micro_batch_size", 2)
     theirs = [*ours, "--checkpoint_dir", tmp_path / "elsewhere", "--log_dir", tmp_path]
     texts = launch([ours, theirs], local_world_size=1, codes=[2, 2])
-    assert "goes on from" in texts[0] and "found no checkpoint" in texts[1]
+    assert "resumes from" in texts[0] and "found no checkpoint" in texts[1]
     assert all("a folder that all machines share?" in text for text in texts)
 
 
@@ -76,7 +76,7 @@ def test_any_sharding_equals_one_process(shards, reference, tmp_path, sharding, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["mlp", "cheap", "block"])
+@pytest.mark.parametrize("what", ["cheap", "block"])
 def test_sharded_compiled_and_recomputed_equals_one_process(shards, reference, tmp_path, what):
     args = ("--sharding", "zero3", "--activation_checkpointing", what, "--use_torch_compile")
     torchrun(2, *train_args(shards, tmp_path, 20, *args, "--micro_batch_size", 2))

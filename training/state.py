@@ -1,0 +1,52 @@
+"""TrainState: what changes from step to step, beside weights and optimizer."""
+
+import math
+import uuid
+from dataclasses import dataclass, field
+
+from training.guard import PATIENCE, Guard
+
+SAVED = ("step", "tokens", "best_loss", "run_id")
+
+
+@dataclass
+class TrainState:
+    """Progress of a run; a checkpoint holds it, and a resumed run continues from it."""
+
+    guard: Guard
+    step: int = 0
+    """Steps done, skipped ones included."""
+    tokens: int = 0
+    """Tokens of these steps."""
+    best_loss: float = math.inf
+    """Lowest validation loss in nats per token."""
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Identity of the run, which a resumed one keeps."""
+
+    @classmethod
+    def start(cls, skip_spikes: float | None, saved: dict | None) -> "TrainState":
+        """Return the state of a new run, or the one in the checkpoint `saved`."""
+        if saved is None:
+            return cls(Guard(skip_spikes, {}))
+        return cls(Guard(skip_spikes, saved["guard"]), **{name: saved[name] for name in SAVED})
+
+    def to_checkpoint(self) -> dict:
+        """Return plain values for a checkpoint."""
+        return {name: getattr(self, name) for name in SAVED} | {"guard": self.guard.state}
+
+    def advance(self, tokens: int) -> None:
+        """Count one step of `tokens` tokens."""
+        self.step += 1
+        self.tokens += tokens
+
+    def rewind(self, tokens: int) -> None:
+        """Go back to before the skipped steps that end a run; weights are as they were then."""
+        self.step -= PATIENCE
+        self.tokens -= PATIENCE * tokens
+        self.guard.in_a_row = 0
+
+    def record_validation(self, loss: float) -> bool:
+        """Remember a new lowest validation loss; return whether it is one."""
+        if best := loss < self.best_loss and self.step > 0:
+            self.best_loss = loss
+        return best
