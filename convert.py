@@ -1,55 +1,66 @@
-"""Convert between this project's checkpoints and Hugging Face folders: to a GPT-2, LLaMA or
-Qwen3, from a GPT-2.
+"""Convert between this project's checkpoints and Hugging Face folders.
 
     python convert.py --checkpoint checkpoints/model_best.pt --out exported/
     python convert.py --model gpt2 --out checkpoints/gpt2.pt
 
-A folder so written loads with transformers' AutoModelForCausalLM and AutoTokenizer, in float32 with
-every bit of the weights; a .pt file can be sampled, scored and resumed.
+The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelForCausalLM and
+AutoTokenizer, in float32 with every bit of the weights. An imported GPT-2 can be sampled, scored
+and resumed.
 """
 
-import math
-import uuid
+from dataclasses import dataclass
+from pathlib import Path
 
 from safetensors import SafetensorError
 
-from config import ConfigError, ConvertConfig, TrainConfig
-from data.tokenizer import load_tokenizer
+from config import ConfigError, TrainConfig
+from data.tokenizer import load_tokenizer, save_tokenizer
 from model.huggingface import save_pretrained
 from training import checkpoint as ckpt
+from training.state import TrainState
 from utils.cli import run
 
 
-def to_folder(config: ConvertConfig) -> None:
-    """A checkpoint as a folder for transformers."""
+@dataclass
+class ConvertConfig:
+    """Convert between this project's checkpoints and Hugging Face folders."""
+
+    out: Path
+    """Output path: a folder with --checkpoint, a .pt file with --model."""
+    checkpoint: Path | None = None
+    """Checkpoint to export to a folder that transformers loads."""
+    model: str | None = None
+    """Hugging Face GPT-2 to import, by name or folder."""
+
+
+def export_checkpoint(config: ConvertConfig) -> None:
+    """Write a checkpoint as a folder for transformers."""
     model, saved = ckpt.load_model(config.checkpoint, exact=True)
+    tokenizer = load_tokenizer(saved["tokenizer"])
     try:
-        save_pretrained(model, config.out, load_tokenizer(saved["tokenizer"]))
+        save_pretrained(model, config.out)
+        save_tokenizer(tokenizer, config.out, model.config.block_size)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{config.out} could not be written whole: {error}") from error
+        raise ConfigError(f"{config.out} could not be written: {error}; remove it") from error
 
 
-def to_checkpoint(config: ConvertConfig) -> None:
-    """A Hugging Face model as a checkpoint at step 0, without optimizer state."""
+def import_model(config: ConvertConfig) -> None:
+    """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise ConfigError(f"--out {config.out} must end in .pt with --model")
     model, tokenizer, _ = ckpt.open_model(config.out, config.model)
-    shape = ckpt.describe(model.config)
+    shape = ckpt.config_values(model.config)
     names = ("n_layer", "n_head", "n_embd", "block_size")
     settings = TrainConfig(**{name: shape[name] for name in names})
     state = ckpt.assemble(
         model.state_dict(),
         optimizer={},
-        step=0,
-        tokens=0,
-        best_loss=math.inf,
         seed=settings.seed,
-        run_id=uuid.uuid4().hex,
         model_config=shape,
         tokenizer=tokenizer,
         train_tokens=0,
         train_config=settings.to_dict(),
-        guard={},
+        **TrainState.start(settings.skip_spikes, None).to_checkpoint(),
     )
     ckpt.save_checkpoint(config.out, state)
 
@@ -58,8 +69,8 @@ def main(config: ConvertConfig) -> None:
     if (config.checkpoint is None) == (config.model is None):
         raise ConfigError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
     if config.out.exists():
-        raise ConfigError(f"--out {config.out} exists already; remove it or give another")
-    (to_folder if config.model is None else to_checkpoint)(config)
+        raise ConfigError(f"--out {config.out} exists already; remove it or choose another path")
+    (export_checkpoint if config.model is None else import_model)(config)
     print(f"wrote {config.out}")
 
 

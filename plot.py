@@ -4,18 +4,35 @@ python plot.py --log logs runs/other/logs --sz 124M --out plots/log_plot.png
 python plot.py --log logs --x hours
 """
 
-from config import PlotConfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
 from evaluation.figure import draw
 from evaluation.published import PUBLISHED
 from model.config import NICKNAMES
 from utils.cli import run
 
 
+@dataclass
+class PlotConfig:
+    """Draw the curves of one or more runs."""
+
+    log: tuple[Path, ...] = (Path("logs"),)
+    """metrics.jsonl files, or the folders that hold them."""
+    sz: Literal["124M", "350M", "774M", "1558M"] | None = None
+    """Size of OpenAI's GPT-2 to draw as dashed lines, where figures were published."""
+    x: Literal["tokens", "hours", "step"] = "tokens"
+    """Horizontal axis: training tokens, hours of training steps, or steps."""
+    out: Path = Path("plots/log_plot.png")
+    """Picture to write."""
+
+
 def main(config: PlotConfig) -> None:
     size = NICKNAMES[config.sz] if config.sz else None
     draw(list(config.log), config.out, size, config.x)
-    if size is not None and size not in PUBLISHED["val", "FineWeb-Edu", "loss"]:
-        print(f"nobody published the validation loss of OpenAI's {config.sz} on FineWeb-Edu")
+    if size is not None and ("val", "FineWeb-Edu", "loss", size) not in PUBLISHED:
+        print(f"no published validation loss of OpenAI's {config.sz} on FineWeb-Edu is known")
     print(f"wrote {config.out}")
 
 

@@ -4,95 +4,82 @@
     cat story.txt | python sample.py --prompt -
     python sample.py --model gpt2 --interactive
 
-Architecture and tokenizer are read from the checkpoint. The samples are made as one batch; the
-first is shown as it is made, the others after it. The same seed gives the same text.
+Architecture and tokenizer are read from the checkpoint. All samples are generated as one batch: the
+first is printed while it is generated, the others after it. The same seed gives the same text.
 """
 
 import codecs
 import json
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from config import ConfigError, SamplingConfig
 from data.tokenizer import Tokenizer, load_tokenizer
+from model import cpu
 from model.generate import generate
 from model.gpt import GPT
-from model.packed import packed
 from training.checkpoint import open_model
 from utils.cli import run
 from utils.distributed import autocast, pick_device, pick_dtype
 
-CHANGEABLE = {  # settings that --interactive can change, and what makes them of text
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "max_new_tokens": int,
-    "num_samples": int,
-    "seed": int,
+OPTIONS = {  # type, least and greatest value; --interactive can change these options
+    "temperature": (float, 0, math.inf),
+    "top_k": (int, 1, math.inf),
+    "top_p": (float, 1e-9, 1),
+    "max_new_tokens": (int, 0, 2**24 - 1),
+    "num_samples": (int, 1, 2**16 - 1),
+    "seed": (int, 0, 2**31 - 1),
 }
+Show = Callable[[str], None]  # takes each piece of the output
+HELP = 'enter a prompt to continue, "/" for the options, "/top_k 50" to change one, "/quit"\n'
 
 
 def read_prompt(prompt: str) -> str:
-    """The text that --prompt stands for: itself, @FILE or - for standard input."""
+    """Return the text of --prompt: a literal, the content of @FILE, or standard input for "-"."""
     try:
         if prompt == "-":
             return sys.stdin.buffer.read().decode()
         if prompt.startswith("@"):
             return Path(prompt[1:]).read_bytes().decode()
-        prompt.encode()  # bytes of the command line that are no text
+        prompt.encode()  # raises for bytes of the command line that are not UTF-8
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--prompt {prompt!a} cannot be read as text: {error}") from error
     return prompt
 
 
 def check(config: SamplingConfig) -> None:
-    """ConfigError for the first setting that cannot be."""
-    for name, least, below in (
-        ("num_samples", 1, 2**16),
-        ("max_new_tokens", 0, 2**24),
-        ("seed", 0, 2**31),
-    ):
-        if not least <= getattr(config, name) < below:
-            raise ConfigError(
-                f"--{name} {getattr(config, name)} must be at least {least} and below {below}"
-            )
-    if not config.temperature >= 0:
-        raise ConfigError(f"--temperature {config.temperature} must be at least 0")
-    if config.top_k is not None and config.top_k < 1:
-        raise ConfigError(f"--top_k {config.top_k} must be at least 1")
-    if config.top_p is not None and not 0 < config.top_p <= 1:
-        raise ConfigError(f"--top_p {config.top_p} must be above 0 and at most 1")
+    """Raise ConfigError for the first option that is out of range."""
+    for name, (_, least, greatest) in OPTIONS.items():
+        value = getattr(config, name)
+        if value is not None and not least <= value <= greatest:
+            raise ConfigError(f"--{name} {value} must be from {least} to {greatest}")
 
 
-def write(model: GPT, tokenizer: Tokenizer, text: str, config: SamplingConfig, show) -> list[dict]:
-    """Makes the samples of a prompt; `show` gets the first as it is made, then the others.
-
-    Returns for each its prompt, text, number of tokens and why it ended.
-    """
+def write_samples(
+    model: GPT, tokenizer: Tokenizer, text: str, config: SamplingConfig, show: Show
+) -> list[dict]:
+    """Continue a prompt; pass the first sample to `show` while it is generated, then the others.
+    Return prompt, text, number of tokens and reason of the end ("finish") of each sample."""
     prompt = tokenizer.encode(text).tolist() or [tokenizer.eot]
     if len(prompt) > model.config.block_size:
         raise ConfigError(
             f"the prompt is {len(prompt):,} tokens long; this model reads at most "
             f"{model.config.block_size:,}: shorten it"
         )
-    device, rows = model.transformer.wte.weight.device, range(config.num_samples)
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in rows]
-    samples = [
-        {"sample": row, "prompt": text, "text": "", "tokens": 0, "finish": "length"} for row in rows
-    ]
+    device = model.transformer.wte.weight.device
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "use_torch_compile")
+    options = {name: getattr(config, name) for name in names}
+    start = {"prompt": text, "text": "", "tokens": 0, "finish": "length"}
+    samples = [{"sample": i, **start} for i in range(config.num_samples)]
+    # incremental, because a character can span several tokens
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in samples]
     show(text)
     with autocast(device, pick_dtype(config.dtype, device)):
-        for tokens in generate(
-            model,
-            [prompt] * config.num_samples,
-            config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            seed=config.seed,
-            use_torch_compile=config.use_torch_compile,
-        ):
+        for tokens in generate(model, [prompt] * config.num_samples, **options):
             for sample, decoder, token in zip(samples, decoders, tokens.tolist(), strict=True):
                 if token == tokenizer.eot:
                     sample["finish"] = "end of text"
@@ -100,7 +87,8 @@ def write(model: GPT, tokenizer: Tokenizer, text: str, config: SamplingConfig, s
                     piece = decoder.decode(tokenizer.decode_bytes([token]))
                     sample["text"] += piece
                     sample["tokens"] += 1
-                    show(piece if sample is samples[0] else "")
+                    if sample is samples[0]:
+                        show(piece)
             if all(sample["finish"] == "end of text" for sample in samples):
                 break
     for sample, decoder in zip(samples, decoders, strict=True):
@@ -111,13 +99,13 @@ def write(model: GPT, tokenizer: Tokenizer, text: str, config: SamplingConfig, s
     return samples
 
 
-def changed(config: SamplingConfig, command: str) -> SamplingConfig:
-    """The settings after "/name value"; ConfigError where there is no such setting or value."""
+def with_option(config: SamplingConfig, command: str) -> SamplingConfig:
+    """Return the options changed by "/name value"; raise ConfigError for a wrong name or value."""
     name, _, value = command[1:].strip().partition(" ")
-    if name not in CHANGEABLE:
-        raise ConfigError(f"there is no /{name}; there are /{' /'.join(CHANGEABLE)} and /quit")
+    if name not in OPTIONS:
+        raise ConfigError(f"there is no /{name}; there are /{' /'.join(OPTIONS)} and /quit")
     try:
-        number = None if value == "none" and name.startswith("top_") else CHANGEABLE[name](value)
+        number = None if value == "none" and name.startswith("top_") else OPTIONS[name][0](value)
     except ValueError as error:
         raise ConfigError(f"/{name} takes a number, not {value!r}") from error
     config = replace(config, **{name: number})
@@ -125,27 +113,27 @@ def changed(config: SamplingConfig, command: str) -> SamplingConfig:
     return config
 
 
-def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show) -> None:
-    """Reads prompts and continues them until the input ends; Ctrl-C cuts a sample short."""
-    show('a prompt to continue, "/" for the settings, "/temperature 0.5" to change one, "/quit"\n')
+def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Show) -> None:
+    """Continue prompts from the keyboard until the input ends; Ctrl-C ends a sample."""
+    show(HELP)
     while True:
         try:
             line = input("> ")
             if line.strip() == "/quit":
                 return
             if line.strip() == "/":
-                values = [f"/{name} {getattr(config, name)}" for name in CHANGEABLE]
+                values = [f"/{name} {getattr(config, name)}" for name in OPTIONS]
                 show("  ".join(values).lower() + "\n")
             elif line.startswith("/"):
-                config = changed(config, line)
+                config = with_option(config, line)
             elif line:
                 line.encode()
-                write(model, tokenizer, line, config, show)
+                write_samples(model, tokenizer, line, config, show)
                 config = replace(config, seed=(config.seed + 1) % 2**31)  # another text next time
         except ConfigError as error:
             show(f"{error}\n")
         except UnicodeError:
-            show("that line is not UTF-8\n")
+            show("this line is not UTF-8 text; enter another\n")
         except KeyboardInterrupt:
             show("\n")
         except EOFError:
@@ -159,20 +147,18 @@ def main(config: SamplingConfig) -> None:
     model, name, _ = open_model(config.checkpoint, config.model)
     tokenizer = load_tokenizer(name)
     model.to(device)
-    if not config.use_torch_compile:
-        model = packed(model, pick_dtype(config.dtype, device))
-
-    def show(out: str) -> None:
-        sys.stdout.write(out)
-        sys.stdout.flush()
-
+    if device.type == "cpu" and not config.use_torch_compile:
+        cpu.for_inference(model, pick_dtype(config.dtype, device))
+    show = partial(print, end="", flush=True)
     if config.interactive:
         converse(model, tokenizer, config, show)
-    elif config.json:
-        for sample in write(model, tokenizer, read_prompt(config.prompt), config, lambda out: None):
-            show(json.dumps(sample) + "\n")
-    else:
-        write(model, tokenizer, read_prompt(config.prompt), config, show)
+        return
+    text = read_prompt(config.prompt)
+    if not config.json:
+        write_samples(model, tokenizer, text, config, show)
+        return
+    for sample in write_samples(model, tokenizer, text, config, lambda piece: None):
+        show(json.dumps(sample) + "\n")
 
 
 if __name__ == "__main__":

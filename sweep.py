@@ -1,9 +1,10 @@
-"""Several training runs from a grid, each with every seed: one table, one picture.
+"""Train with every combination of a grid and every seed: one table, one picture.
 
 python sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 1e-3 2e-3" --seeds 1 2 3 \\
   --fixed "data_dir data/novels" "max_steps 500"
 
-Killed and started again it goes on; with another grid, the table has all runs of the folder.
+A sweep that was killed continues when started again. With another grid and the same --out, the
+table covers all runs of the folder.
 """
 
 import itertools
@@ -15,38 +16,54 @@ import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NoReturn
 
-from config import ConfigError, SweepConfig
+from config import ConfigError
 from evaluation.figure import draw_sweep
 from utils.cli import run
-from utils.files import atomic_write
 from utils.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent
-running: list[subprocess.Popen] = []
+RESERVED = ("", "seed", "resume", "checkpoint_dir", "log_dir")  # options that the sweep sets
+processes: list[subprocess.Popen] = []
 
 
-def flags(settings: tuple[str, ...]) -> dict[str, list[str]]:
-    """Names and values of settings "NAME VALUE VALUE ..."."""
-    found: dict[str, list[str]] = {}
-    for setting in settings:
-        name, *values = setting.split() or [""]
+@dataclass
+class SweepConfig:
+    """Train with every combination of options and every seed."""
+
+    grid: tuple[str, ...]
+    """Options of train.py with their values: "recipe gpt2 modern" "max_lr 1e-3 2e-3"."""
+    fixed: tuple[str, ...] = ()
+    """Options that are equal in every run: "data_dir data/novels" "use_torch_compile"."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Seeds to train each combination with."""
+    jobs: int = 1
+    """Runs at a time; they divide the processor's cores."""
+    out: Path = Path("runs/sweep")
+    """Folder for the runs, table.md and sweep.png."""
+
+
+def parse_options(texts: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return the values of each option in texts of the form "NAME VALUE VALUE ..."."""
+    options: dict[str, list[str]] = {}
+    for text in texts:
+        name, *values = text.split() or [""]
         name = name.lstrip("-")
-        if name in ("", "seed", "resume", "checkpoint_dir", "log_dir", *found):
+        if name in (*RESERVED, *options):
             raise ConfigError(
-                f'"{setting}": each setting has a name and is there once; seeds go to '
-                "--seeds, and the folders are those of the sweep"
+                f'"{text}": name each option once; seeds go to --seeds, and --out has the folders'
             )
-        found[name] = values
-    return found
+        options[name] = values
+    return options
 
 
-def points(config: SweepConfig) -> list[dict[str, str]]:
-    """Every combination of the grid's values and the seeds."""
-    axes = flags(config.grid)
+def grid_points(config: SweepConfig) -> list[dict[str, str]]:
+    """Return every combination of the grid's values and the seeds, as options of train.py."""
+    axes = parse_options(config.grid)
     if empty := [name for name, values in axes.items() if not values]:
         raise ConfigError(f'--grid "{empty[0]}" has no values; write "NAME VALUE VALUE ..."')
     if config.jobs < 1 or not config.seeds:
@@ -55,109 +72,88 @@ def points(config: SweepConfig) -> list[dict[str, str]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def name_of(point: dict[str, str]) -> str:
-    """The folder of a run."""
-    return " ".join(f"{name}={value}" for name, value in point.items()).replace("/", "_")
-
-
-def log_of(folder: Path) -> dict[str, list[dict]] | None:
-    """The rows of a run by split, the last of "val" that of its end; None if it has not ended."""
-    if not (folder / "logs" / "config.json").exists():
+def finished_log(folder: Path) -> dict[str, list[dict]] | None:
+    """Return a run's rows by split if its last validation was at its last step, else None."""
+    logs = folder / "logs"
+    if not (logs / "config.json").exists():
         return None
-    log = read_metrics(folder / "logs")
-    settings = json.loads((folder / "logs" / "config.json").read_text())["train_config"]
-    rows = log.get("val", [])
-    return log if rows and rows[-1]["step"] == settings["max_steps"] else None
+    log = read_metrics(logs)
+    last_step = json.loads((logs / "config.json").read_text())["train_config"]["max_steps"]
+    return log if log.get("val") and log["val"][-1]["step"] == last_step else None
 
 
 def train(config: SweepConfig, point: dict[str, str]) -> str | None:
-    """One run, or the rest of it; the sentence it ended with if it failed."""
-    folder = config.out / name_of(point)
-    if log_of(folder) is not None:
+    """Train one run, or the rest of it, in the folder "NAME=VALUE ... seed=1"; return its error
+    message if it failed."""
+    name = " ".join(f"{key}={value}" for key, value in point.items()).replace("/", "_")
+    folder = config.out / name
+    if finished_log(folder) is not None:
         return None
-    command = [sys.executable, str(ROOT / "train.py"), "--resume", "auto"]
-    command += ["--checkpoint_dir", str(folder / "checkpoints"), "--log_dir", str(folder / "logs")]
-    single = {name: [value] for name, value in point.items()}
-    for name, values in (flags(config.fixed) | single).items():
-        command += [f"--{name}", *values]
+    folders = {"checkpoint_dir": [folder / "checkpoints"], "log_dir": [folder / "logs"]}
+    options = parse_options(config.fixed) | {key: [value] for key, value in point.items()}
+    command = [sys.executable, ROOT / "train.py", "--resume", "auto"]
+    for key, values in (folders | options).items():
+        command += [f"--{key}", *values]
     threads = max(1, (os.cpu_count() or 1) // config.jobs)
     env = {"OMP_NUM_THREADS": str(threads), **os.environ} if config.jobs > 1 else None
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=env, **pipes) as process:
-        running.append(process)
+        processes.append(process)
         errors = process.communicate()[1]
-    log = log_of(folder) if process.returncode == 0 else None
-    loss = f"{log['val'][-1]['loss']:.4f}" if log else "failed"
-    print(f"{name_of(point)}: {loss}", flush=True)
-    return None if log else f"{name_of(point)}: {errors.strip()[-300:]}"
+    log = finished_log(folder) if process.returncode == 0 else None
+    print(f"{name}: {log['val'][-1]['loss']:.4f}" if log else f"{name}: failed", flush=True)
+    return None if log else f"{name}: {errors.strip()[-300:]}"
 
 
 def stop(*_) -> NoReturn:
-    """SIGTERM goes on to the runs, which save; started again, the sweep continues them."""
-    for process in running:
+    """Pass SIGTERM on to the runs, which save and exit, and exit."""
+    for process in processes:
         process.terminate()
     os._exit(128 + signal.SIGTERM)
 
 
 def collect(out: Path) -> dict[str, list[dict]]:
-    """The logs of a folder's runs that have ended, by what they have but their seed."""
-    found = defaultdict(list)
+    """Return the logs of a folder's finished runs, grouped by their options without the seed."""
+    groups = defaultdict(list)
     for folder in sorted(path for path in out.iterdir() if path.is_dir()):
-        if log := log_of(folder):
-            found[folder.name.rpartition(" seed=")[0] or "all"].append(log)
-    return dict(found)
+        if log := finished_log(folder):
+            groups[folder.name.rpartition(" seed=")[0] or "all"].append(log)
+    return dict(groups)
 
 
-def table(runs: dict[str, list[dict]]) -> list[dict]:
-    """A row for each point, best first: mean and standard deviation of the last validation loss."""
-    rows = []
-    for name, logs in runs.items():
-        losses = [log["val"][-1]["loss"] for log in logs]
-        rows.append(
-            {
-                "run": name,
-                "loss": fmean(losses),
-                "std": stdev(losses) if len(losses) > 1 else math.nan,
-                "seeds": len(losses),
-                "tokens": logs[0]["train"][-1]["tokens"],
-                "tokens_per_s": median(row["tokens_per_s"] for log in logs for row in log["train"]),
-            }
-        )
-    return sorted(rows, key=lambda row: row["loss"])
-
-
-def markdown(rows: list[dict]) -> str:
-    lines = [
-        "| run | validation loss | std | seeds | tokens | tokens/s |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
+def to_markdown(groups: dict[str, list[dict]]) -> str:
+    """Return a Markdown table of groups, best first: mean and deviation of their last losses."""
+    losses = {name: [log["val"][-1]["loss"] for log in logs] for name, logs in groups.items()}
+    lines = ["| run | validation loss | std | seeds | tokens | tokens/s |", "|---" * 6 + "|"]
+    for name in sorted(groups, key=lambda name: fmean(losses[name])):
+        std = stdev(losses[name]) if len(losses[name]) > 1 else math.nan
+        tokens = groups[name][0]["train"][-1]["tokens"]
+        speed = median(row["tokens_per_s"] for log in groups[name] for row in log["train"])
         lines.append(
-            f"| {row['run']} | {row['loss']:.4f} | {row['std']:.4f} | {row['seeds']} "
-            f"| {row['tokens']:,} | {row['tokens_per_s']:,.0f} |"
+            f"| {name} | {fmean(losses[name]):.4f} | {std:.4f} | {len(losses[name])} "
+            f"| {tokens:,} | {speed:,.0f} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main(config: SweepConfig) -> None:
-    work, fixed = points(config), flags(config.fixed)
+    points, fixed = grid_points(config), parse_options(config.fixed)
     kept = config.out / "fixed.json"
     if kept.exists() and json.loads(kept.read_text()) != fixed:
-        raise ConfigError(f"{config.out} has runs with other --fixed settings; give another --out")
+        raise ConfigError(f"{config.out} has runs with other --fixed options; give another --out")
     config.out.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(fixed, indent=1))
     signal.signal(signal.SIGTERM, stop)
     with ThreadPoolExecutor(config.jobs) as pool:
-        failed = [text for text in pool.map(lambda point: train(config, point), work) if text]
-    runs = collect(config.out)
-    if runs:
-        rows = table(runs)
-        with atomic_write(config.out / "table.md") as file:
-            file.write(markdown(rows).encode())
-        draw_sweep(runs, config.out / "sweep.png")
-        print(markdown(rows) + f"wrote {config.out / 'table.md'} and {config.out / 'sweep.png'}")
+        failed = [text for text in pool.map(lambda point: train(config, point), points) if text]
+    if groups := collect(config.out):
+        table, picture = config.out / "table.md", config.out / "sweep.png"
+        text = to_markdown(groups)
+        table.write_text(text, encoding="utf-8")
+        draw_sweep(groups, picture)
+        print(text + f"wrote {table} and {picture}")
     if failed:
-        raise ConfigError(f"{len(failed)} of {len(work)} runs failed; the first: {failed[0]}")
+        raise ConfigError(f"{len(failed)} of {len(points)} runs failed; the first: {failed[0]}")
 
 
 if __name__ == "__main__":

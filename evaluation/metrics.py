@@ -1,26 +1,16 @@
-"""Validation loss and benchmarks: used by train.py and evaluate.py alike."""
+"""Validation loss and the figures of benchmarks, for train.py and evaluate.py."""
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from data.loader import Sequences
-from data.shards import DataError
 from data.tokenizer import Tokenizer
 from evaluation.scoring import Score
-from evaluation.tasks import (
-    STOP_WORDS,
-    Item,
-    cbt_items,
-    hellaswag_clean,
-    hellaswag_raw,
-    lambada_items,
-    read_rows,
-)
+from evaluation.tasks import STOP_WORDS, Item, cbt_items, hellaswag_items, lambada_items
 from model.gpt import GPT
 from utils.distributed import Process, autocast
 
@@ -36,39 +26,43 @@ def validation_loss(
     dtype: torch.dtype,
     token_bytes: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Mean loss in nats per token over the first `tokens` targets of a split, or all there are.
+    """Return the mean loss in nats per token over the first `tokens` targets of a split, or all.
 
-    The batches do not depend on the number of processes: each takes every world_size-th, and their
-    losses are added in one order, so the figure is the same for any. With the bytes that each token
-    id stands for, `bits_per_byte` too.
+    The figure is the same for any number of processes: each batch's nats have a slot of their own,
+    which are summed over processes, then added up in one order. 5 batches on 2 processes:
+
+        turn       0   1   2                 slots of rank 0   n0   0  n2   0  n4
+        rank 0     0   2   4                 slots of rank 1    0  n1   0  n3   0
+        rank 1     1   3  (4)                summed            n0  n1  n2  n3  n4
+
+    Rank 1 repeats batch 4 uncounted: collectives inside the forward pass need every process.
+
+    With `token_bytes` (vocab_size,), the UTF-8 bytes of each token id, it adds bits_per_byte =
+    nats / ln 2 / bytes, which does not depend on the tokenizer: tokens of 4 bytes at a loss of
+    2.77 nats = 4 bits give 1 bit per byte.
     """
     model.eval()
     n = min(len(sequences), max(1, tokens // sequences.block_size))
     batches = np.array_split(np.arange(n), range(batch_size, n, batch_size))
-    nats = torch.zeros(len(batches), dtype=torch.float64)
-    n_bytes = torch.zeros(len(batches), dtype=torch.float64)
+    sums = torch.zeros(2, len(batches), dtype=torch.float64)  # nats and bytes of each batch
     for turn in range(0, len(batches), process.world_size):
         mine = turn + process.rank
-        # all processes run the same number of forwards, which collectives within them rely on
-        inputs, targets = sequences.batch(batches[min(mine, len(batches) - 1)])
+        inputs, targets = sequences.batch(batches[min(mine, len(batches) - 1)])  # (B, T)
         idx, labels = (torch.from_numpy(x).to(process.device) for x in (inputs, targets))
         with autocast(process.device, dtype):
             loss = model(idx, labels)
         if mine < len(batches):
-            nats[mine] = loss.item() * targets.size
-            n_bytes[mine] = 0 if token_bytes is None else float(token_bytes[targets].sum())
-    totals = process.sum_float64(torch.stack([nats, n_bytes]))
-    total_nats, total_bytes = totals.sum(dim=1).tolist()
+            sums[0, mine] = loss.item() * targets.size
+            sums[1, mine] = 0 if token_bytes is None else float(token_bytes[targets].sum())
+    nats, n_bytes = process.sum_float64(sums).sum(dim=1).tolist()
     model.train()
-    scores = {"loss": total_nats / (n * sequences.block_size)}
-    if total_bytes:
-        scores["bits_per_byte"] = total_nats / math.log(2) / total_bytes
-    return scores
+    scores = {"loss": nats / (n * sequences.block_size)}
+    return scores | ({"bits_per_byte": nats / math.log(2) / n_bytes} if n_bytes else {})
 
 
 @dataclass(frozen=True)
 class Result:
-    """One figure: a metric of a task under a named protocol, over n examples."""
+    """Value of one metric of a task under a named protocol, over n examples."""
 
     task: str
     protocol: str
@@ -78,34 +72,33 @@ class Result:
     stderr: float | None = None
 
 
-Scorer = Callable[..., list[list[Score]]]  # score_items with all but the items filled in
+Scorer = Callable[..., list[list[Score]]]  # score_items with every argument but the items bound
+Figures = tuple[list[Result], list[dict]]  # results, and a row for each example and protocol
 
 
-def hellaswag(rows: list[dict], score: Scorer, protocol: str) -> tuple[list[Result], list[dict]]:
-    """Zero-shot choice of the ending: by its probability (acc), and by that per token
+def score_hellaswag(rows: list[dict], score: Scorer, protocol: str) -> Figures:
+    """Choose an ending by its log-probability (acc), and by its log-probability per token
     (build-nanogpt, llm.c) or per character and per byte (lm-evaluation-harness)."""
-    items = {"build-nanogpt": hellaswag_raw, "lm-eval": hellaswag_clean}[protocol](rows)
+    harness = protocol == "lm-eval"
+    items = hellaswag_items(rows, clean=harness)
     scores = score(items)
-    name = protocol
-    if protocol == "lm-eval" and not all("ctx_a" in row for row in rows):
-        name = "lm-eval, ctx alone"  # the harness's query needs more: not to be compared
     nats = [[s.logprob for s in choices] for choices in scores]
-    lengths = {"acc": [[1] * len(item.choices) for item in items]}
-    if protocol == "build-nanogpt":
-        lengths["acc_norm"] = [[s.tokens for s in choices] for choices in scores]
-    else:  # without the space that joins an ending to the context
-        lengths["acc_norm"] = [[len(c) - 1 for c in item.choices] for item in items]
-        lengths["acc_bytes"] = [[len(c.encode()) - 1 for c in item.choices] for item in items]
-    picks = {
-        metric: [int(np.argmax(np.divide(a, b))) for a, b in zip(nats, by, strict=True)]
-        for metric, by in lengths.items()
-    }
-    return choice_results("hellaswag", name, items, picks, nats)
+    if harness:  # lengths without the space that joins an ending to the context
+        lengths = {
+            "acc_norm": [[len(c) - 1 for c in item.choices] for item in items],
+            "acc_bytes": [[len(c.encode()) - 1 for c in item.choices] for item in items],
+        }
+    else:
+        lengths = {"acc_norm": [[s.tokens for s in choices] for choices in scores]}
+    means = {name: list(map(np.divide, nats, by)) for name, by in lengths.items()}
+    if harness and not all("ctx_a" in row for row in rows):
+        protocol = "lm-eval, ctx alone"  # not comparable: the harness's query has more fields
+    return choose("hellaswag", protocol, items, {"acc": nats} | means)
 
 
-def cbt(rows: list[dict], score: Scorer, task: str) -> tuple[list[Result], list[dict]]:
-    """Choice of the word in the blank: by the mean loss of context and question together, and by
-    the probability of the question from the blank on (Radford et al. 2019, section 3.2)."""
+def score_cbt(rows: list[dict], score: Scorer, task: str) -> list[Figures]:
+    """Choose the word for the blank by the mean loss of context and question together, and by the
+    log-probability of the question from the blank on (Radford et al. 2019, section 3.2)."""
     items = cbt_items(rows)
     scores = score(items, with_context=True)
     whole = [
@@ -113,39 +106,14 @@ def cbt(rows: list[dict], score: Scorer, task: str) -> tuple[list[Result], list[
         for choices in scores
     ]
     rest = [[s.logprob for s in choices] for choices in scores]
-    results: list[Result] = []
-    examples: list[dict] = []
-    for protocol, nats in (("full sequence", whole), ("from the blank", rest)):
-        picks = {"acc": [int(np.argmax(x)) for x in nats]}
-        found, more = choice_results(task, protocol, items, picks, nats)
-        results += found
-        examples += more
-    return results, examples
+    protocols = {"full sequence": whole, "from the blank": rest}
+    return [choose(task, name, items, {"acc": values}) for name, values in protocols.items()]
 
 
-def choice_results(
-    task: str, protocol: str, items: list[Item], picks: dict[str, list[int]], nats: list
-) -> tuple[list[Result], list[dict]]:
-    """Accuracy of each metric's picks, and a row for each item."""
-    labels = [item.label for item in items]
-    results = [
-        accuracy(task, protocol, metric, [p == label for p, label in zip(x, labels, strict=True)])
-        for metric, x in picks.items()
-    ]
-    examples = [
-        {"task": task, "protocol": protocol, "index": i, "label": label, "logprobs": nats[i]}
-        | {f"pick_{metric}": x[i] for metric, x in picks.items()}
-        for i, label in enumerate(labels)
-    ]
-    return results, examples
-
-
-def lambada(
-    rows: list[dict], score: Scorer, tokenizer: Tokenizer
-) -> tuple[list[Result], list[dict]]:
-    """The last word: whole and greedy, with its perplexity (lm-evaluation-harness); its last token
-    alone; and with stop words left out of the choice of its first token, as the GPT-2 paper does in
-    some way it does not tell."""
+def score_lambada(rows: list[dict], score: Scorer, tokenizer: Tokenizer) -> Figures:
+    """Score the last word: all its tokens greedily, with perplexity (lm-evaluation-harness); its
+    last token alone; and greedily with stop words excluded from the choice of the first token. The
+    GPT-2 paper has a stop-word filter too, but does not publish how it works."""
     words = [tokenizer.encode(" " + word).tolist() for word in STOP_WORDS]
     banned = [ids[0] for ids in words if len(ids) == 1]
     scores = [choices[0] for choices in score(lambada_items(rows), banned=banned)]
@@ -158,61 +126,51 @@ def lambada(
         accuracy("lambada", "last token", "acc", [s.last for s in scores]),
         accuracy("lambada", "stop words", "acc", [s.greedy_filtered for s in scores]),
     ]
-    examples = [{"task": "lambada", "index": i} | asdict(s) for i, s in enumerate(scores)]
+    return results, [{"task": "lambada", "index": i} | s._asdict() for i, s in enumerate(scores)]
+
+
+def choose(task: str, protocol: str, items: list[Item], values: dict[str, list]) -> Figures:
+    """Choose the continuation of the highest value of each metric; "acc" is log-probabilities."""
+    labels = [item.label for item in items]
+    picks = {metric: [int(np.argmax(x)) for x in table] for metric, table in values.items()}
+    results = [accuracy(task, protocol, name, np.equal(x, labels)) for name, x in picks.items()]
+    examples = [
+        {"task": task, "protocol": protocol, "index": i, "label": label, "logprobs": logprobs}
+        | {f"pick_{metric}": x[i] for metric, x in picks.items()}
+        for i, (label, logprobs) in enumerate(zip(labels, values["acc"], strict=True))
+    ]
     return results, examples
 
 
-def shared_rows(task: str, path: Path | None, process: Process) -> list[dict]:
-    """A benchmark's rows on every process: one of a machine downloads, the others find it there."""
-    if path is not None:
-        return read_rows(task, path)
-    rows: list[dict] = []
-    problem: DataError | None = None
-    for first in (True, False):
-        if (process.local_rank == 0) == first:
-            try:
-                rows = read_rows(task)
-            except DataError as error:
-                problem = error
-        if not process.all(problem is None):
-            raise problem or DataError(f"another process could not read {task}")
-    return rows
-
-
-def spread(rows: list[dict], count: int) -> list[dict]:
-    """At most `count` rows that stand evenly over all of them."""
-    keep = np.linspace(0, len(rows) - 1, min(count, len(rows)))
-    return [rows[i] for i in keep.astype(int)]
-
-
-def accuracy(task: str, protocol: str, metric: str, hits: list[bool]) -> Result:
-    """The share of hits and its standard error."""
-    n, p = len(hits), sum(hits) / len(hits)
+def accuracy(task: str, protocol: str, metric: str, hits: Sequence[bool]) -> Result:
+    """Return the share of hits and its standard error."""
+    n, p = len(hits), float(np.mean(hits))
     return Result(task, protocol, metric, n, p, (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else None)
 
 
-def benchmark(
+def score_benchmark(
     task: str,
     rows: list[dict],
     score: Scorer,
     tokenizer: Tokenizer,
     hellaswag_protocols: tuple[str, ...] = ("build-nanogpt", "lm-eval"),
-) -> tuple[list[Result], list[dict]]:
-    """All figures of a task ("hellaswag", "lambada", "cbt_cn", "cbt_ne") on its rows, and one row
-    for each example and protocol."""
+) -> Figures:
+    """Return all figures of a task ("hellaswag", "lambada", "cbt_cn", "cbt_ne") on its rows."""
     if task == "hellaswag":
-        parts = [hellaswag(rows, score, protocol) for protocol in hellaswag_protocols]
-        return sum((found for found, _ in parts), []), sum((more for _, more in parts), [])
-    if task == "lambada":
-        return lambada(rows, score, tokenizer)
-    return cbt(rows, score, task)
+        parts = [score_hellaswag(rows, score, protocol) for protocol in hellaswag_protocols]
+    elif task == "lambada":
+        parts = [score_lambada(rows, score, tokenizer)]
+    else:
+        parts = score_cbt(rows, score, task)
+    results, examples = zip(*parts, strict=True)
+    return sum(results, []), sum(examples, [])
 
 
 def benchmark_row(
     task: str, rows: list[dict], score: Scorer, tokenizer: Tokenizer
 ) -> dict[str, float]:
-    """A task's figures as a row of metrics during training, by the first of its protocols:
+    """Return a task's figures as a row of metrics.jsonl, under the first of its protocols:
     build-nanogpt's for HellaSwag, lm-evaluation-harness's for LAMBADA."""
-    results, _ = benchmark(task, rows, score, tokenizer, ("build-nanogpt",))
+    results, _ = score_benchmark(task, rows, score, tokenizer, ("build-nanogpt",))
     own = [r for r in results if r.protocol == results[0].protocol]
     return {"n": own[0].n} | {r.metric: r.value for r in own}

@@ -1,41 +1,37 @@
-"""Scoring continuations of contexts: what HellaSwag, LAMBADA and CBT come down to.
+"""Log-probabilities of continuations, on which HellaSwag, LAMBADA and CBT are built.
 
-The continuations of a context stand behind it in one row, kept apart by the attention mask, so that
-the context is run once; the head runs only where a score needs it. Rows are batched by length.
+A context and its continuations share one row of a batch, so that the context is computed once; the
+attention mask hides the continuations from each other. The head runs at scored positions only.
 """
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from evaluation.targets import score_targets
 from evaluation.tasks import Item
 from model.config import ModelError
 from model.gpt import GPT
-from model.loss import look_up
 from utils.distributed import Process, autocast
 
 
-@dataclass(frozen=True)
-class Score:
-    """What a model makes of one continuation of a context."""
+class Score(NamedTuple):
+    """A model's prediction of one continuation of a context."""
 
-    logprob: float
-    """Of the whole continuation, in nats."""
-    tokens: int
-    greedy: bool
-    """Whether taking the likeliest token each time gives the continuation."""
-    greedy_filtered: bool
-    """The same where the first token is none of the banned ones."""
-    last: bool
-    """Whether its last token is the likeliest after those before it."""
-    context_logprob: float
-    """Of the context after its first token, in nats; 0 unless asked for."""
-    context_tokens: int
-    """How many those are."""
+    logprob: float  # of the whole continuation, in nats
+    tokens: int  # of the continuation
+    greedy: bool  # greedy decoding gives the continuation
+    greedy_filtered: bool  # greedy decoding gives it if no banned token can be the first
+    last: bool  # the last token is the likeliest after those before it
+    context_logprob: float  # of the context after its first token, in nats; 0 unless requested
+    context_tokens: int  # tokens in context_logprob
 
 
 @dataclass(frozen=True)
@@ -43,20 +39,20 @@ class Row:
     """Token ids of a context and of the continuations that share it in one row of a batch."""
 
     item: int
-    first: int  # number of the first of these continuations among the item's
+    first: int  # index of choices[0] among the choices of the item
     context: list[int]
     choices: list[list[int]]
 
     @property
     def length(self) -> int:
-        """A multiple of 8, padding included, so that the shapes of batches are few."""
+        """Tokens, rounded up to a multiple of 8 so that few different shapes occur."""
         tokens = len(self.context) + sum(len(choice) - 1 for choice in self.choices)
         return -(-tokens // 8) * 8
 
 
-def rows_of(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Row]:
-    """The items as rows; where a context and a continuation do not fit the block size together, the
-    start of the context goes, as in lm-evaluation-harness, and the continuation has its own row."""
+def make_rows(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Row]:
+    """Return the tokenised items as rows. If a context and a continuation together exceed the block
+    size, the context loses its start (as in lm-eval), and each continuation gets its own row."""
     rows = []
     for number, item in enumerate(items):
         text = item.context.rstrip()
@@ -78,70 +74,67 @@ def rows_of(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Ro
 
 
 def collate(rows: list[Row]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Token ids and positions (B, T) of rows, and the mask (B, 1, T, T) that keeps continuations of
-    a context apart; none where each row holds one."""
-    T = max(row.length for row in rows)
-    idx, positions = np.zeros((2, len(rows), T), np.int64)
-    part = np.full((len(rows), T), -1)  # 0 the context, 1, 2, ... its continuations, -1 padding
+    """Return token ids (B, T), positions (B, T) and mask (B, 1, T, T) of rows.
+
+    A context "a b" with the continuations "c d" and "e f" becomes one row; the last token of a
+    continuation is never an input:
+
+        ids        a  b  c  e        "c" and "e" both follow "b", and "e" does not attend to "c"
+        positions  0  1  2  2
+        part       0  0  1  2
+
+    The mask is None, for plain causal attention, if every row has one continuation.
+    """
+    idx, positions = np.zeros((2, len(rows), max(row.length for row in rows)), np.int64)
+    part = np.full(idx.shape, -1)  # 0: context; 1, 2, ...: continuations; -1: padding
     for b, row in enumerate(rows):
-        place = len(row.context)
-        idx[b, :place], positions[b, :place], part[b, :place] = row.context, range(place), 0
+        end = len(row.context)
+        idx[b, :end], positions[b, :end], part[b, :end] = row.context, range(end), 0
         for n, choice in enumerate(row.choices, 1):
-            end = place + len(choice) - 1
-            idx[b, place:end] = choice[:-1]
-            positions[b, place:end] = range(len(row.context), len(row.context) + len(choice) - 1)
-            part[b, place:end] = n
-            place = end
+            start, end = end, end + len(choice) - 1
+            idx[b, start:end], part[b, start:end] = choice[:-1], n
+            positions[b, start:end] = len(row.context) + np.arange(end - start)
     mask = None
     if any(len(row.choices) > 1 for row in rows):
         part = torch.from_numpy(part)
-        own = (part[:, None, :] == part[:, :, None]) | (part == 0)[:, None, :]
-        mask = own.tril().unsqueeze(1)
+        mask = (part[:, None, :] == part[:, :, None]) | (part == 0)[:, None, :]
+        mask = mask.tril().unsqueeze(1)
     return torch.from_numpy(idx), torch.from_numpy(positions), mask
 
 
 def score_rows(
     model: GPT, rows: list[Row], *, dtype: torch.dtype, banned: list[int], with_context: bool
 ) -> list[Score]:
-    """Scores of all continuations in a batch of rows, in order; losses are summed in float32."""
+    """Return the scores of all continuations in a batch of rows, in order."""
     device = model.transformer.wte.weight.device
-    idx, positions, mask = collate(rows)
-    batch, place, target, owner = [], [], [], []  # of each token to predict
+    idx, positions, mask = (x if x is None else x.to(device) for x in collate(rows))
+    # for each token to predict: its row b, the column t whose output predicts it, and its id
+    b_index, t_index, targets, span_lengths = [], [], [], []
     for b, row in enumerate(rows):
-        before = len(row.context)
-        spans = [(list(range(before - 1)), row.context[1:])] if with_context else []
+        end = len(row.context)
+        spans = [(range(end - 1), row.context[1:])] if with_context else []
         for choice in row.choices:
-            after = range(before, before + len(choice) - 1)
-            spans.append(([len(row.context) - 1, *after], choice))
-            before += len(choice) - 1
-        for places, targets in spans:
-            batch += [b] * len(places)
-            place += places
-            target += targets
-            owner.append(len(places))
+            start, end = end, end + len(choice) - 1
+            spans.append(([len(row.context) - 1, *range(start, end)], choice))
+        for columns, tokens in spans:
+            b_index += [b] * len(columns)
+            t_index += columns
+            targets += tokens
+            span_lengths.append(len(columns))
+    b_index, t_index, targets = torch.tensor([b_index, t_index, targets], device=device)  # (N,)
     with autocast(device, dtype):
-        mask = None if mask is None else mask.to(device)
-        x = model.hidden(idx.to(device), positions=positions.to(device), mask=mask)
-        x = x[torch.tensor(batch, device=device), torch.tensor(place, device=device)]  # (N, C)
-    vocabulary = model.head_weight[: model.config.vocab_size]
-    targets = torch.tensor(target, device=device)
-    found = look_up(x, vocabulary, targets, banned)
-    scores, spans = [], zip(*(x.cpu().split(owner) for x in found), strict=True)
+        x = model.hidden(idx, positions=positions, mask=mask)[b_index, t_index]  # (N, C)
+    found = score_targets(x, model.head_weight[: model.config.vocab_size], targets, banned)
+    spans = zip(*(values.cpu().split(span_lengths) for values in found), strict=True)
+    scores = []
     for row in rows:
         context_logprob = next(spans)[0].double().sum().item() if with_context else 0.0
+        context_tokens = len(row.context) - 1 if with_context else 0
         for choice in row.choices:
             nats, hits, filtered = next(spans)
-            scores.append(
-                Score(
-                    nats.double().sum().item(),
-                    len(choice),
-                    bool(hits.all()),
-                    bool(filtered[0] and hits[1:].all()),
-                    bool(hits[-1]),
-                    context_logprob,
-                    len(row.context) - 1 if with_context else 0,
-                )
-            )
+            logprob, filtered = nats.double().sum().item(), filtered[0] and hits[1:].all()
+            flags = (bool(hits.all()), bool(filtered), bool(hits[-1]))
+            scores.append(Score(logprob, len(choice), *flags, context_logprob, context_tokens))
     return scores
 
 
@@ -156,36 +149,33 @@ def score_items(
     dtype: torch.dtype,
     banned: list[int] | None = None,
     with_context: bool = False,
-    progress: Callable[[int], None] = lambda items: None,
+    progress: Callable[[int], None] = lambda rows: None,
 ) -> list[list[Score]]:
-    """A Score for each continuation of each item, the same on every process, which share the work.
+    """Return a Score for each continuation of each item, on every process; they share the work.
 
-    Token ids in `banned` cannot be the first of a greedy continuation where the score says so;
-    `with_context` scores the context too; `progress` hears of each batch that is done.
+    `banned` are the token ids of Score.greedy_filtered; `with_context` scores the context too;
+    `progress` is called with the number of rows done since its last call.
     """
     model.eval()
-    rows = sorted(rows_of(items, tokenizer, model.config.block_size), key=lambda r: -r.length)
-    batches: list[list[Row]] = []
-    for row in rows:
-        if batches and len(batches[-1]) < batch_size and row.length == batches[-1][0].length:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
+    rows = sorted(make_rows(items, tokenizer, model.config.block_size), key=lambda r: -r.length)
+    batches = [  # of rows of equal length
+        group[start : start + batch_size]
+        for group in (list(group) for _, group in groupby(rows, attrgetter("length")))
+        for start in range(0, len(group), batch_size)
+    ]
     starts = np.cumsum([0, *(len(item.choices) for item in items)])
-    table = torch.zeros(starts[-1], len(fields(Score)), dtype=torch.float64)
+    table = torch.zeros(starts[-1], len(Score._fields), dtype=torch.float64)
+    options = {"dtype": dtype, "banned": banned or [], "with_context": with_context}
     for turn in range(0, len(batches), process.world_size):
-        mine = turn + process.rank
-        # all processes run the same number of forwards, which collectives within them rely on
+        mine = turn + process.rank  # beyond the last batch, repeat it uncounted: see metrics.py
         batch = batches[min(mine, len(batches) - 1)]
-        scores = score_rows(
-            model, batch, dtype=dtype, banned=banned or [], with_context=with_context
-        )
+        scores = score_rows(model, batch, **options)
         if mine < len(batches):
-            places = [starts[r.item] + r.first + n for r in batch for n in range(len(r.choices))]
-            table[places] = torch.tensor([astuple(score) for score in scores]).double()
+            index = [starts[r.item] + r.first + n for r in batch for n in range(len(r.choices))]
+            table[index] = torch.tensor(scores, dtype=torch.float64)
         progress(sum(len(b) for b in batches[turn : turn + process.world_size]))
     model.train()
-    table = process.sum_float64(table)
-    kinds = [field.type for field in fields(Score)]
-    found = [Score(*(k(v) for k, v in zip(kinds, r, strict=True))) for r in table.tolist()]
+    kinds = Score.__annotations__.values()
+    rows = process.sum_float64(table).tolist()
+    found = [Score(*(kind(x) for kind, x in zip(kinds, row, strict=True))) for row in rows]
     return [found[a:b] for a, b in zip(starts, starts[1:], strict=False)]

@@ -1,7 +1,7 @@
 """HellaSwag, LAMBADA and the Children's Book Test as plain lists of items to score.
 
-Rows come from the hub, or from a local file in the original format: HellaSwag's and LAMBADA's
-.jsonl (github.com/rowanz/hellaswag; OpenAI's lambada_test.jsonl), CBTest's numbered lines.
+Rows come from the Hugging Face hub, or from a file in the original format: HellaSwag's .jsonl
+(github.com/rowanz/hellaswag), OpenAI's lambada_test.jsonl, CBTest's numbered lines.
 """
 
 import json
@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.shards import DataError
+from utils.distributed import Process
 
-HUB = {  # dataset, configuration, split
+HUB = {  # task: (dataset, configuration, split)
     "hellaswag": ("Rowan/hellaswag", None, "validation"),
     "lambada": ("EleutherAI/lambada_openai", "default", "test"),
     "cbt_cn": ("cam-cst/cbt", "CN", "validation"),  # the split of the GPT-2 paper, section 3.2
     "cbt_ne": ("cam-cst/cbt", "NE", "validation"),
 }
-# Words that the GPT-2 paper's filter does not take for the last word of a LAMBADA passage; it names
-# no list. This is the English one of Porter et al. that NLTK distributes, without contractions.
+# The GPT-2 paper excludes stop words as last words of LAMBADA passages, but publishes no list. This
+# is the English list of Porter et al. that NLTK distributes, without contractions.
 STOP_WORDS = """i me my myself we our ours ourselves you your yours yourself yourselves he him his
 himself she her hers herself it its itself they them their theirs themselves what which who whom
 this that these those am is are was were be been being have has had having do does did doing a an
@@ -30,55 +31,58 @@ same so than too very s t can will just don should now""".split()
 
 @dataclass(frozen=True)
 class Item:
-    """A context, continuations of it that begin with white space, and which of them is right."""
+    """A context and its possible continuations, of which choices[label] is right."""
 
     context: str
     choices: tuple[str, ...]
+    """Continuations, each beginning with white space."""
     label: int = 0
 
 
 def read_rows(task: str, path: Path | None = None) -> list[dict]:
-    """The rows of a benchmark, from a file in its original format, or from the hub.
-
-    Raises DataError where they cannot be had, or a row lacks something.
-    """
+    """Return the rows of a benchmark from a file in its original format, or else from the hub;
+    raise DataError if they cannot be read, there are none, or a row is not valid."""
     rows = _hub_rows(task) if path is None else _file_rows(task, path)
+    source = path or HUB[task][0]
     if not rows:
-        raise DataError(f"{path or HUB[task][0]} holds no {task} items")
+        raise DataError(f"{source} holds no {task} items")
     for number, row in enumerate(rows, 1):
         try:
-            whole = CHECKS.get(task, _is_cbt)(row)
+            valid = _is_valid(task, row)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-            whole = False
-        if not whole:
-            raise DataError(f"{path or HUB[task][0]}, item {number}, is not one of {task}")
+            valid = False
+        if not valid:
+            raise DataError(f"{source}, item {number}, is not a valid item of {task}")
     return rows
 
 
-def _are_texts(*values: object) -> bool:
-    return all(isinstance(value, str) for value in values)
+def read_rows_on_all(task: str, path: Path | None, process: Process) -> list[dict]:
+    """Return a benchmark's rows on every process; one process of each machine downloads first."""
+    rows, problem = [], None
+    for first in (True, False):
+        if (process.local_rank == 0) == first:
+            try:
+                rows = read_rows(task, path)
+            except DataError as error:
+                problem = error
+        if not process.all_agree(problem is None):
+            raise problem or DataError(f"another process could not read {task}")
+    return rows
 
 
-def _is_hellaswag(row: dict) -> bool:
-    parts = ("activity_label", "ctx_a", "ctx_b")
-    named = "ctx_a" not in row or _are_texts(*(row[part] for part in parts))
-    labelled = 0 <= int(row["label"]) < len(row["endings"])
-    return named and labelled and _are_texts(row["ctx"], *row["endings"])
-
-
-def _is_lambada(row: dict) -> bool:
-    return _are_texts(row["text"]) and bool(row["text"].strip())
-
-
-def _is_cbt(row: dict) -> bool:
-    return (
-        _are_texts(row["question"], *row["sentences"], *row["options"])
-        and "XXXXX" in row["question"]
-        and row["answer"] in row["options"]
-    )
-
-
-CHECKS = {"hellaswag": _is_hellaswag, "lambada": _is_lambada}
+def _is_valid(task: str, row: dict) -> bool:
+    """Return True if a row has the fields of its task; a row of other types may raise instead."""
+    if task == "hellaswag":
+        names = ("ctx", "activity_label", "ctx_a", "ctx_b") if "ctx_a" in row else ("ctx",)
+        texts = [*row["endings"], *(row[name] for name in names)]
+        valid = 0 <= int(row["label"]) < len(row["endings"])
+    elif task == "lambada":
+        texts = [row["text"]]
+        valid = bool(row["text"].strip())
+    else:
+        texts = [row["question"], *row["sentences"], *row["options"]]
+        valid = "XXXXX" in row["question"] and row["answer"] in row["options"]
+    return valid and all(isinstance(text, str) for text in texts)
 
 
 def _hub_rows(task: str) -> list[dict]:
@@ -87,10 +91,10 @@ def _hub_rows(task: str) -> list[dict]:
     name, configuration, split = HUB[task]
     try:
         return list(datasets.load_dataset(name, configuration, split=split))
-    except Exception as error:  # whatever datasets and its file systems raise
+    except Exception as error:  # datasets and its file systems raise many kinds
         raise DataError(
-            f"{name} could not be had from the hub ({type(error).__name__}); go online, or give a "
-            "file in the original format"
+            f"{name} could not be downloaded from the hub ({type(error).__name__}); go online, or "
+            "give a file in the original format"
         ) from error
 
 
@@ -107,8 +111,11 @@ def _file_rows(task: str, path: Path) -> list[dict]:
 
 
 def parse_cbt(text: str) -> list[dict]:
-    """CBTest's own format: lines 1 to 20 a context, line 21 a question with XXXXX for the missing
-    word, a tab, the answer, two tabs, ten candidates between bars."""
+    """Parse CBTest's own format into rows; raise ValueError for a line that is out of order.
+
+    Lines 1 to 20 of an item are its context. Line 21 holds a question with XXXXX for the missing
+    word, a tab, the answer, two tabs, and ten candidates separated by bars.
+    """
     rows: list[dict] = []
     sentences: list[str] = []
     for line in filter(None, map(str.strip, text.split("\n"))):
@@ -119,54 +126,43 @@ def parse_cbt(text: str) -> list[dict]:
             sentences.append(rest)
             continue
         question, answer, *_, options = rest.split("\t")
-        rows.append(
-            {
-                "sentences": sentences,
-                "question": question,
-                "answer": answer,
-                "options": options.split("|"),
-            }
-        )
+        row = {"sentences": sentences, "question": question, "answer": answer}
+        rows.append(row | {"options": options.split("|")})
         sentences = []
     return rows
 
 
-def hellaswag_raw(rows: list[dict]) -> list[Item]:
-    """The text as it is, as build-nanogpt and llm.c score it."""
-    return [
-        Item(row["ctx"], tuple(f" {ending}" for ending in row["endings"]), int(row["label"]))
-        for row in rows
-    ]
+def hellaswag_items(rows: list[dict], *, clean: bool) -> list[Item]:
+    """Return each context of HellaSwag with its endings, as raw or as clean text.
 
+    Raw text is what build-nanogpt and llm.c score. Clean text is that of lm-evaluation-harness's
+    task hellaswag (version 1.0): activity, colon, context, without WikiHow's bracketed marks. Rows
+    that lack `ctx_a`, as in some copies of the data, give their `ctx` alone.
+    """
 
-def hellaswag_clean(rows: list[dict]) -> list[Item]:
-    """The text as lm-evaluation-harness's task hellaswag (version 1.0) makes it: the activity, a
-    colon, the context, and WikiHow's bracketed marks removed. A row without these fields, as in
-    some copies of the data, gives its `ctx` alone."""
-
-    def clean(text: str) -> str:
+    def cleaned(text: str) -> str:
         text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
         return text.replace("  ", " ")
 
-    def context(row: dict) -> str:
-        if "ctx_a" not in row:
-            return row["ctx"]
-        return f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-
-    return [
-        Item(clean(context(row)), tuple(f" {clean(e)}" for e in row["endings"]), int(row["label"]))
-        for row in rows
-    ]
+    items = []
+    for row in rows:
+        context, endings = row["ctx"], row["endings"]
+        if clean:
+            if "ctx_a" in row:
+                context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+            context, endings = cleaned(context), map(cleaned, endings)
+        items.append(Item(context, tuple(f" {end}" for end in endings), int(row["label"])))
+    return items
 
 
 def lambada_items(rows: list[dict]) -> list[Item]:
-    """The last word of each passage, as in lm-evaluation-harness's lambada_openai."""
-    split = [row["text"].rpartition(" ") for row in rows]
-    return [Item(context, (" " + word,)) for context, _, word in split]
+    """Return each passage with its last word to predict, as lm-evaluation-harness splits it."""
+    parts = [row["text"].rpartition(" ") for row in rows]
+    return [Item(context, (" " + word,)) for context, _, word in parts]
 
 
 def cbt_items(rows: list[dict]) -> list[Item]:
-    """Sentences and question up to the blank; each candidate, with the rest of the question."""
+    """Return the text up to the blank, and each candidate with the rest of the question."""
     items = []
     for row in rows:
         before, _, after = row["question"].partition("XXXXX")

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from conftest import SHARED, environment, script, torchrun
 from pyarrow import parquet
 
+from config import parse_recipe
 from data.shards import DataError
-from data.tokenizer import load_tokenizer
-from evaluation.metrics import benchmark
+from data.tokenizer import load_tokenizer, save_tokenizer
+from evaluation.metrics import score_benchmark
 from evaluation.scoring import score_items
 from evaluation.tasks import (
     Item,
     cbt_items,
-    hellaswag_clean,
-    hellaswag_raw,
+    hellaswag_items,
     lambada_items,
     parse_cbt,
     read_rows,
@@ -28,7 +28,6 @@ from evaluation.tasks import (
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
-from recipes import recipe_of
 from scripts.bench.harness import complete
 from utils.distributed import Process
 
@@ -49,7 +48,7 @@ CBT = """1 Tom had a dog .
 @pytest.fixture(scope="module")
 def model(request):
     torch.manual_seed(0)
-    fields = recipe_of(getattr(request, "param", "gpt2")).model
+    fields = parse_recipe(getattr(request, "param", "gpt2")).model
     model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
@@ -140,12 +139,12 @@ def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
         "ctx_b": "he", "activity_label": "Doing", "endings": ["runs [substeps] off", "b", "c", "d"],
         "label": "0",
     }  # fmt: skip
-    assert hellaswag_raw([row])[0].choices[0] == " runs [substeps] off"
-    (clean,) = hellaswag_clean([row])
+    assert hellaswag_items([row], clean=False)[0].choices[0] == " runs [substeps] off"
+    (clean,) = hellaswag_items([row], clean=True)
     assert clean.context == "Doing: How to. Do it. He" and clean.choices[0] == " runs off"
     assert clean.label == 0
     short = {k: row[k] for k in ("ctx", "endings", "label")}
-    assert hellaswag_clean([short])[0].context == " How to. Do it. he"
+    assert hellaswag_items([short], clean=True)[0].context == " How to. Do it. he"
 
 
 def test_lambada_asks_for_the_last_word():
@@ -159,7 +158,7 @@ def test_cbt_in_its_original_format_scores_as_by_hand(model, tmp_path):
     (item,) = cbt_items(rows)
     assert item.context == "Tom had a dog . The dog ran to Ann . `` Where is the"
     assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
-    results, examples = benchmark("cbt_cn", rows, partial(score, model), BYTES)
+    results, examples = score_benchmark("cbt_cn", rows, partial(score, model), BYTES)
     rest = [by_hand(model, item.context, choice)[0] for choice in item.choices]
     whole = []
     for choice in item.choices:
@@ -178,8 +177,8 @@ def test_files_of_another_kind_are_named(tmp_path):
         read_rows("lambada", path)
     for text, message in (
         ("not json", "not in the original format"),
-        ('{"text": "a b"}\n{"n": 2}', "item 2, is not one of lambada"),
-        ('{"text": 1}', "item 1, is not one of lambada"),
+        ('{"text": "a b"}\n{"n": 2}', "item 2, is not a valid item of lambada"),
+        ('{"text": 1}', "item 1, is not a valid item of lambada"),
         ("", "holds no"),
         ("[1]", "item 1"),
     ):
@@ -191,10 +190,10 @@ def test_files_of_another_kind_are_named(tmp_path):
     good = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
     for change in ({"label": ""}, {"label": 2}, {"endings": []}, {"ctx_a": "a"}, {"ctx": None}):
         path.write_text(json.dumps({**good, **change}))
-        with pytest.raises(DataError, match="item 1, is not one of hellaswag"):
+        with pytest.raises(DataError, match="item 1, is not a valid item of hellaswag"):
             read_rows("hellaswag", path)
     path.write_text(CBT.replace("21 ", "3 ").replace("XXXXX", "what"))
-    with pytest.raises(DataError, match="item 1, is not one of cbt_ne"):
+    with pytest.raises(DataError, match="item 1, is not a valid item of cbt_ne"):
         read_rows("cbt_ne", path)
     with pytest.raises(ValueError, match="number 2"):
         parse_cbt("1 a\n3 b\n")
@@ -203,7 +202,8 @@ def test_files_of_another_kind_are_named(tmp_path):
 @pytest.fixture(scope="module")
 def exported(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
-    save_pretrained(model, folder, BYTES)
+    save_pretrained(model, folder)
+    save_tokenizer(BYTES, folder, model.config.block_size)
     (folder / "h.jsonl").write_text(
         "".join(
             json.dumps({"ctx": f"A dog number {i}", "endings": ["a", "bb", "c c", "d"], "label": 0})
@@ -216,22 +216,33 @@ def exported(model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 64])
-def test_batches_and_processes_change_no_figure(exported, shards, tmp_path, batch_size):
+@pytest.fixture(scope="module")
+def scored(exported, shards):
+    """A command line of evaluate.py, its output on one process, and the folder of its files."""
     tasks = ["--tasks", "val", "hellaswag", "lambada", "cbt_cn", "--data_dir", shards]
     data = ["--data", exported / "h.jsonl", exported / "l.jsonl", exported / "c.txt"]
     args = ["evaluate.py", "--model", exported, *tasks, *data, "--val_tokens", 8192]
-    one = script(*args, "--out", tmp_path / "1.json", "--dump", tmp_path / "1.jsonl").stdout
+    out = ["--out", exported / "1.json", "--dump", exported / "1.jsonl"]
+    return args, script(*args, *out).stdout, exported
+
+
+def test_a_table_and_a_dump_are_written(scored):
+    _, text, folder = scored
+    # the rows lack what the harness's query needs: its figure is not put beside them
+    assert "lm-eval, ctx alone" in text and "0.2955 [1]" in text and "0.3114" not in text
+    assert len((folder / "1.jsonl").read_text().splitlines()) == 3 * 23 + 2 * 9
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_batches_and_processes_change_no_figure(scored, tmp_path, batch_size):
+    args, _, folder = scored
     torchrun(2, *args, "--out", tmp_path / "2.json", "--batch_size", batch_size)
-    a, b = (json.loads((tmp_path / f"{n}.json").read_text())["results"] for n in (1, 2))
+    a, b = (json.loads(p.read_text())["results"] for p in (folder / "1.json", tmp_path / "2.json"))
     assert len(a) == 3 + 5 + 4 + 2
     for x, y in zip(a, b, strict=True):
         assert x["value"] == pytest.approx(y["value"], rel=1e-5), x
         if x["metric"].startswith("acc"):
             assert x["value"] == y["value"]
-    # the rows lack what the harness's query needs: its figure is not put beside them
-    assert "lm-eval, ctx alone" in one and "0.2955 [1]" in one and "0.3114" not in one
-    assert len((tmp_path / "1.jsonl").read_text().splitlines()) == 3 * 23 + 2 * 9
 
 
 def test_a_checkpoint_is_scored_on_the_shards_it_was_trained_on(trained, tmp_path):
@@ -263,10 +274,15 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
 
 # what `python scripts/bench/harness.py` gave for tests/harness_model.py, lm_eval 0.4.13
 HARNESS = {"acc": 0.222, "acc_norm": 0.286, "lambada acc": 0.001, "perplexity": 22325077.53}
+# what evaluate.py, with these very figures for all 1000 items, gives for the first 100
+FIRST = {"acc": 0.2, "acc_norm": 0.27, "lambada acc": 0.0, "perplexity": 4599947.74}
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/hellaswag_val_1000.jsonl")
-def test_figures_are_those_of_lm_evaluation_harness(tmp_path):
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(100, FIRST), pytest.param(1000, HARNESS, marks=pytest.mark.slow)]
+)
+def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     try:
         harness_model.write(tmp_path / "model")
     except DataError as error:
@@ -276,13 +292,13 @@ def test_figures_are_those_of_lm_evaluation_harness(tmp_path):
     full.write_text("".join(json.dumps(complete(row)) + "\n" for row in rows))
     args = ["--tasks", "hellaswag", "lambada", "--hellaswag_protocols", "lm-eval", "--data", full]
     args += [SHARED / "data" / "lambada_test_1000.jsonl", "--out", tmp_path / "e.json"]
-    script("evaluate.py", "--model", tmp_path / "model", *args, "--device", "cpu")
+    script("evaluate.py", "--model", tmp_path / "model", *args, "--limit", limit, "--device", "cpu")
     results = json.loads((tmp_path / "e.json").read_text())["results"]
     found = {(r["task"], r["metric"]): r["value"] for r in results if r["protocol"] == "lm-eval"}
-    assert found["hellaswag", "acc"] == HARNESS["acc"]
-    assert found["hellaswag", "acc_norm"] == HARNESS["acc_norm"]
-    assert found["lambada", "acc"] == HARNESS["lambada acc"]
-    assert found["lambada", "perplexity"] == pytest.approx(HARNESS["perplexity"], rel=1e-3)
+    assert found["hellaswag", "acc"] == expected["acc"]
+    assert found["hellaswag", "acc_norm"] == expected["acc_norm"]
+    assert found["lambada", "acc"] == expected["lambada acc"]
+    assert found["lambada", "perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
 
 
 def test_benchmarks_come_from_the_hub(exported, tmp_path):

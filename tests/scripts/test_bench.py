@@ -1,5 +1,3 @@
-import argparse
-import importlib
 import json
 import subprocess
 import sys
@@ -10,9 +8,11 @@ import torch
 from conftest import ROOT, environment, script
 
 import bench
-from config import BenchConfig, ConfigError
+from bench import BenchConfig
+from config import ConfigError
+from scripts import bench_gpu
 from scripts.bench.measure import MeasurementError
-from scripts.bench.report import figures, line
+from scripts.bench.report import format_row, measure_row
 
 PEER = """
 import torch
@@ -44,8 +44,9 @@ class GPT(torch.nn.Module):
 
 def test_training_is_measured_in_turn_with_a_peer_and_its_limits(tmp_path):
     (tmp_path / "model.py").write_text(PEER)
-    config = BenchConfig("train", peer=tmp_path, repeats=3, device="cpu")
-    row = figures(bench.small_training(config, fast=False), 3)
+    config = BenchConfig("train", peer=tmp_path, device="cpu")
+    _, small, _ = bench.compare_training(config, tmp_path)
+    row = measure_row(*small, 3)
     ours, theirs, matrix, copy = row["measured"].values()
     assert list(row["measured"]) == ["train", "train_nanogpt", "matrix", "copy"]
     assert ours["lowest"] <= ours["rate"] <= ours["highest"]
@@ -54,7 +55,7 @@ def test_training_is_measured_in_turn_with_a_peer_and_its_limits(tmp_path):
     assert 0 < row["share_of_matrix"] < 2  # 1, but for what else the machine does meanwhile
     assert all(10**8 < found["peak_bytes"] < 10**10 for found in (ours, theirs))
     assert matrix["rate"] > 10**9 and copy["rate"] > 10**8
-    assert row["mfu"] is None and "x the speed" in line(row)
+    assert row["mfu"] is None and "x the speed" in format_row(row)
 
 
 def test_a_peer_that_is_none_is_a_sentence(tmp_path):
@@ -89,77 +90,56 @@ def test_the_script_for_gpus_runs_here_without_most_requirements(tmp_path):
         command, cwd=ROOT, env=environment() | here, text=True, capture_output=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    assert "train.py itself: not measured, it needs tyro" in done.stdout
-    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert 0 < row["share_of_matrix"] < 2
-    assert row["ratio"] == row["measured"]["train"]["rate"] / row["nanogpt"]["rate"]
-    assert row["what"] == "training tiny, 64 x 64, auto"
+    ours, theirs = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert 0 < ours["share_of_matrix"] < 2
+    assert ours["what"] == "training tiny, 64 x 64, auto"
+    assert theirs["what"] == "training tiny by nanoGPT, 64 x 64, auto"
+    assert theirs["measured"]["train_nanogpt"]["rate"] > ours["measured"]["train"]["rate"]
 
 
-def test_the_script_for_gpus_tries_what_the_compiler_does_only_if_asked(monkeypatch):
-    bench_gpu = importlib.import_module("scripts.bench_gpu")
+def test_the_script_for_gpus_trains_on_one_and_on_all_gpus(monkeypatch, tmp_path):
+    (tmp_path / "model.py").touch()
+    command = ["bench_gpu.py", "--model_types", "gpt2", "gpt2-xl", "--peer", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    asked = argparse.Namespace(model_types=["gpt2", "gpt2-xl"], peer=Path("peer"), tiny=False)
-    runs = list(bench_gpu.runs(asked))
-    assert [(name, job.sharding, job.processes, peer) for name, job, _, peer in runs] == [
-        ("gpt2", "none", 1, asked.peer),
-        ("gpt2, max-autotune", "none", 1, None),
-        ("gpt2, CUDA graphs", "none", 1, None),
-        ("gpt2", "none", 2, None),
-        ("gpt2", "zero2", 2, None),
-        ("gpt2-xl", "none", 1, asked.peer),
-        ("gpt2-xl", "none", 2, None),
-        ("gpt2-xl", "zero2", 2, None),
+    jobs = list(bench_gpu.list_jobs(bench_gpu.parse_args()))
+    assert [(name, job.kind, job.sharding, job.processes) for name, job in jobs] == [
+        (prefix + suffix, kind, sharding, processes)
+        for prefix in ("gpt2", "gpt2-xl")
+        for suffix, kind, sharding, processes in (
+            ("", "train", "none", 1),
+            (" by nanoGPT", "train_nanogpt", "none", 1),
+            ("", "train", "none", 2),
+            ("", "train", "zero2", 2),
+        )
     ]
-    assert [bool(variables) for _, _, variables, _ in runs] == [False, True, True] + 5 * [False]
-    heeded = "from torch._inductor import config as c; print(c.max_autotune, c.triton.cudagraphs)"
-    done = subprocess.run(
-        [sys.executable, "-c", heeded],
-        env=environment() | runs[1][2] | runs[2][2],
-        text=True,
-        capture_output=True,
-    )
-    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
-def test_what_fails_at_a_quarter_of_the_micro_batch_is_not_for_want_of_memory():
-    bench_gpu = importlib.import_module("scripts.bench_gpu")
-    tried = []
+def test_a_failure_at_a_quarter_of_the_micro_batch_is_an_error(monkeypatch):
+    sizes = []
 
-    def measured(batch):
-        tried.append(batch)
-        if batch > 16:
+    def measured(title, job, peer, repeats):
+        sizes.append(job.batch)
+        if job.batch > 16:
             raise MeasurementError
-        return "measured"
+        return title
 
-    assert bench_gpu.first_that_fits(64, measured) == ("measured", 16)
+    monkeypatch.setattr(bench_gpu.report, "measure_row", measured)
+    job = bench_gpu.Job("train", bench_gpu.TINY)
+    assert bench_gpu.measure_at(64, "tiny", job, 1) == "training tiny, 16 x 64, float32"
     with pytest.raises(MeasurementError):
-        bench_gpu.first_that_fits(256, measured)
-    assert tried == [64, 32, 16, 256, 128, 64]
-
-
-@pytest.mark.slow
-def test_the_script_for_gpus_times_train_itself():
-    done = subprocess.run(
-        ["bash", "scripts/bench_gpu.sh", "--tiny", "--repeats", "1"],
-        cwd=ROOT,
-        env=environment() | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"},
-        text=True,
-        capture_output=True,
-        timeout=400,
-    )
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["train.py"]["rate"] > 0 and 0 <= report["train.py"]["data_share"] < 0.01
+        bench_gpu.measure_at(256, "tiny", job, 1)
+    assert sizes == [64, 32, 16, 256, 128, 64]
 
 
 def test_eight_readers_are_faster_than_eight_gpus_learn(tmp_path):
-    found = figures(bench.reading(tmp_path), 2)["measured"]["read"]
+    found = measure_row(*bench.compare_reading(tmp_path), 2)["measured"]["read"]
     assert found["rate"] > 8 * 700_000  # 124M at 60 % of an H100's peak
 
 
 def test_the_report_is_a_file_and_the_last_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "figures", lambda comparison, repeats: {"what": comparison.what})
-    monkeypatch.setattr(bench, "line", lambda row: row["what"])
+    monkeypatch.setattr(bench.report, "measure_row", lambda title, *_: {"what": title})
+    monkeypatch.setattr(bench.report, "format_row", lambda row: row["what"])
     out = tmp_path / "logs" / "bench.json"
     bench.main(BenchConfig("sample", device="cpu", out=out))
     last = capsys.readouterr().out.splitlines()[-1]

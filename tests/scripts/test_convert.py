@@ -59,7 +59,7 @@ def test_fine_tuning_starts_from_the_folder_s_weights(shards, trained, exported,
     script(*args)
     state = load_checkpoint(trained / "checkpoints" / "model_last.pt")
     model = GPT(model_config(state, trained))
-    load_weights(model, state, trained, exact=True)
+    load_weights(model, state, exact=True)
     assert model.config == load_pretrained(exported).config
     first, last = losses(tmp_path)[1], losses(trained)[20]
     assert abs(first - last) < 0.2 and first < losses(trained)[1] - 0.5
