@@ -1,163 +1,197 @@
-"""Measure this machine: training, data, sampling and evaluation beside limits and peers.
+"""Measure this machine: training, sampling, data and evaluation beside limits and peers.
 
     python bench.py all --peer ../nanoGPT
     python bench.py train --peer ../nanoGPT --micro_batch_size 4 --dtype bfloat16
     python bench.py data --input novels-00000-of-00002.parquet novels-00001-of-00002.parquet
 
-Each measurement runs in a process of its own (scripts/bench/measure.py); on a CPU those compared
-take turns, repeat by repeat. Prints medians, then all of it as one line of JSON.
+Each measurement runs in a process of its own (scripts/bench/); on a CPU the compared ones take
+turns, repeat by repeat. Prints medians, and as the last line all figures as JSON.
 """
 
 import json
+import os
 import random
+import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
-from config import BenchConfig, ConfigError
-from data.tokenizer import GPT2Tokenizer, load_tokenizer
+from config import ConfigError
+from data.tokenizer import GPT2Tokenizer, load_tokenizer, save_tokenizer
 from evaluation.tasks import read_rows
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
+from scripts.bench import report
 from scripts.bench.harness import complete
-from scripts.bench.measure import Job, Measurement
-from scripts.bench.report import Comparison, figures, hardware, line, mode, steps
+from scripts.bench.measure import Job
 from utils.cli import run
 from utils.distributed import is_emulated, pick_device
-from utils.files import atomic_write
 
 VOCABULARY = GPT2Tokenizer.vocab_size
+# nanoGPT's documented configuration for a CPU: float32, not compiled
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "vocab_size": 257}
-SMALL_BATCH = 12  # nanoGPT's documented configuration for a CPU, in float32 and not compiled
-EXAMPLES = 160  # of HellaSwag
+SMALL_BATCH = 12
+HELLASWAG_EXAMPLES = 160
+Comparison = tuple[str, Job, Job | None]  # title, job of this project, job of its peer
 
 
-def training(config: BenchConfig) -> Comparison:
-    """Training steps of the named size; the peer's are compiled."""
-    shape = {**SIZES[config.model_type], "block_size": config.block_size}
-    ours = Job(
-        {**shape, "vocab_size": VOCABULARY},
-        config.micro_batch_size,
-        config.dtype,
-        config.device,
-        compile=config.use_torch_compile,
-        activation_checkpointing=config.activation_checkpointing,
-    )
-    return steps(config.model_type, ours, replace(ours, compile=True), config.peer)
+@dataclass
+class BenchConfig:
+    """Measure this machine: this project beside the limits of the hardware and beside peers."""
+
+    what: Literal["train", "data", "sample", "eval", "all"]
+    """Part to measure."""
+    peer: Path | None = None
+    """Checkout of nanoGPT, whose model.py trains in turn with this project's model."""
+    repeats: int = 5
+    """Repeats of each measurement; the median counts."""
+    model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
+    """Named size: 124M, 350M, 774M, 1558M parameters."""
+    block_size: int = 1024
+    """Tokens in a sequence."""
+    micro_batch_size: int = 4
+    """Sequences in a training step."""
+    use_torch_compile: bool = False
+    """Compile this project's model of the named size; nanoGPT always is, transformers never."""
+    activation_checkpointing: Literal["none", "cheap", "block"] = "none"
+    """Activations to recompute in the backward pass, as in train.py."""
+    input: tuple[Path, ...] = ()
+    """Text files to shard: .parquet, .jsonl or .txt; random common words unless given."""
+    num_workers: int = os.cpu_count() or 1
+    """Threads that tokenize."""
+    hellaswag: Path | None = None
+    """HellaSwag .jsonl in the original format; made-up examples of its size unless given."""
+    harness: Path | None = None
+    """Python interpreter with lm-evaluation-harness, which scores in turn with evaluate.py."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
+    """Dtype of matmuls in training and sampling."""
+    out: Path = Path("logs/bench.json")
+    """JSON file for all figures."""
 
 
-def small_training(config: BenchConfig, *, fast: bool) -> Comparison:
-    """The shape of nanoGPT's documented configuration for a CPU, which is float32 and not compiled;
-    ours too, or as fast as it goes."""
-    ours = theirs = Job(SMALL, SMALL_BATCH, "float32", config.device)
-    if fast:
-        slow = is_emulated(torch.bfloat16, pick_device(config.device))
-        ours = replace(theirs, dtype="float32" if slow else "bfloat16", compile=True)
-    return steps("4 layers of 128", ours, theirs, config.peer)
-
-
-def sampling(config: BenchConfig, batch: int) -> Comparison:
-    """128 tokens after each of `batch` prompts, beside transformers."""
+def model_job(kind: str, config: BenchConfig, batch: int) -> Job:
+    """Return a job of `batch` sequences of the model of the named size."""
     shape = {**SIZES[config.model_type], "block_size": config.block_size, "vocab_size": VOCABULARY}
-    job = Job(shape, batch, config.dtype, config.device, compile=config.use_torch_compile)
-    what = f"sampling {config.model_type}, batch {batch}, {mode(job)}"
-    what += f" (peer: {config.dtype})" if job.compile else ""
-    peer = Measurement("sample_transformers", job)
-    return Comparison(what, "tokens", Measurement("sample", job), peer)
+    return Job(kind, shape, batch, config.dtype, config.device, config.use_torch_compile)
 
 
-def sharding(config: BenchConfig, folder: Path) -> Comparison:
-    """Text files to shards of GPT-2 tokens, beside tiktoken on the same text in memory."""
-    files = [str(path.resolve()) for path in config.input]
-    if not files:
-        files = [str(folder / "words.jsonl")]
-        lines = (json.dumps({"text": words(n, 1000)}) + "\n" for n in range(4000))
-        Path(files[0]).write_text("".join(lines))
-    job = Job(files=tuple(files), threads=config.num_workers)
-    what = f"sharding, {config.num_workers} threads"
-    return Comparison(what, "tokens", Measurement("data", job), Measurement("data_tiktoken", job))
+def compare_training(config: BenchConfig, _: Path) -> Iterator[Comparison]:
+    """Yield training steps of the named size and, on a CPU, of nanoGPT's small configuration."""
+    options = {"activation_checkpointing": config.activation_checkpointing}
+    job = replace(model_job("train", config, config.micro_batch_size), **options)
+    peer = report.nanogpt_job(replace(job, use_torch_compile=True), config.peer)
+    yield report.training_title(config.model_type, job, peer), job, peer
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        slow = Job("train", SMALL, SMALL_BATCH, "float32", config.device)
+        dtype = "float32" if is_emulated(torch.bfloat16, device) else "bfloat16"
+        peer = report.nanogpt_job(slow, config.peer)
+        for job in (slow, replace(slow, dtype=dtype, use_torch_compile=True)):
+            yield report.training_title("4 layers of 128", job, peer), job, peer
 
 
-def reading(folder: Path) -> Comparison:
-    """Batches of 8 processes from one disk, from shards of random tokens."""
+def compare_sampling(config: BenchConfig, _: Path) -> Iterator[Comparison]:
+    """Yield sampling of 128 tokens after each of 1 and of 8 prompts, beside transformers."""
+    for batch in (1, 8):
+        job = model_job("sample", config, batch)
+        peer = replace(job, kind="sample_transformers", use_torch_compile=False)
+        modes = report.format_modes(job, peer)
+        yield f"sampling {config.model_type}, batch {batch}, {modes}", job, peer
+
+
+def compare_data(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
+    """Yield sharding of text, beside tiktoken on text in memory, and reading of shards."""
+    words = ({"text": random_words(n, 1000)} for n in range(4000))
+    files = config.input or [write_rows(folder, words)]
+    job = Job(
+        "data", files=tuple(str(path.resolve()) for path in files), threads=config.num_workers
+    )
+    yield f"sharding, {config.num_workers} threads", job, replace(job, kind="data_tiktoken")
+    yield compare_reading(folder)
+
+
+def compare_reading(folder: Path) -> Comparison:
+    """Return the reading of batches by 8 processes from shards of random tokens in `folder`."""
     for split, shards in (("train", 4), ("val", 1)):
         for i in range(shards):
             tokens = np.random.default_rng(i).integers(0, VOCABULARY, 10_000_000, np.uint16)
             np.save(folder / f"{split}_{i:06d}.npy", tokens)
-    job = Job(files=(str(folder),))
-    return Comparison("batches of 8 processes", "tokens", Measurement("read", job))
+    return "batches of 8 processes", Job("read", files=(str(folder),)), None
 
 
-def evaluation(config: BenchConfig, folder: Path) -> list[Comparison]:
-    """The command evaluate.py on HellaSwag in both dtypes, with a random model of the named size,
-    beside lm-evaluation-harness in float32."""
-    if config.hellaswag:
-        rows = [complete(row) for row in read_rows("hellaswag", config.hellaswag)[:EXAMPLES]]
-    else:
-        parts = {"activity_label": "Words", "ctx_a": words(0, 20), "ctx_b": words(1, 8), "ctx": ""}
-        rows = [
-            {**parts, "endings": [words(4 * n + i, 18) for i in range(4)], "label": n % 4}
-            for n in range(EXAMPLES)
-        ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = GPT(GPTConfig(**SIZES[config.model_type], vocab_size=VOCABULARY))
-    save_pretrained(model, folder / "model", load_tokenizer("gpt2"))
-    files = (str(folder / "model"), str(folder / "rows.jsonl"))
-    job = Job(files=files, device=config.device)
-    harness = None
+def compare_evaluation(config: BenchConfig, folder: Path) -> Iterator[Comparison]:
+    """Yield evaluate.py on HellaSwag with a random model in each dtype, beside the harness."""
+    rows = hellaswag_rows(config.hellaswag)
+    model, data = str(folder / "model"), str(write_rows(folder, rows))
+    gpt = GPT(GPTConfig(**SIZES[config.model_type], vocab_size=VOCABULARY))
+    save_pretrained(gpt, Path(model))
+    save_tokenizer(load_tokenizer("gpt2"), Path(model), gpt.config.block_size)
+    flags = ["--model", model, "--tasks", "hellaswag", "--data", data, "--device", config.device]
+    flags += ["--hellaswag_protocols", "lm-eval", "--out", str(folder / "evaluation.json")]
+    job = Job("evaluate", device=config.device, units=len(rows), unit="examples")
+    peer = None
     if config.harness:
-        theirs = replace(job, peer=str(config.harness.absolute()))
-        harness = Measurement("evaluate_harness", theirs)
-    return [
-        Comparison(
-            f"HellaSwag {config.model_type}, {len(rows)} examples as a command, {dtype}",
-            "examples",
-            Measurement("evaluate", replace(job, dtype=dtype)),
-            harness,
-        )
-        for dtype in ("float32", "bfloat16")
-    ]
+        command = (str(config.harness.absolute()), "scripts/bench/harness.py", model, data)
+        peer = replace(job, kind="evaluate_harness", command=command)
+    for dtype in ("float32", "bfloat16"):
+        title = f"HellaSwag {config.model_type}, {len(rows)} examples as a command, {dtype}"
+        command = (sys.executable, "evaluate.py", *flags, "--dtype", dtype)
+        yield title, replace(job, command=command), peer
 
 
-def words(seed: int, count: int) -> str:
-    """Made-up text of common words."""
+def hellaswag_rows(path: Path | None) -> list[dict]:
+    """Return the first rows of a HellaSwag file, or made-up ones, with all fields."""
+    if path:
+        return [complete(row) for row in read_rows("hellaswag", path)[:HELLASWAG_EXAMPLES]]
+    rows = []
+    for n in range(HELLASWAG_EXAMPLES):
+        endings = [random_words(4 * n + i, 18) for i in range(4)]
+        context = f"{random_words(0, 20)} {random_words(1, 8)}"
+        rows.append(complete({"ctx": context, "endings": endings, "label": n % 4}))
+    return rows
+
+
+def write_rows(folder: Path, rows: Iterable[dict]) -> Path:
+    """Write rows as lines of JSON to rows.jsonl and return its path."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def random_words(seed: int, count: int) -> str:
+    """Return a sentence of `count` random common words."""
     common = "the of and to in is was for that on with as by at from his her it not are".split()
     return " ".join(random.Random(seed).choices(common, k=count)) + "."
+
+
+PARTS = {
+    "train": compare_training,
+    "sample": compare_sampling,
+    "data": compare_data,
+    "eval": compare_evaluation,
+}
 
 
 def main(config: BenchConfig) -> None:
     for name in ("repeats", "block_size", "micro_batch_size", "num_workers"):
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name} {getattr(config, name)} must be at least 1")
-    if config.peer and not (config.peer / "model.py").is_file():
-        raise ConfigError(f"--peer {config.peer} has no model.py; give a checkout of nanoGPT")
-    device = pick_device(config.device)
-    on_cpu = device.type == "cpu"
-    report = {"hardware": hardware(device), "rows": []}
-    print(", ".join(f"{key} {value}" for key, value in report["hardware"].items()))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parts = {
-            "train": lambda: [
-                training(config),
-                *(small_training(config, fast=fast) for fast in (False, True) if on_cpu),
-            ],
-            "sample": lambda: [sampling(config, batch) for batch in (1, 8)],
-            "data": lambda: [sharding(config, folder), reading(folder)],
-            "eval": lambda: evaluation(config, folder),
-        }
-        for part, comparisons in parts.items():
-            for comparison in comparisons() if config.what in (part, "all") else ():
-                report["rows"].append(figures(comparison, config.repeats))
-                print(line(report["rows"][-1]), flush=True)
-    config.out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(config.out) as file:
-        file.write(json.dumps(report, indent=1).encode())
-    print(json.dumps(report))
+    results = report.start_report(pick_device(config.device))
+    with tempfile.TemporaryDirectory() as folder:
+        for part in PARTS if config.what == "all" else [config.what]:
+            for title, job, peer in PARTS[part](config, Path(folder)):
+                row = report.measure_row(title, job, peer, config.repeats)
+                results["rows"].append(row)
+                print(report.format_row(row), flush=True)
+    report.finish_report(results, config.out)
 
 
 if __name__ == "__main__":

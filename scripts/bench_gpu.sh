@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Training on GPUs: MFU against the chip's peak and against its matrix products, for the four sizes,
-# compiled, at the largest micro-batch, whole and (with several GPUs) divided as zero2; the first
-# size also with the compiler's max-autotune and, as for steps of one micro-batch, its CUDA graphs.
+# Training on GPUs: tokens/s, MFU of the chip's peak and share of its matmul rate, for the four sizes,
+# compiled, at the largest micro-batch that fits; on one GPU, beside nanoGPT with --peer, and on
+# several GPUs with DDP and zero2. TORCHINDUCTOR_MAX_AUTOTUNE=1 tries the compiler's max-autotune.
 #
 #   bash scripts/bench_gpu.sh [--peer ../nanoGPT] [--model_types gpt2 gpt2-xl] [--out FILE]
 #   bash scripts/bench_gpu.sh --tiny          # a small model on any machine, to see that it runs
 #
-# Needs torch, numpy, tqdm and tiktoken and no network; with tyro it also times train.py itself.
-exec python "$(dirname "$0")/bench_gpu.py" "$@"
+# Needs torch, numpy, tqdm and tiktoken and no network. The last line of output is JSON.
+root=$(cd "$(dirname "$0")/.." && pwd)
+PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec python "$root/scripts/bench_gpu.py" "$@"

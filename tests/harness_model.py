@@ -3,7 +3,7 @@
     python -m tests.harness_model FOLDER
     python scripts/bench/harness.py FOLDER hellaswag_val_1000.jsonl lambada_test_1000.jsonl
 
-writes it in Hugging Face's format and scores it; test_scoring.py holds what that gave.
+write it in Hugging Face's format and score it; test_scoring.py holds the recorded scores.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -22,17 +22,18 @@ LIKELY = (" Sarah", " Nick", " Ana", " Daniel", " Gabriel", " too")
 
 
 def write(folder: Path) -> None:
-    """Saves the model with GPT-2's tokenizer."""
+    """Save the model with GPT-2's tokenizer in Hugging Face's format."""
     tokenizer = load_tokenizer("gpt2")
     model = GPT(GPTConfig(block_size=256, n_layer=2, n_head=2, n_embd=32))
-    rng = np.random.default_rng(0)  # gives the same numbers everywhere, torch need not
+    rng = np.random.default_rng(0)  # the same numbers on every machine, unlike torch's
     for name, p in sorted(model.named_parameters()):
         values = rng.normal(1.0 if ".ln_" in name and "weight" in name else 0.0, 0.2, p.shape)
         p.data.copy_(torch.from_numpy(values))
     wte, bias = model.transformer.wte.weight, model.transformer.ln_f.bias
     for word in LIKELY:
         bias.data += 4.0 * wte.data[int(tokenizer.encode(word)[0])]
-    save_pretrained(model, folder, tokenizer)
+    save_pretrained(model, folder)
+    save_tokenizer(tokenizer, folder, model.config.block_size)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Scores a Hugging Face folder with lm-evaluation-harness, offline, to compare evaluate.py with.
+"""Score a Hugging Face folder with lm-evaluation-harness, offline, to compare evaluate.py with.
 
     pip install "lm_eval[hf]==0.4.13"      # in an environment of its own
     python scripts/bench/harness.py FOLDER hellaswag_val.jsonl [lambada_test.jsonl [LIMIT]]
 
-Prints one line of JSON; "rows" names the file that it scored on HellaSwag, for evaluate.py --data.
-Where the given rows lack the activity and the two parts of the context, which the harness needs,
-that file has made-up ones.
+Prints one line of JSON. Its field "rows" names the HellaSwag file that was scored, for
+`evaluate.py --data`: the given rows, with made-up values of the fields that only the harness needs.
 """
 
 import json
@@ -16,7 +15,7 @@ from pathlib import Path
 
 
 def complete(row: dict) -> dict:
-    """A HellaSwag row with the fields that the harness needs."""
+    """Return a HellaSwag row with the activity and the two parts of the context."""
     if "ctx_a" in row:
         return row
     head, _, tail = row["ctx"].rpartition(". ")
@@ -24,7 +23,7 @@ def complete(row: dict) -> dict:
 
 
 def main() -> None:
-    import lm_eval  # not at the top: the tests use complete() without it
+    import lm_eval  # not at the top: bench.py imports complete() without the harness
     from lm_eval.tasks._yaml_loader import load_yaml
 
     folder, hellaswag, *lambada = sys.argv[1:4]
@@ -40,7 +39,7 @@ def main() -> None:
         local = {"dataset_path": "json", "dataset_name": None, "training_split": None}
         local["dataset_kwargs"] = {"data_files": {split: str(path)}}
         began = time.perf_counter()
-        found = lm_eval.simple_evaluate(
+        evaluated = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": folder, "dtype": "float32"},
             tasks=[{**load_yaml(file, resolve_func=True), **local}],
@@ -49,7 +48,7 @@ def main() -> None:
             limit=limit,
             bootstrap_iters=0,
         )
-        results[task] = {k: v for k, v in found["results"][task].items() if k != "alias"}
+        results[task] = {k: v for k, v in evaluated["results"][task].items() if k != "alias"}
         results[task]["seconds"] = time.perf_counter() - began
     print(json.dumps(results))
 

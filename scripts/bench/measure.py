@@ -1,4 +1,4 @@
-"""Processes of scripts/bench/worker.py that take turns at repeating what they measure."""
+"""Run jobs in worker processes (scripts/bench/worker.py), which take turns at their repeats."""
 
 import contextlib
 import json
@@ -12,102 +12,105 @@ from pathlib import Path
 from model.config import GPTConfig
 from utils.errors import UserError
 
-Repeat = Callable[[], int]  # does the work once, gives how many units of it that was
+Repeat = Callable[[], int]  # does the work of a job once and returns how many units that was
 
 
 class MeasurementError(UserError):
-    """A measurement that did not come to an end."""
+    """A worker process that failed before its figures were complete."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure with: settings of bench.py, as far as the kind needs them."""
+    """One measurement: its kind and the settings that this kind uses."""
 
+    kind: str
+    """Key of KINDS in scripts/bench/worker.py."""
     shape: dict | None = None
-    """Of a GPTConfig."""
+    """Fields of GPTConfig."""
     batch: int = 1
-    """Sequences at a time, on each process."""
+    """Sequences in a forward on each process."""
     dtype: str = "float32"
     device: str = "auto"
-    compile: bool = False
+    use_torch_compile: bool = False
     activation_checkpointing: str = "none"
     sharding: str = "none"
     processes: int = 1
-    """That train together."""
+    """Processes that train together, started by torchrun."""
     threads: int = 2
+    """Threads that tokenize."""
     peer: str | None = None
+    """Checkout of nanoGPT."""
     files: tuple[str, ...] = ()
+    """Text files to shard, or the folder of shards to read."""
+    command: tuple[str, ...] = ()
+    """Command to time."""
+    units: int = 0
+    """Units of work that `command` does."""
+    unit: str = "tokens"
+    """Unit of work in the report."""
 
     @property
     def config(self) -> GPTConfig:
         return GPTConfig(**self.shape)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A kind of scripts/bench/worker.py and what it works with."""
-
-    kind: str
-    job: Job
-
-
 class Worker:
-    """A process of scripts/bench/worker.py, warmed up and ready to repeat its measurement."""
+    """A worker process that has warmed up and waits for requests to repeat its job."""
 
-    def __init__(self, measurement: Measurement) -> None:
-        self.kind = measurement.kind
+    def __init__(self, job: Job) -> None:
+        self.kind = job.kind
         self.rates: list[float] = []
-        job, command = measurement.job, [sys.executable]
+        command = [sys.executable]
         if job.processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc_per_node={job.processes}"]
         self.process = subprocess.Popen(
-            [*command, "-m", "scripts.bench.worker", self.kind, json.dumps(asdict(job))],
+            [*command, "-m", "scripts.bench.worker", json.dumps(asdict(job))],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.start_s = self.answer()["start_s"]
+        self.start_s = self.receive("start_s")
 
-    def answer(self) -> dict:
-        """The next line of the worker that is an answer; a peer may print others before it."""
+    def receive(self, name: str) -> float:
+        """Return the figure of the worker's next answer, skipping lines that a peer prints."""
         for line in self.process.stdout:
             if line.startswith("{"):
-                return json.loads(line)
+                return json.loads(line)[name]
         raise MeasurementError(f"the measurement {self.kind} failed; its error is above")
 
     def repeat(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as `answer` says
+        """Run the job once and record its rate."""
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; receive() raises
             print(file=self.process.stdin, flush=True)
-        self.rates.append(self.answer()["rate"])
+        self.rates.append(self.receive("rate"))
 
-    def end(self) -> dict:
-        """Its figures: units per second, bytes, seconds."""
+    def finish(self) -> dict:
+        """End the process and return its rates in units/s, peak memory in bytes, start in s."""
         self.process.stdin.close()
-        peak = self.answer()["peak_bytes"]
+        peak = self.receive("peak_bytes")
         self.process.wait()
+        rates = {"lowest": min(self.rates), "highest": max(self.rates)}
         return {
-            "rate": statistics.median(self.rates),
-            "lowest": min(self.rates),
-            "highest": max(self.rates),
-            "peak_bytes": peak,
-            "start_s": self.start_s,
-        }
+            "rate": statistics.median(self.rates), **rates,
+            "peak_bytes": peak, "start_s": self.start_s,
+        }  # fmt: skip
 
 
-def measure(measurements: list[Measurement], repeats: int, *, in_turn: bool) -> list[dict]:
-    """Figures of each, in turn; else one after the other, where memory is for one at a time."""
-    if not in_turn and len(measurements) > 1:
-        return [measure([one], repeats, in_turn=True)[0] for one in measurements]
+def measure(jobs: list[Job], repeats: int, *, in_turn: bool) -> list[dict]:
+    """Return the figures of each job (see Worker.finish); `in_turn` interleaves their repeats, else
+    one job at a time has the device's memory. Raises MeasurementError."""
+    if not in_turn and len(jobs) > 1:
+        return [measure([job], repeats, in_turn=True)[0] for job in jobs]
     workers: list[Worker] = []
     try:
-        for measurement in measurements:
-            workers.append(Worker(measurement))
+        for job in jobs:
+            workers.append(Worker(job))
         for _ in range(repeats):
             for worker in workers:
                 worker.repeat()
-        return [worker.end() for worker in workers]
+        return [worker.finish() for worker in workers]
     finally:
         for worker in workers:
             worker.process.kill()

@@ -1,112 +1,113 @@
-"""Rows of bench.py and scripts/bench_gpu.py: a measurement beside a peer's and beside limits."""
+"""Rows of a benchmark's report: a job beside a peer and beside the limits of the hardware."""
 
+import json
 import platform
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from model.config import GPTConfig
-from model.gpt import skeleton
-from scripts.bench.measure import Job, Measurement, measure
+from config import ConfigError
+from model.gpt import empty_gpt
+from scripts.bench.measure import Job, measure
 from utils.distributed import is_emulated, pick_device, pick_dtype
-from utils.throughput import flops_per_token, peak_flops
+from utils.files import atomic_write
+from utils.throughput import peak_flops
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What ours reaches, beside a peer and beside limits: "matrix", in FLOP/s, and "copy"."""
-
-    what: str
-    unit: str
-    ours: Measurement
-    peer: Measurement | None = None
-    limits: tuple[Measurement, ...] = ()
-    flops: int = 0
-    """Arithmetic of one unit."""
+def nanogpt_job(job: Job, peer: Path | None) -> Job | None:
+    """Return `job` for nanoGPT; None without a peer. Raises ConfigError if it has no model.py."""
+    if peer is None:
+        return None
+    if not (peer / "model.py").is_file():
+        raise ConfigError(f"--peer {peer} has no model.py; give a checkout of nanoGPT")
+    return replace(job, kind="train_nanogpt", peer=str(peer.resolve()))
 
 
-def steps(name: str, ours: Job, theirs: Job, peer: Path | None) -> Comparison:
-    """Training of two jobs, if there is a peer, beside the limits of ours."""
-    shape, alone = ours.shape, replace(ours, processes=1)
-    parameters = skeleton(GPTConfig(**shape)).num_multiplying()
-    what = f"training {name}, {ours.batch} x {shape['block_size']}, {mode(ours)}"
-    if peer and mode(theirs) != mode(ours):
-        what += f" (peer: {mode(theirs)})"
-    return Comparison(
-        what,
-        "tokens",
-        Measurement("train", ours),
-        Measurement("train_nanogpt", replace(theirs, peer=str(peer.resolve()))) if peer else None,
-        (Measurement("matrix", alone), Measurement("copy", alone)),
-        flops_per_token(parameters, shape["n_layer"], shape["n_embd"], shape["block_size"]),
-    )
+def format_modes(job: Job, peer: Job | None = None) -> str:
+    """Return dtype, compilation and processes as text, and the peer's where they differ."""
+    modes = [job.dtype, *["compiled"] * job.use_torch_compile]
+    if job.processes > 1:
+        modes += [f"{job.processes} processes", job.sharding]
+    mode = ", ".join(modes)
+    other = format_modes(peer) if peer else mode
+    return mode if other == mode else f"{mode} (peer: {other})"
 
 
-def mode(job: Job) -> str:
-    """How a job trains or samples, in words."""
-    several = f", {job.processes} processes, {job.sharding}" if job.processes > 1 else ""
-    return job.dtype + (", compiled" if job.compile else "") + several
+def training_title(name: str, job: Job, peer: Job | None = None) -> str:
+    """Return the title of a row of training steps."""
+    return f"training {name}, {job.batch} x {job.config.block_size}, {format_modes(job, peer)}"
 
 
-def figures(comparison: Comparison, repeats: int) -> dict:
-    """A row of the report."""
-    device = pick_device(comparison.ours.job.device)
-    others = [comparison.peer] if comparison.peer else []
-    all_of_it = [comparison.ours, *others, *comparison.limits]
-    found = measure(all_of_it, repeats, in_turn=device.type == "cpu")
-    by_kind = dict(zip((m.kind for m in all_of_it), found, strict=True))
-    ours = found[0]
-    row = {"what": comparison.what, "unit": comparison.unit, "measured": by_kind}
-    if comparison.peer:
-        row["peer"] = comparison.peer.kind
-        row["ratio"] = ours["rate"] / found[1]["rate"]
-        row["memory_ratio"] = ours["peak_bytes"] / found[1]["peak_bytes"]
-    if comparison.flops:
-        reached = ours["rate"] * comparison.flops / comparison.ours.job.processes
-        row["share_of_matrix"] = reached / by_kind["matrix"]["rate"]
-        peak = peak_flops(device, pick_dtype(comparison.ours.job.dtype, device))
+def measure_row(title: str, job: Job, peer: Job | None, repeats: int) -> dict:
+    """Return a row of the report: a job, its peer and, for training, the limits of the hardware.
+
+    Raises MeasurementError.
+    """
+    device, is_training = pick_device(job.device), job.kind.startswith("train")
+    jobs = [job, peer] if peer else [job]
+    if is_training:
+        jobs += [replace(job, kind=kind, processes=1) for kind in ("matrix", "copy")]
+    figures = measure(jobs, repeats, in_turn=device.type == "cpu")
+    measured = dict(zip((job.kind for job in jobs), figures, strict=True))
+    ours, row = figures[0], {"what": title, "unit": job.unit, "measured": measured}
+    if peer:
+        row["peer"] = peer.kind
+        row["ratio"] = ours["rate"] / figures[1]["rate"]
+        row["memory_ratio"] = ours["peak_bytes"] / figures[1]["peak_bytes"]
+    if is_training:
+        reached = ours["rate"] * empty_gpt(job.config).flops_per_token() / job.processes  # FLOP/s
+        row["share_of_matrix"] = reached / measured["matrix"]["rate"]
+        peak = peak_flops(device, pick_dtype(job.dtype, device))
         row["mfu"] = reached / peak if peak else None
     return row
 
 
-def line(row: dict) -> str:
-    """A row as text."""
-    ours, *_ = row["measured"].values()
-    text = f"{row['what']}: {ours['rate']:,.4g} {row['unit']}/s, {ours['peak_bytes'] / 1e9:.2f} GB"
+def format_row(row: dict) -> str:
+    """Return a row of the report as one line of text."""
+
+    def speed(figures: dict) -> str:
+        return f"{figures['rate']:,.4g} {row['unit']}/s, {figures['peak_bytes'] / 1e9:.2f} GB"
+
+    text = f"{row['what']}: {speed(next(iter(row['measured'].values())))}"
     if "peer" in row:
-        theirs = row["measured"][row["peer"]]
-        text += (
-            f"; {row['peer']} {theirs['rate']:,.4g} {row['unit']}/s, "
-            f"{theirs['peak_bytes'] / 1e9:.2f} GB: {row['ratio']:.2f}x the speed, "
-            f"{row['memory_ratio']:.2f}x the memory"
-        )
+        text += f"; {row['peer']} {speed(row['measured'][row['peer']])}: "
+        text += f"{row['ratio']:.2f}x the speed, {row['memory_ratio']:.2f}x the memory"
     if "share_of_matrix" in row:
-        matrix, copy = (row["measured"][kind]["rate"] for kind in ("matrix", "copy"))
-        text += (
-            f"; {row['share_of_matrix']:.0%} of the {matrix / 1e9:,.0f} GFLOP/s of its matrix "
-            f"products alone, memory copies {copy / 1e9:.1f} GB/s"
-        )
+        matmul, copy = (row["measured"][kind]["rate"] / 1e9 for kind in ("matrix", "copy"))
+        text += f"; {row['share_of_matrix']:.0%} of the {matmul:,.0f} GFLOP/s of matmuls alone"
+        text += f", memory copies {copy:.1f} GB/s"
         text += f"; MFU {row['mfu']:.1%}" if row["mfu"] else ""
     return text
 
 
-def processor() -> str:
-    """The name of the CPU, which Linux tells in a file of its own."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def hardware(device: torch.device) -> dict:
-    """What the figures are of."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+def start_report(device: torch.device) -> dict:
+    """Print the hardware and return a report that holds it and no rows."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     if is_emulated(torch.bfloat16, device):
         name += " without bfloat16"
-    return {
+    hardware = {
         "device": f"{device.type} {name}",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
+    print(", ".join(f"{key} {value}" for key, value in hardware.items()))
+    return {"hardware": hardware, "rows": []}
+
+
+def finish_report(report: dict, out: Path | None) -> None:
+    """Write a report to `out`, if given, and print it as one line of JSON."""
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(out) as file:
+            file.write(json.dumps(report, indent=1).encode())
+    print(json.dumps(report))
+
+
+def cpu_name() -> str:
+    """Return the model name of the CPU, from /proc/cpuinfo on Linux."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M)
+    return found[1] if found else platform.processor() or platform.machine()

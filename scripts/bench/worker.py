@@ -1,211 +1,190 @@
-"""What bench.py measures, each in a process of its own: `python -m scripts.bench.worker KIND JSON`.
+"""Measure one job in a process of its own: `python -m scripts.bench.worker JOB`, JOB as JSON.
 
-A worker warms up, says how long its start took, then does one repeat for each line that it reads
-and answers with its rate; at the end of the input it says how much memory it took at most. So a
-worker and its peer take turns under the same conditions, repeat by repeat. Under torchrun the main
-process reads and answers for all.
+The worker warms up and prints the seconds that this took, repeats its work for each line of
+standard input and prints the rate, and at the end of the input prints its peak memory. Under
+torchrun the main process reads and prints for all.
 """
 
+import gc
 import importlib
 import json
-import math
+import multiprocessing
+import os
 import resource
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
 
-from scripts.bench import worker_text
+from config import DataConfig
+from data.loader import Sequences, Slicing, TokenStream, train_batches
+from data.source import Source
+from model import cpu
+from model.generate import generate
+from model.gpt import GPT
+from scripts.bench.compute import matmul, memory_copy, train, train_nanogpt
 from scripts.bench.measure import Job, Repeat
-from training import parallel
-from training.attention import fastest_kernel, preferring
-from utils import distributed, malloc
+from utils import distributed
 from utils.throughput import peak_memory
 
-
-def training(
-    job: Job,
-    process: distributed.Process,
-    model: nn.Module,
-    loss_of: Callable,
-    optimizer: torch.optim.Optimizer,
-    clip: Callable[[nn.Module], Tensor],
-    attention: str | None = None,
-) -> Repeat:
-    """Steps of one micro-batch of random tokens: forward, backward, clip, update; as many as take a
-    second, so that what ran in between is forgotten. `attention` is the kernel for it."""
-    device = process.device
-    size = (job.batch, job.config.block_size)
-    dtype = distributed.pick_dtype(job.dtype, device)
-    tokens = torch.randint(job.config.vocab_size, (2, *size), device=device)
-
-    def step() -> None:
-        with preferring(attention):
-            with distributed.autocast(device, dtype, keep_weights=False):
-                loss = loss_of(*tokens)
-            loss.backward()
-        clip(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.item()
-
-    step()  # the first compiles and makes the optimizer's state
-    malloc.shared()
-    began = time.perf_counter()
-    step()
-    seconds = torch.tensor([time.perf_counter() - began], device=device)
-    count = math.ceil(1 / process.extremes(seconds)[1].item())  # the same on all processes
-
-    def steps() -> int:
-        for _ in range(count):
-            step()
-        return count * tokens[0].numel()
-
-    return steps
+NEW_TOKENS = 128
+READERS = 8
 
 
-def train(job: Job) -> Repeat:
-    """Tokens of training steps as train.py does them."""
-    from model.gpt import GPT
-    from training.optim import make_optimizers
-
-    process = distributed.start(job.device)
-    model = GPT(job.config)
-    parallel.recompute(model, job.activation_checkpointing, compiled=job.compile)
-    dtype = distributed.pick_dtype(job.dtype, process.device)
-    attention, notes = fastest_kernel(job.config, job.batch, dtype, process)
-    if notes and process.is_main:
-        print(*notes, file=sys.stderr)
-    module = parallel.wrap(model, process, job.sharding, dtype)
-    (optimizer,) = make_optimizers(model, weight_decay=0.1, betas=(0.9, 0.95))
-    module = torch.compile(module) if job.compile else module
-
-    def clip(model: nn.Module) -> Tensor:
-        return parallel.clip_grad_norm(model, 1.0)
-
-    return training(job, process, model, module, optimizer, clip, attention)
-
-
-def train_nanogpt(job: Job) -> Repeat:
-    """The same with the model and the optimizer of a nanoGPT checkout."""
-    sys.path.insert(0, job.peer)
-    sys.modules.pop("model", None)
-    theirs = importlib.import_module("model")  # its model.py, not our package
-    shape = {**job.shape, "vocab_size": -(-job.config.vocab_size // 64) * 64}
-    model = theirs.GPT(theirs.GPTConfig(bias=True, **shape))
-    process = distributed.Process(0, 0, 1, distributed.pick_device(job.device))
-    torch.set_float32_matmul_precision("high")  # as its train.py
-    model.to(process.device)
-    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), process.device.type)
-    module = torch.compile(model) if job.compile else model
-
-    def clip(model: nn.Module) -> Tensor:
-        return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    def loss_of(idx: Tensor, targets: Tensor) -> Tensor:
-        return module(idx, targets)[1]
-
-    return training(job, process, model, loss_of, optimizer, clip)
-
-
-def matrix(job: Job) -> Repeat:
-    """FLOPs of matrix products at the shapes of a training step, forward and backward, in its
-    dtype: three blocks' and their share of the head's."""
-    device, config = distributed.pick_device(job.device), job.config
-    dtype = distributed.pick_dtype(job.dtype, device)
-    rows, C = job.batch * config.block_size, config.n_embd
-    layers = [(3 * C, C), (C, C), (4 * C, C), (C, 4 * C)]
-    pairs = [(out, into, rows) for out, into in layers] * 3
-    pairs += [(config.padded_vocab_size, C, max(1, rows * 3 // config.n_layer))]
-    made = [
-        [torch.randn(*s, device=device).to(dtype) for s in ((n, i), (o, i), (n, o))]
-        for o, i, n in pairs
-    ]
-
-    @torch.no_grad()
-    def products() -> int:
-        for x, weight, grad in made:
-            F.linear(x, weight)
-            grad @ weight
-            grad.T @ x
-        synchronize(device)
-        return sum(6 * x.numel() * len(weight) for x, weight, _ in made)
-
-    return products
-
-
-def copy(job: Job) -> Repeat:
-    """Bytes read and written by copies of 256 MB in memory."""
+def sample(job: Job) -> Repeat:
+    """Prepare sampling after `batch` prompts of 16 tokens; units are tokens."""
     device = distributed.pick_device(job.device)
-    source = torch.ones(2**26, device=device)
-    target = torch.empty_like(source)
+    dtype = distributed.pick_dtype(job.dtype, device)
+    model = GPT(job.config).to(device).eval()
+    if device.type == "cpu" and not job.use_torch_compile:
+        cpu.for_inference(model, dtype)
+    options = {"top_k": 50, "use_torch_compile": job.use_torch_compile}
+    prompts = torch.randint(job.config.vocab_size, (job.batch, 16)).tolist()
 
-    def copies() -> int:
-        for _ in range(10):
-            target.copy_(source)
-        synchronize(device)
-        return 10 * 2 * source.nbytes
+    def repeat() -> int:
+        with distributed.autocast(device, dtype):
+            tokens = torch.stack(list(generate(model, prompts, NEW_TOKENS, **options)))
+        return len(tokens.tolist()) * job.batch
 
-    return copies
+    return repeat
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def sample_transformers(job: Job) -> Repeat:
+    """Prepare the sampling of `sample` with transformers' generate; units are tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config, device = job.config, distributed.pick_device(job.device)
+    shape = {"n_positions": config.block_size, "vocab_size": config.vocab_size}
+    shape |= {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    dtype = distributed.pick_dtype(job.dtype, device)
+    model = GPT2LMHeadModel(GPT2Config(**shape)).to(device, dtype).eval()
+    prompt = torch.randint(config.vocab_size, (job.batch, 16), device=device)
+    options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
+    options |= {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
+
+    def repeat() -> int:
+        tokens = model.generate(prompt, do_sample=True, top_k=50, **options)
+        return tokens[:, prompt.size(1) :].numel()
+
+    return repeat
+
+
+def data(job: Job) -> Repeat:
+    """Prepare data/fineweb-edu.py on `files`, from text to shards; units are tokens."""
+    prepare = importlib.import_module("data.fineweb-edu").prepare
+    settings = {"input": tuple(job.files), "num_workers": job.threads, "shard_size": 1_000_000}
+
+    def repeat() -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            return prepare(DataConfig(Path(folder), **settings))[1]
+
+    return repeat
+
+
+def data_tiktoken(job: Job) -> Repeat:
+    """Prepare tiktoken's batch call on the documents of `files` in memory; units are tokens."""
+    import tiktoken
+
+    encoding = tiktoken.get_encoding("gpt2")
+    texts = [t for _, texts in Source(tuple(job.files), "", "").batches(None) for t in texts if t]
+
+    def repeat() -> int:
+        documents = encoding.encode_ordinary_batch(texts, num_threads=job.threads)
+        return sum(map(len, documents)) + len(documents)
+
+    return repeat
+
+
+def read_batches(job: Job) -> Repeat:
+    """Prepare the batches of READERS processes that share a disk; units are tokens.
+
+    On Linux they come from the disk, as each repeat drops the shards from the page cache.
+    """
+    readers = ProcessPoolExecutor(READERS, multiprocessing.get_context("spawn"))
+    (folder,) = job.files
+
+    def repeat() -> int:
+        for path in Path(folder).glob("*.npy"):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return sum(readers.map(count_batch_tokens, [folder] * READERS, range(READERS)))
+
+    return repeat
+
+
+def count_batch_tokens(folder: str, rank: int) -> int:
+    """Read the batches of 30 steps of one process and return their number of tokens."""
+    sequences = Sequences(TokenStream(folder, "train"), 1024)
+    batches = train_batches(sequences, Slicing(512, 16, rank, READERS), 1, range(30))
+    tokens = sum(idx.size for idx, _ in batches)
+    del sequences, batches
+    gc.collect()  # unmaps the shards: mapped pages would stay in the page cache
+    return tokens
+
+
+def run_command(job: Job) -> Repeat:
+    """Prepare a run of `command`, start included; it does `units` units."""
+
+    def repeat() -> int:
+        subprocess.run(job.command, check=True, stdout=subprocess.DEVNULL)
+        return job.units
+
+    return repeat
 
 
 KINDS = {
-    f.__name__: f
-    for f in (
-        train,
-        train_nanogpt,
-        matrix,
-        copy,
-        worker_text.sample,
-        worker_text.sample_transformers,
-        worker_text.data,
-        worker_text.data_tiktoken,
-        worker_text.read,
-        worker_text.evaluate,
-        worker_text.evaluate_harness,
-    )
+    "train": train,
+    "train_nanogpt": train_nanogpt,
+    "matrix": matmul,
+    "copy": memory_copy,
+    "sample": sample,
+    "sample_transformers": sample_transformers,
+    "data": data,
+    "data_tiktoken": data_tiktoken,
+    "read": read_batches,
+    "evaluate": run_command,
+    "evaluate_harness": run_command,
 }
 
 
-def asked(job: Job) -> Iterator[None]:
-    """One item for each line of the main process's input, on all processes."""
-    if job.processes == 1:
-        for _ in sys.stdin:
-            yield
-        return
-    process = distributed.start(job.device)
-    while process.all(not process.is_main or bool(sys.stdin.readline())):
-        yield
+def is_asked_again(process: distributed.Process | None) -> bool:
+    """Wait for a line of the main process's standard input; False on all processes at its end."""
+    asked = process is not None and not process.is_main or bool(sys.stdin.readline())
+    return asked if process is None else process.all_agree(asked)
+
+
+def peak_bytes() -> int:
+    """Return the peak memory: the GPU's if one was used, else of this process or a child."""
+    if on_gpu := torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return on_gpu
+    unit = 1 if sys.platform == "darwin" else 1024
+    return max(unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, peak_memory())
+
+
+def answer(**figures: float) -> None:
+    """Print figures as a line of JSON on the main process."""
+    if distributed.is_main():
+        print(json.dumps(figures), flush=True)
 
 
 def main() -> None:
     began = time.perf_counter()
-    job = Job(**json.loads(sys.argv[2]))
-    repeat = KINDS[sys.argv[1]](job)
-
-    def answer(**figures: float) -> None:
-        if distributed.is_main():
-            print(json.dumps(figures), flush=True)
-
-    repeat()  # warms up: compiles, fills caches, makes the optimizer's state
+    job = Job(**json.loads(sys.argv[1]))
+    repeat = KINDS[job.kind](job)
+    repeat()  # warms up: compiles, fills caches
     answer(start_s=time.perf_counter() - began)
-    for _ in asked(job):
+    process = distributed.start(job.device) if job.processes > 1 else None
+    while is_asked_again(process):
         began = time.perf_counter()
         units = repeat() * job.processes
         answer(rate=units / (time.perf_counter() - began))
-    on_gpu = torch.cuda.is_available() and torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    started = unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    answer(peak_bytes=on_gpu or max(started, peak_memory()))
+    answer(peak_bytes=peak_bytes())
     distributed.stop()
 
 
