@@ -5,18 +5,25 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real text for those who have it; never needed
 if (SHARED / "tiktoken").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
+# xdist keeps all cores busy: threads of tiny products would wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# a pool of compiling processes takes longer to start than the small models of the tests to compile
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 SMALL = (
     "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --micro_batch_size 4 "
     "--total_batch_size 512 --max_lr 3e-3 --warmup_steps 5 --device cpu --dtype float32 "
@@ -30,52 +37,92 @@ def environment() -> dict:
     return {**env, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
+def can_fork(args: list[str], env: dict) -> bool:
+    """Whether a fork of tests/warm.py does as well as a new process.
+
+    It does not for what imports read from the environment.
+    """
+    read_by_imports = ("MALLOC_", "OMP_", "PYTHON", "TORCH")
+    usual = environment()
+    changed = {name for name in {*env, *usual} if env.get(name) != usual.get(name)}
+    return (
+        warm.ADDRESS in os.environ
+        and args[0].endswith(".py")
+        and not any(name.startswith(read_by_imports) for name in changed - {"PYTHONPATH"})
+    )
+
+
 def script(
-    *args: object, code: int = 0, timeout: int = 240, **options
+    *args: object,
+    code: int = 0,
+    timeout: float = 240,
+    fork: bool = True,
+    env: dict | None = None,
+    input: str | bytes = "",
+    text: bool = True,
+    **options,
 ) -> subprocess.CompletedProcess:
-    """Runs `python ARGS` in the project; fails unless it exits with `code`."""
-    command = [sys.executable, *(a if isinstance(a, bytes) else str(a) for a in args)]
-    options = {"cwd": ROOT, "env": environment(), "text": True, "capture_output": True, **options}
-    done = subprocess.run(command, timeout=timeout, **options)
-    assert done.returncode == code, f"{command} -> {done.returncode}\n{done.stdout}{done.stderr}"
-    return done
+    """Run `python ARGS` in the project; fail unless it exits with `code`.
+
+    It runs in a fork of a process that has imported PyTorch, or in a process of its own where
+    `fork` is false or `options` go to subprocess.run.
+    """
+    args = [os.fsdecode(a) if isinstance(a, bytes) else str(a) for a in args]
+    env = environment() if env is None else env
+    given = input.encode() if isinstance(input, str) else input
+    if fork and not options and can_fork(args, env):
+        ((status, out, err),) = warm.run_all([args], [env], ROOT, given, timeout)
+    else:
+        command = [sys.executable, *args]
+        options = {"cwd": ROOT, "env": env, "input": given, "timeout": timeout, **options}
+        done = subprocess.run(command, capture_output=True, **options)
+        status, out, err = done.returncode, done.stdout, done.stderr
+    if text:
+        out, err = out.decode(), err.decode()
+    assert status == code, f"{args} -> {status}\n{out}{err}"
+    return subprocess.CompletedProcess(args, status, out, err)
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def ranks(
+    commands: list[list], local_world_size: int, env: dict, timeout: float
+) -> list[tuple[int, str, str]]:
+    """Run a command line for each rank without a launcher; exit code, stdout and stderr of each."""
+    commands = [[str(a) for a in args] for args in commands]
+    world = {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(local_world_size)}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    envs = [
+        {**env, **world, **store, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
+        for rank in range(len(commands))
+    ]
+    found = warm.run_all(commands, envs, ROOT, b"", timeout)
+    return [(code, out.decode(), err.decode()) for code, out, err in found]
 
 
 def launch(commands: list[list], local_world_size: int, codes: list[int]) -> list[str]:
-    """Runs a command line for each rank without a launcher; `codes` are how they must end."""
-    world = {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(local_world_size)}
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
-    processes = []
-    for rank, args in enumerate(commands):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, args)],
-                cwd=ROOT,
-                env=environment() | world | store | own,
-                stderr=subprocess.PIPE,
-                text=True,
-            )  # fmt: skip
-        )
-    try:
-        texts = [process.communicate(timeout=120)[1] for process in processes]
-        assert [p.returncode for p in processes] == codes, texts
-        return texts
-    finally:
-        for process in processes:
-            process.kill()
+    """Run a command line for each rank, which must end with `codes`; return what stderr got."""
+    found = ranks(commands, local_world_size, environment(), 120)
+    assert [code for code, _, _ in found] == codes, found
+    return [err for _, _, err in found]
 
 
-def torchrun(processes: int, *args: object, **options) -> subprocess.CompletedProcess:
-    """Runs a script under torchrun."""
-    return script(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={processes}",
-        *args,
-        **options,
-    )
+def torchrun(
+    processes: int, *args: object, code: int = 0, fork: bool = True, **options
+) -> subprocess.CompletedProcess:
+    """Run a script under torchrun, or in as many forks with the environment that it sets."""
+    head = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    env, timeout = options.get("env", environment()), options.get("timeout", 240)
+    if not fork or not can_fork([str(args[0])], env):
+        return script(*head, *args, code=code, **options)
+    found = ranks([list(args)] * processes, processes, env, timeout)
+    assert int(any(status for status, _, _ in found)) == code, found
+    out, err = ("".join(texts) for texts in list(zip(*found, strict=True))[1:])
+    return subprocess.CompletedProcess(args, code, out, err)
 
 
 def train_args(data: Path, run: Path, steps: int, *extra: object) -> list:
@@ -84,16 +131,15 @@ def train_args(data: Path, run: Path, steps: int, *extra: object) -> list:
     return ["train.py", "--data_dir", data, *folders, "--max_steps", steps, *SMALL, *extra]
 
 
-def start(*args: object) -> subprocess.Popen:
-    """Starts a script in a process group of its own, to be killed."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, args)],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def start(*args: object, fork: bool = True) -> subprocess.Popen | warm.Script:
+    """Start a script in a process group of its own, to be killed."""
+    args = [str(a) for a in args]
+    with open(os.devnull, "r+b") as null:
+        if fork and can_fork(args, environment()):
+            return warm.Script(args, ROOT, environment(), null, null, null)
+        command, streams = [sys.executable, *args], {"stdout": null, "stderr": null}
+        options = {"cwd": ROOT, "env": environment(), "start_new_session": True}
+        return subprocess.Popen(command, **streams, **options)
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -106,6 +152,21 @@ def kill(process: subprocess.Popen) -> None:
         except ProcessLookupError:
             pass
     process.wait()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the process to fork scripts from, one for all workers of xdist."""
+    if sys.platform == "linux" and not hasattr(config, "workerinput"):
+        folder = tempfile.mkdtemp()
+        os.environ[warm.ADDRESS] = f"{folder}/socket"
+        server = warm.start_server(os.environ[warm.ADDRESS], environment())
+
+        def stop() -> None:
+            server.stdin.close()
+            server.wait()
+            shutil.rmtree(folder)
+
+        config.add_cleanup(stop)
 
 
 @pytest.fixture
