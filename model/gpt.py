@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
@@ -282,7 +283,16 @@ class GPT(nn.Module):
         return self.loss(x.flatten(0, 1), self.head_weight, targets.flatten())
 
 
+class SkipInit(TorchFunctionMode):
+    """Leave new parameters uninitialised: on "meta", init imports the compiler for a second."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs or {})
+
+
 def empty_gpt(config: GPTConfig) -> GPT:
     """Return a GPT on the device "meta": shapes without memory, for weights from a file."""
-    with torch.device("meta"):
+    with torch.device("meta"), SkipInit():
         return GPT(config)
