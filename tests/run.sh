@@ -8,4 +8,4 @@ ruff check .
 ruff format --check .
 select="not slow"
 if [ "${1:-}" = --slow ]; then select="" && shift; fi
-exec python -m pytest -n 2 --dist worksteal -m "$select" "$@"
+exec python -m pytest -n 3 --dist worksteal -m "$select" "$@"

@@ -39,7 +39,7 @@ def check(count: int, share: int) -> None:
 
 
 def test_damaged_files_are_named_or_read():
-    check(300, share=150)
+    check(150, share=150)
 
 
 @pytest.mark.slow

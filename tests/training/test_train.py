@@ -98,11 +98,12 @@ def test_two_processes_with_accumulation_equal_one(shards, trained, tmp_path):
     assert max(abs(val_a[s] - val_b[s]) for s in val_b) < 1e-4
 
 
-def test_ten_kills_at_random_moments_change_nothing(shards, tmp_path):
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_change_nothing(shards, tmp_path, kills):
     whole, run, rng = tmp_path / "whole", tmp_path / "run", random.Random(5)
     script(*train_args(shards, whole, 200, "--save_every", 0))
     args = train_args(shards, run, 200, "--save_every", 1, "--keep_last", 3, "--resume", "auto")
-    for _ in range(10):
+    for _ in range(kills):
         before = rows_written(run)
         process = start(*args)
         run_until(process, lambda n=before: rows_written(run) > n)
@@ -311,20 +312,12 @@ def test_a_trace_of_a_run_that_is_too_short_is_no_error(shards, tmp_path):
     script(*train_args(shards, tmp_path, 2, "--profile"))
 
 
-PLAIN = """
-import runpy, sys
-from model import cpu
-cpu.for_training = lambda model: model
-sys.argv = sys.argv[1:]
-runpy.run_path("train.py", run_name="__main__")
-"""
-
-
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_the_plain_modules_train_as_those_for_cpus(shards, tmp_path, recipe):
     args = ("--recipe", recipe, "--eval_every", 5, "--activation_checkpointing", "cheap")
     script(*train_args(shards, tmp_path / "cpu", 10, *args))
-    script("-c", PLAIN, *train_args(shards, tmp_path / "plain", 10, *args))
+    plain = train_args(shards, tmp_path / "plain", 10, *args)
+    script("tests/plain_train.py", *plain[1:])
     for split in ("train", "val"):
         fast, plain = losses(tmp_path / "cpu", split), losses(tmp_path / "plain", split)
         assert fast.keys() == plain.keys()

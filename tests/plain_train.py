@@ -1,0 +1,8 @@
+"""train.py on a CPU with the plain modules, which a GPU would run."""
+
+import train
+from model import cpu
+from utils.cli import run_and_exit
+
+cpu.for_training = lambda model: model
+run_and_exit(train.main)
