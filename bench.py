@@ -28,7 +28,7 @@ from model.config import SIZES, GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from scripts.bench import report
-from scripts.bench.harness import complete
+from scripts.bench.harness import with_all_fields
 from scripts.bench.measure import Job
 from utils.cli import run
 from utils.distributed import is_emulated, pick_device
@@ -150,12 +150,12 @@ def compare_evaluation(config: BenchConfig, folder: Path) -> Iterator[Comparison
 def hellaswag_rows(path: Path | None) -> list[dict]:
     """Return the first rows of a HellaSwag file, or made-up ones, with all fields."""
     if path:
-        return [complete(row) for row in read_rows("hellaswag", path)[:HELLASWAG_EXAMPLES]]
+        return [with_all_fields(row) for row in read_rows("hellaswag", path)[:HELLASWAG_EXAMPLES]]
     rows = []
     for n in range(HELLASWAG_EXAMPLES):
         endings = [random_words(4 * n + i, 18) for i in range(4)]
         context = f"{random_words(0, 20)} {random_words(1, 8)}"
-        rows.append(complete({"ctx": context, "endings": endings, "label": n % 4}))
+        rows.append(with_all_fields({"ctx": context, "endings": endings, "label": n % 4}))
     return rows
 
 

@@ -153,7 +153,7 @@ class DataOptions:
     log_dir: Path = Path("logs")
     """Folder for metrics.jsonl, samples.txt, config.json and log_plot.png."""
     resume: str | None = None
-    """Checkpoint to resume; auto: the newest in --checkpoint_dir, or a new run."""
+    """Checkpoint to resume; auto: model_last.pt or else the newest, or a new run."""
     init_from: str | None = None
     """Pre-trained weights to fine-tune: a Hugging Face GPT-2 (gpt2, gpt2-xl, ...) or a folder."""
     overwrite: bool = False
@@ -207,7 +207,7 @@ class ScheduleOptions:
     grad_clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
     skip_spikes: float | None = None
-    """Skip steps with a loss or gradient norm this many deviations above the last 128."""
+    """Skip steps with loss or gradient norm this many standard deviations above the last 128."""
 
 
 @dataclass
@@ -249,9 +249,9 @@ class MachineOptions:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matmuls; weights stay float32. auto: bfloat16 on GPUs that have it."""
+    """Dtype of matmuls; weights stay float32. auto: bfloat16 on CUDA GPUs that support it."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
-    """Shard over processes: none (DDP), optimizer state, gradients as well, weights as well."""
+    """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
@@ -311,11 +311,11 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainConfig":
-        """Return the options of an earlier run, without those that belong to one start of it.
+        """Return the options of an earlier run, without its per-launch options.
 
         Raises ConfigError for a value of a wrong type.
         """
-        if values.get("activation_checkpointing") == "mlp":  # written before it went into cheap
+        if values.get("activation_checkpointing") == "mlp":  # old name of a part of cheap
             values = values | {"activation_checkpointing": "cheap"}
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         kinds = get_type_hints(cls)
@@ -323,8 +323,8 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         if wrong:
             raise ConfigError(f"the saved options are damaged: {', '.join(wrong)}")
         paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
-        one_start = {"resume": None, "overwrite": False, "dry_run": False, "profile": False}
-        return cls(**{**known, **paths, **one_start})
+        per_launch = {"resume": None, "overwrite": False, "dry_run": False, "profile": False}
+        return cls(**{**known, **paths, **per_launch})
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's, the named size and the options over it."""
@@ -386,6 +386,6 @@ class SamplingConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matmuls. auto: bfloat16 on GPUs that have it."""
+    """Dtype of matmuls. auto: bfloat16 on CUDA GPUs that support it."""
     use_torch_compile: bool = False
     """Compile the forward pass of one token, for long texts."""

@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node=8 evaluate.py --tasks hellaswag lambada cbt_cn cbt_ne
 
 Prints a table (task, protocol, metric, number of examples, value with its standard error, published
-value of OpenAI's GPT-2 of that size) and writes it as JSON. The figures depend neither on the batch
-size nor on the number of processes.
+value of OpenAI's GPT-2 of that size) and writes it as JSON. The number of correct answers depends
+neither on the batch size nor on the number of processes.
 """
 
 import json
@@ -62,7 +62,7 @@ class EvalConfig:
     val_tokens: int = 10_485_760
     """Validation tokens; all if there are fewer."""
     batch_size: int = 16
-    """Examples in a forward pass; the figures do not depend on it."""
+    """Examples in a forward pass."""
     out: Path = Path("logs/evaluation.json")
     """JSON file for the table."""
     dump: Path | None = None
@@ -70,7 +70,7 @@ class EvalConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Dtype of matmuls; losses are summed in float32. auto: bfloat16 on GPUs that have it."""
+    """Dtype of matmuls; auto: bfloat16 on CUDA GPUs that support it."""
 
 
 @contextmanager

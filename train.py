@@ -2,11 +2,11 @@
 
     python train.py                                        # one GPU, Apple GPU or CPU
     torchrun --standalone --nproc_per_node=8 train.py      # eight GPUs
-    python train.py --resume auto                          # continue after any kind of end
+    python train.py --resume auto                          # continue after a crash or a signal
 
 The global batch is --total_batch_size tokens for any number of processes: gradient accumulation
 follows from it. SIGTERM, SIGINT and SIGUSR1 finish the step, save and exit; SIGKILL costs the steps
-since the last checkpoint. Either way --resume gives the run that was never stopped.
+since the last checkpoint. Either way a resumed run equals one that was never stopped.
 """
 
 import json
@@ -75,7 +75,7 @@ def main() -> None:
     notes = resume.resume_warnings(config, saved, len(train.stream))
     saved = None  # closes the file, which is mapped from disk
 
-    # evaluation, log and checkpoints; what cannot be read is found before anything is written
+    # evaluation, log and checkpoints; unreadable shards end the run before it writes anything
     evaluator = open_evaluator(config, model, val, process, dtype, notes)
     val.batch(np.arange(1))
     next(train_batches(train, slicing, config.seed, steps), None)
@@ -122,7 +122,7 @@ def main() -> None:
         if state.guard.in_a_row == PATIENCE:
             end_run(saver, state, config, batch)
         if state.step == start + 1:
-            malloc.reuse_freed_memory()  # from here on: weights and moments have their own pages
+            malloc.reuse_freed_memory()  # weights and optimizer state are allocated now
             logger.print(f"the first step was done {seconds_since_start():.1f} s after the start")
 
     if profiler:
@@ -181,7 +181,7 @@ def open_log(
     dtype: torch.dtype,
     notes: list[str],
 ) -> Logger:
-    """Open the log, replace an earlier run with --overwrite, write config.json, print a summary."""
+    """Open the log, write config.json, print a summary of the run."""
     logger = Logger(
         config.log_dir,
         start=state.step,
@@ -192,8 +192,6 @@ def open_log(
         wandb={"id": state.run_id, "config": config.to_dict()} if config.wandb else None,
     )
     if process.is_main:
-        if config.overwrite:
-            ckpt.remove_all(config.checkpoint_dir)
         run = {
             "command": sys.argv,
             "train_config": config.to_dict(),

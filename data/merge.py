@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.sharder import NOT_ENDED, SINGLE_WORKER, lock_folder, output_folder
+from data.sharder import IN_PROGRESS, SINGLE_WORKER, lock_folder, output_folder
 from data.shards import MANIFEST, DataError, find_shards, read_manifest, shard_paths, write_manifest
 from utils.files import atomic_write, check_space, sha256, sync_folder
 
@@ -24,7 +24,7 @@ COMMON_KEYS = (  # equal in the manifests of all workers of a run
 
 def worker_manifest(folder: Path) -> dict:
     """Return the manifest of a folder; raise DataError if a shard is missing or it is not ended."""
-    manifest = {**SINGLE_WORKER, **NOT_ENDED, **read_manifest(folder)}
+    manifest = {**SINGLE_WORKER, **IN_PROGRESS, **read_manifest(folder)}
     if not (manifest["complete"] or manifest["stopped"]):
         raise DataError(f"{folder} is unfinished; run its command again until it ends, then merge")
     for split in {shard["split"] for shard in manifest["shards"]}:

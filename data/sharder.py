@@ -20,8 +20,11 @@ from data.shards import (
 from utils.files import check_space
 
 SINGLE_WORKER = {"worker_index": 0, "worker_count": 1}  # default for manifests without these
-NOT_ENDED = {"complete": False, "stopped": False}  # complete: source read; stopped: at --max_shards
-BEGINNING = {"source": None, "documents": 0, "tokens": 0, "open": {}}  # state of a new folder
+IN_PROGRESS = {
+    "complete": False,
+    "stopped": False,
+}  # or the source or max_shards ended it
+INITIAL_STATE = {"source": None, "documents": 0, "tokens": 0, "open": {}}  # state of a new folder
 
 
 @contextlib.contextmanager
@@ -49,14 +52,14 @@ def output_folder(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"writing to {folder} failed ({error.strerror}); whole shards are safe: "
-            "make room or mend this, and run the same command again to continue"
+            "free disk space or correct this, and run the same command again to continue"
         ) from error
 
 
 def is_resumable(manifest: dict) -> bool:
     """Return True if a manifest holds a valid position to continue from, as Sharder.save writes."""
     try:
-        state = manifest["state"] or BEGINNING
+        state = manifest["state"] or INITIAL_STATE
         counts = [manifest["documents"], state["documents"], state["tokens"]]
         counts += manifest["skipped"].values()
         counts += [at[key] for at in state["open"].values() for key in ("index", "tokens")]
@@ -84,7 +87,7 @@ class Sharder:
                 "train on them without sharding, or give another --local_dir"
             )
         if found is None or not (found["shards"] or found.get("complete")):
-            fresh = {"shards": [], "state": None, "documents": 0, "skipped": {}, **NOT_ENDED}
+            fresh = {"shards": [], "state": None, "documents": 0, "skipped": {}, **IN_PROGRESS}
             found = {**settings, **fresh}
             write_manifest(folder, found)
         self.manifest = {**SINGLE_WORKER, **found}
@@ -112,7 +115,7 @@ class Sharder:
     @property
     def state(self) -> dict:
         """Position in the source and in the unfinished shards when the manifest was last saved."""
-        return self.manifest["state"] or BEGINNING
+        return self.manifest["state"] or INITIAL_STATE
 
     @property
     def full(self) -> bool:
@@ -124,7 +127,7 @@ class Sharder:
 
     @property
     def done(self) -> bool:
-        """True once the folder is full and its short last shards are in place."""
+        """True once no tokens are left to write and all shards have their final names."""
         shards = self.manifest["shards"]
         in_place = all((self.folder / shard["file"]).exists() for shard in shards)
         stopped = self.full and self.manifest.get("stopped", False) and in_place
@@ -148,7 +151,7 @@ class Sharder:
         unfinished = self.state["open"].items()
         names = {f"{split}_{at['index']:06d}{self.suffix}" for split, at in unfinished}
         shards = [s for s in self.manifest["shards"] if s["file"] not in names]
-        self.manifest.update(shards=shards, **NOT_ENDED)
+        self.manifest.update(shards=shards, **IN_PROGRESS)
         write_manifest(self.folder, self.manifest)
         for path in self.folder.glob(f"*_??????{self.suffix}.tmp"):
             if path.stem not in names:

@@ -73,10 +73,10 @@ class Result:
 
 
 Scorer = Callable[..., list[list[Score]]]  # score_items with every argument but the items bound
-Figures = tuple[list[Result], list[dict]]  # results, and a row for each example and protocol
+TaskScores = tuple[list[Result], list[dict]]  # results, and a row for each example and protocol
 
 
-def score_hellaswag(rows: list[dict], score: Scorer, protocol: str) -> Figures:
+def score_hellaswag(rows: list[dict], score: Scorer, protocol: str) -> TaskScores:
     """Choose an ending by its log-probability (acc), and by its log-probability per token
     (build-nanogpt, llm.c) or per character and per byte (lm-evaluation-harness)."""
     harness = protocol == "lm-eval"
@@ -96,7 +96,7 @@ def score_hellaswag(rows: list[dict], score: Scorer, protocol: str) -> Figures:
     return choose("hellaswag", protocol, items, {"acc": nats} | means)
 
 
-def score_cbt(rows: list[dict], score: Scorer, task: str) -> list[Figures]:
+def score_cbt(rows: list[dict], score: Scorer, task: str) -> list[TaskScores]:
     """Choose the word for the blank by the mean loss of context and question together, and by the
     log-probability of the question from the blank on (Radford et al. 2019, section 3.2)."""
     items = cbt_items(rows)
@@ -110,7 +110,7 @@ def score_cbt(rows: list[dict], score: Scorer, task: str) -> list[Figures]:
     return [choose(task, name, items, {"acc": values}) for name, values in protocols.items()]
 
 
-def score_lambada(rows: list[dict], score: Scorer, tokenizer: Tokenizer) -> Figures:
+def score_lambada(rows: list[dict], score: Scorer, tokenizer: Tokenizer) -> TaskScores:
     """Score the last word: all its tokens greedily, with perplexity (lm-evaluation-harness); its
     last token alone; and greedily with stop words excluded from the choice of the first token. The
     GPT-2 paper has a stop-word filter too, but does not publish how it works."""
@@ -129,7 +129,7 @@ def score_lambada(rows: list[dict], score: Scorer, tokenizer: Tokenizer) -> Figu
     return results, [{"task": "lambada", "index": i} | s._asdict() for i, s in enumerate(scores)]
 
 
-def choose(task: str, protocol: str, items: list[Item], values: dict[str, list]) -> Figures:
+def choose(task: str, protocol: str, items: list[Item], values: dict[str, list]) -> TaskScores:
     """Choose the continuation of the highest value of each metric; "acc" is log-probabilities."""
     labels = [item.label for item in items]
     picks = {metric: [int(np.argmax(x)) for x in table] for metric, table in values.items()}
@@ -154,7 +154,7 @@ def score_benchmark(
     score: Scorer,
     tokenizer: Tokenizer,
     hellaswag_protocols: tuple[str, ...] = ("build-nanogpt", "lm-eval"),
-) -> Figures:
+) -> TaskScores:
     """Return all figures of a task ("hellaswag", "lambada", "cbt_cn", "cbt_ne") on its rows."""
     if task == "hellaswag":
         parts = [score_hellaswag(rows, score, protocol) for protocol in hellaswag_protocols]

@@ -15,7 +15,8 @@ def score_targets(
     """Score each target (N,) after hidden states x (N, C), for a head of weight (V, C).
 
     Returns its log-probability in nats, whether it is the argmax (the first of equal logits), and
-    whether it is without the `banned` ids, each (N,). In float32: bfloat16 logits tie.
+    whether it is the argmax of the ids that are not `banned`, each (N,). Logits are float32, since
+    many bfloat16 ones are equal.
     """
     logits_of_targets, logsumexps = torch.zeros(targets.shape, device=x.device), []
     highest, highest_allowed = [], []  # for each slice: logit (N,) and column (N,)

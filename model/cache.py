@@ -4,15 +4,15 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of the tokens so far, so that each new token costs one forward of one.
+    """Keys and values of past tokens, so that a new token costs one forward pass of itself alone.
 
     Holds at most `capacity` tokens; memory is taken at the first append, in the values' dtype.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0  # tokens in every layer; not counted where `slots` are given
-        self.slots: Tensor | None = None  # (T,): where to write the next T tokens, in static shapes
+        self.length = 0  # tokens in every layer; not updated where `slots` is set
+        self.slots: Tensor | None = None  # (T,): positions to write next, where compiled
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> (B, K, capacity, D) twice
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class GPTConfig:
         if self.n_head % self.kv_heads:
             raise ModelError(
                 f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}; "
-                "every head of keys needs as many heads of queries"
+                "each key/value head must serve the same number of query heads"
             )
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ModelError(f"dropout is {brief(self.dropout)}; it must be at least 0 and below 1")

@@ -27,7 +27,7 @@ def upcast_if_short(x: Tensor) -> Tensor:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMSNorm without gain in few operations; in eager mode F.rms_norm makes many of it."""
+    """RMSNorm without gain in few operations; in eager mode F.rms_norm runs many."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def for_training(model: GPT) -> GPT:
-    """Replace the modules of a plain model by their equals for CPUs, in place."""
+    """Replace modules of a plain model by those for CPUs, in place."""
     for module in model.modules():
         module.__class__ = REPLACEMENTS.get(type(module), type(module))
     return model

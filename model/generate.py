@@ -104,13 +104,13 @@ def next_logits(model: GPT, unread: Tensor, cache: KVCache | None, **where: Tens
 
 
 def positions_and_mask(first: Tensor, end: int, unread: Tensor, width: int) -> dict[str, Tensor]:
-    """Return positions (B, T) and mask (B, 1, T, width) for the last T tokens `unread` of rows that
-    begin at `first` (B, 1), behind left padding, and end at `end`."""
-    here = torch.arange(end - unread.size(1), end, device=unread.device)  # (T,)
-    there = torch.arange(width, device=unread.device)
-    mask = (there <= here[:, None]) & (there >= first[:, None])  # (B, T, width)
-    mask |= there == here[:, None]  # padding attends to itself: a softmax over nothing is NaN
-    return {"positions": (here - first).clamp(min=0), "mask": mask[:, None]}
+    """Return positions (B, T) and mask (B, 1, T, width) of `unread`, the last T tokens of rows that
+    end at `end` and have left padding up to `first` (B, 1)."""
+    query = torch.arange(end - unread.size(1), end, device=unread.device)  # (T,)
+    key = torch.arange(width, device=unread.device)
+    mask = (key <= query[:, None]) & (key >= first[:, None])  # (B, T, width)
+    mask |= key == query[:, None]  # padding attends to itself: a softmax over nothing is NaN
+    return {"positions": (query - first).clamp(min=0), "mask": mask[:, None]}
 
 
 def complete(model: GPT, prompt: list[int], eot: int, rows: int = 1, **options) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-GPTConfig switches on what has been found since, such as rotary positions, RMSNorm and ReLU²:
-docs/RECIPES.md says what each gives. model/cpu.py has faster equals of some modules for CPUs.
+GPTConfig turns on later techniques, such as rotary positions, RMSNorm and ReLU²; docs/RECIPES.md
+says what each gives. model/cpu.py holds faster drop-in modules for CPUs.
 
 B batch, T time, C channels, V vocabulary, L layers, H heads, K key/value heads, D = C / H.
 """
@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
 from model.loss import HeadCrossEntropy
-from utils.throughput import flops_per_token
 
 RMS_EPS = 1e-5
 
@@ -138,7 +137,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide in between."""
+    """Two linear layers around an activation function."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -222,9 +221,10 @@ class GPT(nn.Module):
         return self.num_parameters() - rows * self.config.n_embd
 
     def flops_per_token(self) -> int:
-        """Return forward and backward FLOPs per token of a full context."""
+        """Return forward and backward FLOPs per token of a full context: 6 N + 12 L C T (Chowdhery
+        et al. 2022, appendix B). Attention counts without causal mask, as there and in nanoGPT."""
         c = self.config
-        return flops_per_token(self.num_matmul_parameters(), c.n_layer, c.n_embd, c.block_size)
+        return 6 * self.num_matmul_parameters() + 12 * c.n_layer * c.n_embd * c.block_size
 
     def hidden(
         self,
@@ -284,7 +284,8 @@ class GPT(nn.Module):
 
 
 class SkipInit(TorchFunctionMode):
-    """Leave new parameters uninitialised: on "meta", init imports the compiler for a second."""
+    """Leave new parameters uninitialised: torch.nn.init on "meta" would import the compiler, which
+    takes a second."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__module__", None) == "torch.nn.init":

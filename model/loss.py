@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class ChunkSizes(NamedTuple):
-    """Limits, in bytes of float32, of what one step of the chunk loop makes."""
+    """Largest temporary tensors of the chunk loop, in bytes of float32."""
 
     logits: int
     """Logits of one matmul."""
     softmax: int
-    """Part of these that softmax and its gradient work on at a time."""
+    """Logits of one softmax."""
     weight_grad: int
-    """Product that is added to the head's gradient at a time, in the compute dtype."""
+    """Rows of the head's gradient that are added at a time, in the compute dtype."""
 
 
 CHUNKS = ChunkSizes(2**30, 2**30, 2**29)
@@ -34,9 +34,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy in nats of logits x @ weight.T against targets.
 
     x (N, C), weight (padded V, C), targets (N,) with -1 for tokens that do not count; rows of the
-    weight from `vocab_size` on are padding. The forward pass makes the gradients, too, while the
-    logits of a chunk are there; the backward pass scales them in place, so it can run once. Matmuls
-    run in the autocast dtype, the rest in float32, as in F.linear and F.cross_entropy.
+    weight from `vocab_size` on are padding. The forward pass computes the gradients as well, while
+    a chunk's logits are in memory; the backward pass scales them in place, so it can run once.
+    Matmuls run in the autocast dtype, the rest in float32, as in F.linear and F.cross_entropy.
     """
 
     @staticmethod

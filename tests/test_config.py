@@ -3,8 +3,10 @@ import torch
 from conftest import script
 
 from config import ConfigError, TrainConfig
+from model.config import GPTConfig
+from model.gpt import empty_gpt
 from utils.distributed import DeviceError, is_emulated, pick_device
-from utils.throughput import flops_per_token, peak_by_name, peak_flops
+from utils.throughput import peak_by_name, peak_flops
 
 
 @pytest.mark.parametrize("name", ["train.py", "sample.py", "plot.py", "data/fineweb-edu.py"])
@@ -14,8 +16,8 @@ def test_help_tells_every_flag(name):
     assert flags.get(name, "--val_fraction") in text and "default" in text
 
 
-def test_train_has_at_most_45_flags():
-    assert len(TrainConfig.__dataclass_fields__) <= 45
+def test_train_has_at_most_48_flags():
+    assert len(TrainConfig.__dataclass_fields__) <= 48
 
 
 def test_a_misspelt_flag_gets_a_suggestion():
@@ -54,7 +56,7 @@ def test_a_processor_without_bfloat16_is_known(monkeypatch):
 
 
 def test_flops_follow_the_palm_formula_and_unknown_devices_get_no_peak():
-    assert flops_per_token(123_653_376, 12, 768, 1024) == 6 * 123_653_376 + 12 * 12 * 768 * 1024
+    assert empty_gpt(GPTConfig()).flops_per_token() == 6 * 123_653_376 + 12 * 12 * 768 * 1024
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 

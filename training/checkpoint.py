@@ -1,7 +1,7 @@
 """The checkpoint file, in the one place that knows its format.
 
     model         weights in bfloat16, under nanoGPT's names: complete and usable by themselves
-    model_low     the low 16 bits that bfloat16 drops, int16: both give the float32 weights
+    model_low     float32 bits minus the bfloat16 half, int16: both give the float32 weights
     optimizer     state by parameter name
     step, tokens, best_loss, run_id, seed (with the step, all random state there is)
     guard         recent losses and gradient norms, for the detection of spikes

@@ -12,7 +12,6 @@ from model.config import GPTConfig
 from model.gpt import empty_gpt
 from model.huggingface import find_folder, read_config
 from training import forecast
-from training.forecast import forecast_memory
 from training.resume import adopt_shape
 from utils import distributed
 from utils.throughput import peak_flops, peak_memory
@@ -46,7 +45,7 @@ def print_memory(
     config: TrainConfig, shape: GPTConfig, device: str, dtype: torch.dtype, world_size: int
 ) -> None:
     """Print the forecast memory of one process by part and in total."""
-    need, notes = forecast_memory(config, shape, device, dtype, world_size), []
+    need, notes = forecast.forecast_memory(config, shape, device, dtype, world_size), []
     total = need.peak
     rows = {
         "weights": need.weights,
@@ -128,13 +127,13 @@ def largest_micro_batch(
 
     def peak(micro_batch_size: int) -> int:
         trial = replace(config, micro_batch_size=micro_batch_size)
-        return forecast_memory(trial, shape, device.type, dtype, world_size).peak
+        return forecast.forecast_memory(trial, shape, device.type, dtype, world_size).peak
 
     sizes = [n for n in range(1, share + 1) if share % n == 0 and peak(n) <= 0.9 * free]
     if not sizes:
         raise ConfigError(
-            f"--micro_batch_size auto: one sequence takes {peak(1) / 1e9:.2f} GB, of which a "
-            f"process has {free / 1e9:.2f}; see --dry_run, --activation_checkpointing, --sharding"
+            f"--micro_batch_size auto: one sequence needs {peak(1) / 1e9:.2f} GB, but a process "
+            f"has {free / 1e9:.2f} GB free; see --dry_run, --activation_checkpointing, --sharding"
         )
     before = saved["train_config"]["micro_batch_size"] if saved else None
     return before if before in sizes else sizes[-1]

@@ -33,18 +33,18 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters. Every process must call it."""
-        divisions, stacks, num_matrices = [], [], 0
+        shardings, stacks, num_matrices = [], [], 0
         for group in self.param_groups:
-            division = Division(group["params"], num_matrices)
+            sharding = MatrixSharding(group["params"], num_matrices)
             momentum = self.nesterov_momentum(group)  # (N, R / W, C)
-            stacks.append(division.collect(momentum))  # (N / W, R, C)
-            divisions.append(division)
+            stacks.append(sharding.collect(momentum))  # (N / W, R, C)
+            shardings.append(sharding)
             num_matrices += len(group["params"])
 
         stacks = orthogonalize(stacks, [group["split_sizes"] for group in self.param_groups])
 
-        for group, division, stack in zip(self.param_groups, divisions, stacks, strict=True):
-            updates = division.spread(stack)  # (N, R / W, C)
+        for group, sharding, stack in zip(self.param_groups, shardings, stacks, strict=True):
+            updates = sharding.spread(stack)  # (N, R / W, C)
             decay = group["lr"] * group["weight_decay"]
             for parameter, update in zip(group["params"], updates, strict=True):
                 weight = local_shard(parameter)  # (R / W, C)
@@ -92,8 +92,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x
 
 
-class Division:
-    """Division of N matrices (R, C) among W processes: rows of each in a sharded parameter, whole
+class MatrixSharding:
+    """Distribution of N matrices (R, C) over W processes: by rows in a sharded parameter, by whole
     matrices for Newton-Schulz. Round-robin after `num_before` matrices of other groups."""
 
     def __init__(self, parameters: list[Tensor], num_before: int) -> None:

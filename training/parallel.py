@@ -68,7 +68,7 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
     return model
 
 
-SAVED_OPS = [  # all that cost much, after torchtitan's selective activation checkpointing
+SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpointing
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -79,7 +79,8 @@ SAVED_OPS = [  # all that cost much, after torchtitan's selective activation che
 
 
 class CheckpointedBlock(Block):
-    """Block that is recomputed in the backward pass; it replaces a Block's class, names stay."""
+    """Block that is recomputed in the backward pass. It is assigned to `block.__class__`, so that
+    parameters keep their names."""
 
     options: dict
     """Keyword arguments of torch.utils.checkpoint.checkpoint."""
@@ -138,8 +139,8 @@ class ParallelModel:
 
 
 def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
-    """Return the context of a micro-step: gradients are reduced in the `last` of a step alone, with
-    zero2 and zero3 in each."""
+    """Return the context of a micro-step: zero2 and zero3 reduce gradients in every micro-step, the
+    others in the `last` of a step."""
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if last else module.no_sync()
     if isinstance(module, FSDPModule):

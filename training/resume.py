@@ -151,7 +151,7 @@ def resume_warnings(config: TrainConfig, saved: dict | None, train_tokens: int) 
         changed.append(f"there were {saved['train_tokens']:,} train tokens")
     end = "the data order changes from here on, so this epoch may repeat or miss sequences"
     warnings = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
-    before = then.get("resolved_recipe", then.get("chosen", {}))  # its name in older files
+    before = then.get("resolved_recipe", then.get("chosen", {}))  # older checkpoints: chosen
     for name, value in before.items():
         if value != (new := now["resolved_recipe"].get(name)):
             warnings.append(f"note: the recipe's {name} was {value} and is {new}")

@@ -32,6 +32,7 @@ class Saver:
 
     A step waits for the copy of its state to the host, and for the write before it. A failed write
     is logged and tried again, at last by the next save; the run continues, the older file is whole.
+    With --overwrite the checkpoints of an earlier run are removed first.
     """
 
     config: TrainConfig
@@ -44,6 +45,10 @@ class Saver:
     thread: threading.Thread = field(default_factory=threading.Thread)
     errors: dict[str, Exception] = field(default_factory=dict)
     """Error of the newest save, by file name."""
+
+    def __post_init__(self) -> None:
+        if self.config.overwrite and self.process.is_main:
+            ckpt.remove_all(self.config.checkpoint_dir)
 
     def save(self, name: str, state: TrainState) -> None:
         """Copy the state of the run and have it written as `name`; every process must call it."""

@@ -29,7 +29,8 @@ def learning_rate(
     if schedule == "wsd":
         decay_start = max(decay_start, stable_steps(max_steps, decay))
     progress = min(1.0, max(0, step - decay_start) / max(1, max_steps - 1 - decay_start))
-    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+    linear, cosine = 1 - progress, 0.5 * (1 + math.cos(math.pi * progress))
+    remaining = {"cosine": cosine, "linear": linear, "wsd": linear}[schedule]
     return min_lr + remaining * (max_lr - min_lr)
 
 
@@ -42,7 +43,9 @@ def stable_steps(max_steps: int, decay: float) -> int:
 def wsd_stable_step(config: TrainConfig) -> int | None:
     """Return the last step before the decay of a "wsd" run, None for another schedule."""
     recipe = config.resolved_recipe
-    return stable_steps(config.max_steps, recipe.decay) if recipe.schedule == "wsd" else None
+    if recipe.schedule != "wsd":
+        return None
+    return max(config.warmup_steps, stable_steps(config.max_steps, recipe.decay))
 
 
 def momentum(step: int, warmup_steps: int) -> float:

@@ -21,7 +21,7 @@ DONE = "done"  # last value of a process that has ended normally
 
 
 def restarts_left() -> bool:
-    """Return True unless a launcher is there that has used up its restarts."""
+    """Return False if torchrun has no restarts left."""
     allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     return allowed is None or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(allowed)
 

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of devices, FLOPs of a model, profiling, and memory of the host."""
+"""Peak FLOP/s of devices, step times, profiling, and memory of the host."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ import torch
 from torch.profiler import profile, schedule
 
 IMPORTED = time.perf_counter()
-# Devices by peak dense bfloat16 TFLOP/s, from the makers' data sheets. The first entry whose words
-# the device's name contains counts; a device that is not listed gets no MFU, not a wrong one.
+# Devices by peak dense bfloat16 TFLOP/s, from the makers' data sheets. The first entry that has all
+# its words in the device's name is used; a device that is not listed reports no MFU.
 PEAK_BF16_TFLOPS = {
     2500.0: ("GB200",),
     2250.0: ("B200",),
@@ -44,15 +44,6 @@ def peak_by_name(name: str) -> float | None:
         if not words & OTHER_CHIPS and any(words >= set(part.split()) for part in parts):
             return peak * 1e12
     return None
-
-
-def flops_per_token(matmul_parameters: int, n_layer: int, n_embd: int, block_size: int) -> int:
-    """Return FLOPs of forward and backward: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
-
-    N counts the parameters of matmuls, not lookup tables. Attention counts without causal mask, as
-    in the paper and in nanoGPT.
-    """
-    return 6 * matmul_parameters + 12 * n_layer * n_embd * block_size
 
 
 def profile_steps(path: Path, device: torch.device, report: Callable[[str], None]) -> profile:

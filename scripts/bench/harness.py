@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 
-def complete(row: dict) -> dict:
+def with_all_fields(row: dict) -> dict:
     """Return a HellaSwag row with the activity and the two parts of the context."""
     if "ctx_a" in row:
         return row
@@ -23,14 +23,14 @@ def complete(row: dict) -> dict:
 
 
 def main() -> None:
-    import lm_eval  # not at the top: bench.py imports complete() without the harness
+    import lm_eval  # not at the top: bench.py imports with_all_fields without the harness
     from lm_eval.tasks._yaml_loader import load_yaml
 
     folder, hellaswag, *lambada = sys.argv[1:4]
     limit = int(sys.argv[4]) if len(sys.argv) > 4 else None
     rows = [json.loads(line) for line in Path(hellaswag).read_text().split("\n") if line.strip()]
     full = Path(tempfile.mkdtemp()) / "hellaswag_full.jsonl"
-    full.write_text("".join(json.dumps(complete(row)) + "\n" for row in rows))
+    full.write_text("".join(json.dumps(with_all_fields(row)) + "\n" for row in rows))
     results = {"rows": str(full)}
     tasks = [("hellaswag", "validation", full)]
     tasks += [("lambada_openai", "test", path) for path in lambada]

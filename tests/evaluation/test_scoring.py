@@ -28,7 +28,7 @@ from evaluation.tasks import (
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
-from scripts.bench.harness import complete
+from scripts.bench.harness import with_all_fields
 from utils.distributed import Process
 
 ALONE = Process(0, 0, 1, torch.device("cpu"))
@@ -289,7 +289,7 @@ def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
         pytest.skip(str(error))
     rows = read_rows("hellaswag", SHARED / "data" / "hellaswag_val_1000.jsonl")
     full = tmp_path / "full.jsonl"
-    full.write_text("".join(json.dumps(complete(row)) + "\n" for row in rows))
+    full.write_text("".join(json.dumps(with_all_fields(row)) + "\n" for row in rows))
     args = ["--tasks", "hellaswag", "lambada", "--hellaswag_protocols", "lm-eval", "--data", full]
     args += [SHARED / "data" / "lambada_test_1000.jsonl", "--out", tmp_path / "e.json"]
     script("evaluate.py", "--model", tmp_path / "model", *args, "--limit", limit, "--device", "cpu")

@@ -14,6 +14,7 @@ import torch
 
 from config import TrainConfig
 from model.config import GPTConfig
+from model.gpt import empty_gpt
 from training.forecast import (
     GPUS_PER_MACHINE,
     PEAK_FLOPS,
@@ -21,7 +22,6 @@ from training.forecast import (
     forecast_memory,
     training_seconds,
 )
-from utils.throughput import flops_per_token
 
 SHAPES = {  # blocks, heads, width: GPT-2's four, and two in the shapes of LLaMA's 7B and 13B
     "124M": (12, 12, 768),
@@ -81,8 +81,7 @@ def plan(shape: GPTConfig, gpus: int, sharding: str, checkpointing: str, micro: 
     if need > USABLE:
         return None
     blocks, rest = count_parameters(shape)
-    multiplying = blocks + rest - shape.block_size * shape.n_embd
-    flops = BATCH * flops_per_token(multiplying, shape.n_layer, shape.n_embd, shape.block_size)
+    flops = BATCH * empty_gpt(shape).flops_per_token()
     compute = training_seconds(flops, gpus, PEAK_FLOPS, checkpointing)
     machines = gpus // shards
     within, between = traffic(
