@@ -31,8 +31,10 @@ class DataConfig:
     remote_name: str = "sample-10BT"
     """Configuration of the dataset: sample-10BT, sample-100BT, sample-350BT, default, ..."""
     input: tuple[str, ...] = ()
-    """Local files or folders to read instead: .parquet, .jsonl, .txt, .py (or URLs, with
-    fsspec[http] installed)."""
+    """Files, or folders of .parquet, .jsonl, .txt and .py, to read instead, also as .gz, .bz2, .xz,
+    .zst; a file may also be .json, .csv, .tsv, other text, or a URL (with fsspec[http])."""
+    text_column: str = "text"
+    """Column of parquet, JSON or CSV that holds the text."""
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download."""
     shard_size: int = 100_000_000

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from config import ConfigError, DataConfig
 from data.merge import merge
 from data.sharder import Sharder, output_folder
-from data.shards import MANIFEST
+from data.shards import MANIFEST, DataError
 from data.source import Source
 from data.tokenizer import Tokenizer, load_tokenizer
 from utils.cli import run
@@ -53,10 +53,12 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def tokenize(
-    tokenizer: Tokenizer, val_fraction: float, text: object
+    tokenizer: Tokenizer, val_fraction: float, text: str | None
 ) -> tuple[str, np.ndarray | None]:
     """Return split and tokens of a text, end of text first, or the reason to skip it and None."""
-    if not isinstance(text, str) or not text.strip():
+    if text is None:
+        return "without text", None
+    if not text.strip():
         return "empty", None
     try:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -74,7 +76,7 @@ def tokenize_batches(
 ) -> Iterator[tuple[dict, list]]:
     """Yield source state and tokenized texts of each batch in order, computed by a thread pool."""
 
-    def tokenize_batch(texts: list) -> list[tuple[str, np.ndarray | None]]:
+    def tokenize_batch(texts: list[str | None]) -> list[tuple[str, np.ndarray | None]]:
         return [tokenize(tokenizer, config.val_fraction, text) for text in texts]
 
     pending: deque[tuple[dict, int, Future]] = deque()
@@ -98,30 +100,39 @@ def tokenize_batches(
 def write_shards(
     config: DataConfig, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
-    """Write shards; return True at the end of the source, False once max_shards are full."""
+    """Write shards; return True at the end of the source, False once max_shards are full.
+
+    Where the hash of the texts has left none for validation, the tail of the last one is held out.
+    """
     manifest, state = sharder.manifest, sharder.state
     skip, written = state["documents"], state["tokens"]  # in the first batch and document
     total = config.max_shards and config.max_shards * config.shard_size
     bar = tqdm(total=total, initial=sharder.tokens, unit="tok", unit_scale=True, disable=None)
+    last = None  # the newest document, written once the next one is there
     for before, documents in tokenize_batches(config, source, tokenizer, state["source"]):
         for n, (split, tokens) in enumerate(documents[skip:], skip):
             if tokens is None:  # `split` is the reason
                 manifest["skipped"][split] = manifest["skipped"].get(split, 0) + 1
                 continue
+            if last and not sharder.write(*last):
+                return False
             manifest["documents"] += written == 0
             bar.update(len(tokens) - written)
-            if not sharder.write(split, tokens, written, {"source": before, "documents": n}):
-                return False
+            last = split, tokens, written, {"source": before, "documents": n}
             written = 0
         skip = 0
-    return True
+    if last is None:
+        return True
+    if config.val_fraction and config.worker_count == 1 and sharder.needs_validation(last[0]):
+        return sharder.write_with_tail(*last[1:], config.val_fraction)
+    return sharder.write(*last)
 
 
 def prepare(config: DataConfig) -> tuple[dict, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
     tokenizer = load_tokenizer(config.tokenizer)
     worker = {"worker_index": config.worker_index, "worker_count": config.worker_count}
-    source = Source(config.input, config.dataset, config.remote_name, **worker)
+    source = Source(config.input, config.dataset, config.remote_name, config.text_column, **worker)
     settings = {
         "format_version": 2,
         "tokenizer": tokenizer.name,
@@ -129,6 +140,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         "eot": tokenizer.eot,
         "source": source.name,
         "files_digest": source.files_digest(),
+        "text_column": config.text_column,
         **worker,
         "shard_size": config.shard_size,
         "format": config.format,
@@ -142,8 +154,26 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         sharder.reopen()
         before = sharder.tokens
         complete = not sharder.full and write_shards(config, source, sharder, tokenizer)
+        if complete and not sharder.manifest["documents"] and config.worker_count == 1:
+            skipped = describe_skipped(sharder.manifest)
+            raise DataError(f"{' '.join(source.name[:3])} holds no text; {skipped}")
         sharder.end(complete)
     return sharder.manifest, sharder.tokens - before
+
+
+def describe_skipped(manifest: dict) -> str:
+    """Return how many documents were skipped for which reason."""
+    counts = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items())
+    return f"skipped: {counts or 'none'}"
+
+
+def describe_validation(manifest: dict) -> str:
+    """Return how the validation tokens were chosen."""
+    if not any(shard["split"] == "val" for shard in manifest["shards"]):
+        return "none"
+    if manifest.get("held_out"):
+        return "the tail of the last text, as the hash chose none"
+    return f"{manifest['val_fraction']:g} of the documents, by hash"
 
 
 def main(config: DataConfig) -> None:
@@ -160,14 +190,13 @@ def main(config: DataConfig) -> None:
     else:
         manifest, new = prepare(config)
     seconds = time.time() - began
-    skipped = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items()) or "none"
     counts = []
     for split in ("train", "val"):
         sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]
         counts.append(f"{sum(sizes):,} {split} tokens in {len(sizes)} shards")
     print(
         f"{config.local_dir}: {manifest['documents']:,} documents, {', '.join(counts)}; "
-        f"skipped: {skipped}; "
+        f"validation: {describe_validation(manifest)}; {describe_skipped(manifest)}; "
         f"{'complete' if manifest['complete'] else 'stopped at --max_shards'}; "
         f"{new:,} tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s); see {MANIFEST}"
     )

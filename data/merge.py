@@ -12,19 +12,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.sharder import IN_PROGRESS, SINGLE_WORKER, lock_folder, output_folder
+from data.sharder import DEFAULTS, IN_PROGRESS, lock_folder, output_folder
 from data.shards import MANIFEST, DataError, find_shards, read_manifest, shard_paths, write_manifest
 from utils.files import atomic_write, check_space, sha256, sync_folder
 
 COMMON_KEYS = (  # equal in the manifests of all workers of a run
     *("format_version", "tokenizer", "vocab_size", "eot", "source", "files_digest"),
-    *("worker_count", "shard_size", "format", "val_fraction"),
+    *("worker_count", "shard_size", "format", "val_fraction", "text_column"),
 )
 
 
 def worker_manifest(folder: Path) -> dict:
     """Return the manifest of a folder; raise DataError if a shard is missing or it is not ended."""
-    manifest = {**SINGLE_WORKER, **IN_PROGRESS, **read_manifest(folder)}
+    manifest = {**DEFAULTS, **IN_PROGRESS, **read_manifest(folder)}
     if not (manifest["complete"] or manifest["stopped"]):
         raise DataError(f"{folder} is unfinished; run its command again until it ends, then merge")
     for split in {shard["split"] for shard in manifest["shards"]}:
@@ -91,7 +91,7 @@ def link_or_copy(source: Path, target: Path, digest: str, full: bool) -> None:
 def merged_manifest(workers: list[dict], shards: list[dict]) -> dict:
     """Return the manifest of a run by a single worker that cannot be continued."""
     complete = all(worker["complete"] for worker in workers)
-    manifest = {key: workers[0].get(key) for key in COMMON_KEYS} | SINGLE_WORKER
+    manifest = {key: workers[0].get(key) for key in COMMON_KEYS} | DEFAULTS
     manifest |= {"merged": len(workers), "shards": shards}
     manifest |= {"complete": complete, "stopped": not complete, "state": None}
     skipped = sum((Counter(worker["skipped"]) for worker in workers), Counter())

@@ -19,7 +19,8 @@ from data.shards import (
 )
 from utils.files import check_space
 
-SINGLE_WORKER = {"worker_index": 0, "worker_count": 1}  # default for manifests without these
+# defaults for manifests without these
+DEFAULTS = {"worker_index": 0, "worker_count": 1, "text_column": "text"}
 IN_PROGRESS = {
     "complete": False,
     "stopped": False,
@@ -90,7 +91,7 @@ class Sharder:
             fresh = {"shards": [], "state": None, "documents": 0, "skipped": {}, **IN_PROGRESS}
             found = {**settings, **fresh}
             write_manifest(folder, found)
-        self.manifest = {**SINGLE_WORKER, **found}
+        self.manifest = {**DEFAULTS, **found}
         self.check_manifest(settings)
 
     def check_manifest(self, settings: dict) -> None:
@@ -180,6 +181,26 @@ class Sharder:
                 if self.full:
                     return False
         return True
+
+    def needs_validation(self, split: str) -> bool:
+        """Return whether there is no validation text before the last text, which is for `split`."""
+        written = {*self.open, *(shard["split"] for shard in self.manifest["shards"])}
+        return "held_out" in self.manifest or "val" not in {split, *written}
+
+    def write_with_tail(
+        self, tokens: np.ndarray, start: int, position: dict, val_fraction: float
+    ) -> bool:
+        """Write the last text from token `start` on, its tail for validation: a tenth of it, or
+        val_fraction of all tokens if that is more, but at most half. Returns as `write` does."""
+        if "held_out" not in self.manifest:
+            total = self.tokens - start + len(tokens)
+            tail = max(len(tokens) // 10, int(val_fraction * total))
+            self.manifest["held_out"] = min(tail, len(tokens) // 2)
+        cut = len(tokens) - self.manifest["held_out"]
+        if start < cut and not self.write("train", tokens[:cut], start, position):
+            return False
+        both = np.concatenate([tokens[:cut], tokens[:1], tokens[cut:]])  # end of text before each
+        return self.write("val", both, max(start, cut), position)
 
     def save(self, position: dict) -> None:
         """Write the manifest with the position in the source and in the unfinished shards."""

@@ -4,14 +4,15 @@ import hashlib
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
+from data.documents import COMPRESSIONS, ROWS, DocumentStream, is_text, suffixes
 from data.shards import DataError
 
-READERS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text", ".py": "text"}
+IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # formats that are read in folders, too
 EXCLUDED = re.compile(r"/(\.|site-packages/)")  # hidden files and folders, installed packages
 SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 10**10}  # tokens
 SAMPLED = ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb")
@@ -21,24 +22,55 @@ PERMANENT = re.compile("(Dataset|DataFiles|Repository)NotFound|GatedRepo|Offline
 RETRIES = 6  # after failed downloads, with pauses of 1, 2, 4, ... seconds
 
 
-def list_files(inputs: tuple[str, ...]) -> list[str]:
-    """Return the files and URLs of `inputs` in order, with those inside folders in name order.
+def list_files(inputs: tuple[str, ...]) -> tuple[list[str], list[Path]]:
+    """Return the files and URLs of `inputs` in order, with those inside folders in name order, and
+    the files of the folders that are of other formats. EXCLUDED ones are in neither.
 
-    Leaves out what EXCLUDED matches; raises DataError if there is no file.
+    Raises DataError if there is no file, or for a named file that is of another format.
     """
     files: list[str] = []
+    others: list[Path] = []
     for name in inputs:
         path = Path(name)
-        if "://" in name or path.is_file():
+        if "://" in name:
+            files.append(name)
+        elif path.is_file():
+            check_format(name)
             files.append(name)
         elif path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
-            files += [str(p) for p in found if not EXCLUDED.search(f"/{p.relative_to(path)}")]
+            found = sorted(p for p in path.rglob("*") if p.is_file())
+            for p in found:
+                if not EXCLUDED.search(f"/{p.relative_to(path)}"):
+                    files.append(str(p)) if suffixes(p.name)[0] in IN_FOLDERS else others.append(p)
         else:
             raise DataError(f"--input {name} does not exist")
     if not files:
-        raise DataError(f"--input {' '.join(inputs)} holds no {', '.join(READERS)} files")
-    return files
+        kinds = f"{', '.join(IN_FOLDERS)} files, also as {', '.join(COMPRESSIONS)}"
+        held = f"; it holds {count_suffixes(others)}" if others else ""
+        raise DataError(f"--input {' '.join(inputs)} holds no {kinds}{held}")
+    return files, others
+
+
+def check_format(name: str) -> None:
+    """Raise DataError for a file that is neither of a known format nor text."""
+    kind, compression = suffixes(name)
+    if kind == ".parquet" and compression:
+        raise DataError(f"--input {name}: decompress it; parquet is compressed inside")
+    try:
+        known = kind in (".parquet", *ROWS) or is_text(name)
+    except Exception as error:  # of a decompressor
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"--input {name} cannot be read ({reason})") from error
+    if not known:
+        formats = ", ".join((".parquet", *ROWS))
+        raise DataError(f"--input {name} is neither text nor {formats}; unpack or convert it first")
+
+
+def count_suffixes(paths: list[Path]) -> str:
+    """Return how many files have which suffix: "3 .jpg, 1 .pdf"."""
+    counts = Counter(path.suffix.lower() or "without a suffix" for path in paths)
+    most = [f"{count:,} {suffix}" for suffix, count in counts.most_common(8)]
+    return ", ".join(most + ["others"] * (len(counts) > 8))
 
 
 @dataclass(frozen=True)
@@ -51,6 +83,7 @@ class Source:
     inputs: tuple[str, ...]
     dataset: str
     remote_name: str
+    text_column: str = "text"
     worker_index: int = 0
     worker_count: int = 1
 
@@ -81,7 +114,9 @@ class Source:
         """
         if not self.inputs:
             return None  # the commit of the dataset is saved with the position
-        files = list_files(self.inputs)
+        files, others = list_files(self.inputs)
+        if others:
+            print(f"left out: {count_suffixes(others)}; name a file to read it", file=sys.stderr)
         self.check_share(len(files))
         sizes = [(f, Path(f).stat().st_size if Path(f).is_file() else None) for f in files]
         return hashlib.sha256(repr(sizes).encode()).hexdigest()
@@ -95,29 +130,23 @@ class Source:
         return HfApi().dataset_info(self.dataset).sha
 
     def open_stream(self, commit: str | None):
-        """Return this worker's documents as a streaming dataset with the single column "text"."""
+        """Return this worker's documents: rows of a streaming dataset, or texts of files."""
+        if self.inputs:
+            share = list_files(self.inputs)[0][self.worker_index :: self.worker_count]
+            return DocumentStream(share, self.text_column)
         import datasets  # slow to import, so only after the command line is checked
 
         datasets.config.STREAMING_READ_MAX_RETRIES = 1  # `batches` retries, with a message
         datasets.disable_progress_bars()
-        options = {"split": "train", "streaming": True}
-        if not self.inputs:
-            name = (self.dataset, self.remote_name)
-            stream = datasets.load_dataset(*name, revision=commit, **options)
-            self.check_share(stream.num_shards)  # number of files
-            share = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-            return share.select_columns(["text"])
-        whole_files = {"sample_by": "document", "encoding_errors": "replace"}
-        share = list_files(self.inputs)[self.worker_index :: self.worker_count]
-        parts = []
-        for reader, files in groupby(share, lambda f: READERS.get(Path(f).suffix, "text")):
-            extra = whole_files if reader == "text" else {}
-            part = datasets.load_dataset(reader, data_files=list(files), **options, **extra)
-            parts.append(part.select_columns(["text"]))
-        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+        name, options = (self.dataset, self.remote_name), {"split": "train", "streaming": True}
+        stream = datasets.load_dataset(*name, revision=commit, **options)
+        self.check_share(stream.num_shards)  # number of files
+        share = stream.shard(self.worker_count, self.worker_index, contiguous=False)
+        return share.select_columns([self.text_column])
 
-    def batches(self, state: dict | None) -> Iterator[tuple[dict, list]]:
-        """Yield batches of texts, each with the state from which it can be read again.
+    def batches(self, state: dict | None) -> Iterator[tuple[dict, list[str | None]]]:
+        """Yield batches of texts, None for a row without text, each with the state before it, from
+        which it can be read again.
 
         Continues from `state` at the same commit of the dataset. Retries failed downloads with
         growing pauses; raises DataError if they keep failing.
@@ -132,8 +161,9 @@ class Source:
                     stream.load_state_dict(place)
                 place, texts, chars = stream.state_dict(), [], 0
                 for row in stream:
-                    texts.append(row["text"])
-                    chars += len(row["text"] or "")
+                    text = row if self.inputs else row[self.text_column]
+                    texts.append(text if isinstance(text, str) else None)
+                    chars += len(texts[-1] or "")
                     if chars >= BATCH_CHARS or len(texts) == BATCH_TEXTS:
                         yield {"revision": commit, "place": place}, texts
                         place, texts, chars, failures = stream.state_dict(), [], 0, 0

@@ -166,7 +166,11 @@ def test_folders_of_several_kinds_are_read_in_order_and_blanks_skipped(tmp_path)
     (source / "f.bin").write_bytes(b"never")
     done = shard(source, tmp_path / "out", "--val_fraction", 0)
     assert texts_in(tmp_path / "out", "train") == ["first", "second = 2", "third", "fourth"]
-    assert "skipped: 2 empty" in done.stdout
+    assert "skipped: 1 without text, 1 empty" in done.stdout
+    assert (
+        "c.jsonl: 1 rows without text are skipped; the first: line 2: 'text' is null" in done.stderr
+    )
+    assert "left out: 1 .bin" in done.stderr
 
 
 def test_long_documents_cut_in_pieces_give_the_same_tokens(monkeypatch):
