@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.documents import COMPRESSIONS, ROWS, DocumentStream, is_text, suffixes
+from data.documents import ROWS, DocumentStream
 from data.shards import DataError
+from data.text_files import COMPRESSIONS, is_text, suffixes
 
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # formats that are read in folders, too
 EXCLUDED = re.compile(r"/(\.|site-packages/)")  # hidden files and folders, installed packages
