@@ -144,6 +144,13 @@ def parse_recipe(text: str) -> Recipe:
     return recipe
 
 
+def recipe_of(shape: GPTConfig) -> str:
+    """Return the recipe that builds this architecture, with as few changed fields as there are."""
+    misfits = {name: shape.differs_from(recipe.model) for name, recipe in RECIPES.items()}
+    name = min(misfits, key=lambda name: len(misfits[name]))
+    return ",".join([name, *(f"{field}={getattr(shape, field)}" for field in misfits[name])])
+
+
 @dataclass
 class DataOptions:
     """Where the run reads and writes."""
@@ -155,9 +162,9 @@ class DataOptions:
     log_dir: Path = Path("logs")
     """Folder for metrics.jsonl, samples.txt, config.json and log_plot.png."""
     resume: str | None = None
-    """Checkpoint to resume; auto: model_last.pt or else the newest, or a new run."""
+    """Checkpoint, or a folder with model_last.pt; auto: --checkpoint_dir, or else a new run."""
     init_from: str | None = None
-    """Pre-trained weights to fine-tune: a Hugging Face GPT-2 (gpt2, gpt2-xl, ...) or a folder."""
+    """Weights to fine-tune: a checkpoint or its folder, or a Hugging Face name (gpt2) or folder."""
     overwrite: bool = False
     """Replace the checkpoints and logs of an earlier run."""
 
@@ -280,8 +287,6 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
                 value = getattr(self, name)
                 if value is not None and value != "auto" and not value >= least:
                     raise ConfigError(f"--{name} {value} must be at least {least}")
-        if self.init_from and not self.model_config(1).is_gpt2:
-            raise ConfigError(f"--init_from needs a GPT-2, which --recipe {self.recipe} is not")
         if self.skip_spikes is not None and not self.skip_spikes > 0:
             raise ConfigError(f"--skip_spikes {self.skip_spikes} must be above 0")
         if self.seed >= 2**31:
@@ -363,8 +368,8 @@ def has_type(value: object, kind: object) -> bool:
 class SamplingConfig:
     """Write text with a trained model."""
 
-    checkpoint: Path = Path("checkpoints/model_best.pt")
-    """Checkpoint of train.py, which holds architecture and tokenizer."""
+    checkpoint: Path = Path("checkpoints")
+    """Checkpoint of train.py, or a folder: its best one, else its newest."""
     model: str | None = None
     """Hugging Face GPT-2 to sample from instead: a name (gpt2, gpt2-xl, ...) or a folder."""
     prompt: str = ""

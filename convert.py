@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, recipe_of
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.huggingface import save_pretrained
 from training import checkpoint as ckpt
@@ -28,14 +28,14 @@ class ConvertConfig:
     out: Path
     """Output path: a folder with --checkpoint, a .pt file with --model."""
     checkpoint: Path | None = None
-    """Checkpoint to export to a folder that transformers loads."""
+    """Checkpoint to export for transformers, or a folder: its best one, else its newest."""
     model: str | None = None
-    """Hugging Face GPT-2 to import, by name or folder."""
+    """Hugging Face name (gpt2) or folder to import."""
 
 
 def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers."""
-    model, saved = ckpt.load_model(config.checkpoint, exact=True)
+    model, saved = ckpt.load_model(ckpt.find_best(config.checkpoint), exact=True)
     tokenizer = load_tokenizer(saved["tokenizer"])
     try:
         save_pretrained(model, config.out)
@@ -51,7 +51,7 @@ def import_model(config: ConvertConfig) -> None:
     model, tokenizer, _ = ckpt.open_model(config.out, config.model)
     shape = ckpt.config_values(model.config)
     names = ("n_layer", "n_head", "n_embd", "block_size")
-    settings = TrainConfig(**{name: shape[name] for name in names})
+    settings = TrainConfig(recipe=recipe_of(model.config), **{name: shape[name] for name in names})
     state = ckpt.assemble(
         model.state_dict(),
         optimizer={},

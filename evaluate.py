@@ -31,7 +31,7 @@ from evaluation.scoring import score_items
 from evaluation.tasks import read_rows_on_all
 from model import cpu
 from model.gpt import GPT
-from training.checkpoint import open_model
+from training.checkpoint import find_best, open_model
 from utils import distributed, malloc
 from utils.cli import run
 from utils.distributed import pick_dtype
@@ -45,8 +45,8 @@ Protocol = Literal["build-nanogpt", "lm-eval"]
 class EvalConfig:
     """Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test."""
 
-    checkpoint: Path = Path("checkpoints/model_best.pt")
-    """Checkpoint of train.py."""
+    checkpoint: Path = Path("checkpoints")
+    """Checkpoint of train.py, or a folder: its best one, else its newest."""
     model: str | None = None
     """Score a Hugging Face GPT-2 instead: its name (gpt2, gpt2-medium, ...) or folder."""
     tasks: tuple[Task, ...] = ("hellaswag", "lambada")
@@ -63,8 +63,8 @@ class EvalConfig:
     """Validation tokens; all if there are fewer."""
     batch_size: int = 16
     """Examples in a forward pass."""
-    out: Path = Path("logs/evaluation.json")
-    """JSON file for the table."""
+    out: Path | None = None
+    """JSON file for the table; default: evaluation_NAME.json beside the checkpoint NAME.pt."""
     dump: Path | None = None
     """JSON lines file with one row per example and protocol."""
     device: str = "auto"
@@ -80,6 +80,16 @@ def naming_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{path} could not be written: {error.strerror}") from error
+
+
+def default_out(config: EvalConfig) -> Path:
+    """Return the path of the table: beside the checkpoint, in the folder of the model, or in logs/
+    for a model of the hub."""
+    if config.model is None:
+        return config.checkpoint.with_name(f"evaluation_{config.checkpoint.stem}.json")
+    if Path(config.model).is_dir():
+        return Path(config.model) / "evaluation.json"
+    return Path("logs") / f"evaluation_{config.model.replace('/', '_')}.json"
 
 
 def checked_files(config: EvalConfig) -> dict[str, Path | None]:
@@ -150,6 +160,9 @@ def format_table(rows: list[dict], size: str) -> str:
 
 
 def main(config: EvalConfig) -> None:
+    if config.model is None:
+        config.checkpoint = find_best(config.checkpoint)
+    config.out = config.out or default_out(config)
     files = checked_files(config)
     process = distributed.start(config.device)
     torch.set_float32_matmul_precision("highest")  # no TF32

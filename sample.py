@@ -9,6 +9,7 @@ first is printed while it is generated, the others after it. The same seed gives
 """
 
 import codecs
+import contextlib
 import json
 import math
 import sys
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from config import ConfigError, SamplingConfig
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -51,12 +54,12 @@ def read_prompt(prompt: str) -> str:
     return prompt
 
 
-def check(config: SamplingConfig) -> None:
-    """Raise ConfigError for the first option that is out of range."""
+def check(config: SamplingConfig, prefix: str = "--") -> None:
+    """Raise ConfigError for the first option that is out of range, named with `prefix`."""
     for name, (_, least, greatest) in OPTIONS.items():
         value = getattr(config, name)
         if value is not None and not least <= value <= greatest:
-            raise ConfigError(f"--{name} {value} must be from {least} to {greatest}")
+            raise ConfigError(f"{prefix}{name} {value} must be from {least} to {greatest}")
 
 
 def write_samples(
@@ -109,12 +112,14 @@ def with_option(config: SamplingConfig, command: str) -> SamplingConfig:
     except ValueError as error:
         raise ConfigError(f"/{name} takes a number, not {value!r}") from error
     config = replace(config, **{name: number})
-    check(config)
+    check(config, prefix="/")
     return config
 
 
 def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Show) -> None:
     """Continue prompts from the keyboard until the input ends; Ctrl-C ends a sample."""
+    with contextlib.suppress(ImportError):  # a Python built without it
+        import readline  # noqa: F401  line editing and history for input()
     show(HELP)
     while True:
         try:
@@ -144,11 +149,12 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Sho
 def main(config: SamplingConfig) -> None:
     check(config)
     device = pick_device(config.device)
-    model, name, _ = open_model(config.checkpoint, config.model)
+    dtype = pick_dtype(config.dtype, device)
+    model, name, _ = open_model(config.checkpoint, config.model, exact=dtype is torch.float32)
     tokenizer = load_tokenizer(name)
     model.to(device)
     if device.type == "cpu" and not config.use_torch_compile:
-        cpu.for_inference(model, pick_dtype(config.dtype, device))
+        cpu.for_inference(model, dtype)
     show = partial(print, end="", flush=True)
     if config.interactive:
         converse(model, tokenizer, config, show)

@@ -79,6 +79,7 @@ def main() -> None:
     evaluator = open_evaluator(config, model, val, process, dtype, notes)
     val.batch(np.arange(1))
     next(train_batches(train, slicing, config.seed, steps), None)
+    resume.lock_folders(config, start, process, 12 * model.num_parameters())
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     logger = open_log(config, state, model, train, slicing, process, dtype, notes)
     saver = Saver(config, model, optimizers, train.stream, process, logger.print)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.sharder import DEFAULTS, IN_PROGRESS, lock_folder, output_folder
+from data.sharder import DEFAULTS, IN_PROGRESS, locked, output_folder
 from data.shards import MANIFEST, DataError, find_shards, read_manifest, shard_paths, write_manifest
 from utils.files import atomic_write, check_space, sha256, sync_folder
 
@@ -111,7 +111,7 @@ def merge(folders: tuple[Path, ...], out: Path) -> dict:
             raise DataError(f"{folder} holds no {MANIFEST} of data/fineweb-edu.py; correct --merge")
     with output_folder(out), contextlib.ExitStack() as locks:
         for folder in folders:
-            locks.enter_context(lock_folder(folder))
+            locks.enter_context(locked(folder))
         workers = {folder: worker_manifest(folder) for folder in folders}
         check_same_run(workers)
         shards = renumber_shards(workers)

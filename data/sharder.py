@@ -1,7 +1,6 @@
 """Resumable writing of documents to the shards of a folder, with a manifest of the progress."""
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from data.shards import (
     shard_paths,
     write_manifest,
 )
-from utils.files import check_space
+from utils.files import check_space, lock_folder
 
 # defaults for manifests without these
 DEFAULTS = {"worker_index": 0, "worker_count": 1, "text_column": "text"}
@@ -29,15 +28,10 @@ INITIAL_STATE = {"source": None, "documents": 0, "tokens": 0, "open": {}}  # sta
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder if its file system has locks; raise DataError if another process holds it."""
-    fd = os.open(folder, os.O_RDONLY)
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; raise UserError if another process shards into it."""
+    fd = lock_folder(folder, "sharding into")
     try:
-        with contextlib.suppress(OSError):  # a network file system without locks
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise DataError(f"another process is sharding into {folder}") from error
         yield
     finally:
         os.close(fd)
@@ -47,8 +41,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def output_folder(folder: Path) -> Iterator[None]:
     """Make and lock a folder; turn disk errors inside the context into DataError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock_folder(folder):
+        with locked(folder):
             yield
     except OSError as error:
         raise DataError(

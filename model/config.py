@@ -112,6 +112,11 @@ class GPTConfig:
         """True for a GPT-2 of any size."""
         return self.differs_from({}) == []
 
+    @property
+    def fields(self) -> dict:
+        """Values of all fields but those of SIZED."""
+        return {name: value for name, value in asdict(self).items() if name not in SIZED}
+
     def differs_from(self, fields: dict) -> list[str]:
         """Return the fields in which it differs from a GPT-2 of its sizes with `fields` changed."""
         sizes = {name: getattr(self, name) for name in SIZED}

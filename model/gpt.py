@@ -283,6 +283,17 @@ class GPT(nn.Module):
         return self.loss(x.flatten(0, 1), self.head_weight, targets.flatten())
 
 
+def with_context(model: GPT, config: GPTConfig) -> GPT:
+    """Return a GPT of `config` with the weights of `model`, from which it may differ by fewer
+    positions and another dropout."""
+    state, positions = model.state_dict(), "transformer.wpe.weight"
+    if positions in state:
+        state[positions] = state[positions][: config.block_size].contiguous()
+    copy = empty_gpt(config)
+    copy.load_state_dict(state, assign=True)
+    return copy.requires_grad_()
+
+
 class SkipInit(TorchFunctionMode):
     """Leave new parameters uninitialised: torch.nn.init on "meta" would import the compiler, which
     takes a second."""

@@ -1,4 +1,4 @@
-"""GPT-2 weights from and to Hugging Face's format, without importing transformers.
+"""Weights from and to Hugging Face's format, without importing transformers.
 
 The functions named _from_hf and _to_hf map dicts to dicts; load_pretrained and save_pretrained read
 and write the folders that transformers' from_pretrained and save_pretrained use.
@@ -6,7 +6,7 @@ and write the folders that transformers' from_pretrained and save_pretrained use
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as brief
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model import llama
 from model.config import GPTConfig, ModelError
-from model.gpt import GPT, empty_gpt
+from model.gpt import GPT, empty_gpt, with_context
 
 # OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -36,10 +36,12 @@ SIZES = {  # fields of GPT2Config and ours
 
 
 def config_from_hf(values: dict) -> GPTConfig:
-    """Return the GPTConfig of a config.json; raise ModelError if it is not a supported GPT-2."""
+    """Return the GPTConfig of a config.json; raise ModelError if it is not supported."""
+    if values.get("model_type") in llama.MODEL_TYPES:
+        return llama.config_from_hf(values)
     if values.get("model_type") != "gpt2":
-        model_type = brief(values.get("model_type"))
-        raise ModelError(f"config.json describes a model {model_type}, not gpt2")
+        model_type, known = brief(values.get("model_type")), ", ".join(("gpt2", *llama.MODEL_TYPES))
+        raise ModelError(f"config.json describes a model {model_type}, not one of {known}")
     if missing := [name for name in SIZES if name not in values]:
         raise ModelError(f"config.json lacks {', '.join(missing)}")
     config = GPTConfig(**{ours: values[name] for name, ours in SIZES.items()})
@@ -63,8 +65,17 @@ def config_to_hf(config: GPTConfig) -> dict:
 
 
 def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Return our float32 state dict, made from that of transformers' GPT2LMHeadModel or GPT2Model;
-    raise ModelError naming the first tensor that is missing, of a wrong shape or unknown."""
+    """Return our float32 state dict, made from that of transformers' GPT2LMHeadModel, GPT2Model,
+    LlamaForCausalLM or Qwen3ForCausalLM; raise ModelError naming the first tensor that is missing,
+    of a wrong shape or unknown."""
+    if not config.is_gpt2:
+        expected = llama.weights_to_hf(empty_gpt(config).state_dict(), config)
+        tensors = {
+            name: checked_tensor(state, name, empty.shape) for name, empty in expected.items()
+        }
+        if state:
+            raise ModelError(f"the tensor {next(iter(state))} belongs to no such model")
+        return llama.weights_from_hf(tensors, config)
     state = {name.removeprefix("transformer."): x for name, x in state.items()}
     if config.n_layer > len(state):
         raise ModelError(f"config.json has {config.n_layer} layers, the files {len(state)} tensors")
@@ -75,11 +86,7 @@ def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
             expected[0] = config.vocab_size
         if name.endswith(TRANSPOSED):
             expected.reverse()
-        x = dense_float32(state.pop(name, None), name)
-        if list(x.shape) != expected:
-            raise ModelError(
-                f"the tensor {name} is {tuple(x.shape)}, but config.json implies {tuple(expected)}"
-            )
+        x = checked_tensor(state, name, expected)
         x = x.T if name.endswith(TRANSPOSED) else x
         padding = x.new_zeros(len(empty) - len(x), *x.shape[1:])  # rows of the padded vocabulary
         ours[full_name] = torch.cat([x, padding]).contiguous()
@@ -91,6 +98,16 @@ def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     if unknown:
         raise ModelError(f"the tensor {unknown[0]} belongs to no GPT-2")
     return ours
+
+
+def checked_tensor(state: dict[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
+    """Take a tensor out of `state`, as float32; raise ModelError if it has another shape."""
+    x = dense_float32(state.pop(name, None), name)
+    if tuple(x.shape) != tuple(shape):
+        raise ModelError(
+            f"the tensor {name} is {tuple(x.shape)}, but config.json implies {tuple(shape)}"
+        )
+    return x
 
 
 def dense_float32(x: object, name: str) -> Tensor:
@@ -137,11 +154,11 @@ def naming(source: str | Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ModelError(f"{source} is not a GPT-2 that can be loaded: {reason}") from error
+        raise ModelError(f"{source} cannot be loaded as GPT-2, LLaMA or Qwen3: {reason}") from error
 
 
 def read_config(folder: Path) -> GPTConfig:
-    """Return the architecture in a folder's config.json; raise ModelError if it is no GPT-2."""
+    """Return the architecture in a folder's config.json; raise ModelError if it is unsupported."""
     with naming(folder):
         return config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
@@ -168,22 +185,21 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def load_pretrained(
     name_or_folder: str | Path, block_size: int | None = None, dropout: float = 0.0
 ) -> GPT:
-    """Return the GPT-2 of a Hugging Face name ("gpt2", "gpt2-xl", "user/model") or folder.
+    """Return the model of a Hugging Face name ("gpt2", "gpt2-xl", "user/model") or folder: a GPT-2,
+    or a LLaMA or Qwen3 of the shapes that save_pretrained writes.
 
     A smaller `block_size` keeps the first positions. Raises ModelError naming what does not fit.
     """
     folder = find_folder(str(name_or_folder))
     config = read_config(folder)
-    with naming(name_or_folder):
-        state = weights_from_hf(read_weights(folder), config)
-    most, wpe = config.block_size, "transformer.wpe.weight"
-    block_size = block_size or most
-    if block_size > most:
+    block_size = block_size or config.block_size
+    if block_size > config.block_size:
+        most = config.block_size
         raise ModelError(f"{name_or_folder} has {most} positions, fewer than {block_size}")
-    state[wpe] = state[wpe][:block_size].contiguous()
-    model = empty_gpt(replace(config, block_size=block_size, dropout=dropout))
-    model.load_state_dict(state, assign=True)
-    return model.requires_grad_()
+    model = empty_gpt(config)
+    with naming(name_or_folder):
+        model.load_state_dict(weights_from_hf(read_weights(folder), config), assign=True)
+    return with_context(model, replace(config, block_size=block_size, dropout=dropout))
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> None:

@@ -1,4 +1,6 @@
-"""LLaMA and Qwen3 models to Hugging Face's format. A Qwen3 is a LLaMA with QK-norm."""
+"""LLaMA and Qwen3 models to and from Hugging Face's format. A Qwen3 is a LLaMA with QK-norm."""
+
+from reprlib import repr as brief
 
 import torch
 from torch import Tensor
@@ -11,6 +13,45 @@ CONSTANTS = {"position": "rotary", "norm": "rms", "bias": False}
 CHOICES = ("n_kv_head", "n_inner", "rope_base", "qk_norm", "tied")
 # relu2 is exported as a gated ReLU whose gate equals its input: relu(x) * x = relu(x)²
 ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
+FIXED = ("hidden_act", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias")
+UNUSED = ("rope_scaling", "use_sliding_window")  # fields that change the architecture if set
+
+
+MODEL_TYPES = ("llama", "qwen3")
+SIZES = {  # fields of LlamaConfig and ours
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "num_key_value_heads": "n_kv_head",
+    "intermediate_size": "n_inner",
+}
+
+
+def config_from_hf(values: dict) -> GPTConfig:
+    """Return the GPTConfig of the config.json of a LLaMA or Qwen3; raise ModelError naming a field
+    whose value is not supported."""
+    if missing := [name for name in SIZES if name not in values]:
+        raise ModelError(f"config.json lacks {', '.join(missing)}")
+    activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+    act, rope = values.get("hidden_act"), values.get("rope_parameters") or values
+    config = GPTConfig(
+        **{ours: values[name] for name, ours in SIZES.items()},
+        **CONSTANTS,
+        activation=activations.get(act, "swiglu") if isinstance(act, str) else "swiglu",
+        rope_base=rope.get("rope_theta", 10_000.0),
+        qk_norm=values["model_type"] == "qwen3",
+        tied=values.get("tie_word_embeddings", False),
+    )
+    own = config_to_hf(config)
+    supported = {name: own[name] for name in FIXED if name in own} | dict.fromkeys(UNUSED)
+    for name, value in supported.items():
+        if values.get(name, value) not in (value, False):
+            raise ModelError(f"config.json has {name} {brief(values[name])}, not {value}")
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(f"config.json has rope_type {brief(rope['rope_type'])}, not default")
+    return config
 
 
 def config_to_hf(config: GPTConfig) -> dict:
@@ -44,6 +85,41 @@ def config_to_hf(config: GPTConfig) -> dict:
         "attention_dropout": config.dropout,
         "tie_word_embeddings": config.tied,
     }
+
+
+def weights_from_hf(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Return our state dict from tensors with the names and shapes that weights_to_hf gives; raise
+    ModelError for values that this architecture has no place for."""
+
+    def padded(table: Tensor) -> Tensor:
+        rows = config.padded_vocab_size - config.vocab_size
+        return torch.cat([table, table.new_zeros(rows, config.n_embd)])
+
+    ours = {
+        "transformer.wte.weight": padded(theirs["model.embed_tokens.weight"]),
+        "transformer.ln_f.weight": theirs["model.norm.weight"],
+    }
+    if not config.tied:
+        ours["lm_head.weight"] = padded(theirs["lm_head.weight"])
+    for layer in range(config.n_layer):
+        prefix, name = f"transformer.h.{layer}.", f"model.layers.{layer}.{{}}.weight".format
+        qkv = [theirs[name(f"self_attn.{x}_proj")] for x in "qkv"]
+        gate, up = theirs[name("mlp.gate_proj")], theirs[name("mlp.up_proj")]
+        if config.activation == "relu2" and not torch.equal(gate, up):
+            raise ModelError(f"layer {layer} has a gated ReLU, which is no squared ReLU")
+        norms = [theirs[name(f"self_attn.{x}_norm")] for x in "qk"] if config.qk_norm else []
+        if any((norm != 1).any() for norm in norms):
+            raise ModelError(f"layer {layer} has gains in its QK-norm, which is without them here")
+        parts = {
+            "attn.c_attn": torch.cat(qkv),
+            "attn.c_proj": theirs[name("self_attn.o_proj")],
+            "mlp.c_fc": torch.cat([gate, up]) if config.activation == "swiglu" else gate,
+            "mlp.c_proj": theirs[name("mlp.down_proj")],
+            "ln_1": theirs[name("input_layernorm")],
+            "ln_2": theirs[name("post_attention_layernorm")],
+        }
+        ours |= {f"{prefix}{part}.weight": x for part, x in parts.items()}
+    return ours
 
 
 def weights_to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:

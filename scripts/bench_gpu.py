@@ -1,9 +1,12 @@
 """Measure training on GPUs; scripts/bench_gpu.sh says what is measured."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
 import torch
 

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
+
 import numpy as np
 
 from data.shards import ShardWriter, write_manifest

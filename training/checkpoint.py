@@ -6,6 +6,7 @@
     step, tokens, best_loss, run_id, seed (with the step, all random state there is)
     guard         recent losses and gradient norms, for the detection of spikes
     model_config, tokenizer, train_tokens, train_config, versions, format_version
+    checksums     of the tensors of model, model_low and optimizer
 
 Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. The state is
 that of the whole model: a file resumes on any number of processes.
@@ -14,6 +15,7 @@ that of the whole model: a file resumes on any number of processes.
 import math
 import os
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from data.tokenizer import TOKENIZERS
 from model.config import SIZED, GPTConfig, ModelError
 from model.gpt import GPT, empty_gpt
 from model.huggingface import load_pretrained
+from utils.distributed import is_main
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, sync_folder
 
@@ -71,7 +74,37 @@ def assemble(weights: dict[str, Tensor], **rest: object) -> dict:
         **rest,
     }
     assert set(TYPES) <= set(state), set(TYPES) - set(state)
+    state["checksums"] = {
+        part: checksum(state[part]) for part in ("model", "model_low", "optimizer")
+    }
     return state
+
+
+def checksum(tensors: dict) -> int:
+    """Return a number that any flipped bit of the tensors changes: for each, the sum of its 64-bit
+    words, at the rate of memory. An optimizer's state is a dict of dicts."""
+    total = 0
+    for x in tensors.values():
+        if isinstance(x, dict):
+            part = checksum(x)
+        else:
+            data = x.contiguous().view(-1).view(torch.uint8)
+            words, rest = data.split((len(data) // 8 * 8, len(data) % 8))
+            part = int(words.view(torch.int64).sum()) + int(rest.sum())
+        total = (31 * total + part) % 2**63
+    return total
+
+
+def verify(state: dict, path: Path, *parts: str) -> None:
+    """Raise CheckpointError if the tensors of a part, which model_config has checked, are not those
+    that were written. Files from before there were checksums pass."""
+    checksums = state.get("checksums", {})
+    for part in parts:
+        if part in checksums and checksums[part] != checksum(state[part]):
+            raise CheckpointError(
+                f"{path} is damaged: the tensors of {part!r} do not have their checksum; use "
+                "another checkpoint"
+            )
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
@@ -88,7 +121,8 @@ def save_checkpoint(path: Path, state: dict) -> None:
     except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to torch
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         kept = "; the one before it is untouched" if path.exists() else ""
-        raise CheckpointError(f"{path} could not be written: {reason}{kept}") from error
+        again = "continue with --resume auto"
+        raise CheckpointError(f"{path} could not be written: {reason}{kept}; {again}") from error
 
 
 def keep_numbered(folder: Path, step: int, keep: int) -> None:
@@ -129,6 +163,20 @@ def find_newest(folder: Path) -> Path | None:
     return next(reversed(others + numbered_checkpoints(folder)), None)
 
 
+def find_best(path: Path) -> Path:
+    """Return a checkpoint to use: `path` itself, or in a folder the best, else the newest one, and
+    print which. A run's folder may hold them in checkpoints/."""
+    if not path.is_dir():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = folder / BEST if (folder / BEST).exists() else find_newest(folder)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no checkpoint of train.py")
+    if is_main():
+        print(f"reading {found}", file=sys.stderr)
+    return found
+
+
 def remove_all(folder: Path) -> None:
     """Remove the checkpoints of a folder for a run that overwrites them."""
     named = [folder / name for name in (LAST, BEST, STABLE)]
@@ -140,7 +188,7 @@ def load_checkpoint(path: Path) -> dict:
     """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
     CheckpointError for a file that is absent, damaged or not a checkpoint of this project."""
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}")
+        raise CheckpointError(f"there is no checkpoint {path}; train one, or give another path")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle can ask torch for anything
@@ -155,6 +203,7 @@ def load_checkpoint(path: Path) -> dict:
         )
     guard = state.setdefault("guard", {})  # older files have none
     wrong = [key for key, kind in TYPES.items() if not is_valid(state.get(key), kind)]
+    wrong += ["checksums"] * (type(state.get("checksums", {})) is not dict)
     if wrong or not is_guard_state(guard):
         wrong = ", ".join(wrong or ["guard"])
         raise CheckpointError(f"{path} is damaged: {wrong} missing or of a wrong type")
@@ -220,6 +269,7 @@ def load_model(path: Path, *, exact: bool = False) -> tuple[GPT, dict]:
     """Return the model of a checkpoint in evaluation mode, and the whole file."""
     state = load_checkpoint(path)
     model = empty_gpt(model_config(state, path)).to_empty(device="cpu")
+    verify(state, path, "model", *(["model_low"] if exact else []))
     load_weights(model, state, exact=exact)
     return model.eval(), state
 
@@ -227,10 +277,10 @@ def load_model(path: Path, *, exact: bool = False) -> tuple[GPT, dict]:
 def open_model(
     checkpoint: Path, pretrained: str | None, *, exact: bool = False
 ) -> tuple[GPT, str, dict]:
-    """Return a model in evaluation mode, its tokenizer's name, and the file: `checkpoint`, or none
-    for the Hugging Face name or folder `pretrained`."""
+    """Return a model in evaluation mode, its tokenizer's name, and the file: find_best(checkpoint),
+    or none for the Hugging Face name or folder `pretrained`."""
     if pretrained is None:
-        model, state = load_model(checkpoint, exact=exact)
+        model, state = load_model(find_best(checkpoint), exact=exact)
         return model, state["tokenizer"], state
     model = load_pretrained(pretrained)
     for name, kind in TOKENIZERS.items():

@@ -10,9 +10,8 @@ from data.shards import DataError
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import empty_gpt
-from model.huggingface import find_folder, read_config
 from training import forecast
-from training.resume import adopt_shape
+from training.resume import initial_shape
 from utils import distributed
 from utils.throughput import peak_flops, peak_memory
 
@@ -99,7 +98,7 @@ def model_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
     if saved:
         return config.model_config(saved["model_config"]["vocab_size"])
     if config.init_from:
-        return adopt_shape(config, read_config(find_folder(config.init_from)))
+        return initial_shape(config)
     try:
         vocab_size = TokenStream(config.data_dir, "train").vocab_size
     except DataError:

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, recipe_of
 from data.loader import TokenStream
 from model.config import GPTConfig
-from model.gpt import GPT
-from model.huggingface import load_pretrained
+from model.gpt import GPT, with_context
+from model.huggingface import find_folder, load_pretrained, read_config
 from training import checkpoint as ckpt
 from training.schedule import stable_steps
 from utils.cli import parse
 from utils.distributed import Process
-from utils.logger import holds_another_run, require_package
+from utils.errors import UserError
+from utils.files import check_space, lock_folder
+from utils.logger import catch_write_errors, holds_another_run, require_package
 
 
 def resolve_run() -> tuple[TrainConfig, dict | None]:
@@ -27,6 +29,10 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     path = Path(config.resume) if config.resume else None
     if config.resume == "auto":
         path = ckpt.find_newest(config.checkpoint_dir)
+    elif path is not None and path.is_dir():
+        folder, path = path, ckpt.find_newest(path)
+        if path is None:
+            raise ConfigError(f"--resume {folder}: the folder holds no checkpoint")
     saved = None
     if path is not None:
         saved = ckpt.load_checkpoint(path)
@@ -73,6 +79,36 @@ def check_folders(config: TrainConfig, saved: dict | None, path: Path | None) ->
     )
 
 
+def lock_folders(config: TrainConfig, step: int, process: Process, checkpoint_bytes: int) -> None:
+    """Keep other runs out of the folders of this one until its process ends.
+
+    Raises a UserError on every process if another run holds a folder or has gone on past `step`,
+    where this one resumes; if a folder cannot be written; or if the disk lacks room for the last,
+    the best and a temporary checkpoint of `checkpoint_bytes`.
+    """
+    problem: Exception | None = None
+    if process.is_main:
+        folder = config.checkpoint_dir
+        try:
+            with catch_write_errors(config.log_dir):
+                lock_folder(config.log_dir, "writing the log in")
+            if folder.resolve() != config.log_dir.resolve():
+                lock_folder(folder, "training into")
+            newest = ckpt.find_newest(folder)
+            if config.resume and newest == Path(config.resume) and newest.name == ckpt.LAST:
+                if ckpt.load_checkpoint(newest)["step"] != step:
+                    raise ConfigError(f"{newest} has just been replaced; start this command again")
+            held = (folder / name for name in (ckpt.LAST, ckpt.BEST))
+            held_bytes = sum(path.stat().st_size for path in held if path.exists())
+            check_space(folder, 3 * checkpoint_bytes - held_bytes, "the checkpoints of this run")
+        except OSError as error:
+            problem = ConfigError(f"--checkpoint_dir {folder} cannot be written: {error.strerror}")
+        except UserError as error:
+            problem = error
+    if not process.all_agree(problem is None):
+        raise problem or ConfigError("the main process cannot write to --checkpoint_dir, --log_dir")
+
+
 def check_extras(config: TrainConfig) -> None:
     """Raise ConfigError or LogError for benchmark files or packages that are missing."""
     for path in (config.hellaswag_data, config.lambada_data):
@@ -92,6 +128,7 @@ def check_checkpoint(
         found = f"{stream.vocab_size:,} {stream.tokenizer}"
         if found != (was := f"{saved['model_config']['vocab_size']:,} {saved['tokenizer']}"):
             raise ConfigError(f"{config.data_dir} has {found} tokens, the checkpoint {was} tokens")
+        ckpt.verify(saved, Path(config.resume), "model", "model_low", "optimizer")
         if saved["step"] > config.max_steps:
             raise ConfigError(f"{config.resume} is at step {saved['step']}, after --max_steps")
     step, run = (saved["step"], zlib.crc32(saved["run_id"].encode())) if saved else (-1, 0)
@@ -107,18 +144,38 @@ def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT
     """Return the model of the run on the CPU: resumed, pre-trained or from the seed."""
     torch.manual_seed(config.seed)
     if saved is None and config.init_from:
-        model = load_pretrained(config.init_from, config.block_size, config.dropout)
+        path = checkpoint_to_start_from(config.init_from)
+        if path is None:
+            model = load_pretrained(config.init_from)
+        else:
+            model, _ = ckpt.load_model(path, exact=True)
         if model.config.vocab_size != vocab_size:
             raise ConfigError(
                 f"{config.init_from} has {model.config.vocab_size:,} tokens, {config.data_dir} "
                 f"{vocab_size:,}: the shards need the same tokenizer"
             )
-        adopt_shape(config, model.config)
-        return model
+        return with_context(model, adopt_shape(config, model.config)).train()
     model = GPT(config.model_config(vocab_size))
     if saved:
         ckpt.load_weights(model, saved, exact=True)
     return model
+
+
+def checkpoint_to_start_from(init_from: str) -> Path | None:
+    """Return the checkpoint that --init_from names, None for a Hugging Face name or folder."""
+    path = Path(init_from)
+    if path.suffix == ".pt" or path.is_dir() and not (path / "config.json").exists():
+        return ckpt.find_best(path)
+    return None
+
+
+def initial_shape(config: TrainConfig) -> GPTConfig:
+    """Return the architecture of the model that --init_from names, with the context and dropout of
+    the options."""
+    path = checkpoint_to_start_from(config.init_from)
+    if path is None:
+        return adopt_shape(config, read_config(find_folder(config.init_from)))
+    return adopt_shape(config, ckpt.model_config(ckpt.load_checkpoint(path), path))
 
 
 def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
@@ -136,12 +193,21 @@ def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
         if getattr(config, name) not in (None, value):
             raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
         setattr(config, name, value)
+    if config.model_config(1).differs_from(pretrained.fields):
+        if config.recipe != "gpt2":
+            raise ConfigError(
+                f"--recipe {config.recipe}: {config.init_from} is a {recipe_of(pretrained)}"
+            )
+        config.recipe = recipe_of(pretrained)
     return replace(pretrained, block_size=config.block_size, dropout=config.dropout)
 
 
 def resume_warnings(config: TrainConfig, saved: dict | None, train_tokens: int) -> list[str]:
     """Return sentences on what differs from the checkpoint and changes the result: the order of
     data or of sums, the recipe."""
+    if saved is None and config.init_from:
+        name = f"{config.init_from}, recipe {config.recipe}"
+        return [f"weights of {name}; optimizer, schedule and step are new"]
     if saved is None:
         return []
     then, now = saved["train_config"], config.to_dict()

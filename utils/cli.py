@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, make_dataclass
 from typing import NoReturn, TypeVar
@@ -57,6 +58,9 @@ def run_and_exit(
 ) -> NoReturn:
     """Call `work`, then `before_exit`, and exit: code 2 and one sentence for a UserError."""
     message, code = None, 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # PyTorch warns of its own use
     try:
         work()
     except SystemExit as end:

@@ -1,6 +1,7 @@
 """Files that survive a crash: atomic writes, free space, checksums."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from utils.errors import UserError
+
+LOCK = ".lock"  # file in a folder that a process writes to
 
 
 @contextlib.contextmanager
@@ -25,6 +28,26 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def lock_folder(folder: Path, work: str) -> int:
+    """Lock a folder for this process and return the descriptor that holds the lock until it is
+    closed or the process ends. Raises UserError, naming the `work`, if another process holds it.
+
+    The lock is on a file, which a network file system needs; one without locks is not locked.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise UserError(
+            f"another process is {work} {folder}; wait for its end, or end it"
+        ) from error
+    except OSError:  # no locks here
+        pass
+    return fd
 
 
 def sync_folder(folder: Path) -> None:
@@ -56,5 +79,5 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     if free < needed:
         raise UserError(
             f"{what} needs {format_bytes(needed)}, but the disk of {folder} has only "
-            f"{format_bytes(free)} free; make room and run the same command again"
+            f"{format_bytes(free)} free; make room"
         )

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from utils.errors import UserError
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
 
 
@@ -68,8 +69,9 @@ class Logger:
             resuming = path.exists() and not overwrite
             if resuming:  # a killed process may have left half a row
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+                keep_samples(folder / SAMPLES, start)
             self.file = open(path, mode, buffering=1, encoding="utf-8")
-            self.samples = open(folder / "samples.txt", mode, buffering=1, encoding="utf-8")
+            self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
             self.tensorboard = self.wandb = None
             if tensorboard:
                 require_package("tensorboard")
@@ -156,6 +158,16 @@ class Logger:
                     output.close()
             if self.wandb:
                 self.wandb.finish()
+
+
+def keep_samples(path: Path, start: int) -> None:
+    """Drop the samples of steps after `start`, which a resumed run writes again."""
+    if path.exists():
+        text = path.read_bytes().decode(errors="replace")
+        blocks = re.split(r"^--- step (\d+)\n", text, flags=re.MULTILINE)  # before, step, text, ...
+        pairs = zip(blocks[1::2], blocks[2::2], strict=True)
+        kept = [f"--- step {step}\n{block}" for step, block in pairs if int(step) <= start]
+        path.write_text("".join([blocks[0], *kept]), encoding="utf-8")
 
 
 def is_row(row: object) -> bool:

@@ -122,7 +122,8 @@ def test_folders_that_hold_no_such_gpt2_are_named(tmp_path):
         with pytest.raises(ModelError, match=message):
             load_pretrained(tmp_path)
 
-    refused("a model 'llama', not gpt2", model_type="llama")
+    refused("a model 'bert', not one of gpt2, llama, qwen3", model_type="bert")
+    refused("lacks max_position_embeddings", model_type="llama")
     refused("activation_function 'gelu'", activation_function="gelu")
     refused("h.2.ln_1.weight is missing", n_layer=3)
     refused("wte.weight is", n_embd=32)
@@ -134,5 +135,5 @@ def test_folders_that_hold_no_such_gpt2_are_named(tmp_path):
     weights.unlink()
     refused("no .safetensors")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="not a GPT-2"):
+    with pytest.raises(ModelError, match="cannot be loaded as GPT-2"):
         load_pretrained(tmp_path)

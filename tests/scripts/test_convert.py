@@ -73,10 +73,13 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (["convert.py", "--out", tmp_path / "x"], "give one of"),
         (["convert.py", "--checkpoint", last, "--out", exported], "exists already"),
         (["convert.py", "--model", exported, "--out", tmp_path / "x"], "must end in .pt"),
-        (["convert.py", "--model", tmp_path, "--out", tmp_path / "x.pt"], "not a GPT-2"),
+        (
+            ["convert.py", "--model", tmp_path, "--out", tmp_path / "x.pt"],
+            "cannot be loaded as GPT-2",
+        ),
         (train_args(shards, tmp_path, 4, "--init_from", exported, "--n_layer", 3), "--n_layer 3"),
         (["sample.py", "--model", tmp_path / "none"], "is no folder"),
-        (["train.py", "--dry_run", "--init_from", tmp_path], "not a GPT-2"),
+        (["train.py", "--dry_run", "--init_from", tmp_path], "holds no checkpoint"),
         (["train.py", "--dry_run", "--hellaswag_data", tmp_path / "x"], "there is no file"),
         (["train.py", "--dry_run", "--init_from", exported, "--model_type", "gpt2-xl"], "gpt2-xl"),
     ):

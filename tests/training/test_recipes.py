@@ -165,8 +165,9 @@ def test_scripts_take_a_modern_checkpoint(shards, modern, tmp_path):
     assert row["value"] == pytest.approx(losses(modern, "val")[20], rel=1e-6)
     script("convert.py", "--checkpoint", best, "--out", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen3"
-    done = script(*train_args(shards, tmp_path, 1, "--init_from", "gpt2", *MODERN), code=2)
-    assert "needs a GPT-2" in done.stderr
+    hf = ["--init_from", tmp_path / "hf", "--recipe", "llama"]
+    done = script(*train_args(shards, tmp_path, 1, *hf), code=2)
+    assert "--recipe llama:" in done.stderr and "hf is a modern" in done.stderr
 
 
 def test_another_optimizer_s_state_is_refused(shards, modern, tmp_path):

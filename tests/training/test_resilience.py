@@ -154,9 +154,14 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before(shards, small_dis
     script(*args, "--max_steps", 10, "--overwrite")
     whole = load_checkpoint(small_disk / "model_last.pt")["step"]
     fill(small_disk, but=100_000)
-    done = script(*args, "--resume", "auto", code=2)
-    assert "trying again in 1 s" in done.stdout and "Traceback" not in done.stderr
-    assert "kB free; make room" in done.stderr
+    done = script(*args, "--resume", "auto", code=2)  # found before the first step
+    assert "the checkpoints of this run needs" in done.stderr and max(losses(tmp_path)) == 10
+    (small_disk / "filler").unlink()
+    process = start(*args, "--resume", "auto", "--max_steps", 300)
+    run_until(process, lambda: rows_written(tmp_path) >= 12)
+    fill(small_disk, but=100_000)  # while it runs
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 2
     assert load_checkpoint(small_disk / "model_last.pt")["step"] == whole == 10
     (small_disk / "filler").unlink()
     script(*args, "--resume", "auto", "--log_dir", tmp_path / "again")
