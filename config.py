@@ -20,6 +20,9 @@ class ConfigError(UserError):
     """An option with a value that is wrong, or that does not fit another option."""
 
 
+WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
+
+
 @dataclass
 class DataConfig:
     """Turn text into token shards. Killed and started again, it continues where it was."""
@@ -161,6 +164,8 @@ class DataOptions:
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path = Path("logs")
     """Folder for metrics.jsonl, samples.txt, config.json and log_plot.png."""
+    config: Path | None = None
+    """Options from a .toml file (see configs/) or a run's config.json; the command line wins."""
     resume: str | None = None
     """Checkpoint, or a folder with model_last.pt; auto: --checkpoint_dir, or else a new run."""
     init_from: str | None = None
@@ -203,8 +208,8 @@ class ScheduleOptions:
     """Learning rate after warmup; gpt2: 6e-4, modern: 0.012."""
     min_lr: float | None = None
     """Learning rate of the last step; gpt2: a tenth of --max_lr, modern: 0."""
-    warmup_steps: int = 715
-    """Steps of linear warmup."""
+    warmup_steps: int | None = None
+    """Steps of linear warmup; default: 715, but at most a tenth of --max_steps."""
     schedule: Literal["cosine", "linear", "wsd"] | None = None
     """Decay after warmup; wsd: constant, save model_stable.pt, then linear in the last fifth."""
     weight_decay: float | None = None
@@ -314,7 +319,8 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
     def to_dict(self) -> dict:
         """Return plain values for checkpoints and config.json, the resolved recipe among them."""
         given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
-        return given | {"resolved_recipe": asdict(self.resolved_recipe)}
+        resolved = {"resolved_recipe": asdict(self.resolved_recipe)}
+        return given | resolved | {"warmup_steps": self.resolved_warmup}
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainConfig":
@@ -330,8 +336,21 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         if wrong:
             raise ConfigError(f"the saved options are damaged: {', '.join(wrong)}")
         paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
-        per_launch = {"resume": None, "overwrite": False, "dry_run": False, "profile": False}
+        per_launch = {
+            "config": None,
+            "resume": None,
+            "overwrite": False,
+            "dry_run": False,
+            "profile": False,
+        }
         return cls(**{**known, **paths, **per_launch})
+
+    @property
+    def resolved_warmup(self) -> int:
+        """Steps of warmup: as given, else 715 or a tenth of a run that is shorter than 7,150."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return min(WARMUP_STEPS, self.max_steps // 10)
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's, the named size and the options over it."""

@@ -46,7 +46,7 @@ from utils.distributed import Process
 from utils.files import atomic_write
 from utils.logger import Logger, catch_write_errors
 from utils.signals import StopSignal
-from utils.throughput import StepTimer, peak_flops, profile_steps, seconds_since_start
+from utils.throughput import StepTimer, peak_flops, profile_steps
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     if config.dry_run:
         return dry_run(config, saved)
     process = distributed.start(config.device, before_exit=finish_writing)
-    stop = StopSignal()
+    stop = StopSignal(announce=process.is_main)
     dtype = distributed.pick_dtype(config.dtype, process.device)
 
     # data: the batch of a step is a pure function of (seed, step)
@@ -77,8 +77,7 @@ def main() -> None:
 
     # evaluation, log and checkpoints; unreadable shards end the run before it writes anything
     evaluator = open_evaluator(config, model, val, process, dtype, notes)
-    val.batch(np.arange(1))
-    next(train_batches(train, slicing, config.seed, steps), None)
+    check_readable(train, val, slicing, config.seed, steps)
     resume.lock_folders(config, start, process, 12 * model.num_parameters())
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     logger = open_log(config, state, model, train, slicing, process, dtype, notes)
@@ -124,12 +123,20 @@ def main() -> None:
             end_run(saver, state, config, batch)
         if state.step == start + 1:
             malloc.reuse_freed_memory()  # weights and optimizer state are allocated now
-            logger.print(f"the first step was done {seconds_since_start():.1f} s after the start")
+            logger.log_first_step(row["ms"], config.use_torch_compile, state.step)
 
     if profiler:
         profiler.stop()
     saver.finish()
     finish(logger, config, state, model, process, stop if stopping else None)
+
+
+def check_readable(
+    train: Sequences, val: Sequences, slicing: Slicing, seed: int, steps: range
+) -> None:
+    """Raise DataError if the first batch of either split cannot be read."""
+    next(train_batches(train, slicing, seed, steps), None)
+    val.batch(np.arange(1))
 
 
 def train_step(
@@ -216,6 +223,13 @@ def open_log(
     )
     if distributed.is_emulated(dtype, process.device):
         notes.append(f"{process.device} emulates matmuls in {dtype}: --dtype float32 is faster")
+    if config.use_torch_compile:
+        took = (
+            f"{seconds:.0f} s last time"
+            if (seconds := logger.compile_seconds)
+            else "a minute or so"
+        )
+        notes.append(f"the first step compiles: {took}")
     for note in notes:
         logger.print(note)
     return logger

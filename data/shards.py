@@ -149,8 +149,8 @@ def shard_paths(folder: Path) -> list[Path]:
 def find_shards(folder: Path, split: str) -> list[Shard]:
     """Return the shards of a split ("train" or "val") in name order.
 
-    Raises DataError if the folder is missing or empty, mixes formats, holds a damaged shard or
-    lacks one that its manifest lists.
+    Raises DataError if the folder is missing or empty, mixes formats, holds a damaged shard, or
+    others than its manifest lists.
     """
     make = f"make shards first: python data/fineweb-edu.py --local_dir {folder}"
     if not folder.is_dir():
@@ -164,13 +164,34 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         raise DataError(f"{folder} holds {split} shards as .npy and as .bin; remove one of the two")
     shards = [inspect_shard(path) for path in paths]
     found = {shard.path.name: shard.tokens for shard in shards}
-    for entry in (read_manifest(folder) or {"shards": []})["shards"]:
-        if entry["split"] == split and found.get(entry["file"]) != entry["tokens"]:
+    manifest = read_manifest(folder)
+    if manifest is None:
+        check_gpt2_tokens(shards[0])
+        return shards
+    listed = [entry for entry in manifest["shards"] if entry["split"] == split]
+    if extra := sorted(found.keys() - {entry["file"] for entry in listed}):
+        raise DataError(
+            f"{folder / extra[0]} is not in {MANIFEST}: move it away, or run data/fineweb-edu.py "
+            "again if it was killed"
+        )
+    for entry in listed:
+        if found.get(entry["file"]) != entry["tokens"]:
             raise DataError(
                 f"{folder / entry['file']} is missing or not the {entry['tokens']:,} tokens that "
                 f"{MANIFEST} lists; copy it again or shard into an empty folder"
             )
     return shards
+
+
+def check_gpt2_tokens(shard: Shard) -> None:
+    """Raise DataError for a shard without a manifest that holds bytes: no text of some length has
+    only those of GPT-2's tokens whose ids are below 257."""
+    head = shard.open()[:100_000]
+    if len(head) >= 1000 and head.max() <= 256:
+        raise DataError(
+            f"{shard.path} holds bytes, by its ids up to {head.max()}, not tokens of GPT-2; copy "
+            f"{MANIFEST} to this folder, which says of which tokenizer they are"
+        )
 
 
 class ShardWriter:

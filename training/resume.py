@@ -12,6 +12,7 @@ from model.config import GPTConfig
 from model.gpt import GPT, with_context
 from model.huggingface import find_folder, load_pretrained, read_config
 from training import checkpoint as ckpt
+from training.options import NANOGPT_OPTIONS, read_config_file
 from training.schedule import stable_steps
 from utils.cli import parse
 from utils.distributed import Process
@@ -23,7 +24,14 @@ from utils.logger import catch_write_errors, holds_another_run, require_package
 def resolve_run() -> tuple[TrainConfig, dict | None]:
     """Return the options of this run, and the checkpoint that it resumes, if any, which has the
     options that are not on the command line."""
-    config = parse(TrainConfig)
+    config = parse(TrainConfig, hints=NANOGPT_OPTIONS)
+    file = read_config_file(config.config) if config.config else {}
+    if file:
+        config = parse(TrainConfig, default=TrainConfig.from_dict(file))
+    if config.init_from in ("resume", "scratch"):
+        raise ConfigError(
+            f"--init_from {config.init_from}: --resume auto continues a run; new ones need neither"
+        )
     if config.resume and config.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
     path = Path(config.resume) if config.resume else None
@@ -36,7 +44,7 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     saved = None
     if path is not None:
         saved = ckpt.load_checkpoint(path)
-        config = resumed_config(saved, path)
+        config = resumed_config(saved, path, file)
     config.check()
     check_extras(config)
     if not config.overwrite:
@@ -44,11 +52,11 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     return config, saved
 
 
-def resumed_config(saved: dict, path: Path) -> TrainConfig:
-    """Return the command line over the options in a checkpoint; ConfigError where the model would
-    have another shape or the run would already be over."""
+def resumed_config(saved: dict, path: Path, file: dict) -> TrainConfig:
+    """Return the command line over the options of --config over those in a checkpoint; ConfigError
+    where the model would have another shape or the run would already be over."""
     try:
-        default = TrainConfig.from_dict(saved["train_config"])
+        default = TrainConfig.from_dict(saved["train_config"] | file)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     config = parse(TrainConfig, default=default)
@@ -205,6 +213,12 @@ def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
 def resume_warnings(config: TrainConfig, saved: dict | None, train_tokens: int) -> list[str]:
     """Return sentences on what differs from the checkpoint and changes the result: the order of
     data or of sums, the recipe."""
+    if config.resolved_warmup >= config.max_steps:
+        notes = [
+            f"warning: --warmup_steps {config.resolved_warmup} are not over by --max_steps "
+            f"{config.max_steps}: give {config.max_steps // 10} or less"
+        ]
+        return notes + resume_warnings(replace(config, warmup_steps=0), saved, train_tokens)
     if saved is None and config.init_from:
         name = f"{config.init_from}, recipe {config.recipe}"
         return [f"weights of {name}; optimizer, schedule and step are new"]

@@ -45,7 +45,7 @@ def wsd_stable_step(config: TrainConfig) -> int | None:
     recipe = config.resolved_recipe
     if recipe.schedule != "wsd":
         return None
-    return max(config.warmup_steps, stable_steps(config.max_steps, recipe.decay))
+    return max(config.resolved_warmup, stable_steps(config.max_steps, recipe.decay))
 
 
 def momentum(step: int, warmup_steps: int) -> float:
@@ -59,7 +59,7 @@ def set_rates(optimizers: list[torch.optim.Optimizer], config: TrainConfig, step
     learning rate."""
     recipe = config.resolved_recipe
     options = {name: getattr(recipe, name) for name in ("schedule", "max_lr", "decay")}
-    steps = {"warmup_steps": config.warmup_steps, "max_steps": config.max_steps}
+    steps = {"warmup_steps": config.resolved_warmup, "max_steps": config.max_steps}
     lr = learning_rate(step, min_lr=config.final_lr, **options, **steps)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = lr * group["lr_scale"]

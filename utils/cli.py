@@ -4,9 +4,10 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, make_dataclass
-from typing import NoReturn, TypeVar
+from types import MappingProxyType
+from typing import NoReturn, TypeVar, get_type_hints
 
 import torch
 
@@ -18,14 +19,22 @@ OUT_OF_MEMORY = "lower --micro_batch_size or --num_samples"
 
 
 def parse(
-    config_class: type[Config], default: Config | None = None, *, positional: bool = False
+    config_class: type[Config],
+    default: Config | None = None,
+    *,
+    positional: bool = False,
+    hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Config:
     """Parse the command line into a dataclass; exit with code 2 if it is wrong.
+
+    Raises UserError for a value given to a switch, and for the names in `hints`, which say what
+    options of other projects are called here.
 
     Options that are not given come from `default`. With `positional`, required options are
     positional arguments. Dataclasses named ...Options that `config_class` inherits from are the
     groups of --help, the last one first.
     """
+    check_habits(config_class, hints)
     import tyro  # here, so that importing this module does not require it
 
     options = {"use_underscores": True, "console_outputs": distributed.is_main()}
@@ -44,6 +53,21 @@ def parse(
     values = [group(**{f.name: start[f.name] for f in fields(group)}) for group in groups]
     found = tyro.cli(grouped, default=grouped(*values), **options)
     return config_class(**{k: v for part in vars(found).values() for k, v in vars(part).items()})
+
+
+def check_habits(config_class: type, hints: Mapping[str, str]) -> None:
+    """Raise UserError for --name=True where `name` is a switch, and for a name in `hints`."""
+    kinds = get_type_hints(config_class)
+    for word, following in zip(sys.argv[1:], [*sys.argv[2:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name not in kinds and name in hints:
+            raise UserError(f"there is no {flag}: {hints[name]}")
+        value = value if equals else following
+        if kinds.get(name) is bool and value.lower() in ("true", "false", "0", "1", "yes", "no"):
+            raise UserError(
+                f"{flag} takes no value: give it alone to turn it on, leave it out for off"
+            )
 
 
 def run(

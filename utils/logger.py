@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from utils.errors import UserError
+from utils.throughput import seconds_since_start
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
@@ -61,11 +62,13 @@ class Logger:
         wandb: dict | None = None,
     ) -> None:
         self.folder, self.is_main = folder, is_main
+        self.compile_seconds: float | None = None  # of an earlier start in this folder
         if not is_main:
             return
         path, mode = folder / METRICS, "w" if overwrite else "a"
         with catch_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            self.compile_seconds = last_compile_seconds(path)
             resuming = path.exists() and not overwrite
             if resuming:  # a killed process may have left half a row
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -119,6 +122,12 @@ class Logger:
             times = f"{metrics['ms']:,.0f} ms  {speed}"
             self.print(f"step {step}/{self.bar.total}  {loss}  {rates}  {times}")
 
+    def log_first_step(self, ms: float, compiled: bool, step: int) -> None:
+        """Print when the first step was done, and write how long it took if it compiled."""
+        if compiled:
+            self.log({"split": "compile", "seconds": ms / 1000}, step)
+        self.print(f"the first step was done {seconds_since_start():.1f} s after the start")
+
     def log_validation(self, scores: dict[str, float], step: int) -> None:
         """Write and print the validation loss."""
         self.log({"split": "val", **scores}, step)
@@ -168,6 +177,14 @@ def keep_samples(path: Path, start: int) -> None:
         pairs = zip(blocks[1::2], blocks[2::2], strict=True)
         kept = [f"--- step {step}\n{block}" for step, block in pairs if int(step) <= start]
         path.write_text("".join([blocks[0], *kept]), encoding="utf-8")
+
+
+def last_compile_seconds(path: Path) -> float | None:
+    """Return the seconds of the last first step that compiled, None if the log has none."""
+    with contextlib.suppress(LogError):
+        rows = read_metrics(path).get("compile")
+        return rows[-1]["seconds"] if rows else None
+    return None
 
 
 def is_row(row: object) -> bool:

@@ -1,13 +1,18 @@
 """Signals that ask a run to stop after the current step."""
 
+import os
 import signal
 import time
 
+MESSAGE = b"\nfinishing this step, then saving; again to stop now without saving\n"
+
 
 class StopSignal:
-    """Remembers the first SIGTERM, SIGINT or SIGUSR1; a second one exits at once."""
+    """Remembers the first SIGTERM, SIGINT or SIGUSR1; a second one exits at once. With `announce`,
+    the first prints what will happen."""
 
-    def __init__(self) -> None:
+    def __init__(self, announce: bool) -> None:
+        self.announce = announce
         self.signal, self.when = 0, 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)
@@ -17,3 +22,5 @@ class StopSignal:
             raise SystemExit(128 + number)
         if not self.signal:
             self.signal, self.when = number, time.monotonic()
+            if self.announce:  # not print: a signal can come while another print has the buffer
+                os.write(2, MESSAGE)

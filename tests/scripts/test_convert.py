@@ -1,11 +1,17 @@
 import hub
 import pytest
 import torch
-from conftest import environment, losses, script, train_args
+from conftest import environment, losses, script, train_args, weights
 
 from model.gpt import GPT
 from model.huggingface import load_pretrained
-from training.checkpoint import join_float32, load_checkpoint, load_weights, model_config
+from training.checkpoint import (
+    join_float32,
+    load_checkpoint,
+    load_model,
+    load_weights,
+    model_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +105,33 @@ def test_a_model_of_the_hub_is_downloaded_and_used(exported, tmp_path):
         assert not any("msgpack" in path for path in handler.asked)
         done = script(*args, "--model", "me/other", env=env, code=2)
         assert "me/other is no folder" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "llama", "modern,qk_norm=False,n_kv_head=1"])
+def test_each_kind_of_model_is_read_back_from_its_folder_by_every_script(shards, tmp_path, recipe):
+    run, hf = tmp_path / "run", tmp_path / "hf"
+    script(*train_args(shards, run, 5, "--recipe", recipe))
+    last = run / "checkpoints" / "model_last.pt"
+    script("convert.py", "--checkpoint", last, "--out", hf)
+    script("convert.py", "--model", hf, "--out", tmp_path / "back.pt")
+    before, after = weights(run), load_checkpoint(tmp_path / "back.pt")
+    for name, x in before.items():
+        rows = 257 if name.endswith(("wte.weight", "lm_head.weight")) else None  # without padding
+        found = join_float32(after["model"][name], after["model_low"][name])
+        assert torch.equal(found[:rows], x[:rows])
+    ours = load_pretrained(hf)
+    idx = torch.randint(0, 257, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(idx), load_model(last, exact=True)[0](idx))
+    script("sample.py", "--model", hf, "--max_new_tokens", 3)
+    script("evaluate.py", "--model", hf, "--tasks", "val", "--data_dir", shards, "--device", "cpu")
+    assert (hf / "evaluation.json").exists()
+    for source in (hf, last, tmp_path / "back.pt", run):
+        args = train_args(shards, tmp_path / "tuned", 3, "--init_from", source, "--overwrite")
+        done = script(*args, "--max_lr", 1e-4)
+        assert "optimizer, schedule and step are new" in done.stdout
+        first = losses(tmp_path / "tuned")[1]
+        assert first < losses(run)[1] - 0.05 and abs(first - losses(run)[5]) < 0.3
+    script(*args[: args.index("--init_from")], "--max_steps", 4, "--resume", "auto")
+    assert sorted(losses(tmp_path / "tuned")) == [1, 2, 3, 4]
+    script("train.py", "--dry_run", "--device", "cpu", "--init_from", last, "--block_size", 16)

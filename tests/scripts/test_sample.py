@@ -1,6 +1,18 @@
 import json
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import time
 
-from conftest import script
+import pytest
+import torch
+from conftest import ROOT, environment, kill, run_until, script, start, train_args, weights
+
+import sample as sample_py
+from config import SamplingConfig
 
 
 def sample(trained, *extra, **options):
@@ -43,7 +55,7 @@ def test_a_conversation_streams_and_changes_settings(trained):
     assert first.strip() in out
     greedy = sample(trained, "--prompt", "Abc", "--temperature", 0).stdout[:8]
     assert out.count(greedy) == 2
-    assert "--top_p 7.0 must be" in out and "there is no /tempo" in out
+    assert "> /top_p 7.0 must be" in out and "there is no /tempo" in out
     assert "not 'x'" in out and "40 tokens long" in out and "never" not in out
 
 
@@ -65,3 +77,99 @@ def test_bad_settings_are_sentences(trained, tmp_path):
     ):
         done = sample(trained, *extra, code=2)
         assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_float32_samples_use_the_whole_weights_and_bfloat16_ones_their_half(
+    trained, monkeypatch, capsys
+):
+    found = {}
+
+    def generate(model, *_, **__):
+        found.update({name: x.clone() for name, x in model.state_dict().items()})
+        return iter(())
+
+    monkeypatch.setattr(sample_py, "generate", generate)
+    monkeypatch.setattr(sample_py.cpu, "for_inference", lambda *_: None)
+    exact = weights(trained, "model_best.pt")
+    for dtype in ("float32", "auto", "bfloat16"):
+        path = trained / "checkpoints/model_best.pt"
+        sample_py.main(SamplingConfig(checkpoint=path, dtype=dtype, device="cpu"))
+        equal = [torch.equal(found[name], x) for name, x in exact.items()]
+        assert all(equal) if dtype != "bfloat16" else not any(equal[:2])
+
+
+def test_without_a_path_the_best_else_the_newest_is_taken_and_named(shards, trained, tmp_path):
+    folder = tmp_path / "checkpoints"
+    options = ["--max_new_tokens", 2]
+    done = script("sample.py", "--checkpoint", folder, *options, code=2)
+    assert f"there is no checkpoint {folder}" in done.stderr
+    folder.mkdir()
+    done = script("sample.py", "--checkpoint", folder, *options, code=2)
+    assert f"{folder} holds no checkpoint" in done.stderr
+    for name in ("model_last.pt", "model_best.pt"):  # the best is preferred once it is there
+        shutil.copy(trained / "checkpoints" / name, folder / name)
+        for path in (folder, tmp_path):  # a run's folder, too
+            done = script("sample.py", "--checkpoint", path, *options)
+            assert f"reading {folder / name}" in done.stderr
+    done = script("evaluate.py", "--checkpoint", folder, "--tasks", "val", "--device", "cpu")
+    assert f"reading {folder / 'model_best.pt'}" in done.stderr
+    scores = json.loads((folder / "evaluation_model_best.json").read_text())  # beside it
+    assert scores["model"] == str(folder / "model_best.pt")
+    script("convert.py", "--checkpoint", folder, "--out", tmp_path / "hf")
+    run = train_args(shards, tmp_path / "run", 21, "--resume", folder)
+    assert "resumed at step 20" in script(*run).stdout  # the last, not the best
+
+
+def test_a_run_stopped_before_its_first_best_can_be_sampled(shards, tmp_path):
+    process = start(*train_args(shards, tmp_path, 3000, "--eval_every", 0, "--save_every", 2))
+    run_until(process, lambda: (tmp_path / "checkpoints/model_last.pt").exists())
+    kill(process)
+    done = script("sample.py", "--checkpoint", tmp_path, "--max_new_tokens", 5)
+    assert "model_last.pt" in done.stderr and len(done.stdout) > 1
+
+
+def test_a_terminal_of_ascii_gets_replacements(trained):
+    env = environment() | {"PYTHONIOENCODING": "ascii"}
+    done = sample(trained, "--prompt", "naïve 中", env=env)
+    assert done.stdout.startswith("na?ve ?") and done.stderr.count("Traceback") == 0
+
+
+def test_no_warning_of_a_library_reaches_the_text(trained, tmp_path):
+    script("convert.py", "--checkpoint", trained / "checkpoints", "--out", tmp_path / "hf")
+    for model in (["--checkpoint", trained / "checkpoints"], ["--model", tmp_path / "hf"]):
+        for compiled in ([], ["--use_torch_compile"]):
+            done = script("sample.py", *model, "--max_new_tokens", 3, *compiled, fork=False)
+            assert "Warning" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="drives a pseudo-terminal")
+def test_a_conversation_has_history_and_line_editing(trained):
+    ours, theirs = pty.openpty()
+    path = trained / "checkpoints" / "model_best.pt"
+    command = [sys.executable, "sample.py", "--checkpoint", path, "--interactive"]
+    env = environment() | {"TERM": "xterm"}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, **streams)
+    os.close(theirs)
+    shown = b""
+
+    def wait_for(text):
+        nonlocal shown
+        began = time.monotonic()
+        while text not in shown:
+            assert time.monotonic() - began < 30, shown
+            if select.select([ours], [], [], 1)[0]:
+                shown += os.read(ours, 10_000)
+        shown = shown[shown.index(text) + len(text) :]
+
+    try:
+        wait_for(b"> ")
+        os.write(ours, b"/seed 12\n")
+        wait_for(b"> ")
+        os.write(ours, b"\x1b[A\x7f3\n/\n")  # the line before, with 3 for its last character
+        wait_for(b"/seed 13")
+        os.write(ours, b"/quit\n")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        os.close(ours)

@@ -1,0 +1,128 @@
+"""The folders that a run writes to: one run at a time, and found wanting before the first step."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from conftest import kill, losses, rows_written, run_until, script, start, train_args
+
+from training.checkpoint import load_checkpoint
+
+
+def test_a_second_run_in_the_same_folders_is_refused_and_a_dead_one_blocks_nobody(shards, tmp_path):
+    args = train_args(shards, tmp_path, 3000, "--save_every", 5)
+    process = start(*args)
+    run_until(process, lambda: rows_written(tmp_path) >= 6)
+    elsewhere = tmp_path / "elsewhere"
+    for other in (
+        args,
+        [*args, "--resume", "auto"],
+        [*args, "--overwrite"],
+        [*args, "--resume", "auto", "--log_dir", elsewhere],
+        [*train_args(shards, elsewhere, 9), "--log_dir", tmp_path / "logs"],
+    ):
+        done = script(*other, code=2)
+        assert "Traceback" not in done.stderr
+        told = "another process is" in done.stderr or "of another run" in done.stderr
+        assert told, done.stderr
+    assert "another process is" in script(*args, "--resume", "auto", code=2).stderr
+    kill(process)
+    script(*args, "--resume", "auto", "--max_steps", 300)  # its lock died with it
+    steps = [json.loads(row)["step"] for row in (tmp_path / "logs/metrics.jsonl").open()]
+    assert max(losses(tmp_path)) == 300 and len(steps) > 300
+
+
+def test_a_folder_or_disk_that_cannot_take_the_checkpoints_is_found_at_the_start(
+    shards, small_disk, tmp_path
+):
+    (tmp_path / "file").touch()
+    done = script(
+        *train_args(shards, tmp_path, 9), "--checkpoint_dir", tmp_path / "file" / "x", code=2
+    )
+    assert "cannot be written: Not a directory" in done.stderr and not rows_written(tmp_path)
+    free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    (small_disk / "filler").write_bytes(b"\0" * (free - 400_000))
+    args = train_args(shards, tmp_path, 9, "--checkpoint_dir", small_disk)
+    done = script(*args, code=2)  # room for one file, not for three
+    assert "the checkpoints of this run needs" in done.stderr and not rows_written(tmp_path)
+
+
+def flip(path, name, part="model"):
+    """Flips one bit of a weight inside a checkpoint."""
+    tensor = torch.load(path, weights_only=True, mmap=True)[part][name]
+    needle = tensor.flatten()[:64].view(torch.uint8).numpy().tobytes()
+    data = bytearray(path.read_bytes())
+    at = data.index(needle) + 37
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("part", ["model", "model_low"])
+def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, part):
+    path = tmp_path / "model_last.pt"
+    path.write_bytes((trained / "checkpoints/model_last.pt").read_bytes())
+    flip(path, "transformer.h.1.mlp.c_fc.weight", part)
+    commands = [
+        train_args(shards, tmp_path, 30, "--resume", path),
+        train_args(shards, tmp_path / "x", 30, "--init_from", path),
+        ["convert.py", "--checkpoint", path, "--out", tmp_path / "out"],
+        ["evaluate.py", "--checkpoint", path, "--tasks", "val", "--device", "cpu"],
+    ]
+    for command in commands:
+        done = script(*command, code=2)
+        assert f"tensors of '{part}' do not have their checksum" in done.stderr
+    bfloat16 = ["sample.py", "--checkpoint", path, "--dtype", "bfloat16", "--max_new_tokens", 2]
+    script(*bfloat16, code=2 if part == "model" else 0)  # which reads the first half alone
+
+
+def test_a_flipped_bit_of_the_optimizer_is_found_and_older_files_pass(shards, trained, tmp_path):
+    state = load_checkpoint(trained / "checkpoints/model_last.pt")
+    assert set(state["checksums"]) == {"model", "model_low", "optimizer"}
+    args = train_args(shards, tmp_path, 21, "--resume", tmp_path / "x.pt")
+    state["optimizer"]["transformer.wte.weight"]["exp_avg"] = state["optimizer"][
+        "transformer.wte.weight"
+    ]["exp_avg"].clone()
+    state["optimizer"]["transformer.wte.weight"]["exp_avg"][3, 5] += 1e-3
+    torch.save(state, tmp_path / "x.pt")
+    assert "tensors of 'optimizer' do not" in script(*args, code=2).stderr
+    del state["checksums"]
+    torch.save(state, tmp_path / "x.pt")
+    script(*args)
+
+
+def test_samples_of_steps_that_are_run_again_are_not_repeated(shards, tmp_path):
+    args = train_args(shards, tmp_path, 9, "--save_every", 4, "--keep_last", 3)
+    script(*args, "--sample_every", 1)
+    text = tmp_path / "logs" / "samples.txt"
+    assert text.read_text().count("--- step") == 9
+    fourth = tmp_path / "checkpoints/model_step_000004.pt"
+    script(*args, "--sample_every", 1, "--resume", fourth, "--max_steps", 6)
+    steps = [line for line in text.read_text().splitlines() if line.startswith("--- step")]
+    assert steps == [f"--- step {n}" for n in range(1, 7)]
+
+
+def test_what_a_signal_does_is_said_at_once(shards, tmp_path):
+    import subprocess
+    import sys
+
+    from conftest import ROOT, environment
+
+    args = [sys.executable, *map(str, train_args(shards, tmp_path, 3000))]
+    log = open(tmp_path / "err", "wb")
+    process = subprocess.Popen(args, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+    try:
+        run_until(process, lambda: rows_written(tmp_path) >= 3)
+        process.send_signal(signal.SIGSTOP)  # as in a long step
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        began = time.monotonic()
+        while b"finishing this step, then saving" not in (tmp_path / "err").read_bytes():
+            assert time.monotonic() - began < 10
+            time.sleep(0.02)
+        assert process.wait(60) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        log.close()
