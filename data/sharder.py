@@ -34,7 +34,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
 @contextlib.contextmanager

@@ -68,6 +68,8 @@ def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     """Return our float32 state dict, made from that of transformers' GPT2LMHeadModel, GPT2Model,
     LlamaForCausalLM or Qwen3ForCausalLM; raise ModelError naming the first tensor that is missing,
     of a wrong shape or unknown."""
+    if config.n_layer > len(state):
+        raise ModelError(f"config.json has {config.n_layer} layers, the files {len(state)} tensors")
     if not config.is_gpt2:
         expected = llama.weights_to_hf(empty_gpt(config).state_dict(), config)
         tensors = {
@@ -77,8 +79,6 @@ def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
             raise ModelError(f"the tensor {next(iter(state))} belongs to no such model")
         return llama.weights_from_hf(tensors, config)
     state = {name.removeprefix("transformer."): x for name, x in state.items()}
-    if config.n_layer > len(state):
-        raise ModelError(f"config.json has {config.n_layer} layers, the files {len(state)} tensors")
     ours = {}
     for full_name, empty in empty_gpt(config).state_dict().items():
         name, expected = full_name.removeprefix("transformer."), list(empty.shape)
@@ -196,9 +196,10 @@ def load_pretrained(
     if block_size > config.block_size:
         most = config.block_size
         raise ModelError(f"{name_or_folder} has {most} positions, fewer than {block_size}")
-    model = empty_gpt(config)
     with naming(name_or_folder):
-        model.load_state_dict(weights_from_hf(read_weights(folder), config), assign=True)
+        weights = weights_from_hf(read_weights(folder), config)
+        model = empty_gpt(config)
+        model.load_state_dict(weights, assign=True)
     return with_context(model, replace(config, block_size=block_size, dropout=dropout))
 
 

@@ -1,5 +1,7 @@
 """Options of a run, and their checks: the command line over the checkpoint that it resumes."""
 
+import errno
+import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +104,8 @@ def lock_folders(config: TrainConfig, step: int, process: Process, checkpoint_by
                 lock_folder(config.log_dir, "writing the log in")
             if folder.resolve() != config.log_dir.resolve():
                 lock_folder(folder, "training into")
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             newest = ckpt.find_newest(folder)
             if config.resume and newest == Path(config.resume) and newest.name == ckpt.LAST:
                 if ckpt.load_checkpoint(newest)["step"] != step:

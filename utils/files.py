@@ -11,7 +11,7 @@ from typing import IO
 
 from utils.errors import UserError
 
-LOCK = ".lock"  # file in a folder that a process writes to
+LOCK = ".lock"  # file in a folder of a network file system
 
 
 @contextlib.contextmanager
@@ -30,24 +30,25 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
-def lock_folder(folder: Path, work: str) -> int:
+def lock_folder(folder: Path, work: str) -> int | None:
     """Lock a folder for this process and return the descriptor that holds the lock until it is
-    closed or the process ends. Raises UserError, naming the `work`, if another process holds it.
+    closed or the process ends; None on a file system without locks.
 
-    The lock is on a file, which a network file system needs; one without locks is not locked.
+    Raises UserError, naming the `work`, if another process holds the lock. Network file systems
+    lock no folders but a file in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise UserError(
-            f"another process is {work} {folder}; wait for its end, or end it"
-        ) from error
-    except OSError:  # no locks here
-        pass
-    return fd
+    for path, flags in ((folder, os.O_RDONLY), (folder / LOCK, os.O_RDWR | os.O_CREAT)):
+        fd = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except OSError as error:
+            os.close(fd)
+            if isinstance(error, BlockingIOError):
+                message = f"another process is {work} {folder}; wait for its end, or end it"
+                raise UserError(message) from error
+    return None
 
 
 def sync_folder(folder: Path) -> None:

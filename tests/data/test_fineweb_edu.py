@@ -15,7 +15,7 @@ import pytest
 from conftest import SHARED, documents, environment, kill, script, start
 from pyarrow import parquet
 
-from data.sharder import lock_folder
+from data.sharder import locked
 from data.shards import DataError, find_shards
 from data.tokenizer import load_tokenizer
 
@@ -228,7 +228,7 @@ def test_text_that_the_tokenizer_gives_up_on_is_skipped(tmp_path):
 
 
 def test_two_processes_do_not_shard_into_one_folder(corpus, tmp_path):
-    with lock_folder(tmp_path):
+    with locked(tmp_path):
         assert "another process is sharding" in shard(corpus, tmp_path, code=2).stderr
     assert not list(tmp_path.iterdir())
 

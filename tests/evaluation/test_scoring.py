@@ -263,7 +263,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         (["--tasks", "val", "val"], "once"),
         (["--tasks", "lambada", "--data", tmp_path, tmp_path], "2 files"),
         (["--model", exported, "--tasks", "val"], "needs --data_dir"),
-        (["--model", tmp_path, "--tasks", "val"], "not a GPT-2"),
+        (["--model", tmp_path, "--tasks", "val"], "cannot be loaded as GPT-2"),
         (["--limit", 0], "--limit"),
     ):
         done = script(

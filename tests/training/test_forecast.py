@@ -197,7 +197,7 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
     assert chosen(80 * 10**9, processes=4) == 12
     assert chosen(80 * 10**9, before=16) == 16  # a resumed run keeps its own
     assert chosen(4 * 10**9, before=48) == found[4]
-    with pytest.raises(ConfigError, match="one sequence takes 3.* GB, of which a process has 1.00"):
+    with pytest.raises(ConfigError, match="one sequence needs 3.* GB, but a process has 1.00"):
         chosen(10**9)
 
 

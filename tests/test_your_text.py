@@ -1,0 +1,103 @@
+"""docs/YOUR_TEXT.md, each command as it is written, with fewer steps."""
+
+import gzip
+import json
+import re
+import shlex
+import shutil
+
+import pyarrow as pa
+import pytest
+from conftest import ROOT, documents, environment, script
+from pyarrow import parquet
+
+from data.tokenizer import load_tokenizer
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.huggingface import save_pretrained
+
+SMALLER = {"--max_steps": "4", "--eval_every": "2", "--max_new_tokens": "5"}
+
+
+def commands(title):
+    """The commands of a section."""
+    page = (ROOT / "docs" / "YOUR_TEXT.md").read_text()
+    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return [line for line in re.search(r"```sh\n(.*?)```", section, re.S)[1].splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder of a user's files, in which the project's scripts are called as in its root."""
+    home = tmp_path_factory.mktemp("home")
+    texts = documents()
+    (home / "book.txt").write_text("\n\n".join(texts))
+    (home / "texts" / "old [1998]").mkdir(parents=True)
+    (home / "texts" / "old [1998]" / "a.TXT").write_text(texts[0])
+    (home / "texts" / "b.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"body": t}) + "\n" for t in texts[1:200]).encode())
+    )
+    (home / "texts" / "cover.jpg").write_bytes(b"\xff\xd8\xff\0")
+    (home / "notes.csv").write_text("id,body\n1,a note\n2,another\n")
+    parquet.write_table(pa.table({"review": texts[:300]}), home / "reviews.parquet")
+    (home / "crawl").mkdir()
+    for i in range(3):
+        rows = "".join(json.dumps({"text": t}) + "\n" for t in texts[200 * i : 200 * (i + 1)])
+        data = pa.Codec("zstd").compress(rows.encode(), asbytes=True)
+        (home / "crawl" / f"{i}.jsonl.zst").write_bytes(data)
+    return home
+
+
+def run(title, home, extra=()):
+    """Run the commands of a section in `home`; return what they print."""
+    printed = []
+    for command in commands(title):
+        python, name, *args = shlex.split(command)
+        assert python == "python"
+        for flag, value in SMALLER.items():
+            if flag in args:
+                args[args.index(flag) + 1] = value
+        if name == "sample.py":
+            args += ["--max_new_tokens", "5"]
+        if name in ("train.py", "evaluate.py", "sample.py"):
+            args += ["--device", "cpu", *(extra if name == "train.py" else ())]
+        options = {"cwd": home, "env": environment()}
+        done = script(ROOT / name, *args, **options)
+        printed.append(done.stdout + done.stderr)
+    return printed
+
+
+def test_one_book_then_scores_plot_and_export(home):
+    shards, _, text = run("One book", home)
+    assert "validation: the tail of the last text" in shards and "The " in text
+    scores, plot, _ = run("Score, plot, convert", home)
+    assert "bits_per_byte" in scores and (home / "runs/book/loss.png").stat().st_size > 10_000
+    assert (home / "runs/book/hf/config.json").exists()
+
+
+def test_a_folder_of_mixed_files(home):
+    (printed,) = run("A folder of mixed files", home)
+    assert "202 documents" in printed and "left out: 1 .jpg" in printed
+
+
+def test_a_parquet_file_with_another_column(home):
+    (printed,) = run("A parquet file with another column", home)
+    assert "300 documents" in printed
+
+
+def test_a_compressed_crawl(home):
+    first, second = run("A compressed crawl", home)
+    assert "600 documents" in first and "complete; 0 tokens" in second
+
+
+def test_fine_tuning(home):
+    try:
+        load_tokenizer("gpt2")
+    except ValueError as error:
+        pytest.skip(str(error))
+    save_pretrained(GPT(GPTConfig(256, 50257, 2, 2, 16)), home / "gpt2")  # instead of the hub's
+    try:
+        _, trained, text = run("Fine-tune GPT-2", home)
+    finally:
+        shutil.rmtree(home / "gpt2")
+    assert "optimizer, schedule and step are new" in trained and "The " in text
