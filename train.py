@@ -29,6 +29,7 @@ from data.loader import (
     train_batches,
 )
 from data.shards import corpus_name
+from evaluation.live_plot import PICTURE, LivePlot
 from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
 from training import checkpoint as ckpt
@@ -190,12 +191,14 @@ def open_log(
         overwrite=config.overwrite,
         tensorboard=config.tensorboard,
         wandb={"id": state.run_id, "config": config.to_dict()} if config.wandb else None,
+        plot=LivePlot(config.log_dir, model.config.size),
     )
     if process.is_main:
         run = {
             "command": sys.argv,
             "train_config": config.to_dict(),
             "model_config": ckpt.config_values(model.config),
+            "corpus": corpus_name(config.data_dir),
             "resumed_at_step": state.step if config.resume else None,
             "versions": {
                 "python": sys.version.split()[0],
@@ -257,8 +260,7 @@ def finish(
     if process.is_main and not stop:
         from evaluation.figure import draw_if_possible  # imports matplotlib, which takes a second
 
-        size = model.config.size if corpus_name(config.data_dir) == "FineWeb-Edu" else None
-        draw_if_possible([config.log_dir], config.log_dir / "log_plot.png", size)
+        draw_if_possible([config.log_dir], config.log_dir / PICTURE, model.config.size)
     distributed.stop()
     if stop:
         sys.exit(128 + (stop.signal or signal.SIGTERM))
