@@ -17,9 +17,13 @@ OUT_OF_MEMORY = "lower --micro_batch_size or --num_samples"
 
 
 def parse(
-    config_class: type[Config], default: Config | None = None, *, positional: bool = False
+    config_class: type[Config],
+    default: Config | None = None,
+    *,
+    positional: bool = False,
+    args: list[str] | None = None,
 ) -> Config:
-    """Parse the command line into a dataclass; exit with code 2 if it is wrong.
+    """Parse the command line, or `args`, into a dataclass; exit with code 2 if it is wrong.
 
     Options that are not given come from `default`. With `positional`, required options are
     positional arguments. Dataclasses named ...Options that `config_class` inherits from are the
@@ -27,7 +31,7 @@ def parse(
     """
     import tyro  # here, so that importing this module does not require it
 
-    options = {"use_underscores": True, "console_outputs": distributed.is_main()}
+    options = {"use_underscores": True, "console_outputs": distributed.is_main(), "args": args}
     options["config"] = (tyro.conf.PositionalRequiredArgs,) if positional else ()
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from evaluation import figure
-from evaluation.figure import draw
+from evaluation.figure import draw, draw_sweep, read_metrics
 
 
 def write_run(folder, losses, **config):
@@ -122,3 +122,10 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypa
     with pytest.raises(figure.LogError, match="disk full"):
         draw([run], out)
     assert out.read_bytes() == before and sorted(tmp_path.iterdir()) == [out, run]
+
+
+def test_a_sweep_of_one_seed_is_drawn_without_nan(tmp_path, figures):
+    log = read_metrics(write_run(tmp_path / "run", [4, 2]))
+    draw_sweep({"max_lr=1": [log], "max_lr=2": [log, log]}, tmp_path / "a.png")
+    labels = figures[0].axes[0].get_legend_handles_labels()[1]
+    assert labels == ["max_lr=1: 2.000", "max_lr=2: 2.000"]
