@@ -62,7 +62,7 @@ def main() -> None:
     train = Sequences(TokenStream(config.data_dir, "train"), config.block_size)
     val = Sequences(TokenStream(config.data_dir, "val"), config.block_size)
     resume.check_checkpoint(config, saved, train.stream, process)
-    resolve_micro_batch(config, saved, process, dtype)
+    notes = resolve_micro_batch(config, saved, process, dtype)
     batch = config.sequences_per_step(process.world_size)
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
 
@@ -73,7 +73,7 @@ def main() -> None:
     engine = ParallelModel(model, config, process, dtype)
     optimizers = make_optimizers(model, config, dtype)
     load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
-    notes = resume.resume_warnings(config, saved, len(train.stream))
+    notes += resume.resume_warnings(config, saved, len(train.stream))
     saved = None  # closes the file, which is mapped from disk
 
     # evaluation, log and checkpoints; unreadable shards end the run before it writes anything
