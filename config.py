@@ -14,6 +14,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from model.config import SIZED, SIZES, GPTConfig, ModelError
 from utils.errors import UserError
+from utils.gpus import NAMED_GPUS
 
 
 class ConfigError(UserError):
@@ -261,7 +262,7 @@ class MachineOptions:
     seed: int = 1337
     """Seed of weights, data order, dropout and samples."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps."""
+    """auto, cpu, cuda, cuda:1, mps; with --dry_run also a100, h100, h200, b200, rtx4090."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matmuls; weights stay float32. auto: bfloat16 on CUDA GPUs that support it."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
@@ -292,6 +293,11 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
                 value = getattr(self, name)
                 if value is not None and value != "auto" and not value >= least:
                     raise ConfigError(f"--{name} {value} must be at least {least}")
+        if self.device in NAMED_GPUS and not self.dry_run:
+            raise ConfigError(
+                f"--device {self.device} is for --dry_run, which forecasts a run on that GPU; to "
+                "train on one, give --device cuda"
+            )
         if self.skip_spikes is not None and not self.skip_spikes > 0:
             raise ConfigError(f"--skip_spikes {self.skip_spikes} must be above 0")
         if self.seed >= 2**31:

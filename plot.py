@@ -1,4 +1,4 @@
-"""Draw the curves of one or more runs over each other.
+"""Draw the curves of one or more runs over each other, with different tokenizers in bits per byte.
 
 python plot.py --log logs runs/other/logs --sz 124M --out plots/log_plot.png
 python plot.py --log logs --x hours
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from evaluation.figure import draw
-from evaluation.published import PUBLISHED
 from model.config import NICKNAMES
 from utils.cli import run
 
@@ -21,7 +20,7 @@ class PlotConfig:
     log: tuple[Path, ...] = (Path("logs"),)
     """metrics.jsonl files, or the folders that hold them."""
     sz: Literal["124M", "350M", "774M", "1558M"] | None = None
-    """Size of OpenAI's GPT-2 to draw as dashed lines, where figures were published."""
+    """Size of OpenAI's GPT-2 to draw as dashed lines, where published figures are comparable."""
     x: Literal["tokens", "hours", "step"] = "tokens"
     """Horizontal axis: training tokens, hours of training steps, or steps."""
     out: Path = Path("plots/log_plot.png")
@@ -30,9 +29,8 @@ class PlotConfig:
 
 def main(config: PlotConfig) -> None:
     size = NICKNAMES[config.sz] if config.sz else None
-    draw(list(config.log), config.out, size, config.x)
-    if size is not None and ("val", "FineWeb-Edu", "loss", size) not in PUBLISHED:
-        print(f"no published validation loss of OpenAI's {config.sz} on FineWeb-Edu is known")
+    if reason := draw(list(config.log), config.out, size, config.x):
+        print(f"the validation loss of OpenAI's GPT-2 is not drawn: {reason}")
     print(f"wrote {config.out}")
 
 

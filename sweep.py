@@ -3,31 +3,38 @@
 python sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 1e-3 2e-3" --seeds 1 2 3 \\
   --fixed "data_dir data/novels" "max_steps 500"
 
-A sweep that was killed continues when started again. With another grid and the same --out, the
-table covers all runs of the folder.
+All settings are checked before the first run. A sweep that was killed continues when started
+again. With another grid and the same --out, the table covers all runs of the folder.
 """
 
+import contextlib
+import io
 import itertools
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import NoReturn
+from types import NoneType
+from typing import NoReturn, get_args, get_type_hints
 
-from config import ConfigError
+from config import ConfigError, TrainConfig
+from data.shards import find_shards
 from evaluation.figure import draw_sweep
-from utils.cli import run
+from training.resume import check_extras
+from utils.cli import parse, run
+from utils.errors import UserError
 from utils.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent
-RESERVED = ("", "seed", "resume", "checkpoint_dir", "log_dir")  # options that the sweep sets
+RESERVED = ("seed", "checkpoint_dir", "log_dir", "resume", "overwrite", "dry_run")
+VALUES = {bool: "no value", int: "a whole number", float: "a number", Path: "a path", str: "a text"}
 processes: list[subprocess.Popen] = []
 
 
@@ -52,13 +59,68 @@ def parse_options(texts: tuple[str, ...]) -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
     for text in texts:
         name, *values = text.split() or [""]
-        name = name.lstrip("-")
-        if name in (*RESERVED, *options):
+        name = name.lstrip("-").replace("-", "_")
+        if name in RESERVED:
             raise ConfigError(
-                f'"{text}": name each option once; seeds go to --seeds, and --out has the folders'
+                f'"{text}": the sweep sets this; seeds go to --seeds, and --out has the folders'
             )
+        if name in options or not name.isidentifier():
+            raise ConfigError(f'"{text}": name each option once, as "NAME VALUE VALUE ..."')
         options[name] = values
     return options
+
+
+def to_args(options: dict[str, list[str]]) -> list[str]:
+    """Return options as the command line of train.py."""
+    return [part for name, values in options.items() for part in (f"--{name}", *values)]
+
+
+def parse_silently(options: dict[str, list[str]]) -> TrainConfig | None:
+    """Return what train.py's parser makes of options, None if it refuses them."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            return parse(TrainConfig, args=to_args(options))
+        except SystemExit:
+            return None
+
+
+def explain_refusal(name: str, values: list[str]) -> str:
+    """Return a sentence on an option that train.py's parser refuses."""
+    given, kinds = " ".join([name, *values]), get_type_hints(TrainConfig)
+    if name not in kinds:
+        near = get_close_matches(name, kinds, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f'"{given}": train.py has no option {name}{hint}'
+
+    def flatten(kind: object) -> list:  # members of a union, values of a Literal
+        return [x for part in get_args(kind) for x in flatten(part)] or [VALUES.get(kind, kind)]
+
+    allowed = " or ".join(x for x in flatten(kinds[name]) if x is not NoneType)
+    return f'"{given}": {name} takes {allowed}'
+
+
+def check_run(name: str, options: dict[str, list[str]]) -> None:
+    """Raise ConfigError naming the first option that train.py would refuse in the run `name`."""
+    config, given = parse_silently(options), {}
+    for option, values in options.items() if config is None else ():
+        given[option] = values
+        if parse_silently(given) is None:
+            raise ConfigError(explain_refusal(option, values))
+    try:
+        config.check()
+        check_extras(config)
+        config.model_config(vocab_size=1)
+        find_shards(config.data_dir, "train")
+        micro = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
+        replace(config, micro_batch_size=micro).sequences_per_step(world_size=1)
+    except UserError as error:
+        raise ConfigError(f"{name} cannot be trained, so no run was started: {error}") from error
+
+
+def folder_name(point: dict[str, str]) -> str:
+    """Return "NAME=VALUE ... seed=1", the name of a run's folder."""
+    return " ".join(f"{key}={value}" for key, value in point.items()).replace("/", "_")
 
 
 def grid_points(config: SweepConfig) -> list[dict[str, str]]:
@@ -83,17 +145,13 @@ def finished_log(folder: Path) -> dict[str, list[dict]] | None:
 
 
 def train(config: SweepConfig, point: dict[str, str]) -> str | None:
-    """Train one run, or the rest of it, in the folder "NAME=VALUE ... seed=1"; return its error
-    message if it failed."""
-    name = " ".join(f"{key}={value}" for key, value in point.items()).replace("/", "_")
+    """Train one run, or the rest of it, in a folder of its own; return its error message if it
+    failed."""
+    name = folder_name(point)
     folder = config.out / name
-    if finished_log(folder) is not None:
-        return None
     folders = {"checkpoint_dir": [folder / "checkpoints"], "log_dir": [folder / "logs"]}
     options = parse_options(config.fixed) | {key: [value] for key, value in point.items()}
-    command = [sys.executable, ROOT / "train.py", "--resume", "auto"]
-    for key, values in (folders | options).items():
-        command += [f"--{key}", *values]
+    command = [sys.executable, ROOT / "train.py", "--resume", "auto", *to_args(folders | options)]
     threads = max(1, (os.cpu_count() or 1) // config.jobs)
     env = {"OMP_NUM_THREADS": str(threads), **os.environ} if config.jobs > 1 else None
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -126,11 +184,11 @@ def to_markdown(groups: dict[str, list[dict]]) -> str:
     losses = {name: [log["val"][-1]["loss"] for log in logs] for name, logs in groups.items()}
     lines = ["| run | validation loss | std | seeds | tokens | tokens/s |", "|---" * 6 + "|"]
     for name in sorted(groups, key=lambda name: fmean(losses[name])):
-        std = stdev(losses[name]) if len(losses[name]) > 1 else math.nan
+        std = f"{stdev(losses[name]):.4f}" if len(losses[name]) > 1 else "-"
         tokens = groups[name][0]["train"][-1]["tokens"]
         speed = median(row["tokens_per_s"] for log in groups[name] for row in log["train"])
         lines.append(
-            f"| {name} | {fmean(losses[name]):.4f} | {std:.4f} | {len(losses[name])} "
+            f"| {name} | {fmean(losses[name]):.4f} | {std} | {len(losses[name])} "
             f"| {tokens:,} | {speed:,.0f} |"
         )
     return "\n".join(lines) + "\n"
@@ -138,6 +196,9 @@ def to_markdown(groups: dict[str, list[dict]]) -> str:
 
 def main(config: SweepConfig) -> None:
     points, fixed = grid_points(config), parse_options(config.fixed)
+    points = [p for p in points if finished_log(config.out / folder_name(p)) is None]
+    for point in points:
+        check_run(folder_name(point), fixed | {key: [value] for key, value in point.items()})
     kept = config.out / "fixed.json"
     if kept.exists() and json.loads(kept.read_text()) != fixed:
         raise ConfigError(f"{config.out} has runs with other --fixed options; give another --out")

@@ -29,6 +29,7 @@ from data.loader import (
     train_batches,
 )
 from data.shards import corpus_name
+from evaluation.live_plot import PICTURE, LivePlot
 from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
 from training import checkpoint as ckpt
@@ -61,7 +62,7 @@ def main() -> None:
     train = Sequences(TokenStream(config.data_dir, "train"), config.block_size)
     val = Sequences(TokenStream(config.data_dir, "val"), config.block_size)
     resume.check_checkpoint(config, saved, train.stream, process)
-    resolve_micro_batch(config, saved, process, dtype)
+    notes = resolve_micro_batch(config, saved, process, dtype)
     batch = config.sequences_per_step(process.world_size)
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
 
@@ -72,7 +73,7 @@ def main() -> None:
     engine = ParallelModel(model, config, process, dtype)
     optimizers = make_optimizers(model, config, dtype)
     load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
-    notes = resume.resume_warnings(config, saved, len(train.stream))
+    notes += resume.resume_warnings(config, saved, len(train.stream))
     saved = None  # closes the file, which is mapped from disk
 
     # evaluation, log and checkpoints; unreadable shards end the run before it writes anything
@@ -198,12 +199,14 @@ def open_log(
         overwrite=config.overwrite,
         tensorboard=config.tensorboard,
         wandb={"id": state.run_id, "config": config.to_dict()} if config.wandb else None,
+        plot=LivePlot(config.log_dir, model.config.size),
     )
     if process.is_main:
         run = {
             "command": sys.argv,
             "train_config": config.to_dict(),
             "model_config": ckpt.config_values(model.config),
+            "corpus": corpus_name(config.data_dir),
             "resumed_at_step": state.step if config.resume else None,
             "versions": {
                 "python": sys.version.split()[0],
@@ -272,8 +275,7 @@ def finish(
     if process.is_main and not stop:
         from evaluation.figure import draw_if_possible  # imports matplotlib, which takes a second
 
-        size = model.config.size if corpus_name(config.data_dir) == "FineWeb-Edu" else None
-        draw_if_possible([config.log_dir], config.log_dir / "log_plot.png", size)
+        draw_if_possible([config.log_dir], config.log_dir / PICTURE, model.config.size)
     distributed.stop()
     if stop:
         sys.exit(128 + (stop.signal or signal.SIGTERM))

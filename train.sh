@@ -36,11 +36,13 @@ while [ $((processes * 2)) -le "$gpus" ]; do processes=$((processes * 2)); done
 processes=${NPROC:-$processes}
 case $processes in *[!0-9]* | 0) echo "error: NPROC=$processes is no number of processes" >&2; exit 2 ;; esac
 
-# wrong settings are found before hours of sharding; the last line says where the shards belong
-plan=$(WORLD_SIZE=$processes python train.py --dry_run "$@")
+# wrong settings are found before hours of sharding; a line says where the shards belong
+plan=$(WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes python train.py --dry_run "$@")
 echo "$plan"
+case " $* " in *" --dry_run "*) exit ;; esac
 case $plan in *"
-data/edu_fineweb10B") python data/fineweb-edu.py ;; esac
+data_dir: data/edu_fineweb10B
+"*) python data/fineweb-edu.py ;; esac
 if [ "$processes" -gt 1 ]; then
   exec torchrun --standalone --shutdown_timeout=110 --nproc_per_node="$processes" train.py "$@"
 fi

@@ -1,5 +1,8 @@
 """The curves of one or more runs as one picture: loss, accuracies, learning rate, throughput."""
 
+import contextlib
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -8,20 +11,59 @@ matplotlib.use("Agg")  # renders to files without a display
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import EngFormatter, FormatStrFormatter
+from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, NullLocator, ScalarFormatter
 
+from data.shards import DataError, corpus_name
+from data.tokenizer import GPT2Tokenizer
 from evaluation.published import PUBLISHED
+from utils.files import atomic_write
 from utils.logger import LogError, read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 LINE_STYLES = ("-", "--", "-.", ":")  # distinguish runs without colour too
 AXIS_LABELS = {"step": "step", "tokens": "training tokens", "hours": "hours of training steps"}
+UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
+VAL_LOSS = ("val", "FineWeb-Edu", "loss")  # task, protocol and metric in PUBLISHED
 DASHES = (0, (6, 3))
 # task: (metric, title, marker of a run; protocol and line style of the published figure)
 ACCURACIES = {
     "hellaswag": ("acc_norm", "HellaSwag", "o", "build-nanogpt", DASHES),
     "lambada": ("acc", "LAMBADA", "s", "lm-eval", (0, (1, 2))),
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to draw; old logs do not say its vocabulary and corpus."""
+
+    label: str
+    log: Log
+    vocab_size: int | None = None
+    corpus: str | None = None
+
+
+def read_run(path: Path, label: str) -> Run:
+    """Return the run of a metrics.jsonl or its folder. Raises LogError if it cannot be read; a
+    config.json beside it that is missing or damaged is no error."""
+    log, config = read_metrics(path), (path if path.is_dir() else path.parent) / "config.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError, DataError):
+        run = json.loads(config.read_text(encoding="utf-8"))
+        vocab_size = run["model_config"]["vocab_size"]
+        corpus = run.get("corpus") or corpus_name(Path(run["train_config"]["data_dir"]))
+        return Run(label, log, vocab_size if type(vocab_size) is int else None, corpus)
+    return Run(label, log)
+
+
+def why_not_comparable(runs: list[Run], size: str) -> str | None:
+    """Return why the validation loss of OpenAI's GPT-2 is not on the scale of the runs, None if it
+    is: nats per GPT-2 token of FineWeb-Edu."""
+    if (*VAL_LOSS, size) not in PUBLISHED:
+        return f"none of {size} on FineWeb-Edu is known"
+    wanted = (GPT2Tokenizer.vocab_size, "FineWeb-Edu")
+    others = [run.label for run in runs if (run.vocab_size, run.corpus) != wanted]
+    if others:
+        return f"it is per GPT-2 token of FineWeb-Edu, not known to be the data of {others[0]}"
+    return None
 
 
 def run_labels(paths: list[Path]) -> list[str]:
@@ -67,13 +109,19 @@ def run_style(i: int) -> dict[str, str]:
     return {"ls": LINE_STYLES[i % len(LINE_STYLES)], "color": f"C{i}"}
 
 
-def draw_run(panels: dict[str, plt.Axes], log: Log, unit: str, label: str, style: dict) -> None:
-    """Draw the curves of one run: training loss as a thin line, validation loss as a thick one."""
-    panels["loss"].plot(*curve(log, unit, "train", "loss"), lw=0.6, alpha=0.45, **style)
+def draw_run(panels: dict[str, plt.Axes], run: Run, unit: str, style: dict, key: str) -> None:
+    """Draw the curves of one run: validation loss as a thick line and, in nats per token (`key`
+    "loss", not "bits_per_byte"), training loss as a thin one."""
+    log, label = run.log, run.label
+    if key == "loss":
+        panels["loss"].plot(*curve(log, unit, "train", key), lw=0.6, alpha=0.45, **style)
     panels["rate"].plot(*curve(log, unit, "train", "lr"), lw=1, **style)
     panels["speed"].plot(*curve(log, unit, "train", "tokens_per_s"), lw=1, **style)
-    x, losses = curve(log, unit, "val", "loss")
-    name = f"{label}: {losses[-1]:.3f} at the end" if losses else f"{label}, training"
+    x, losses = curve(log, unit, "val", key)
+    last = (
+        f"{losses[-1]:.3f} at the last validation" if losses else f"no validation in {UNITS[key]}"
+    )
+    name = f"{label}: {last}"
     panels["loss"].plot(x, losses, lw=1.8, marker="o", ms=3, label=name, **style)
     for task, (key, title, marker, *_) in ACCURACIES.items():
         x, accuracies = curve(log, unit, task, key)
@@ -108,7 +156,8 @@ def save_figure(figure: plt.Figure, unit: str, out: Path) -> None:
             axes.legend(frameon=False, fontsize=8)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=130)
+        with atomic_write(out) as file:
+            figure.savefig(file, format=out.suffix[1:] or None, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: a file type unknown to matplotlib
         raise LogError(f"{out} could not be written: {error}") from error
     finally:
@@ -123,14 +172,16 @@ def draw_if_possible(paths: list[Path], out: Path, size: str | None) -> None:
         print(error)
 
 
-def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tokens") -> None:
-    """Draw the runs whose logs are at `paths` over each other into the picture `out`.
+def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tokens") -> str | None:
+    """Draw the runs whose logs are at `paths` over each other into the picture `out`: their losses
+    in bits per byte if their tokenizers differ.
 
-    `size` (a name of model.config.SIZES) adds OpenAI's GPT-2. Raises LogError for a log that cannot
-    be read or a picture that cannot be written.
+    `size` (a name of model.config.SIZES) adds OpenAI's GPT-2; returns why its validation loss was
+    left out, if it was. Raises LogError for a log that cannot be read or a picture that cannot be
+    written.
     """
-    runs = dict(zip(run_labels(paths), map(read_metrics, paths), strict=True))
-    scored = any(log.get(task) for log in runs.values() for task in ACCURACIES)
+    runs = [read_run(*pair) for pair in zip(paths, run_labels(paths), strict=True)]
+    scored = any(run.log.get(task) for run in runs for task in ACCURACIES)
     figure, panels = plt.subplot_mosaic(
         [["loss", "accuracy" if scored else "loss"], ["rate", "speed"]],
         figsize=(12, 7),
@@ -138,22 +189,37 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
         height_ratios=(3, 2),
         layout="constrained",
     )
-    for i, (label, log) in enumerate(runs.items()):
-        draw_run(panels, log, unit, label, run_style(i))
-    loss, speed = panels["loss"], panels["speed"]
-    plot_published(loss, ("val", "FineWeb-Edu", "loss"), size, "", DASHES)
-    loss.set(ylabel="loss (nats per token)", xscale="log", yscale="log")
-    loss.set_title("validation (thick) and training loss", fontsize=10)
-    loss.yaxis.set_major_formatter(FormatStrFormatter("%.2g"))
-    loss.yaxis.set_minor_formatter(FormatStrFormatter("%.2g"))
+    same_tokenizer = len({run.vocab_size for run in runs} - {None}) < 2
+    key = "loss" if same_tokenizer else "bits_per_byte"
+    for i, run in enumerate(runs):
+        draw_run(panels, run, unit, run_style(i), key)
+    reason = why_not_comparable(runs, size) if size else None
+    if not reason:
+        plot_published(panels["loss"], VAL_LOSS, size, "", DASHES)
+    style_loss(panels["loss"], key)
     if scored:
-        for task, (key, title, _, protocol, line_style) in ACCURACIES.items():
-            if any(curve(log, unit, task, key)[1] for log in runs.values()):
-                metric = (task, protocol, key)
-                plot_published(panels["accuracy"], metric, size, f", {title}", line_style)
+        for task, (metric, title, _, protocol, line_style) in ACCURACIES.items():
+            if any(curve(run.log, unit, task, metric)[1] for run in runs):
+                published = (task, protocol, metric)
+                plot_published(panels["accuracy"], published, size, f", {title}", line_style)
         panels["accuracy"].set(ylabel="accuracy", xlim=(0, None))
         panels["accuracy"].set_title("benchmarks", fontsize=10)
     panels["rate"].set(ylabel="learning rate")
-    speed.set(ylabel="tokens per second", ylim=(0, None))
-    speed.yaxis.set_major_formatter(EngFormatter(sep=""))
+    panels["speed"].set(ylabel="tokens per second", ylim=(0, None))
+    panels["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
     save_figure(figure, unit, out)
+    return reason
+
+
+def style_loss(axes: plt.Axes, key: str) -> None:
+    """Set scales, title and ticks of the loss panel; tick labels have enough digits to differ."""
+    axes.set(ylabel=f"loss ({UNITS[key]})", xscale="log", yscale="log")
+    title = "validation (thick) and training loss" if key == "loss" else "validation loss"
+    axes.set_title(title, fontsize=10)
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        if axis is axes.yaxis or high < 20 * low:
+            locator = AutoLocator() if high < 20 * low else LogLocator(subs=(1, 2, 5))
+            axis.set(major_locator=locator, minor_locator=NullLocator())
+            axis.set_major_formatter(ScalarFormatter(useOffset=False))
+            axis.get_major_formatter().set_scientific(False)

@@ -15,7 +15,7 @@ from data.tokenizer import GPT2Tokenizer
 from model.config import SIZES
 from scripts.bench import report
 from scripts.bench.measure import Job, MeasurementError
-from training.dry_run import largest_micro_batch
+from training.dry_run import Hardware, largest_micro_batch
 from utils.distributed import free_memory, pick_device, pick_dtype
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
@@ -58,7 +58,7 @@ def largest_batch(job: Job) -> int:
         eval_every=0,
     )
     dtype, free = pick_dtype(job.dtype, device), free_memory(device)
-    return largest_micro_batch(config, None, shape, dtype, job.processes, device, free)
+    return largest_micro_batch(config, None, shape, Hardware(device, dtype, free, job.processes))
 
 
 def measure_at(batch: int, name: str, job: Job, repeats: int) -> dict:

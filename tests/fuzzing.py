@@ -155,7 +155,8 @@ def make_metrics(folder: Path) -> None:
     rows.append({"step": 5, "split": "val", "loss": 5.0, "bits_per_byte": 7.25})
     rows.append({"step": 5, "split": "hellaswag", "n": 500, "acc": 0.25, "acc_norm": 0.27})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = {"train_config": {"checkpoint_dir": "c", "max_steps": 5}}
+    run = {"train_config": {"checkpoint_dir": "c", "max_steps": 5, "data_dir": "edu_fineweb10B"}}
+    run["model_config"] = {"vocab_size": 50257}
     (folder / "config.json").write_text(json.dumps(run))
 
 

@@ -6,7 +6,8 @@ from config import ConfigError, TrainConfig
 from model.config import GPTConfig
 from model.gpt import empty_gpt
 from utils.distributed import DeviceError, is_emulated, pick_device
-from utils.throughput import peak_by_name, peak_flops
+from utils.gpus import find_gpu
+from utils.throughput import peak_flops
 
 
 @pytest.mark.parametrize("name", ["train.py", "sample.py", "plot.py", "data/fineweb-edu.py"])
@@ -61,10 +62,10 @@ def test_flops_follow_the_palm_formula_and_unknown_devices_get_no_peak():
 
 
 def test_peaks_are_of_the_very_chip():
-    assert peak_by_name("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_by_name("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_by_name("NVIDIA H100 PCIe") == 756e12
-    assert peak_by_name("NVIDIA GeForce RTX 4090") == 165.2e12
+    assert find_gpu("NVIDIA A100-SXM4-80GB").peak == 312e12
+    assert find_gpu("NVIDIA H100 80GB HBM3").peak == 989e12
+    assert find_gpu("NVIDIA H100 PCIe").peak == 756e12
+    assert find_gpu("NVIDIA GeForce RTX 4090").peak == 165.2e12
     for name in (
         "NVIDIA RTX A1000",
         "NVIDIA GeForce RTX 4090 D",
@@ -72,4 +73,4 @@ def test_peaks_are_of_the_very_chip():
         "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     ):
-        assert peak_by_name(name) is None, name
+        assert find_gpu(name) is None, name

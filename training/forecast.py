@@ -17,7 +17,7 @@ from model.gpt import empty_gpt
 from model.loss import rows_within
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
-GPU, PEAK_FLOPS = "H100", 989e12  # dense bfloat16, NVIDIA's data sheet
+ASSUMED_GPU = "h100"  # of a device without a known peak
 DOLLARS_PER_GPU_HOUR = 2.50
 GPUS_PER_MACHINE = 8
 HEAP_LIMIT = 2**25  # glibc maps larger tensors one by one; smaller ones share a heap
@@ -147,14 +147,20 @@ def state_bytes(
 
 
 def forecast_memory(
-    config: TrainConfig, shape: GPTConfig, device: str, dtype: torch.dtype, world_size: int
+    config: TrainConfig,
+    shape: GPTConfig,
+    device: str,
+    dtype: torch.dtype,
+    world_size: int,
+    nodes: int = 1,
 ) -> Memory:
-    """Return the memory of one of `world_size` processes on devices of type `device`."""
+    """Return the memory of one of `world_size` processes on devices of type `device`. Sharding
+    divides state among the processes of each of `nodes` machines."""
     e, checkpointing = dtype.itemsize, config.activation_checkpointing
     tokens = config.micro_batch_size * shape.block_size
     accumulation = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
     sharded = config.sharding != "none" and world_size > 1
-    shards = world_size if device == "cpu" else min(world_size, GPUS_PER_MACHINE)
+    shards = world_size // nodes
     weights, compute_weights, gradients, optimizer, snapshot = state_bytes(
         config, shape, e, shards if sharded else 1, accumulation
     )

@@ -24,8 +24,9 @@ def parse(
     *,
     positional: bool = False,
     hints: Mapping[str, str] = MappingProxyType({}),
+    args: list[str] | None = None,
 ) -> Config:
-    """Parse the command line into a dataclass; exit with code 2 if it is wrong.
+    """Parse the command line, or `args`, into a dataclass; exit with code 2 if it is wrong.
 
     Raises UserError for a value given to a switch, and for the names in `hints`, which say what
     options of other projects are called here.
@@ -34,10 +35,10 @@ def parse(
     positional arguments. Dataclasses named ...Options that `config_class` inherits from are the
     groups of --help, the last one first.
     """
-    check_habits(config_class, hints)
+    check_habits(config_class, hints, sys.argv[1:] if args is None else args)
     import tyro  # here, so that importing this module does not require it
 
-    options = {"use_underscores": True, "console_outputs": distributed.is_main()}
+    options = {"use_underscores": True, "console_outputs": distributed.is_main(), "args": args}
     options["config"] = (tyro.conf.PositionalRequiredArgs,) if positional else ()
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
@@ -55,10 +56,10 @@ def parse(
     return config_class(**{k: v for part in vars(found).values() for k, v in vars(part).items()})
 
 
-def check_habits(config_class: type, hints: Mapping[str, str]) -> None:
+def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) -> None:
     """Raise UserError for --name=True where `name` is a switch, and for a name in `hints`."""
     kinds = get_type_hints(config_class)
-    for word, following in zip(sys.argv[1:], [*sys.argv[2:], ""], strict=True):
+    for word, following in zip(args, [*args[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and name not in kinds and name in hints:

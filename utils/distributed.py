@@ -1,4 +1,4 @@
-"""Processes, devices and dtypes: the only reader of RANK, LOCAL_RANK and WORLD_SIZE."""
+"""Processes, devices and dtypes: the only reader of the launcher's RANK, WORLD_SIZE, ..."""
 
 import contextlib
 import os
@@ -104,6 +104,13 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def num_nodes(default_per_node: int = 1) -> int:
+    """Return the number of machines, 1 if each has a single process. `default_per_node` is for a
+    launcher that does not say how many processes a machine has."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", default_per_node))
+    return world_size() // per_node if per_node > 1 and world_size() % per_node == 0 else 1
+
+
 def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Process:
     """Join the process group if torchrun started this process: NCCL on CUDA, gloo elsewhere.
 
@@ -111,9 +118,7 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
     """
     global monitor
     rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    nodes = world_size() // per_node if per_node > 1 and world_size() % per_node == 0 else 1
-    process = Process(rank, local_rank, world_size(), pick_device(device, local_rank), nodes)
+    process = Process(rank, local_rank, world_size(), pick_device(device, local_rank), num_nodes())
     if process.world_size > 1 and (process.device.type == "mps" or ":" in device):
         raise DeviceError(
             f"--device {device} is one device, which {process.world_size} processes cannot share; "

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 from tqdm import tqdm
 
@@ -41,13 +42,21 @@ def require_package(name: str) -> None:
         raise LogError(f"--{name} needs a package that is not installed: pip install {name}")
 
 
+class Plot(Protocol):
+    """Picture of a log that is still being written."""
+
+    def redraw(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Logger:
     """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`.
 
     With `overwrite` the files begin empty. Otherwise rows are appended after one that marks the
     step `start`, and read_metrics drops the earlier rows of later steps. `tensorboard` and `wandb`
-    (options of wandb.init) log there too. Raises LogError if the folder cannot be written or a
-    package is missing.
+    (options of wandb.init) log there too; `plot` is redrawn after validations. Raises LogError if
+    the folder cannot be written or a package is missing.
     """
 
     def __init__(
@@ -60,8 +69,9 @@ class Logger:
         overwrite: bool = False,
         tensorboard: bool = False,
         wandb: dict | None = None,
+        plot: Plot | None = None,
     ) -> None:
-        self.folder, self.is_main = folder, is_main
+        self.folder, self.is_main, self.plot = folder, is_main, plot
         self.compile_seconds: float | None = None  # of an earlier start in this folder
         if not is_main:
             return
@@ -129,10 +139,12 @@ class Logger:
         self.print(f"the first step was done {seconds_since_start():.1f} s after the start")
 
     def log_validation(self, scores: dict[str, float], step: int) -> None:
-        """Write and print the validation loss."""
+        """Write and print the validation loss, and redraw the picture between start and end."""
         self.log({"split": "val", **scores}, step)
         bits = f", {scores['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in scores else ""
         self.print(f"step {step}: validation loss {scores['loss']:.4f}{bits}")
+        if self.is_main and self.plot and 0 < step < self.bar.total:
+            self.plot.redraw()
 
     def log_benchmark(self, task: str, scores: dict[str, float], step: int) -> None:
         """Write and print the scores of a benchmark."""
@@ -162,7 +174,7 @@ class Logger:
 
     def close(self) -> None:
         if self.is_main:
-            for output in (self.bar, self.file, self.samples, self.tensorboard):
+            for output in (self.bar, self.file, self.samples, self.tensorboard, self.plot):
                 if output is not None:
                     output.close()
             if self.wandb:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of devices, step times, profiling, and memory of the host."""
+"""Peak FLOP/s of a device, step times, profiling, and memory of the host."""
 
 import contextlib
 import os
@@ -11,39 +11,17 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
+from utils.gpus import find_gpu
+
 IMPORTED = time.perf_counter()
-# Devices by peak dense bfloat16 TFLOP/s, from the makers' data sheets. The first entry that has all
-# its words in the device's name is used; a device that is not listed reports no MFU.
-PEAK_BF16_TFLOPS = {
-    2500.0: ("GB200",),
-    2250.0: ("B200",),
-    835.0: ("H200 NVL", "H100 NVL"),
-    756.0: ("H100 PCIe", "H800 PCIe"),
-    989.0: ("GH200", "H200", "H100", "H800"),
-    312.0: ("A100", "A800"),
-    362.0: ("L40S",),
-    209.5: ("RTX 5090",),
-    165.2: ("RTX 4090",),
-    71.0: ("RTX 3090",),
-    1307.0: ("MI300X",),
-}
-OTHER_CHIPS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}  # words of slower or partial devices
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of bfloat16 matmuls on the device, None if unknown."""
     if device.type != "cuda" or dtype is not torch.bfloat16:
         return None
-    return peak_by_name(torch.cuda.get_device_name(device))
-
-
-def peak_by_name(name: str) -> float | None:
-    """Return the peak bfloat16 FLOP/s of the GPU with this name, None if unknown."""
-    words = set(re.split(r"[ -]", name))
-    for peak, parts in PEAK_BF16_TFLOPS.items():
-        if not words & OTHER_CHIPS and any(words >= set(part.split()) for part in parts):
-            return peak * 1e12
-    return None
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return gpu.peak if gpu else None
 
 
 def profile_steps(path: Path, device: torch.device, report: Callable[[str], None]) -> profile:

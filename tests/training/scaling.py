@@ -17,11 +17,11 @@ from model.config import GPTConfig
 from model.gpt import empty_gpt
 from training.forecast import (
     GPUS_PER_MACHINE,
-    PEAK_FLOPS,
     count_parameters,
     forecast_memory,
     training_seconds,
 )
+from utils.gpus import NAMED_GPUS
 
 SHAPES = {  # blocks, heads, width: GPT-2's four, and two in the shapes of LLaMA's 7B and 13B
     "124M": (12, 12, 768),
@@ -77,13 +77,13 @@ def plan(shape: GPTConfig, gpus: int, sharding: str, checkpointing: str, micro: 
         return None
     run = {"sharding": sharding, "activation_checkpointing": checkpointing}
     config = TrainConfig(total_batch_size=BATCH, micro_batch_size=micro, **run)
-    need = forecast_memory(config, shape, "cuda", torch.bfloat16, gpus).peak
+    machines = gpus // shards
+    need = forecast_memory(config, shape, "cuda", torch.bfloat16, gpus, machines).peak
     if need > USABLE:
         return None
     blocks, rest = count_parameters(shape)
     flops = BATCH * empty_gpt(shape).flops_per_token()
-    compute = training_seconds(flops, gpus, PEAK_FLOPS, checkpointing)
-    machines = gpus // shards
+    compute = training_seconds(flops, gpus, NAMED_GPUS["h100"].peak, checkpointing)
     within, between = traffic(
         blocks, rest, accumulation=accumulation, sharding=sharding, shards=shards, machines=machines
     )

@@ -14,7 +14,7 @@ from model import cpu
 from model.config import GPTConfig
 from model.gpt import GPT
 from tests.training import scaling
-from training.dry_run import largest_micro_batch
+from training.dry_run import Hardware, largest_micro_batch
 from training.forecast import forecast_memory
 from training.optim import make_optimizers
 from training.parallel import apply_activation_checkpointing
@@ -29,12 +29,12 @@ RECIPES = ("gpt2", "modern", "llama", "llama,n_kv_head=2,n_inner=100")
 SHAPE = {"block_size": 256, "vocab_size": 300, "n_layer": 4, "n_head": 4, "n_embd": 256}
 
 
-def need(recipe="gpt2", accumulation=2, world_size=1, **changes):
+def need(recipe="gpt2", accumulation=2, world_size=1, nodes=1, **changes):
     shape = GPTConfig(**SHAPE, **parse_recipe(recipe).model)
     tokens = 16 * 256 * accumulation * world_size
     run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
     config = TrainConfig(recipe=recipe, **run)
-    return forecast_memory(config, shape, "cuda", torch.bfloat16, world_size)
+    return forecast_memory(config, shape, "cuda", torch.bfloat16, world_size, nodes)
 
 
 class Allocations(TorchDispatchMode):
@@ -112,8 +112,9 @@ def test_each_sharding_divides_its_part_of_the_state():
     assert zero1.gradients == whole.gradients == 8 * zero2.gradients == 8 * zero3.gradients
     assert zero3.compute_weights < zero2.compute_weights == zero1.compute_weights
     assert need(sharding="zero1", world_size=8, accumulation=1).gradients < zero1.gradients
-    replicated = need(sharding="zero2", world_size=64)
+    replicated = need(sharding="zero2", world_size=64, nodes=8)
     assert replicated.weights == zero2.weights  # machines are replicas
+    assert need(sharding="zero2", world_size=16).weights == whole.weights // 16
     assert need(sharding="zero3") == whole  # one process
 
 
@@ -139,9 +140,11 @@ def test_docs_scaling_holds_the_computed_table():
         assert scaling.row(name, gpus) in document
 
 
-def dry_run(*args):
+def dry_run(*args, device="cpu", **launcher):
     """Return the output of a dry run, its figures in GB by name, and their total."""
-    out = script("train.py", "--dry_run", "--device", "cpu", *args).stdout
+    env = {k: v for k, v in environment().items() if k != "LOCAL_WORLD_SIZE"}
+    env |= {name: str(value) for name, value in launcher.items()}
+    out = script("train.py", "--dry_run", "--device", device, *args, env=env).stdout
     rows = re.findall(r"^ +([\d.]+)  (.+)$", out, re.M)
     total = float(re.search(r"^  total ([\d.]+)", out, re.M)[1])
     return out, {name: float(value) for value, name in rows}, total
@@ -153,7 +156,68 @@ def test_a_dry_run_forecasts_memory_time_and_cost(tmp_path):
         assert any(word in name for name in parts), word
     assert total == pytest.approx(sum(parts.values()), abs=0.1)
     assert "40 % MFU of 989 TFLOP/s (H100, assumed" in out and "2.50 $ per GPU hour" in out
-    assert out.endswith(f"\n{tmp_path}\n")
+    assert f"\ndata_dir: {tmp_path}\n" in out  # train.sh reads this line
+    assert out.endswith("\nThis was a dry run: nothing was trained or written.\n")
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "memory", "peak"),
+    [
+        ("a100", "A100", 80, 312),
+        ("h100", "H100", 80, 989),
+        ("h200", "H200", 141, 989),
+        ("b200", "B200", 180, 2250),
+        ("rtx4090", "RTX 4090", 24, 165.2),
+    ],
+)
+def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(tmp_path, device, name, memory, peak):
+    out, parts, total = dry_run("--data_dir", tmp_path, "--max_steps", 1000, device=device)
+    assert f" on {name}, torch.bfloat16\n" in out
+    assert f"\nfits: {total:.2f} of the {memory:.2f} GB of one {name}\n" in out
+    assert not any("Python" in part for part in parts)
+    flops, hours = (float(re.search(text, out)[1]) for text in (r"(\S+) FLOPs", r"(\S+) hours"))
+    assert hours == pytest.approx(flops / (0.4 * peak * 1e12) / 3600, abs=0.01)
+    assert f"40 % MFU of {peak:,.0f} TFLOP/s ({name} in bfloat16)" in out
+    assert "data_dir:" not in out and out.endswith(
+        "This was a dry run: nothing was trained or written.\n"
+    )
+
+
+def test_a_dry_run_says_that_a_model_does_not_fit_and_which_micro_batch_would(tmp_path):
+    args = ("--data_dir", tmp_path, "--model_type", "gpt2-large", "--micro_batch_size")
+    out, _, total = dry_run(*args, 16, device="rtx4090")
+    assert f"\ndoes not fit: {total:.2f} of the 24.00 GB of one RTX 4090" in out and total > 24
+    out, _, total = dry_run(*args, "auto", device="rtx4090")
+    chosen = int(re.search(r" = \d+ x (\d+) x 1024 x 1 on RTX 4090", out)[1])
+    assert "\nfits: " in out and 1 <= chosen < 16
+    (line,) = (line for line in out.splitlines() if "--micro_batch_size auto" in line)
+    assert f"auto: {chosen} sequences a process (the most that" in line
+    assert f"forecast {total:.2f} GB of 24.00 GB free" in line
+
+
+def test_a_gpu_by_name_is_for_dry_runs_alone():
+    done = script("train.py", "--device", "h100", code=2)
+    assert "--device h100 is for --dry_run" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "shards"),
+    [
+        ({"WORLD_SIZE": 16}, 8),  # a machine is taken to have eight GPUs
+        ({"WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 4}, 4),
+        ({"WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 16}, 16),
+        ({"WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 1}, 16),  # one process a machine: all shard
+        ({"WORLD_SIZE": 4}, 4),
+    ],
+)
+def test_a_dry_run_shards_within_machines_as_the_run_would(tmp_path, launcher, shards):
+    args = ("--data_dir", tmp_path, "--sharding", "zero2", "--model_type", "gpt2-xl")
+    args = (*args, "--micro_batch_size", 2)
+    out, parts, _ = dry_run(*args, device="h100", **launcher)
+    assert parts["weights"] == pytest.approx(4 * 1.5576 / shards, abs=0.01)
+    assert parts["optimizer"] == pytest.approx(8 * 1.5576 / shards, abs=0.01)
+    nodes = launcher["WORLD_SIZE"] // shards
+    assert (f"divided among the {shards} processes of a machine" in out) == (nodes > 1)
 
 
 @pytest.mark.slow
@@ -181,7 +245,9 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
         run, saved = replace(config, **changes), None
         if before:
             saved = {"train_config": {"micro_batch_size": before}}
-        return largest_micro_batch(run, saved, shape, torch.bfloat16, processes, cuda, free)
+        return largest_micro_batch(
+            run, saved, shape, Hardware(cuda, torch.bfloat16, free, processes)
+        )
 
     found = {size: chosen(size * 10**9) for size in (4, 8, 16, 80)}
     assert found[80] == 48 and 1 <= found[4] < found[8] < found[16] < 48
@@ -207,6 +273,7 @@ def test_a_dry_run_says_which_micro_batch_auto_takes(tmp_path):
     shape = ["--n_layer", 1, "--n_head", 1, "--n_embd", 8, "--total_batch_size", 48 * 1024]
     said = script("train.py", *folders, *flags, *shape).stdout
     assert re.search(r"= 1 x 48 x 1024 x 1 on cpu", said)
+    assert re.search(r"auto: 48 sequences .* forecast 0\.\d+ GB of [\d.]+ GB free\n", said)
     free = free_memory(torch.device("cpu"))
     assert (
         10**8 < free < 1024 * int(re.search(r"MemTotal:\s*(\d+)", open("/proc/meminfo").read())[1])

@@ -1,15 +1,17 @@
 import json
+import re
 
 import pytest
 import torch
 import transformers
 from conftest import launch, losses, script, torchrun, train_args, weights
 
+import sweep
 from config import RECIPES, ConfigError, Recipe, parse_recipe
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
-from sweep import SweepConfig, grid_points
+from sweep import SweepConfig, grid_points, to_markdown
 from utils.logger import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
@@ -228,6 +230,49 @@ def test_a_sweep_of_nothing_is_a_sentence(settings, message):
 
 
 def test_a_run_of_a_sweep_that_fails_is_told(shards, tmp_path):
-    command = ["sweep.py", "--out", tmp_path, "--seeds", 1, "--grid", "recipe modren"]
+    command = ["sweep.py", "--out", tmp_path, "--seeds", 1, "--grid", "device cuda:7"]
     done = script(*command, "--fixed", f"data_dir {shards}", code=2)
-    assert "1 of 1 runs failed" in done.stderr and "no recipe 'modren'" in done.stderr
+    assert "1 of 1 runs failed" in done.stderr and "cuda:7 is not available" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "setting", "message"),
+    [
+        ("grid", "max_lrr 1", '"max_lrr 1": train.py has no option max_lrr; did you mean max_lr?'),
+        ("grid", "max_lr 1e-3 fast", '"max_lr fast": max_lr takes a number'),
+        ("fixed", "sharding zero9", "sharding takes none or zero1 or zero2 or zero3"),
+        ("fixed", "max_lr 1 2", '"max_lr 1 2": max_lr takes a number'),
+        ("fixed", "use_torch_compile True", "use_torch_compile takes no value"),
+        ("grid", "recipe gpt2 modren", "recipe=modren seed=2 cannot be trained, so no run was"),
+        ("fixed", "min_lr 1", "--min_lr 1.0 must be between"),
+        ("grid", "n_head 12 5", "n_embd 768 does not divide by n_head 5"),
+        ("fixed", "total_batch_size 1000", "does not divide by 16 sequences"),
+        ("fixed", "lambada_data none.jsonl", "there is no file none.jsonl"),
+        ("grid", "data_dir nowhere", "there is no folder nowhere"),
+        ("fixed", "log-dir logs", "--out has the folders"),
+        ("fixed", "overwrite", "the sweep sets this"),
+    ],
+)
+def test_a_wrong_setting_of_a_sweep_is_named_before_the_first_run(
+    shards, tmp_path, where, setting, message
+):
+    settings = {"grid": ("eval_every 1",), "fixed": (f"data_dir {shards}",)}
+    if setting.startswith("data_dir"):
+        settings["fixed"] = ()
+    settings[where] = (*settings[where], setting)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        sweep.main(SweepConfig(**settings, seeds=(2,), out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_with_a_typo_ends_in_one_sentence(shards, tmp_path):
+    command = ["sweep.py", "--out", tmp_path / "out", "--grid", "max_lr 1e-3"]
+    done = script(*command, "--fixed", f"data_dir {shards}", "evl_every 10", code=2)
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert "no option evl_every; did you mean eval_every?" in done.stderr
+
+
+def test_the_table_of_one_seed_has_no_deviation():
+    log = {"val": [{"loss": 3.5}], "train": [{"tokens": 512, "tokens_per_s": 100.0}]}
+    assert to_markdown({"max_lr=1": [log]}).endswith("| max_lr=1 | 3.5000 | - | 1 | 512 | 100 |\n")
+    assert "| 3.5000 | 0.0000 | 2 |" in to_markdown({"max_lr=1": [log, log]})

@@ -226,7 +226,8 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
     done = script("train.py", "--dry_run", "--device", "cpu", "--data_dir", tmp_path / "none")
     assert "124,439,808 parameters; 19,073 steps" in done.stdout
     assert "= 32 x 16 x 1024 x 1 on cpu" in done.stdout
-    assert done.stdout.endswith(f"\n{tmp_path / 'none'}\n")
+    assert f"\ndata_dir: {tmp_path / 'none'}\n" in done.stdout
+    assert "there is no folder" in done.stdout
 
 
 def test_going_back_keeps_what_it_goes_back_to_and_what_comes_of_it(shards, tmp_path):
@@ -302,6 +303,7 @@ def test_the_micro_batch_can_choose_itself_and_a_trace_be_written(shards, traine
     )
     config = json.loads((tmp_path / "logs" / "config.json").read_text())["train_config"]
     assert config["micro_batch_size"] == 16  # the whole step fits
+    assert re.search(r"auto: 16 sequences .* GB of [0-9.]+ GB free\n", done.stdout)
     trace = json.loads((tmp_path / "logs" / "trace.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"ProfilerStep#3", "ProfilerStep#5", "aten::addmm"} <= names

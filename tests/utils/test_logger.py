@@ -65,6 +65,25 @@ def test_plot_draws_runs_over_each_other(trained, tmp_path):
     assert "is not a row" in script("plot.py", "--log", out, code=2).stderr
 
 
+def test_the_picture_is_redrawn_after_validations_between_start_and_end(tmp_path):
+    class Plot:
+        drawn, closed = 0, False
+
+        def redraw(self):
+            self.drawn += 1
+
+        def close(self):
+            self.closed = True
+
+    plot, other = Plot(), Plot()
+    for is_main, given in ((True, plot), (False, other)):
+        logger = Logger(tmp_path, start=0, total=9, is_main=is_main, plot=given)
+        for step in (0, 3, 6, 9):
+            logger.log_validation({"loss": 1.0}, step)
+        logger.close()
+    assert (plot.drawn, plot.closed, other.drawn) == (2, True, 0)
+
+
 def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

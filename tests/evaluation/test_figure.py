@@ -1,0 +1,131 @@
+import json
+
+import pytest
+
+from evaluation import figure
+from evaluation.figure import draw, draw_sweep, read_metrics
+
+
+def write_run(folder, losses, **config):
+    """A log of 2,048 tokens a step and a validation at every step, and a config.json if given."""
+    folder.mkdir(parents=True)
+    rows = []
+    for step, loss in enumerate(losses, 1):
+        train = {"lr": 1e-3 * step, "tokens": 2048 * step, "tokens_per_s": 9e3, "ms": 200.0}
+        rows.append({"step": step, "split": "train", "loss": loss, **train})
+        rows.append({"step": step, "split": "val", "loss": loss, "bits_per_byte": loss / 4})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def of(vocab_size, data_dir="data/books", **more):
+    model, train = {"vocab_size": vocab_size}, {"data_dir": str(data_dir)}
+    return {"model_config": model, "train_config": train, **more}
+
+
+BYTES, EDU = of(257), of(50257, "data/edu_fineweb10B")
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were drawn, which stay open."""
+    drawn, close = [], figure.plt.close
+    monkeypatch.setattr(figure.plt, "close", drawn.append)
+    yield drawn
+    for item in drawn:
+        close(item)
+
+
+def tick_labels(axis):
+    """The labels that a reader sees."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    texts = [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high]
+    return [text for text in texts if text]
+
+
+def openai_lines(axes):
+    return [text for text in axes.get_legend_handles_labels()[1] if "OpenAI" in text]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "steps", "unit"),
+    [
+        (5.62, 5.48, 5, "tokens"),
+        (5.5, 5.4999, 3, "hours"),
+        (6, 6, 2, "step"),
+        (5.6, 1.2, 40, "tokens"),
+        (11, 3.2, 300, "step"),
+        (10, 0.02, 1000, "hours"),
+    ],
+)
+def test_tick_labels_are_distinct_and_many_enough(tmp_path, figures, first, last, steps, unit):
+    losses = [first * (last / first) ** (i / (steps - 1)) for i in range(steps)]
+    draw([write_run(tmp_path / "run", losses)], tmp_path / "a.png", unit=unit)
+    figures[0].canvas.draw()
+    for axes in figures[0].axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            labels = tick_labels(axis)
+            assert len(labels) == len(set(labels)) >= 2, (axes.get_ylabel(), labels)
+
+
+def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, figures):
+    a, b = write_run(tmp_path / "a", [4, 2], **BYTES), write_run(tmp_path / "b", [8, 7], **EDU)
+    draw([a, b], tmp_path / "mixed.png", "gpt2")
+    draw([a, a], tmp_path / "bytes.png")
+    mixed, same = (found.axes[0] for found in figures)
+    assert "bits per byte" in mixed.get_ylabel() and "nats per token" in same.get_ylabel()
+    assert [list(line.get_ydata()) for line in mixed.lines] == [[1, 0.5], [2, 1.75]]
+    assert [2, 1.75] not in [list(line.get_ydata()) for line in same.lines]
+    assert not openai_lines(mixed)
+
+
+def test_openai_s_loss_is_drawn_over_runs_on_gpt2_tokens_of_fineweb_edu_alone(tmp_path, figures):
+    runs = {
+        "edu": EDU,
+        "moved": of(50257, tmp_path / "gone", corpus="FineWeb-Edu"),
+        "books": of(50257),
+        "bytes of edu": of(257, "data/edu_fineweb10B"),
+        "old": {},
+    }
+    folders = [write_run(tmp_path / name, [4, 3.5], **config) for name, config in runs.items()]
+    reasons = [draw([folder], tmp_path / "a.png", "gpt2") for folder in folders]
+    reasons.append(draw(folders[:2], tmp_path / "a.png", "gpt2"))
+    reasons.append(draw(folders[:3], tmp_path / "a.png", "gpt2"))
+    reasons.append(draw(folders[:1], tmp_path / "a.png", "gpt2-medium"))
+    drawn = [bool(openai_lines(found.axes[0])) for found in figures]
+    assert drawn == [True, True, False, False, False, True, False, False]
+    assert [reason is None for reason in reasons] == drawn
+    assert "books" in reasons[2] and "gpt2-medium" in reasons[7]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"model_config": {"vocab_size": [1]}}', "[" * 10**5])
+def test_a_config_that_is_old_or_damaged_does_not_keep_a_log_from_being_drawn(tmp_path, text):
+    folder = write_run(tmp_path / "run", [4, 2])
+    (folder / "config.json").write_text(text)
+    assert "not known" in draw([folder, folder / "metrics.jsonl"], tmp_path / "a.png", "gpt2")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypatch):
+    out, run = tmp_path / "a.png", write_run(tmp_path / "run", [4, 2])
+    draw([run], out)
+    before = out.read_bytes()
+
+    def fail(self, file, **options):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(figure.plt.Figure, "savefig", fail)
+    with pytest.raises(figure.LogError, match="disk full"):
+        draw([run], out)
+    assert out.read_bytes() == before and sorted(tmp_path.iterdir()) == [out, run]
+
+
+def test_a_sweep_of_one_seed_is_drawn_without_nan(tmp_path, figures):
+    log = read_metrics(write_run(tmp_path / "run", [4, 2]))
+    draw_sweep({"max_lr=1": [log], "max_lr=2": [log, log]}, tmp_path / "a.png")
+    labels = figures[0].axes[0].get_legend_handles_labels()[1]
+    assert labels == ["max_lr=1: 2.000", "max_lr=2: 2.000"]
