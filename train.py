@@ -28,7 +28,6 @@ from data.loader import (
     step_sequences,
     train_batches,
 )
-from data.shards import corpus_name
 from evaluation.live_plot import PICTURE, LivePlot
 from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
@@ -202,20 +201,7 @@ def open_log(
         plot=LivePlot(config.log_dir, model.config.size),
     )
     if process.is_main:
-        run = {
-            "command": sys.argv,
-            "train_config": config.to_dict(),
-            "model_config": ckpt.config_values(model.config),
-            "corpus": corpus_name(config.data_dir),
-            "resumed_at_step": state.step if config.resume else None,
-            "versions": {
-                "python": sys.version.split()[0],
-                "torch": str(torch.__version__),
-                "numpy": np.__version__,
-            },
-        }
-        with catch_write_errors(config.log_dir), atomic_write(config.log_dir / "config.json") as f:
-            f.write(json.dumps(run, indent=1).encode())
+        write_run_config(config, model, state.step)
     epochs = config.max_steps * config.total_batch_size / len(train.stream)
     logger.print(
         f"{model.num_parameters():,} parameters, {len(train.stream):,} train tokens, "
@@ -236,6 +222,23 @@ def open_log(
     for note in notes:
         logger.print(note)
     return logger
+
+
+def write_run_config(config: TrainConfig, model: GPT, step: int) -> None:
+    """Write config.json: all that is needed to run this again."""
+    run = {
+        "command": sys.argv,
+        "train_config": config.to_dict(),
+        "model_config": ckpt.config_values(model.config),
+        "resumed_at_step": step if config.resume else None,
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+        },
+    }
+    with catch_write_errors(config.log_dir), atomic_write(config.log_dir / "config.json") as file:
+        file.write(json.dumps(run, indent=1).encode())
 
 
 def start_profiler(config: TrainConfig, process: Process, logger: Logger) -> profile | None:
