@@ -81,7 +81,7 @@ def parse_silently(options: dict[str, list[str]]) -> TrainConfig | None:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             return parse(TrainConfig, args=to_args(options))
-        except SystemExit:
+        except (SystemExit, UserError):
             return None
 
 

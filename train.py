@@ -28,6 +28,7 @@ from data.loader import (
     step_sequences,
     train_batches,
 )
+from data.shards import corpus_name
 from evaluation.live_plot import PICTURE, LivePlot
 from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
@@ -230,6 +231,7 @@ def write_run_config(config: TrainConfig, model: GPT, step: int) -> None:
         "command": sys.argv,
         "train_config": config.to_dict(),
         "model_config": ckpt.config_values(model.config),
+        "corpus": corpus_name(config.data_dir),
         "resumed_at_step": step if config.resume else None,
         "versions": {
             "python": sys.version.split()[0],

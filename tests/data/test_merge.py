@@ -13,6 +13,7 @@ from data import merge as module
 from data.merge import merge
 from data.sharder import Sharder, locked
 from data.shards import DataError
+from utils.errors import UserError
 
 
 def begin(parts, folder, *extra):
@@ -120,7 +121,7 @@ def test_a_folder_whose_run_has_not_ended_is_refused(copies, tmp_path):
     edit(copies[0], complete=False)
     assert "worker1 is unfinished" in run(copies, tmp_path / "out", code=2).stderr
     edit(copies[0], complete=True)
-    with locked(copies[1]), pytest.raises(DataError, match="another process"):
+    with locked(copies[1]), pytest.raises(UserError, match="another process"):
         merge(tuple(copies), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 

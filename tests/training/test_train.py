@@ -276,7 +276,9 @@ def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
         (path / "train_000000.npy").write_bytes(train_bytes)
         (path / "val_000000.npy").write_bytes(tokens(np.zeros(100)))
         if manifest:
-            (path / "manifest.json").write_text(json.dumps({"shards": [], **manifest}))
+            entry = {"file": "train_000000.npy", "split": "train", "tokens": 5000, "sha256": ""}
+            val = {"file": "val_000000.npy", "split": "val", "tokens": 100, "sha256": ""}
+            (path / "manifest.json").write_text(json.dumps({"shards": [entry, val], **manifest}))
         return path
 
     def tokens(array):
