@@ -58,11 +58,12 @@ def script(
     timeout: float = 240,
     fork: bool = True,
     env: dict | None = None,
+    cwd: Path = ROOT,
     input: str | bytes = "",
     text: bool = True,
     **options,
 ) -> subprocess.CompletedProcess:
-    """Run `python ARGS` in the project; fail unless it exits with `code`.
+    """Run `python ARGS` in the project or `cwd`; fail unless it exits with `code`.
 
     It runs in a fork of a process that has imported PyTorch, or in a process of its own where
     `fork` is false or `options` go to subprocess.run.
@@ -71,10 +72,10 @@ def script(
     env = environment() if env is None else env
     given = input.encode() if isinstance(input, str) else input
     if fork and not options and can_fork(args, env):
-        ((status, out, err),) = warm.run_all([args], [env], ROOT, given, timeout)
+        ((status, out, err),) = warm.run_all([args], [env], cwd, given, timeout)
     else:
         command = [sys.executable, *args]
-        options = {"cwd": ROOT, "env": env, "input": given, "timeout": timeout, **options}
+        options = {"cwd": cwd, "env": env, "input": given, "timeout": timeout, **options}
         done = subprocess.run(command, capture_output=True, **options)
         status, out, err = done.returncode, done.stdout, done.stderr
     if text:
