@@ -47,7 +47,7 @@ from utils.distributed import Process
 from utils.files import atomic_write
 from utils.logger import Logger, catch_write_errors
 from utils.signals import StopSignal
-from utils.throughput import StepTimer, peak_flops, profile_steps
+from utils.throughput import StepTimer, peak_flops, profile_steps, seconds_since_start
 
 
 def main() -> None:
@@ -124,7 +124,8 @@ def main() -> None:
             end_run(saver, state, config, batch)
         if state.step == start + 1:
             malloc.reuse_freed_memory()  # weights and optimizer state are allocated now
-            logger.log_first_step(row["ms"], config.use_torch_compile, state.step)
+            since_start = seconds_since_start()
+            logger.log_first_step(since_start, row["ms"], config.use_torch_compile, state.step)
 
     if profiler:
         profiler.stop()

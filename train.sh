@@ -39,7 +39,7 @@ case $processes in *[!0-9]* | 0) echo "error: NPROC=$processes is no number of p
 # wrong settings are found before hours of sharding; a line says where the shards belong
 plan=$(WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes python train.py --dry_run "$@")
 echo "$plan"
-case " $* " in *" --dry_run "*) exit ;; esac
+case " $* " in *" --dry_run "*|*" --dry-run "*) exit ;; esac
 case $plan in *"
 data_dir: data/edu_fineweb10B
 "*) python data/fineweb-edu.py ;; esac

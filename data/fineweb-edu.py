@@ -15,7 +15,7 @@ shards do not depend on kills or on the number of threads.
 import hashlib
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -109,23 +109,34 @@ def write_shards(
     total = config.max_shards and config.max_shards * config.shard_size
     bar = tqdm(total=total, initial=sharder.tokens, unit="tok", unit_scale=True, disable=None)
     last = None  # the newest document, written once the next one is there
+    skipped: Counter[str] = Counter()  # after it: a run that continues at `last` counts them again
     for before, documents in tokenize_batches(config, source, tokenizer, state["source"]):
         for n, (split, tokens) in enumerate(documents[skip:], skip):
             if tokens is None:  # `split` is the reason
-                manifest["skipped"][split] = manifest["skipped"].get(split, 0) + 1
+                skipped[split] += 1
                 continue
             if last and not sharder.write(*last):
                 return False
+            count_skipped(manifest, skipped)
             manifest["documents"] += written == 0
             bar.update(len(tokens) - written)
             last = split, tokens, written, {"source": before, "documents": n}
             written = 0
         skip = 0
-    if last is None:
-        return True
-    if config.val_fraction and config.worker_count == 1 and sharder.needs_validation(last[0]):
-        return sharder.write_with_tail(*last[1:], config.val_fraction)
-    return sharder.write(*last)
+    hold_out = last and config.val_fraction and config.worker_count == 1
+    if hold_out and sharder.needs_validation(last[0]):
+        written_all = sharder.write_with_tail(*last[1:], config.val_fraction)
+    else:
+        written_all = last is None or sharder.write(*last)
+    if written_all:
+        count_skipped(manifest, skipped)
+    return written_all
+
+
+def count_skipped(manifest: dict, skipped: Counter[str]) -> None:
+    """Move the counts of skipped documents, by reason, into the manifest."""
+    manifest["skipped"] = dict(Counter(manifest["skipped"]) + skipped)
+    skipped.clear()
 
 
 def prepare(config: DataConfig) -> tuple[dict, int]:

@@ -20,10 +20,8 @@ from utils.files import check_space, lock_folder
 
 # defaults for manifests without these
 DEFAULTS = {"worker_index": 0, "worker_count": 1, "text_column": "text"}
-IN_PROGRESS = {
-    "complete": False,
-    "stopped": False,
-}  # or the source or max_shards ended it
+# complete: the source has ended; stopped: max_shards are full
+IN_PROGRESS = {"complete": False, "stopped": False}
 INITIAL_STATE = {"source": None, "documents": 0, "tokens": 0, "open": {}}  # state of a new folder
 
 

@@ -158,7 +158,7 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
     paths = [path for path in shard_paths(folder) if split in path.name]
     if not paths:
         if split == "val" and shard_paths(folder):
-            make = "shard again, without --max_shards or --val_fraction 0, or with more text"
+            make = "shard again, with a larger --val_fraction, more text, or one --worker_count"
         raise DataError(f"{folder} holds no {split} shards (.npy or .bin); {make}")
     if len({path.suffix for path in paths}) > 1:
         raise DataError(f"{folder} holds {split} shards as .npy and as .bin; remove one of the two")

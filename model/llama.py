@@ -1,5 +1,6 @@
 """LLaMA and Qwen3 models to and from Hugging Face's format. A Qwen3 is a LLaMA with QK-norm."""
 
+from dataclasses import replace
 from reprlib import repr as brief
 
 import torch
@@ -44,6 +45,10 @@ def config_from_hf(values: dict) -> GPTConfig:
         qk_norm=values["model_type"] == "qwen3",
         tied=values.get("tie_word_embeddings", False),
     )
+    if config.n_kv_head == config.n_head:  # None, as where nothing is given
+        config = replace(config, n_kv_head=None)
+    if config.n_inner == 4 * config.n_embd:
+        config = replace(config, n_inner=None)
     own = config_to_hf(config)
     supported = {name: own[name] for name in FIXED if name in own} | dict.fromkeys(UNUSED)
     for name, value in supported.items():
@@ -89,7 +94,7 @@ def config_to_hf(config: GPTConfig) -> dict:
 
 def weights_from_hf(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return our state dict from tensors with the names and shapes that weights_to_hf gives; raise
-    ModelError for values that this architecture has no place for."""
+    ModelError for weights that this architecture lacks."""
 
     def padded(table: Tensor) -> Tensor:
         rows = config.padded_vocab_size - config.vocab_size

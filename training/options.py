@@ -5,9 +5,11 @@ import tomllib
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
+from typing import get_type_hints
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, has_type
 
+PER_LAUNCH = ("config", "resume", "overwrite", "dry_run", "profile")  # a config.json has them
 NANOGPT_OPTIONS = {  # nanoGPT's options without an equal of the same name: docs/NANOGPT.md
     "batch_size": "--micro_batch_size is the number of sequences in a forward pass",
     "gradient_accumulation_steps": "it follows from --total_batch_size, in tokens",
@@ -39,13 +41,25 @@ def read_config_file(path: Path) -> dict:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         values = values.get("train_config", values)
+        if type(values) is not dict:
+            raise ValueError("it holds no options")
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"--config {path} is neither TOML nor a config.json: {error}") from error
-    known = [f.name for f in fields(TrainConfig)]
-    for name in values:
-        if name not in (*known, "resolved_recipe"):
+    known, kinds = [f.name for f in fields(TrainConfig)], get_type_hints(TrainConfig)
+    for name, value in values.items():
+        if name in known and not has_type(value, kinds[name]):
+            raise ConfigError(f"--config {path}: {name} = {value!r} is of a wrong type; see --help")
+        if path.suffix == ".toml" and name in (
+            "config",
+            "resume",
+            "overwrite",
+            "dry_run",
+            "profile",
+        ):
+            raise ConfigError(f"--config {path}: give --{name} on the command line")
+        if name not in (*known, "resolved_recipe", "chosen"):
             near = get_close_matches(name, known, 1)
             meant = NANOGPT_OPTIONS.get(name) or (
                 f"did you mean {near[0]}?" if near else "see --help"

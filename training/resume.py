@@ -79,7 +79,7 @@ def check_folders(config: TrainConfig, saved: dict | None, path: Path | None) ->
     newest = None if in_place else ckpt.find_newest(folder)
     if newest and (saved is None or ckpt.load_checkpoint(newest)["run_id"] != saved["run_id"]):
         held, flag = f"{folder} holds the checkpoints", "--checkpoint_dir"
-    elif saved is None and holds_another_run(config.log_dir, folder if config.resume else None):
+    elif not in_place and holds_another_run(config.log_dir, folder if config.resume else None):
         held, flag = f"{config.log_dir} holds the log", "--log_dir"
     else:
         return
@@ -176,7 +176,8 @@ def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT
 def checkpoint_to_start_from(init_from: str) -> Path | None:
     """Return the checkpoint that --init_from names, None for a Hugging Face name or folder."""
     path = Path(init_from)
-    if path.suffix == ".pt" or path.is_dir() and not (path / "config.json").exists():
+    held = any(path.glob("*.pt")) or (path / "checkpoints").is_dir()
+    if path.suffix == ".pt" or held or (path.is_dir() and not (path / "config.json").exists()):
         return ckpt.find_best(path)
     return None
 
@@ -220,7 +221,7 @@ def resume_warnings(config: TrainConfig, saved: dict | None, train_tokens: int) 
     if config.resolved_warmup >= config.max_steps:
         notes = [
             f"warning: --warmup_steps {config.resolved_warmup} are not over by --max_steps "
-            f"{config.max_steps}: give {config.max_steps // 10} or less"
+            f"{config.max_steps}: give {max(1, config.max_steps // 10)} or less"
         ]
         return notes + resume_warnings(replace(config, warmup_steps=0), saved, train_tokens)
     if saved is None and config.init_from:

@@ -65,7 +65,8 @@ def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) 
         if flag.startswith("--") and name not in kinds and name in hints:
             raise UserError(f"there is no {flag}: {hints[name]}")
         value = value if equals else following
-        if kinds.get(name) is bool and value.lower() in ("true", "false", "0", "1", "yes", "no"):
+        is_switch = flag.startswith("--") and kinds.get(name) is bool
+        if is_switch and value.lower() in ("true", "false", "0", "1", "yes", "no"):
             raise UserError(
                 f"{flag} takes no value: give it alone to turn it on, leave it out for off"
             )

@@ -14,7 +14,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from utils.errors import UserError
-from utils.throughput import seconds_since_start
+from utils.files import atomic_write
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
@@ -132,11 +132,11 @@ class Logger:
             times = f"{metrics['ms']:,.0f} ms  {speed}"
             self.print(f"step {step}/{self.bar.total}  {loss}  {rates}  {times}")
 
-    def log_first_step(self, ms: float, compiled: bool, step: int) -> None:
+    def log_first_step(self, since_start: float, ms: float, compiled: bool, step: int) -> None:
         """Print when the first step was done, and write how long it took if it compiled."""
         if compiled:
             self.log({"split": "compile", "seconds": ms / 1000}, step)
-        self.print(f"the first step was done {seconds_since_start():.1f} s after the start")
+        self.print(f"the first step was done {since_start:.1f} s after the start")
 
     def log_validation(self, scores: dict[str, float], step: int) -> None:
         """Write and print the validation loss, and redraw the picture between start and end."""
@@ -188,7 +188,9 @@ def keep_samples(path: Path, start: int) -> None:
         blocks = re.split(r"^--- step (\d+)\n", text, flags=re.MULTILINE)  # before, step, text, ...
         pairs = zip(blocks[1::2], blocks[2::2], strict=True)
         kept = [f"--- step {step}\n{block}" for step, block in pairs if int(step) <= start]
-        path.write_text("".join([blocks[0], *kept]), encoding="utf-8")
+        if len(kept) < len(blocks) // 2:
+            with atomic_write(path) as file:
+                file.write("".join([blocks[0], *kept]).encode())
 
 
 def last_compile_seconds(path: Path) -> float | None:

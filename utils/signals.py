@@ -1,5 +1,6 @@
 """Signals that ask a run to stop after the current step."""
 
+import contextlib
 import os
 import signal
 import time
@@ -23,4 +24,5 @@ class StopSignal:
         if not self.signal:
             self.signal, self.when = number, time.monotonic()
             if self.announce:  # not print: a signal can come while another print has the buffer
-                os.write(2, MESSAGE)
+                with contextlib.suppress(OSError):  # nobody reads it, as after Ctrl-C to `| tee`
+                    os.write(2, MESSAGE)

@@ -228,6 +228,18 @@ def test_the_held_out_tail_does_not_depend_on_workers_kills_or_shard_size(tmp_pa
         assert tokens(out) == expected
 
 
+def test_skipped_documents_are_counted_once_by_a_run_that_was_stopped(tmp_path):
+    rows = [{"text": t} for text in documents()[:40] for t in (text, None, " ")]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    args = ["--val_fraction", 0.2, "--shard_size", 1000]
+    whole = shard(tmp_path / "a.jsonl", tmp_path / "whole", *args).stdout
+    assert "40 documents" in whole and "skipped: 40 without text, 40 empty" in whole
+    for shards in range(1, 9):
+        done = shard(tmp_path / "a.jsonl", tmp_path / "out", *args, "--max_shards", shards)
+    done = shard(tmp_path / "a.jsonl", tmp_path / "out", *args)
+    assert "40 documents" in done.stdout and "skipped: 40 without text, 40 empty" in done.stdout
+
+
 def test_no_text_at_all_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text(" \n")
     done = shard(tmp_path / "a.txt", tmp_path / "out", code=2)

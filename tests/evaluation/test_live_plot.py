@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import kill, run_until, start, train_args
+from conftest import kill, run_until, script, start, train_args
 
 from evaluation import live_plot
 from evaluation.live_plot import LivePlot
@@ -56,6 +56,10 @@ def test_a_run_that_is_killed_leaves_no_drawing_process(run, tmp_path, number):
     state = Path(f"/proc/{drawing}/stat")  # without a parent, init may leave a zombie
     assert wait_for(lambda: not state.exists() or ") Z " in state.read_text(), 20)
     assert not (tmp_path / "logs" / "log_plot.png.tmp").exists()
+
+
+def test_drawing_needs_no_pytorch():
+    script("-c", "import sys, evaluation.figure; assert 'torch' not in sys.modules")
 
 
 @pytest.fixture

@@ -135,3 +135,6 @@ def test_each_kind_of_model_is_read_back_from_its_folder_by_every_script(shards,
     script(*args[: args.index("--init_from")], "--max_steps", 4, "--resume", "auto")
     assert sorted(losses(tmp_path / "tuned")) == [1, 2, 3, 4]
     script("train.py", "--dry_run", "--device", "cpu", "--init_from", last, "--block_size", 16)
+    args = train_args(shards, tmp_path / "hf run", 2, "--init_from", hf)
+    script(*args)  # and such a run can be resumed
+    script(*args[: args.index("--init_from")], "--max_steps", 3, "--resume", "auto")

@@ -76,7 +76,7 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
         ("learning_rate = 1", "no option learning_rate: --max_lr"),
         ("n_layers = 2", "did you mean n_layer"),
         ("n_layer = two", "neither TOML"),
-        ("n_layer = 'two'", "damaged: n_layer"),
+        ("n_layer = 'two'", "n_layer = 'two' is of a wrong type"),
     ],
 )
 def test_a_file_with_a_wrong_option_is_named(tmp_path, text, message):
