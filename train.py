@@ -124,8 +124,7 @@ def main() -> None:
             end_run(saver, state, config, batch)
         if state.step == start + 1:
             malloc.reuse_freed_memory()  # weights and optimizer state are allocated now
-            since_start = seconds_since_start()
-            logger.log_first_step(since_start, row["ms"], config.use_torch_compile, state.step)
+            logger.log_start(seconds_since_start(), row["ms"], config.use_torch_compile, step + 1)
 
     if profiler:
         profiler.stop()

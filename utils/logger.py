@@ -132,7 +132,7 @@ class Logger:
             times = f"{metrics['ms']:,.0f} ms  {speed}"
             self.print(f"step {step}/{self.bar.total}  {loss}  {rates}  {times}")
 
-    def log_first_step(self, since_start: float, ms: float, compiled: bool, step: int) -> None:
+    def log_start(self, since_start: float, ms: float, compiled: bool, step: int) -> None:
         """Print when the first step was done, and write how long it took if it compiled."""
         if compiled:
             self.log({"split": "compile", "seconds": ms / 1000}, step)
