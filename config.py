@@ -8,12 +8,11 @@ import ast
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from model.config import SIZED, SIZES, GPTConfig, ModelError
-from utils.errors import UserError
+from utils.errors import UserError, did_you_mean
 from utils.gpus import NAMED_GPUS
 
 
@@ -22,6 +21,16 @@ class ConfigError(UserError):
 
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
+
+
+# options of one start of train.py, which another start does not take over
+PER_LAUNCH = {
+    "config": None,
+    "resume": None,
+    "overwrite": False,
+    "dry_run": False,
+    "profile": False,
+}
 
 
 @dataclass
@@ -129,8 +138,7 @@ def parse_recipe(text: str) -> Recipe:
     for change in changes:
         key, _, value = (part.strip() for part in change.partition("="))
         if key not in model_fields + recipe_fields:
-            near = get_close_matches(key, model_fields + recipe_fields, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key, model_fields + recipe_fields)
             raise ModelError(f"a recipe has no {key!r}{hint}")
         try:
             parsed = ast.literal_eval(value)
@@ -337,19 +345,10 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         if values.get("activation_checkpointing") == "mlp":  # old name of a part of cheap
             values = values | {"activation_checkpointing": "cheap"}
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        kinds = get_type_hints(cls)
-        wrong = [name for name, value in known.items() if not has_type(value, kinds[name])]
-        if wrong:
+        if wrong := mistyped(known):
             raise ConfigError(f"the saved options are damaged: {', '.join(wrong)}")
         paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
-        per_launch = {
-            "config": None,
-            "resume": None,
-            "overwrite": False,
-            "dry_run": False,
-            "profile": False,
-        }
-        return cls(**{**known, **paths, **per_launch})
+        return cls(**{**known, **paths, **PER_LAUNCH})
 
     @property
     def resolved_warmup(self) -> int:
@@ -376,6 +375,12 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
                 f"{max(1, round(self.total_batch_size / micro)) * micro:,}"
             )
         return self.total_batch_size // self.block_size
+
+
+def mistyped(values: dict) -> list[str]:
+    """Return the names of options of train.py whose values are of a wrong type."""
+    kinds = get_type_hints(TrainConfig)
+    return [name for name, x in values.items() if name in kinds and not has_type(x, kinds[name])]
 
 
 def has_type(value: object, kind: object) -> bool:

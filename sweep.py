@@ -18,7 +18,6 @@ import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean, median, stdev
 from types import NoneType
@@ -29,7 +28,7 @@ from data.shards import find_shards
 from evaluation.figure import draw_sweep
 from training.resume import check_extras
 from utils.cli import parse, run
-from utils.errors import UserError
+from utils.errors import UserError, did_you_mean
 from utils.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent
@@ -89,9 +88,7 @@ def explain_refusal(name: str, values: list[str]) -> str:
     """Return a sentence on an option that train.py's parser refuses."""
     given, kinds = " ".join([name, *values]), get_type_hints(TrainConfig)
     if name not in kinds:
-        near = get_close_matches(name, kinds, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f'"{given}": train.py has no option {name}{hint}'
+        return f'"{given}": train.py has no option {name}{did_you_mean(name, list(kinds))}'
 
     def flatten(kind: object) -> list:  # members of a union, values of a Literal
         return [x for part in get_args(kind) for x in flatten(part)] or [VALUES.get(kind, kind)]

@@ -214,11 +214,8 @@ def open_log(
     if distributed.is_emulated(dtype, process.device):
         notes.append(f"{process.device} emulates matmuls in {dtype}: --dtype float32 is faster")
     if config.use_torch_compile:
-        took = (
-            f"{seconds:.0f} s last time"
-            if (seconds := logger.compile_seconds)
-            else "a minute or so"
-        )
+        seconds = logger.last_compile_seconds()
+        took = f"{seconds:.0f} s last time" if seconds else "a minute or so"
         notes.append(f"the first step compiles: {took}")
     for note in notes:
         logger.print(note)

@@ -95,7 +95,7 @@ class Source:
 
     @property
     def known_tokens(self) -> int | None:
-        """Number of GPT-2 tokens (bytes are more), None if unknown, as for a worker's share."""
+        """Number of GPT-2 tokens (bytes give more), None if unknown, as for a worker's share."""
         whole = self.dataset in SAMPLED and not self.inputs and self.worker_count == 1
         return SAMPLES.get(self.remote_name) if whole else None
 

@@ -3,13 +3,11 @@
 import json
 import tomllib
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
-from typing import get_type_hints
 
-from config import ConfigError, TrainConfig, has_type
+from config import PER_LAUNCH, ConfigError, TrainConfig, mistyped
+from utils.errors import did_you_mean
 
-PER_LAUNCH = ("config", "resume", "overwrite", "dry_run", "profile")  # a config.json has them
 NANOGPT_OPTIONS = {  # nanoGPT's options without an equal of the same name: docs/NANOGPT.md
     "batch_size": "--micro_batch_size is the number of sequences in a forward pass",
     "gradient_accumulation_steps": "it follows from --total_batch_size, in tokens",
@@ -47,22 +45,18 @@ def read_config_file(path: Path) -> dict:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"--config {path} is neither TOML nor a config.json: {error}") from error
-    known, kinds = [f.name for f in fields(TrainConfig)], get_type_hints(TrainConfig)
-    for name, value in values.items():
-        if name in known and not has_type(value, kinds[name]):
-            raise ConfigError(f"--config {path}: {name} = {value!r} is of a wrong type; see --help")
-        if path.suffix == ".toml" and name in (
-            "config",
-            "resume",
-            "overwrite",
-            "dry_run",
-            "profile",
-        ):
+    if wrong := mistyped(values):
+        value = values[wrong[0]]
+        raise ConfigError(f"--config {path}: {wrong[0]} = {value!r} is of a wrong type; see --help")
+    known = [f.name for f in fields(TrainConfig)]
+    for name in values:
+        if path.suffix == ".toml" and name in PER_LAUNCH:
             raise ConfigError(f"--config {path}: give --{name} on the command line")
         if name not in (*known, "resolved_recipe", "chosen"):
-            near = get_close_matches(name, known, 1)
-            meant = NANOGPT_OPTIONS.get(name) or (
-                f"did you mean {near[0]}?" if near else "see --help"
+            hint = (
+                f": {NANOGPT_OPTIONS[name]}"
+                if name in NANOGPT_OPTIONS
+                else did_you_mean(name, known)
             )
-            raise ConfigError(f"--config {path}: there is no option {name}: {meant}")
+            raise ConfigError(f"--config {path}: there is no option {name}{hint}")
     return values

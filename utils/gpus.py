@@ -21,7 +21,7 @@ class GPU:
         return self.tflops * 1e12
 
 
-GPUS = (  # a device is the first of which it has all words
+GPUS = (  # the first entry whose words are all in the device's name is used
     GPU("GB200", 2500.0),
     GPU("B200", 2250.0, 180),
     GPU("H200 NVL", 835.0),

@@ -72,13 +72,11 @@ class Logger:
         plot: Plot | None = None,
     ) -> None:
         self.folder, self.is_main, self.plot = folder, is_main, plot
-        self.compile_seconds: float | None = None  # of an earlier start in this folder
         if not is_main:
             return
         path, mode = folder / METRICS, "w" if overwrite else "a"
         with catch_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self.compile_seconds = last_compile_seconds(path)
             resuming = path.exists() and not overwrite
             if resuming:  # a killed process may have left half a row
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -131,6 +129,11 @@ class Logger:
             rates = f"lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}"
             times = f"{metrics['ms']:,.0f} ms  {speed}"
             self.print(f"step {step}/{self.bar.total}  {loss}  {rates}  {times}")
+
+    def last_compile_seconds(self) -> float | None:
+        """Return how long the first step of an earlier start took, None if none compiled."""
+        rows = read_metrics(self.folder).get("compile") if self.is_main else None
+        return rows[-1]["seconds"] if rows else None
 
     def log_start(self, since_start: float, ms: float, compiled: bool, step: int) -> None:
         """Print when the first step was done, and write how long it took if it compiled."""
@@ -191,14 +194,6 @@ def keep_samples(path: Path, start: int) -> None:
         if len(kept) < len(blocks) // 2:
             with atomic_write(path) as file:
                 file.write("".join([blocks[0], *kept]).encode())
-
-
-def last_compile_seconds(path: Path) -> float | None:
-    """Return the seconds of the last first step that compiled, None if the log has none."""
-    with contextlib.suppress(LogError):
-        rows = read_metrics(path).get("compile")
-        return rows[-1]["seconds"] if rows else None
-    return None
 
 
 def is_row(row: object) -> bool:

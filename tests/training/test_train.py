@@ -136,10 +136,12 @@ def benchmark_args(folder):
 def test_compiled_training_with_evaluation_and_samples_in_the_loop(shards, trained, tmp_path):
     tasks = benchmark_args(tmp_path)
     args = train_args(shards, tmp_path, 20, "--use_torch_compile", "--sample_every", 10, *tasks)
-    script(*args, timeout=400)
+    assert "the first step compiles: a minute or so" in script(*args, timeout=400).stdout
     a, b = losses(tmp_path), losses(trained)
     assert max(abs(a[s] - b[s]) for s in b) < 1e-3
     assert (tmp_path / "logs" / "samples.txt").read_text().count("--- step") == 2
+    again = script(*args, "--resume", "auto", "--max_steps", 21, timeout=400).stdout
+    assert re.search(r"the first step compiles: \d+ s last time", again)
 
 
 def test_dropout_resumes_to_the_bit(shards, tmp_path):
