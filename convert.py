@@ -17,6 +17,7 @@ from config import ConfigError, TrainConfig, recipe_of
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.huggingface import save_pretrained
 from training import checkpoint as ckpt
+from training.checkpoint_folder import find_best, open_model
 from training.state import TrainState
 from utils.cli import run
 
@@ -35,7 +36,7 @@ class ConvertConfig:
 
 def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers."""
-    model, saved = ckpt.load_model(ckpt.find_best(config.checkpoint), exact=True)
+    model, saved = ckpt.load_model(find_best(config.checkpoint), exact=True)
     tokenizer = load_tokenizer(saved["tokenizer"])
     try:
         save_pretrained(model, config.out)
@@ -48,7 +49,7 @@ def import_model(config: ConvertConfig) -> None:
     """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise ConfigError(f"--out {config.out} must end in .pt with --model")
-    model, tokenizer, _ = ckpt.open_model(config.out, config.model)
+    model, tokenizer, _ = open_model(config.out, config.model)
     shape = ckpt.config_values(model.config)
     names = ("n_layer", "n_head", "n_embd", "block_size")
     settings = TrainConfig(recipe=recipe_of(model.config), **{name: shape[name] for name in names})

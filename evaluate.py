@@ -31,7 +31,7 @@ from evaluation.scoring import score_items
 from evaluation.tasks import read_rows_on_all
 from model import cpu
 from model.gpt import GPT
-from training.checkpoint import find_best, open_model
+from training.checkpoint_folder import find_best, open_model
 from utils import distributed, malloc
 from utils.cli import run
 from utils.distributed import pick_dtype

@@ -25,7 +25,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model import cpu
 from model.generate import generate
 from model.gpt import GPT
-from training.checkpoint import open_model
+from training.checkpoint_folder import open_model
 from utils.cli import run
 from utils.distributed import autocast, pick_device, pick_dtype
 

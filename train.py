@@ -32,8 +32,9 @@ from data.shards import corpus_name
 from evaluation.live_plot import PICTURE, LivePlot
 from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
-from training import checkpoint as ckpt
 from training import resume
+from training.checkpoint import config_values
+from training.checkpoint_folder import BEST, LAST, STABLE
 from training.dry_run import dry_run, resolve_micro_batch
 from training.guard import PATIENCE, TrainingError
 from training.optim import make_optimizers
@@ -92,16 +93,16 @@ def main() -> None:
         # once in a while: save, evaluate, score and sample; every process takes part
         step, last = state.step, state.step == config.max_steps
         if step > start and (last or stopping or is_due(config.save_every, step)):
-            saver.save(ckpt.LAST, state)
-        if step == stable and (step > start or not saver.has(ckpt.STABLE)):
-            saver.save(ckpt.STABLE, state)
+            saver.save(LAST, state)
+        if step == stable and (step > start or not saver.has(STABLE)):
+            saver.save(STABLE, state)
         if stopping:
             break
         if evaluator.due(step):
             scores = evaluator.validate()
             logger.log_validation(scores, step)
             if state.record_validation(scores["loss"]):
-                saver.save(ckpt.BEST, state)
+                saver.save(BEST, state)
         for task, scores in evaluator.benchmarks(step):
             logger.log_benchmark(task, scores, step)
         if step > start and (text := evaluator.sample(step)) is not None:
@@ -227,7 +228,7 @@ def write_run_config(config: TrainConfig, model: GPT, step: int) -> None:
     run = {
         "command": sys.argv,
         "train_config": config.to_dict(),
-        "model_config": ckpt.config_values(model.config),
+        "model_config": config_values(model.config),
         "corpus": corpus_name(config.data_dir),
         "resumed_at_step": step if config.resume else None,
         "versions": {
@@ -251,7 +252,7 @@ def end_run(saver: Saver, state: TrainState, config: TrainConfig, batch: int) ->
     """Save the state before the steps without a finite gradient, and raise TrainingError."""
     message = state.guard.failure_message(state.step, batch)
     state.rewind(config.total_batch_size)
-    saver.save(ckpt.LAST, state)
+    saver.save(LAST, state)
     saver.finish()
     raise TrainingError(message)
 

@@ -13,26 +13,18 @@ that of the whole model: a file resumes on any number of processes.
 """
 
 import math
-import os
-import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from data.tokenizer import TOKENIZERS
 from model.config import SIZED, GPTConfig, ModelError
 from model.gpt import GPT, empty_gpt
-from model.huggingface import load_pretrained
-from utils.distributed import is_main
 from utils.errors import UserError
-from utils.files import atomic_write, check_space, sync_folder
+from utils.files import atomic_write, check_space
 
 FORMAT_VERSION = 1
-LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
-STABLE = "model_stable.pt"  # --schedule wsd: the last step before the decay
 NAMES_BY_TYPE = {
     dict: ("model", "model_low", "optimizer", "guard", "model_config", "train_config"),
     int: ("step", "tokens", "seed", "train_tokens"),
@@ -125,65 +117,6 @@ def save_checkpoint(path: Path, state: dict) -> None:
         raise CheckpointError(f"{path} could not be written: {reason}{kept}; {again}") from error
 
 
-def keep_numbered(folder: Path, step: int, keep: int) -> None:
-    """Link model_last.pt as model_step_{step}.pt, and keep the newest `keep` of these."""
-    if keep:
-        link = folder / NUMBERED.format(step)
-        link.unlink(missing_ok=True)
-        try:
-            os.link(folder / LAST, link)  # model_last.pt is replaced, never rewritten
-        except OSError:  # a file system without hard links
-            with open(folder / LAST, "rb") as last, atomic_write(link) as copy:
-                shutil.copyfileobj(last, copy)
-        # later steps belong to a run that this one was resumed before: left alone
-        earlier = [path for path in numbered_checkpoints(folder) if step_of(path) <= step]
-        for path in earlier[:-keep]:
-            path.unlink()
-        sync_folder(folder)
-
-
-def step_of(path: Path) -> int:
-    """Return the step in the name of a numbered checkpoint."""
-    return int(path.stem.removeprefix("model_step_"))
-
-
-def numbered_checkpoints(folder: Path) -> list[Path]:
-    """Return the numbered checkpoints of a folder, oldest first."""
-    found = folder.glob("model_step_*.pt")
-    return sorted((path for path in found if path.stem[11:].isdigit()), key=step_of)
-
-
-def find_newest(folder: Path) -> Path | None:
-    """Return the checkpoint for --resume auto: the last, else the newest numbered one, else the
-    later written of best and stable; None if there is none."""
-    if (folder / LAST).exists():
-        return folder / LAST
-    others = [path for path in (folder / STABLE, folder / BEST) if path.exists()]
-    others.sort(key=lambda path: path.stat().st_mtime)
-    return next(reversed(others + numbered_checkpoints(folder)), None)
-
-
-def find_best(path: Path) -> Path:
-    """Return a checkpoint to use: `path` itself, or in a folder the best, else the newest one, and
-    print which. A run's folder may hold them in checkpoints/."""
-    if not path.is_dir():
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = folder / BEST if (folder / BEST).exists() else find_newest(folder)
-    if found is None:
-        raise CheckpointError(f"{folder} holds no checkpoint of train.py")
-    if is_main():
-        print(f"reading {found}", file=sys.stderr)
-    return found
-
-
-def remove_all(folder: Path) -> None:
-    """Remove the checkpoints of a folder for a run that overwrites them."""
-    named = [folder / name for name in (LAST, BEST, STABLE)]
-    for path in [*named, *numbered_checkpoints(folder)]:
-        path.unlink(missing_ok=True)
-
-
 def load_checkpoint(path: Path) -> dict:
     """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
     CheckpointError for a file that is absent, damaged or not a checkpoint of this project."""
@@ -272,21 +205,6 @@ def load_model(path: Path, *, exact: bool = False) -> tuple[GPT, dict]:
     verify(state, path, "model", *(["model_low"] if exact else []))
     load_weights(model, state, exact=exact)
     return model.eval(), state
-
-
-def open_model(
-    checkpoint: Path, pretrained: str | None, *, exact: bool = False
-) -> tuple[GPT, str, dict]:
-    """Return a model in evaluation mode, its tokenizer's name, and the file: find_best(checkpoint),
-    or none for the Hugging Face name or folder `pretrained`."""
-    if pretrained is None:
-        model, state = load_model(find_best(checkpoint), exact=exact)
-        return model, state["tokenizer"], state
-    model = load_pretrained(pretrained)
-    for name, kind in TOKENIZERS.items():
-        if kind.vocab_size == model.config.vocab_size:
-            return model.eval(), name, {}
-    raise ModelError(f"no tokenizer here has the {model.config.vocab_size} tokens of {pretrained}")
 
 
 def config_values(config: GPTConfig) -> dict:

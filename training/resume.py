@@ -14,6 +14,7 @@ from model.config import GPTConfig
 from model.gpt import GPT, with_context
 from model.huggingface import find_folder, load_pretrained, read_config
 from training import checkpoint as ckpt
+from training.checkpoint_folder import BEST, LAST, STABLE, find_best, find_newest
 from training.options import NANOGPT_OPTIONS, read_config_file
 from training.schedule import stable_steps
 from utils.cli import parse
@@ -38,9 +39,9 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
         raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
     path = Path(config.resume) if config.resume else None
     if config.resume == "auto":
-        path = ckpt.find_newest(config.checkpoint_dir)
+        path = find_newest(config.checkpoint_dir)
     elif path is not None and path.is_dir():
-        folder, path = path, ckpt.find_newest(path)
+        folder, path = path, find_newest(path)
         if path is None:
             raise ConfigError(f"--resume {folder}: the folder holds no checkpoint")
     saved = None
@@ -76,7 +77,7 @@ def check_folders(config: TrainConfig, saved: dict | None, path: Path | None) ->
     """Raise ConfigError if the run would write over the checkpoints or the log of another one."""
     folder = config.checkpoint_dir
     in_place = path is not None and path.resolve().parent == folder.resolve()
-    newest = None if in_place else ckpt.find_newest(folder)
+    newest = None if in_place else find_newest(folder)
     if newest and (saved is None or ckpt.load_checkpoint(newest)["run_id"] != saved["run_id"]):
         held, flag = f"{folder} holds the checkpoints", "--checkpoint_dir"
     elif not in_place and holds_another_run(config.log_dir, folder if config.resume else None):
@@ -106,11 +107,11 @@ def lock_folders(config: TrainConfig, step: int, process: Process, checkpoint_by
                 lock_folder(folder, "training into")
             if not os.access(folder, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            newest = ckpt.find_newest(folder)
-            if config.resume and newest == Path(config.resume) and newest.name == ckpt.LAST:
+            newest = find_newest(folder)
+            if config.resume and newest == Path(config.resume) and newest.name == LAST:
                 if ckpt.load_checkpoint(newest)["step"] != step:
                     raise ConfigError(f"{newest} has just been replaced; start this command again")
-            held = (folder / name for name in (ckpt.LAST, ckpt.BEST))
+            held = (folder / name for name in (LAST, BEST))
             held_bytes = sum(path.stat().st_size for path in held if path.exists())
             check_space(folder, 3 * checkpoint_bytes - held_bytes, "the checkpoints of this run")
         except OSError as error:
@@ -178,7 +179,7 @@ def checkpoint_to_start_from(init_from: str) -> Path | None:
     path = Path(init_from)
     held = any(path.glob("*.pt")) or (path / "checkpoints").is_dir()
     if path.suffix == ".pt" or held or (path.is_dir() and not (path / "config.json").exists()):
-        return ckpt.find_best(path)
+        return find_best(path)
     return None
 
 
@@ -243,7 +244,7 @@ def resume_warnings(config: TrainConfig, saved: dict | None, train_tokens: int) 
     if before.get("schedule") == "wsd" and config.max_steps > then["max_steps"]:
         if saved["step"] > stable_steps(then["max_steps"], before["decay"]):
             warnings.append(
-                f"warning: this checkpoint has begun to decay; {ckpt.STABLE} is for a longer run"
+                f"warning: this checkpoint has begun to decay; {STABLE} is for a longer run"
             )
     micro, was = config.micro_batch_size, then.get("micro_batch_size")
     if was != micro:

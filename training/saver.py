@@ -11,6 +11,7 @@ from config import TrainConfig
 from data.loader import TokenStream
 from model.gpt import GPT
 from training import checkpoint as ckpt
+from training.checkpoint_folder import LAST, keep_numbered, remove_all
 from training.parallel import gather_state
 from training.state import TrainState
 from utils.distributed import Process
@@ -48,7 +49,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         if self.config.overwrite and self.process.is_main:
-            ckpt.remove_all(self.config.checkpoint_dir)
+            remove_all(self.config.checkpoint_dir)
 
     def save(self, name: str, state: TrainState) -> None:
         """Copy the state of the run and have it written as `name`; every process must call it."""
@@ -75,8 +76,8 @@ class Saver:
         for pause in (*PAUSES, None):
             try:
                 ckpt.save_checkpoint(folder / name, ckpt.assemble(weights, **entries))
-                if name == ckpt.LAST:
-                    ckpt.keep_numbered(folder, entries["step"], self.config.keep_last)
+                if name == LAST:
+                    keep_numbered(folder, entries["step"], self.config.keep_last)
                 self.errors.pop(name, None)
                 return
             except Exception as error:  # an exception of a thread would get lost

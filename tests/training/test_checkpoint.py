@@ -8,15 +8,14 @@ from conftest import SMALL, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training import checkpoint as ckpt
 from training.checkpoint import (
     CheckpointError,
-    find_newest,
     join_float32,
     load_checkpoint,
     load_model,
     split_float32,
 )
+from training.checkpoint_folder import BEST, LAST, STABLE, find_newest, remove_all
 
 
 def as_bits(values):
@@ -149,8 +148,8 @@ def test_a_run_that_overwrites_removes_numbered_checkpoints_of_a_relative_folder
     monkeypatch.chdir(tmp_path)
     folder = Path("checkpoints")
     folder.mkdir()
-    names = (ckpt.LAST, ckpt.BEST, ckpt.STABLE, "model_step_000010.pt", "notes.txt")
+    names = (LAST, BEST, STABLE, "model_step_000010.pt", "notes.txt")
     for name in names:
         (folder / name).touch()
-    ckpt.remove_all(folder)
+    remove_all(folder)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]

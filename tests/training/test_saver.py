@@ -11,6 +11,7 @@ from model.gpt import GPT
 from training import checkpoint as ckpt
 from training import saver as saver_module
 from training.checkpoint import CheckpointError
+from training.checkpoint_folder import LAST, numbered_checkpoints
 from training.guard import Guard
 from training.optim import make_optimizers
 from training.saver import Saver
@@ -38,7 +39,7 @@ def saver(tmp_path, shards, said, monkeypatch):
 
 def save(saver, step):
     state = TrainState(Guard(None, {}), step=step)
-    saver.save(ckpt.LAST, state)
+    saver.save(LAST, state)
 
 
 def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypatch):
@@ -50,10 +51,10 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
 
     monkeypatch.setattr(ckpt, "save_checkpoint", late)
     save(saver, 1)
-    assert not (tmp_path / ckpt.LAST).exists()
+    assert not (tmp_path / LAST).exists()
     go.set()
     saver.finish()
-    state = ckpt.load_checkpoint(tmp_path / ckpt.LAST)
+    state = ckpt.load_checkpoint(tmp_path / LAST)
     weights = saver.model.state_dict()
     for name, high in state["model"].items():
         assert torch.equal(ckpt.join_float32(high, state["model_low"][name]), weights[name])
@@ -75,7 +76,7 @@ def test_at_most_one_write_is_in_flight_and_none_is_lost(saver, tmp_path, monkey
         save(saver, step)
     saver.finish()
     assert most == [1] * 5
-    assert [p.name for p in ckpt.numbered_checkpoints(tmp_path)] == [
+    assert [p.name for p in numbered_checkpoints(tmp_path)] == [
         "model_step_000004.pt",
         "model_step_000005.pt",
     ]
@@ -98,7 +99,7 @@ def test_a_failed_write_is_told_and_tried_again(saver, said, tmp_path, monkeypat
     save(saver, 3)
     saver.finish()
     assert len(said) == 2 and all("the disk is full; trying again in" in line for line in said)
-    assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 3
+    assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 3
 
 
 def test_a_write_that_stays_failed_leaves_the_run_and_the_file_before_it(
@@ -110,10 +111,10 @@ def test_a_write_that_stays_failed_leaves_the_run_and_the_file_before_it(
     save(saver, 2)  # fails at every try
     saver.wait()
     assert said[-1].endswith("again at the next save")
-    assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 1
+    assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 1
     save(saver, 3)  # fails once, then there is room
     saver.finish()
-    assert ckpt.load_checkpoint(tmp_path / ckpt.LAST)["step"] == 3
+    assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 3
     monkeypatch.setattr(ckpt, "save_checkpoint", failing(3))
     save(saver, 4)
     with pytest.raises(CheckpointError, match="full"):
