@@ -26,8 +26,9 @@ from typing import NoReturn, get_args, get_type_hints
 from config import ConfigError, TrainConfig
 from data.shards import find_shards
 from evaluation.figure import draw_sweep
+from training.options import parse_options
 from training.resume import check_extras
-from utils.cli import parse, run
+from utils.cli import run
 from utils.errors import UserError, did_you_mean
 from utils.logger import read_metrics
 
@@ -53,7 +54,7 @@ class SweepConfig:
     """Folder for the runs, table.md and sweep.png."""
 
 
-def parse_options(texts: tuple[str, ...]) -> dict[str, list[str]]:
+def parse_settings(texts: tuple[str, ...]) -> dict[str, list[str]]:
     """Return the values of each option in texts of the form "NAME VALUE VALUE ..."."""
     options: dict[str, list[str]] = {}
     for text in texts:
@@ -75,12 +76,12 @@ def to_args(options: dict[str, list[str]]) -> list[str]:
 
 
 def parse_silently(options: dict[str, list[str]]) -> TrainConfig | None:
-    """Return what train.py's parser makes of options, None if it refuses them."""
+    """Return what train.py makes of options, None for one that is unknown or of a wrong type."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            return parse(TrainConfig, args=to_args(options))
-        except (SystemExit, UserError):
+            return parse_options(to_args(options))[0]
+        except SystemExit:
             return None
 
 
@@ -99,12 +100,12 @@ def explain_refusal(name: str, values: list[str]) -> str:
 
 def check_run(name: str, options: dict[str, list[str]]) -> None:
     """Raise ConfigError naming the first option that train.py would refuse in the run `name`."""
-    config, given = parse_silently(options), {}
-    for option, values in options.items() if config is None else ():
-        given[option] = values
-        if parse_silently(given) is None:
-            raise ConfigError(explain_refusal(option, values))
     try:
+        config, given = parse_silently(options), {}
+        for option, values in options.items() if config is None else ():
+            given[option] = values
+            if parse_silently(given) is None:
+                raise ConfigError(explain_refusal(option, values))
         config.check()
         check_extras(config)
         config.model_config(vocab_size=1)
@@ -122,7 +123,7 @@ def folder_name(point: dict[str, str]) -> str:
 
 def grid_points(config: SweepConfig) -> list[dict[str, str]]:
     """Return every combination of the grid's values and the seeds, as options of train.py."""
-    axes = parse_options(config.grid)
+    axes = parse_settings(config.grid)
     if empty := [name for name, values in axes.items() if not values]:
         raise ConfigError(f'--grid "{empty[0]}" has no values; write "NAME VALUE VALUE ..."')
     if config.jobs < 1 or not config.seeds:
@@ -147,7 +148,7 @@ def train(config: SweepConfig, point: dict[str, str]) -> str | None:
     name = folder_name(point)
     folder = config.out / name
     folders = {"checkpoint_dir": [folder / "checkpoints"], "log_dir": [folder / "logs"]}
-    options = parse_options(config.fixed) | {key: [value] for key, value in point.items()}
+    options = parse_settings(config.fixed) | {key: [value] for key, value in point.items()}
     command = [sys.executable, ROOT / "train.py", "--resume", "auto", *to_args(folders | options)]
     threads = max(1, (os.cpu_count() or 1) // config.jobs)
     env = {"OMP_NUM_THREADS": str(threads), **os.environ} if config.jobs > 1 else None
@@ -192,7 +193,7 @@ def to_markdown(groups: dict[str, list[dict]]) -> str:
 
 
 def main(config: SweepConfig) -> None:
-    points, fixed = grid_points(config), parse_options(config.fixed)
+    points, fixed = grid_points(config), parse_settings(config.fixed)
     points = [p for p in points if finished_log(config.out / folder_name(p)) is None]
     for point in points:
         check_run(folder_name(point), fixed | {key: [value] for key, value in point.items()})

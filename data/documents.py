@@ -114,9 +114,10 @@ def read_documents(name: str, column: str, skip: int) -> Documents:
         elif skip == 0:
             yield text.read()
         if text.replaced:
+            convert = "; convert it, as by iconv -f latin1 -t utf-8" if text.is_utf8 else ""
             warn(
-                f"{name} is not UTF-8 throughout: U+FFFD replaced {text.replaced:,} characters; "
-                "convert it, as by iconv -f latin1 -t utf-8"
+                f"{name} is not {text.encoding.upper()} throughout: U+FFFD replaced "
+                f"{text.replaced:,} characters{convert}"
             )
 
 

@@ -1,9 +1,13 @@
 """Sources of text: a dataset of the Hugging Face hub, or files, streamed in batches."""
 
+import csv
+import gzip
 import hashlib
+import lzma
 import re
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ SAMPLED = ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb")
 BATCH_CHARS, BATCH_TEXTS = 250_000, 1000  # a batch ends when it reaches one of these
 # names of the hub's errors after which a retry is pointless
 PERMANENT = re.compile("(Dataset|DataFiles|Repository)NotFound|GatedRepo|OfflineModeIsEnabled")
+DAMAGED = (csv.Error, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 RETRIES = 6  # after failed downloads, with pauses of 1, 2, 4, ... seconds
 
 
@@ -183,7 +188,7 @@ class Source:
         reason = f"({type(error).__name__}: {first_line:.200})"
         problem = f"{' '.join(self.name[:3])} cannot be read {reason}"
         remote = not self.inputs or any("://" in name for name in self.inputs)
-        permanent = isinstance(error, ValueError | ImportError | MemoryError)
+        permanent = isinstance(error, (ValueError, ImportError, MemoryError, *DAMAGED))
         if not remote or permanent or PERMANENT.match(type(error).__name__):
             raise DataError(problem) from error
         if failures > RETRIES:

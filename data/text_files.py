@@ -89,12 +89,15 @@ class TextFile:
         self.encoding = text_encoding(buffered.peek(HEAD)[:HEAD])
         self.replaced = 0  # characters
         # undecodable bytes of UTF-8 become lone surrogates, which `repair` finds
-        escape = (self.encoding or "utf-8").startswith("utf-8")
-        errors = "surrogateescape" if escape else "replace"
+        self.is_utf8 = (self.encoding or "utf-8").startswith("utf-8")
+        errors = "surrogateescape" if self.is_utf8 else "replace"
         self.file = io.TextIOWrapper(buffered, self.encoding, errors, newline)
 
     def repair(self, text: str) -> str:
         """Return the text with U+FFFD for what could not be decoded."""
+        if not self.is_utf8:
+            self.replaced += text.count("\ufffd")
+            return text
         try:
             text.encode()
             return text

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from config import PER_LAUNCH, ConfigError, TrainConfig, mistyped
+from utils.cli import parse
 from utils.errors import did_you_mean
 
 NANOGPT_OPTIONS = {  # nanoGPT's options without an equal of the same name: docs/NANOGPT.md
@@ -30,6 +31,16 @@ NANOGPT_OPTIONS = {  # nanoGPT's options without an equal of the same name: docs
     "backend": "NCCL is used on CUDA, gloo elsewhere",
     "bias": "--recipe gpt2,bias=False trains without biases",
 }
+
+
+def parse_options(args: list[str] | None = None) -> tuple[TrainConfig, dict]:
+    """Return the options of the command line, or of `args`, over those in the file of --config, and
+    the latter alone."""
+    config = parse(TrainConfig, hints=NANOGPT_OPTIONS, args=args)
+    file = read_config_file(config.config) if config.config else {}
+    if file:
+        config = parse(TrainConfig, default=TrainConfig.from_dict(file), args=args)
+    return config, file
 
 
 def read_config_file(path: Path) -> dict:

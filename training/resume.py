@@ -15,7 +15,7 @@ from model.gpt import GPT, with_context
 from model.huggingface import find_folder, load_pretrained, read_config
 from training import checkpoint as ckpt
 from training.checkpoint_folder import BEST, LAST, STABLE, find_best, find_newest
-from training.options import NANOGPT_OPTIONS, read_config_file
+from training.options import parse_options
 from training.schedule import stable_steps
 from utils.cli import parse
 from utils.distributed import Process
@@ -27,10 +27,7 @@ from utils.logger import catch_write_errors, holds_another_run, require_package
 def resolve_run() -> tuple[TrainConfig, dict | None]:
     """Return the options of this run, and the checkpoint that it resumes, if any, which has the
     options that are not on the command line."""
-    config = parse(TrainConfig, hints=NANOGPT_OPTIONS)
-    file = read_config_file(config.config) if config.config else {}
-    if file:
-        config = parse(TrainConfig, default=TrainConfig.from_dict(file))
+    config, file = parse_options()
     if config.init_from in ("resume", "scratch"):
         raise ConfigError(
             f"--init_from {config.init_from}: --resume auto continues a run; new ones need neither"
@@ -48,6 +45,8 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     if path is not None:
         saved = ckpt.load_checkpoint(path)
         config = resumed_config(saved, path, file)
+    elif config.init_from:
+        initial_shape(config)  # before the checks: the recipe says which rates are allowed
     config.check()
     check_extras(config)
     if not config.overwrite:

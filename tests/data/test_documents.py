@@ -150,6 +150,9 @@ def test_a_byte_order_mark_is_obeyed_and_what_cannot_be_decoded_is_counted(tmp_p
     assert "latin.txt is not UTF-8 throughout: U+FFFD replaced 2 characters" in (
         capsys.readouterr().err
     )
+    (tmp_path / "cut.txt").write_bytes("Käse".encode("utf-16") + b"\0\xd8a\0")  # half a pair
+    assert read(tmp_path / "cut.txt") == ["Käse\ufffda"]
+    assert "cut.txt is not UTF-16 throughout: U+FFFD replaced 1 char" in capsys.readouterr().err
     (tmp_path / "image.txt").write_bytes(b"\x89PNG\0\0")
     assert read(tmp_path / "image.txt") == [None]
     assert "it is not text" in capsys.readouterr().err

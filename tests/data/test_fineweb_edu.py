@@ -444,6 +444,14 @@ def test_a_server_that_stays_away_ends_in_a_sentence(server, tmp_path, monkeypat
     assert {1, 2, 4, 8, 16, 32} <= set(waits)
 
 
+def test_a_damaged_download_ends_at_once(server, corpus, tmp_path, monkeypatch):
+    (corpus.parent / "bad.txt.gz").write_bytes(b"not compressed")
+    waits = []
+    with pytest.raises(DataError, match="bad.txt.gz cannot be read .BadGzipFile"):
+        in_process(monkeypatch, server.replace("text.jsonl", "bad.txt.gz"), tmp_path, waits)
+    assert not [w for w in waits if w >= 1]
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/novels-*.parquet")
 def test_parquet_through_gpt2_gives_every_token(tmp_path):
     novels = sorted((SHARED / "data").glob("novels-*.parquet"))

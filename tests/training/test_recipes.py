@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 import transformers
-from conftest import launch, losses, script, torchrun, train_args, weights
+from conftest import ROOT, launch, losses, script, torchrun, train_args, weights
 
 import sweep
 from config import RECIPES, ConfigError, Recipe, parse_recipe
@@ -170,6 +170,9 @@ def test_scripts_take_a_modern_checkpoint(shards, modern, tmp_path):
     hf = ["--init_from", tmp_path / "hf", "--recipe", "llama"]
     done = script(*train_args(shards, tmp_path, 1, *hf), code=2)
     assert "--recipe llama:" in done.stderr and "hf is a modern" in done.stderr
+    min_lr = ["--init_from", best, "--min_lr", 0.002]  # above the max_lr of gpt2, not of modern
+    done = script(*train_args(shards, tmp_path / "tuned", 1, *min_lr))
+    assert "recipe modern" in done.stdout
 
 
 def test_another_optimizer_s_state_is_refused(shards, modern, tmp_path):
@@ -251,6 +254,8 @@ def test_a_run_of_a_sweep_that_fails_is_told(shards, tmp_path):
         ("grid", "data_dir nowhere", "there is no folder nowhere"),
         ("fixed", "log-dir logs", "--out has the folders"),
         ("fixed", "overwrite", "the sweep sets this"),
+        ("fixed", "learning_rate 1", "there is no --learning_rate: --max_lr is"),
+        ("fixed", "config bad.toml", "bad.toml cannot be read"),
     ],
 )
 def test_a_wrong_setting_of_a_sweep_is_named_before_the_first_run(
@@ -263,6 +268,13 @@ def test_a_wrong_setting_of_a_sweep_is_named_before_the_first_run(
     with pytest.raises(ConfigError, match=re.escape(message)):
         sweep.main(SweepConfig(**settings, seeds=(2,), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_checks_the_options_of_its_file(shards, tmp_path):
+    fixed = (f"config {ROOT}/configs/shakespeare.toml", f"data_dir {shards}")
+    config = SweepConfig(grid=("total_batch_size 1000",), fixed=fixed, out=tmp_path / "out")
+    with pytest.raises(ConfigError, match="does not divide by 12 sequences x 64 tokens"):
+        sweep.main(config)
 
 
 def test_a_sweep_with_a_typo_ends_in_one_sentence(shards, tmp_path):
