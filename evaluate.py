@@ -190,18 +190,35 @@ def main(config: EvalConfig) -> None:
         results += found
         examples += more
     if process.is_main:
-        report(config, results, examples, model.config.size or "gpt2")
+        origin = {"run_id": saved["run_id"], "step": saved["step"]} if saved else {}
+        report(config, origin, results, examples, model.config.size or "gpt2")
     distributed.stop()
 
 
-def report(config: EvalConfig, results: list[Result], examples: list[dict], size: str) -> None:
-    """Write the JSON files and print the table, beside the published figures of a size."""
+def earlier_rows(path: Path, header: dict, rows: list[dict]) -> list[dict]:
+    """Return the rows in an earlier JSON file of the same model that `rows` do not replace."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        found = earlier.pop("results") if earlier.items() >= header.items() else []
+        names = ("task", "protocol", "metric")
+        new = [[row[name] for name in names] for row in rows]
+        return [row for row in found if [row[name] for name in names] not in new]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def report(
+    config: EvalConfig, origin: dict, results: list[Result], examples: list[dict], size: str
+) -> None:
+    """Write the JSON files and print the table, beside the published figures of a size. Results of
+    other tasks for the same model stay in the file."""
     rows = []
     for r in results:
         published = PUBLISHED.get((r.task, r.protocol, r.metric, size))
         rows.append(asdict(r) | {"published": published, "published_size": size})
-    header = {"model": config.model or str(config.checkpoint), "dtype": config.dtype}
-    texts = {config.out: json.dumps({**header, "results": rows}, indent=1)}
+    header = {"model": config.model or str(config.checkpoint), "dtype": config.dtype} | origin
+    kept = earlier_rows(config.out, header, rows)
+    texts = {config.out: json.dumps({**header, "results": kept + rows}, indent=1)}
     if config.dump is not None:
         texts[config.dump] = "".join(json.dumps(example) + "\n" for example in examples)
     for path, text in texts.items():

@@ -50,7 +50,8 @@ def read_prompt(prompt: str) -> str:
             return Path(prompt[1:]).read_bytes().decode()
         prompt.encode()  # raises for bytes of the command line that are not UTF-8
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--prompt {prompt!a} cannot be read as text: {error}") from error
+        hint = "; to write after an @, give the text by --prompt -" if prompt[:1] == "@" else ""
+        raise ConfigError(f"--prompt {prompt!a} cannot be read as text: {error}{hint}") from error
     return prompt
 
 

@@ -68,19 +68,20 @@ def main() -> None:
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
 
     # model, optimizers and progress: new, pre-trained or resumed
-    state = TrainState.start(config.skip_spikes, saved)
+    state = TrainState.start(config.skip_spikes, saved, val.stream.checksum())
     start, steps = state.step, range(state.step, config.max_steps)
     model = resume.build_model(config, saved, train.stream.vocab_size)
     engine = ParallelModel(model, config, process, dtype)
     optimizers = make_optimizers(model, config, dtype)
     load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
-    notes += resume.resume_warnings(config, saved, len(train.stream))
+    notes += resume.length_warnings(config, len(val))
+    notes += resume.resume_warnings(config, saved, train.stream, val.stream)
     saved = None  # closes the file, which is mapped from disk
 
     # evaluation, log and checkpoints; unreadable shards end the run before it writes anything
     evaluator = open_evaluator(config, model, val, process, dtype, notes)
     check_readable(train, val, slicing, config.seed, steps)
-    resume.lock_folders(config, start, process, 12 * model.num_parameters())
+    notes += resume.lock_folders(config, start, process, 12 * model.num_parameters())
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     logger = open_log(config, state, model, train, slicing, process, dtype, notes)
     saver = Saver(config, model, optimizers, train.stream, process, logger.print)
@@ -203,7 +204,7 @@ def open_log(
         plot=LivePlot(config.log_dir, model.config.size),
     )
     if process.is_main:
-        write_run_config(config, model, state.step)
+        write_run_config(config, model, state)
     epochs = config.max_steps * config.total_batch_size / len(train.stream)
     logger.print(
         f"{model.num_parameters():,} parameters, {len(train.stream):,} train tokens, "
@@ -223,14 +224,15 @@ def open_log(
     return logger
 
 
-def write_run_config(config: TrainConfig, model: GPT, step: int) -> None:
+def write_run_config(config: TrainConfig, model: GPT, state: TrainState) -> None:
     """Write config.json: all that is needed to run this again."""
     run = {
         "command": sys.argv,
+        "run_id": state.run_id,
         "train_config": config.to_dict(),
         "model_config": config_values(model.config),
         "corpus": corpus_name(config.data_dir),
-        "resumed_at_step": step if config.resume else None,
+        "resumed_at_step": state.step if config.resume else None,
         "versions": {
             "python": sys.version.split()[0],
             "torch": str(torch.__version__),

@@ -12,12 +12,14 @@ cd "$(dirname "$0")"
 if [ "${1:-}" = demo ]; then
   shift
   run=runs/demo
-  python data/fineweb-edu.py --tokenizer bytes --local_dir data/stdlib --val_fraction 0.05 \
-    --input "$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')"
-  python train.py --data_dir data/stdlib --checkpoint_dir $run/checkpoints --log_dir $run/logs \
+  set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints --log_dir $run/logs \
     --overwrite --n_layer 4 --n_head 4 --n_embd 192 --block_size 128 --micro_batch_size 16 \
     --total_batch_size 2048 --max_steps 1200 --warmup_steps 50 --max_lr 4e-3 --beta2 0.99 \
     --eval_every 100 --val_tokens 131072 --save_every 300 --sample_every 0 "$@"
+  python train.py --dry_run "$@" > /dev/null  # wrong flags are found before any work
+  python data/fineweb-edu.py --tokenizer bytes --local_dir data/stdlib --val_fraction 0.05 \
+    --input "$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')"
+  python train.py "$@"
   python plot.py --log $run/logs --out $run/loss.png
   echo "--- what it writes after \"def \":"
   python sample.py --checkpoint $run/checkpoints/model_best.pt --prompt "def " --num_samples 2 \

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import IO
 
 from data.shards import DataError
@@ -23,6 +23,7 @@ class NoText:
 
 
 Documents = Iterator[str | NoText]
+DELIMITERS = (",", ";", "\t", "|")
 
 
 def parquet_rows(file: IO[bytes], name: str, column: str, skip: int) -> Documents:
@@ -53,7 +54,7 @@ def json_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
     for number, line in islice(filled, skip, None):
         if number == 1 and line.lstrip().startswith("["):
             raise DataError(
-                f"{name} is one JSON array; write an object a line: jq -c '.[]' {name} > rows.jsonl"
+                f"{name} is one JSON array; write an object a line, as jq -c '.[]' does, to .jsonl"
             )
         try:
             row = json.loads(line)
@@ -67,19 +68,39 @@ def json_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
 
 
 def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
-    """Yield the texts of a column of comma- or tab-separated values with a header."""
+    """Yield the texts of a column of separated values with a header.
+
+    The separator is the one of DELIMITERS that is most frequent in the header, a tab for .tsv. Rows
+    with another number of fields than the header are no texts; DataError for wrong quotes.
+    """
     csv.field_size_limit(2**31 - 1)
-    reader = csv.DictReader(text.lines(), delimiter="\t" if ".tsv" in suffixes(name) else ",")
-    names = reader.fieldnames or []
-    if column not in names:
-        raise DataError(missing_column(name, column, names))
-    for row in islice(reader, skip, None):
-        yield text_of(row[column], f"line {reader.line_num}", column)
+    lines = text.lines()
+    header = next(lines, "")
+    if header.startswith("sep="):  # by Excel
+        header = next(lines, "")
+    delimiter = "\t" if ".tsv" in suffixes(name) else max(DELIMITERS, key=header.count)
+    reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
+    try:
+        names = next(reader, [])
+        if names.count(column) != 1:
+            raise DataError(missing_column(name, column, names))
+        for row in islice(filter(None, reader), skip, None):
+            where = f"line {reader.line_num}"
+            if len(row) == len(names):
+                yield text_of(row[names.index(column)], where, column)
+            else:
+                yield NoText(f"{where} has {len(row)} fields, the header {len(names)}")
+    except csv.Error as error:
+        raise DataError(
+            f"{name} is not valid CSV up to line {reader.line_num} ({error}): a quote inside a "
+            "quoted field is written twice; .jsonl avoids this"
+        ) from error
 
 
 def missing_column(name: str, column: str, names: list[str]) -> str:
-    """Return an error for a file without the column of texts."""
-    return f"{name} has no column {column!r} but {', '.join(names)}; choose one by --text_column"
+    """Return an error for a file that does not have the column of texts once."""
+    found = f"{names.count(column)} columns" if column in names else "no column"
+    return f"{name} has {found} {column!r} but {', '.join(names)}; choose one by --text_column"
 
 
 def text_of(value: object, where: str, column: str) -> str | NoText:
@@ -114,7 +135,7 @@ def read_documents(name: str, column: str, skip: int) -> Documents:
         elif skip == 0:
             yield text.read()
         if text.replaced:
-            convert = "; convert it, as by iconv -f latin1 -t utf-8" if text.is_utf8 else ""
+            convert = "; convert it: iconv -f ENCODING -t utf-8" if text.is_utf8 else ""
             warn(
                 f"{name} is not {text.encoding.upper()} throughout: U+FFFD replaced "
                 f"{text.replaced:,} characters{convert}"

@@ -26,6 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from config import ConfigError, DataConfig
+from data.documents import warn
 from data.merge import merge
 from data.sharder import Sharder, output_folder
 from data.shards import MANIFEST, DataError
@@ -34,6 +35,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from utils.cli import run
 
 MAX_PENDING_CHARS = 50_000_000  # text that is read but not yet written
+FEW = 1024  # validation tokens that give a rough loss at best
 PIECE_CHARS = 1_000_000  # a longer document is tokenized in pieces
 
 
@@ -102,7 +104,8 @@ def write_shards(
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full.
 
-    Where the hash of the texts has left none for validation, the tail of the last one is held out.
+    Where the hash of the texts has left none for validation, or none to train on, the last one is
+    divided: its tail is held out.
     """
     manifest, state = sharder.manifest, sharder.state
     skip, written = state["documents"], state["tokens"]  # in the first batch and document
@@ -124,7 +127,7 @@ def write_shards(
             written = 0
         skip = 0
     hold_out = last and config.val_fraction and config.worker_count == 1
-    if hold_out and sharder.needs_validation(last[0]):
+    if hold_out and sharder.needs_tail(last[0]):
         written_all = sharder.write_with_tail(*last[1:], config.val_fraction)
     else:
         written_all = last is None or sharder.write(*last)
@@ -182,13 +185,14 @@ def describe_validation(manifest: dict) -> str:
     """Return how the validation tokens were chosen."""
     if not any(shard["split"] == "val" for shard in manifest["shards"]):
         return "none"
-    if manifest.get("held_out"):
-        return "the tail of the last text, as the hash chose none"
+    if "held_out" in manifest:
+        return "the tail of the last text, as the hash of the texts left a split without any"
     return f"{manifest['val_fraction']:g} of the documents, by hash"
 
 
 def main(config: DataConfig) -> None:
-    if config.shard_size < 1 or config.num_workers < 1 or (config.max_shards or 1) < 1:
+    limits = (config.shard_size, config.num_workers, config.max_shards)
+    if any(limit is not None and limit < 1 for limit in limits):
         raise ConfigError("--shard_size, --num_workers and --max_shards must be at least 1")
     if not 0 <= config.val_fraction < 1:
         raise ConfigError(f"--val_fraction {config.val_fraction} must be at least 0 and below 1")
@@ -200,17 +204,39 @@ def main(config: DataConfig) -> None:
         new = sum(shard["tokens"] for shard in manifest["shards"])
     else:
         manifest, new = prepare(config)
-    seconds = time.time() - began
-    counts = []
+    report(config.local_dir, manifest, new, time.time() - began)
+
+
+def report(folder: Path, manifest: dict, new: int, seconds: float) -> None:
+    """Print what a folder holds after `new` tokens were written to it."""
+    tokens, counts = {}, []
     for split in ("train", "val"):
         sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]
+        tokens[split] = sum(sizes)
         counts.append(f"{sum(sizes):,} {split} tokens in {len(sizes)} shards")
     print(
-        f"{config.local_dir}: {manifest['documents']:,} documents, {', '.join(counts)}; "
+        f"{folder}: {manifest['documents']:,} documents, {', '.join(counts)}; "
         f"validation: {describe_validation(manifest)}; {describe_skipped(manifest)}; "
         f"{'complete' if manifest['complete'] else 'stopped at --max_shards'}; "
-        f"{new:,} tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s); see {MANIFEST}"
+        f"{new:,} tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)"
+        f"{'' if new else ', as the shards were there already'}; see {MANIFEST}"
     )
+    warn_of_split(tokens["train"], tokens["val"], manifest["val_fraction"])
+
+
+def warn_of_split(train: int, val: int, val_fraction: float) -> None:
+    """Warn if few documents have given a split far fewer or more tokens than were asked for."""
+    share = val / max(1, train + val)
+    if val and val_fraction and val < FEW:
+        warn(
+            f"only {val:,} validation tokens: give --val_fraction above {val_fraction:g}, or name "
+            "a longer text last in --input"
+        )
+    elif share > max(0.2, 2 * val_fraction):
+        warn(
+            f"{share:.0%} of the tokens are for validation, because the documents are few: give "
+            f"another --val_fraction than {val_fraction:g}, or more and shorter files"
+        )
 
 
 if __name__ == "__main__":

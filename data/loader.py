@@ -7,6 +7,7 @@ Epoch e visits every sequence exactly once, in an order drawn from (seed, e). St
 """
 
 import hashlib
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from data.tokenizer import GPT2Tokenizer
 
 Item = TypeVar("Item")
 ROUNDS = 6
+CHECKED = 2**16  # tokens at either end of a split that tell it from another one
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -52,6 +54,7 @@ class TokenStream:
     """The tokens of all shards of a split as one virtual array, mapped from disk."""
 
     def __init__(self, folder: Path | str, split: str) -> None:
+        self.split = split
         self.shards = find_shards(Path(folder), split)
         self.ends = np.cumsum([shard.tokens for shard in self.shards])
         manifest = read_manifest(Path(folder)) or {}
@@ -61,6 +64,12 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self.ends[-1])
+
+    def checksum(self) -> int:
+        """Return a number that tells this text from another one: of its length and both ends."""
+        length = min(len(self), CHECKED)
+        ends = (self.tokens(start, length) for start in (0, len(self) - length))
+        return zlib.crc32(np.concatenate([*ends, [len(self)]]).tobytes())
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise DataError for a bad id."""
@@ -87,8 +96,9 @@ class Sequences:
         self.stream, self.block_size = stream, block_size
         if len(stream) <= block_size:
             raise DataError(
-                f"{stream.shards[0].path.parent} holds {len(stream):,} tokens of this split, too "
-                f"few for one sequence of {block_size:,}; add text or lower --block_size"
+                f"{stream.shards[0].path.parent} holds {len(stream):,} {stream.split} tokens, too "
+                f"few for one sequence of {block_size:,}; lower --block_size, add text, or shard "
+                "it again with another --val_fraction"
             )
 
     def __len__(self) -> int:

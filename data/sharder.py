@@ -25,6 +25,16 @@ IN_PROGRESS = {"complete": False, "stopped": False}
 INITIAL_STATE = {"source": None, "documents": 0, "tokens": 0, "open": {}}  # state of a new folder
 
 
+def describe_difference(found: list[str], source: list[str]) -> str:
+    """Return a clause on shards made of `found`, names of inputs or of a dataset, not `source`."""
+    lacking, new = ([x for x in a if x not in b] for a, b in ((found, source), (source, found)))
+    parts = [
+        (len(names), kind, names[0]) for names, kind in ((lacking, "fewer"), (new, "more")) if names
+    ]
+    listed = ", ".join(f"{count} {kind} ({name:.100})" for count, kind, name in parts)
+    return f"of another --input or dataset: this one has {listed or 'another order'}"
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder; raise UserError if another process shards into it."""
@@ -92,8 +102,10 @@ class Sharder:
             found = self.manifest.get(key)
             if found != value:
                 made = f"made with {key} {found!a:.300}, not {value!a:.300}"
+                if key == "source" and type(found) is list:
+                    made = describe_difference(found, value)
                 if key == "files_digest":
-                    made = "of files that are not those of --input, or were renamed or resized"
+                    made = "of files that are not those of --input, or were changed or renamed"
                 raise DataError(
                     f"{self.folder} holds shards {made}; give another --local_dir or empty that one"
                 )
@@ -174,10 +186,10 @@ class Sharder:
                     return False
         return True
 
-    def needs_validation(self, split: str) -> bool:
-        """Return whether there is no validation text before the last text, which is for `split`."""
-        written = {*self.open, *(shard["split"] for shard in self.manifest["shards"])}
-        return "held_out" in self.manifest or "val" not in {split, *written}
+    def needs_tail(self, split: str) -> bool:
+        """Return whether a split would have no text with the last one, which is for `split`."""
+        written = {split, *self.open, *(shard["split"] for shard in self.manifest["shards"])}
+        return "held_out" in self.manifest or written != {"train", "val"}
 
     def write_with_tail(
         self, tokens: np.ndarray, start: int, position: dict, val_fraction: float

@@ -30,6 +30,7 @@ NPY_PARSERS = {
 # raised by NumPy for a damaged header, which is a Python literal
 BAD_HEADER = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, RecursionError)
 MANIFEST = "manifest.json"
+SPLITS = ("train", "val")
 
 
 class DataError(UserError):
@@ -64,7 +65,11 @@ def parse_header(start: bytes, path: Path) -> tuple[int, int]:
     if path.suffix == ".bin":
         *kind, tokens = BIN_HEADER.unpack(start[: BIN_HEADER.size].ljust(BIN_HEADER.size, b"\0"))
         if kind != [BIN_MAGIC, BIN_VERSION]:
-            raise DataError(f"{path} lacks llm.c's header, version {BIN_VERSION}; make it again")
+            raise DataError(
+                f"{path} begins with {kind[0]}, {kind[1]} instead of {BIN_MAGIC}, {BIN_VERSION}, "
+                "the header of llm.c's uint16 shards; for a file of nanoGPT, which has none: "
+                "np.save('train.npy', np.fromfile('train.bin', np.uint16))"
+            )
         return BIN_HEADER.size, tokens
     file = io.BytesIO(start)
     try:
@@ -72,7 +77,9 @@ def parse_header(start: bytes, path: Path) -> tuple[int, int]:
     except BAD_HEADER as error:
         raise DataError(f"{path} is not a .npy file; make it again") from error
     if dtype != np.dtype("<u2") or len(shape) != 1:
-        raise DataError(f"{path} holds {dtype} {shape}; a shard is a 1-D uint16 array")
+        raise DataError(
+            f"{path} holds {dtype} {shape}; a shard is a 1-D uint16 array: tokens.astype(np.uint16)"
+        )
     return file.tell(), int(shape[0])
 
 
@@ -146,16 +153,30 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix in (".npy", ".bin") and p.is_file())
 
 
+def split_of(name: str) -> str | None:
+    """Return the split of a shard by its file name: by "train" or "val" between other characters
+    than letters, else anywhere; DataError for a name with both, None for one with neither."""
+    stem = name.rpartition(".")[0].lower()
+    words = {word.removesuffix("idation") for word in re.split(r"[^a-z]+", stem)}
+    found = [split for split in SPLITS if split in words] or [s for s in SPLITS if s in stem]
+    if len(found) > 1:
+        raise DataError(f"{name} is named as train and as val; rename it to be one of the two")
+    return found[0] if found else None
+
+
 def find_shards(folder: Path, split: str) -> list[Shard]:
     """Return the shards of a split ("train" or "val") in name order.
 
     Raises DataError if the folder is missing or empty, mixes formats, holds a damaged shard, or
     others than its manifest lists.
     """
-    make = f"make shards first: python data/fineweb-edu.py --local_dir {folder}"
+    make = (
+        f"make shards first: python data/fineweb-edu.py --local_dir {folder} --input YOUR_TEXT, or "
+        "without --input of FineWeb-Edu"
+    )
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; {make}")
-    paths = [path for path in shard_paths(folder) if split in path.name]
+    paths = [path for path in shard_paths(folder) if split_of(path.name) == split]
     if not paths:
         if split == "val" and shard_paths(folder):
             make = "shard again, with a larger --val_fraction, more text, or one --worker_count"
@@ -189,8 +210,8 @@ def check_gpt2_tokens(shard: Shard) -> None:
     head = shard.open()[:100_000]
     if len(head) >= 1000 and head.max() <= 256:
         raise DataError(
-            f"{shard.path} holds bytes, by its ids up to {head.max()}, not tokens of GPT-2; copy "
-            f"{MANIFEST} to this folder, which says of which tokenizer they are"
+            f"{shard.path} has ids up to {head.max()}: bytes or characters, not tokens of GPT-2; "
+            f"copy the {MANIFEST} of its folder too, or shard the text with --tokenizer bytes"
         )
 
 

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import lzma
+import os
 import re
 import sys
 import time
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from data.documents import ROWS, DocumentStream
 from data.shards import DataError
@@ -21,6 +23,7 @@ IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # formats that are read in f
 EXCLUDED = re.compile(r"/(\.|site-packages/)")  # hidden files and folders, installed packages
 SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 10**10}  # tokens
 SAMPLED = ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb")
+ENDS = 2**16  # bytes at either end of a file that tell it from another one
 BATCH_CHARS, BATCH_TEXTS = 250_000, 1000  # a batch ends when it reaches one of these
 # names of the hub's errors after which a retry is pointless
 PERMANENT = re.compile("(Dataset|DataFiles|Repository)NotFound|GatedRepo|OfflineModeIsEnabled")
@@ -37,24 +40,63 @@ def list_files(inputs: tuple[str, ...]) -> tuple[list[str], list[Path]]:
     files: list[str] = []
     others: list[Path] = []
     for name in inputs:
-        path = Path(name)
+        path = Path(name or "nothing")
         if "://" in name:
             files.append(name)
         elif path.is_file():
             check_format(name)
             files.append(name)
         elif path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file())
-            for p in found:
+            for p in walk(path):
                 if not EXCLUDED.search(f"/{p.relative_to(path)}"):
-                    files.append(str(p)) if suffixes(p.name)[0] in IN_FOLDERS else others.append(p)
+                    known = suffixes(p.name)[0] in IN_FOLDERS and p.is_file()
+                    files.append(str(p)) if known else others.append(p)
+        elif path.exists():
+            raise DataError(f"--input {name} is neither a file nor a folder; write it to a file")
         else:
-            raise DataError(f"--input {name} does not exist")
+            raise DataError(f"--input {name or repr(name)} does not exist")
     if not files:
         kinds = f"{', '.join(IN_FOLDERS)} files, also as {', '.join(COMPRESSIONS)}"
-        held = f"; it holds {count_suffixes(others)}" if others else ""
+        held = f"; it holds {count_suffixes(others)}; name files to read them" if others else ""
         raise DataError(f"--input {' '.join(inputs)} holds no {kinds}{held}")
-    return files, others
+    return drop_repeated(files), others
+
+
+def walk(folder: Path) -> list[Path]:
+    """Return what is below a folder but no folder, in name order; follows links to folders, each
+    once, and leaves out EXCLUDED ones. Raises DataError for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise DataError(f"--input {error.filename} cannot be read: {error.strerror}") from error
+
+    found: list[Path] = []
+    seen: set[Path] = set()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if (real := Path(parent).resolve()) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(x for x in folders if not EXCLUDED.search(f"/{x}/"))
+        found += [Path(parent, name) for name in names]
+    return sorted(found)
+
+
+def fingerprint(name: str) -> tuple[int, int] | None:
+    """Return the size of a file and a checksum of its first and last ENDS bytes, None for a URL."""
+    if "://" in name:
+        return None
+    with open(name, "rb") as file:
+        head, size = file.read(ENDS), file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - ENDS))
+        return size, zlib.crc32(file.read(ENDS), zlib.crc32(head))
+
+
+def drop_repeated(files: list[str]) -> list[str]:
+    """Return the names without further names of one file, whose text would be read twice."""
+    first: dict[object, str] = {}
+    for name in files:
+        first.setdefault(name if "://" in name else Path(name).resolve(), name)
+    return list(first.values())
 
 
 def check_format(name: str) -> None:
@@ -114,7 +156,7 @@ class Source:
             )
 
     def files_digest(self) -> str | None:
-        """Return a hash of the names and sizes of all files, None for a dataset of the hub.
+        """Return a hash of names, sizes and ends of all files, None for a dataset of the hub.
 
         Raises DataError if this worker gets none of the files.
         """
@@ -124,8 +166,8 @@ class Source:
         if others:
             print(f"left out: {count_suffixes(others)}; name a file to read it", file=sys.stderr)
         self.check_share(len(files))
-        sizes = [(f, Path(f).stat().st_size if Path(f).is_file() else None) for f in files]
-        return hashlib.sha256(repr(sizes).encode()).hexdigest()
+        found = [(name, fingerprint(name)) for name in files]
+        return hashlib.sha256(repr(found).encode()).hexdigest()
 
     def newest_commit(self) -> str | None:
         """Return the newest commit of the dataset on the hub, None for local text."""

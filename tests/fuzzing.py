@@ -47,7 +47,7 @@ from training.checkpoint import (
 from training.guard import Guard
 from training.optim import make_optimizers
 from training.parallel import gather_state, load_optimizer_state
-from utils.logger import LogError, holds_another_run, read_metrics
+from utils.logger import LogError, logged_run, read_metrics
 
 NAMED = (ConfigError, DataError, ModelError, CheckpointError, LogError)
 SECONDS, MEMORY = 20, 2**30  # more than a second or a hundredth of it is never needed
@@ -161,7 +161,7 @@ def make_metrics(folder: Path) -> None:
 
 
 def read_log(folder: Path, n: int) -> None:
-    assert type(holds_another_run(folder, Path("c"))) is bool
+    assert type(logged_run(folder)) in (dict, type(None))
     splits = read_metrics(folder)
     for rows in splits.values():
         steps = [row["step"] for row in rows]

@@ -1,11 +1,13 @@
 import pytest
 import torch
-from conftest import script
+from conftest import ROOT, script
 
 from config import ConfigError, TrainConfig
 from model.config import GPTConfig
 from model.gpt import empty_gpt
+from utils import distributed
 from utils.distributed import DeviceError, is_emulated, pick_device
+from utils.errors import UserError
 from utils.gpus import find_gpu
 from utils.throughput import peak_flops
 
@@ -28,7 +30,7 @@ def test_a_misspelt_flag_gets_a_suggestion():
 
 def test_a_batch_that_does_not_divide_says_what_would():
     config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
-    with pytest.raises(ConfigError, match="nearest that does: 2,048"):
+    with pytest.raises(ConfigError, match="--total_batch_size 2,048"):
         config.sequences_per_step(world_size=2)
     assert TrainConfig().sequences_per_step(8) == 512
 
@@ -74,3 +76,30 @@ def test_peaks_are_of_the_very_chip():
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     ):
         assert find_gpu(name) is None, name
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "sample", "evaluate", "plot", "convert", "sweep", "bench"]
+)
+def test_a_script_without_arguments_ends_in_a_sentence(name, tmp_path):
+    done = script(ROOT / f"{name}.py", code=2, cwd=tmp_path)
+    assert "Traceback" not in done.stderr and done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "8"}, "has WORLD_SIZE=8, but no RANK: start with torchrun, or unset"),
+        ({"RANK": "1"}, "has RANK=1: start with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "but no MASTER_ADDR"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many in the environment is not a number from 1 on"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment is not a number from 1 on"),
+    ],
+)
+def test_an_environment_left_by_another_launcher_is_named(monkeypatch, environment, message):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        distributed.start("cpu")

@@ -126,10 +126,14 @@ def load_checkpoint(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle can ask torch for anything
         raise CheckpointError(
-            f"{path} is damaged or not a checkpoint of plain tensors ({type(error).__name__})"
+            f"{path} is damaged or not a checkpoint of plain tensors ({type(error).__name__}); "
+            f"name another one of {path.parent}, if it holds one"
         ) from error
     if type(state) is not dict or not is_valid(state.get("format_version"), int):
-        raise CheckpointError(f"{path} is not a checkpoint of this project's train.py")
+        raise CheckpointError(
+            f"{path} is not a checkpoint of this project's train.py; of other projects, Hugging "
+            "Face folders can be read: --init_from FOLDER, --model FOLDER"
+        )
     if state["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {state['format_version']}; this code reads {FORMAT_VERSION}"

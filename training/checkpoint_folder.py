@@ -17,16 +17,22 @@ LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
 STABLE = "model_stable.pt"  # --schedule wsd: the last step before the decay
 
 
+def link_numbered(folder: Path, step: int) -> Path:
+    """Link model_last.pt, which is of that step, as model_step_{step}.pt, and return its path."""
+    link = folder / NUMBERED.format(step)
+    link.unlink(missing_ok=True)
+    try:
+        os.link(folder / LAST, link)  # model_last.pt is replaced, never rewritten
+    except OSError:  # a file system without hard links
+        with open(folder / LAST, "rb") as last, atomic_write(link) as copy:
+            shutil.copyfileobj(last, copy)
+    return link
+
+
 def keep_numbered(folder: Path, step: int, keep: int) -> None:
     """Link model_last.pt as model_step_{step}.pt, and keep the newest `keep` of these."""
     if keep:
-        link = folder / NUMBERED.format(step)
-        link.unlink(missing_ok=True)
-        try:
-            os.link(folder / LAST, link)  # model_last.pt is replaced, never rewritten
-        except OSError:  # a file system without hard links
-            with open(folder / LAST, "rb") as last, atomic_write(link) as copy:
-                shutil.copyfileobj(last, copy)
+        link_numbered(folder, step)
         # later steps belong to a run that this one was resumed before: left alone
         earlier = [path for path in numbered_checkpoints(folder) if step_of(path) <= step]
         for path in earlier[:-keep]:
@@ -55,12 +61,17 @@ def find_newest(folder: Path) -> Path | None:
     return next(reversed(others + numbered_checkpoints(folder)), None)
 
 
+def checkpoint_folder(path: Path) -> Path:
+    """Return the folder of checkpoints that a folder is, or that a run's folder holds."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
 def find_best(path: Path) -> Path:
     """Return a checkpoint to use: `path` itself, or in a folder the best, else the newest one, and
     print which. A run's folder may hold them in checkpoints/."""
     if not path.is_dir():
         return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = checkpoint_folder(path)
     found = folder / BEST if (folder / BEST).exists() else find_newest(folder)
     if found is None:
         raise CheckpointError(f"{folder} holds no checkpoint of train.py")

@@ -55,7 +55,9 @@ def read_config_file(path: Path) -> dict:
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"--config {path} is neither TOML nor a config.json: {error}") from error
+        raise ConfigError(
+            f"--config {path} is neither TOML nor a config.json ({error}); configs/ has examples"
+        ) from error
     if wrong := mistyped(values):
         value = values[wrong[0]]
         raise ConfigError(f"--config {path}: {wrong[0]} = {value!r} is of a wrong type; see --help")

@@ -1,7 +1,9 @@
 """Options of a run, and their checks: the command line over the checkpoint that it resumes."""
 
 import errno
+import math
 import os
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +16,25 @@ from model.config import GPTConfig
 from model.gpt import GPT, with_context
 from model.huggingface import find_folder, load_pretrained, read_config
 from training import checkpoint as ckpt
-from training.checkpoint_folder import BEST, LAST, STABLE, find_best, find_newest
+from training.checkpoint import CheckpointError
+from training.checkpoint_folder import (
+    BEST,
+    LAST,
+    STABLE,
+    checkpoint_folder,
+    find_best,
+    find_newest,
+    link_numbered,
+)
 from training.options import parse_options
 from training.schedule import stable_steps
-from utils.cli import parse
+from utils.cli import given_options, parse
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import check_space, lock_folder
-from utils.logger import catch_write_errors, holds_another_run, require_package
+from utils.logger import catch_write_errors, logged_run, require_package
+
+FEW = 16  # validation sequences that give a rough loss
 
 
 def resolve_run() -> tuple[TrainConfig, dict | None]:
@@ -38,19 +51,20 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     if config.resume == "auto":
         path = find_newest(config.checkpoint_dir)
     elif path is not None and path.is_dir():
-        folder, path = path, find_newest(path)
+        folder, path = path, find_newest(checkpoint_folder(path))
         if path is None:
             raise ConfigError(f"--resume {folder}: the folder holds no checkpoint")
     saved = None
     if path is not None:
         saved = ckpt.load_checkpoint(path)
         config = resumed_config(saved, path, file)
+        saved["best_loss"] = min(saved["best_loss"], best_loss(config.checkpoint_dir, saved))
     elif config.init_from:
         initial_shape(config)  # before the checks: the recipe says which rates are allowed
     config.check()
     check_extras(config)
     if not config.overwrite:
-        check_folders(config, saved, path)
+        check_folders(config, saved, path, {*file, *given_options(sys.argv[1:])})
     return config, saved
 
 
@@ -72,31 +86,70 @@ def resumed_config(saved: dict, path: Path, file: dict) -> TrainConfig:
     return config
 
 
-def check_folders(config: TrainConfig, saved: dict | None, path: Path | None) -> None:
-    """Raise ConfigError if the run would write over the checkpoints or the log of another one."""
-    folder = config.checkpoint_dir
-    in_place = path is not None and path.resolve().parent == folder.resolve()
-    newest = None if in_place else find_newest(folder)
-    if newest and (saved is None or ckpt.load_checkpoint(newest)["run_id"] != saved["run_id"]):
-        held, flag = f"{folder} holds the checkpoints", "--checkpoint_dir"
-    elif not in_place and holds_another_run(config.log_dir, folder if config.resume else None):
-        held, flag = f"{config.log_dir} holds the log", "--log_dir"
+def best_loss(folder: Path, saved: dict) -> float:
+    """Return the loss of the best checkpoint in a folder, infinity if it is not of the run `saved`
+    or of other validation tokens. model_last.pt is written before its step is validated."""
+    try:
+        best = ckpt.load_checkpoint(folder / BEST)
+    except CheckpointError:
+        return math.inf
+    same = all(best.get(name) == saved.get(name) for name in ("run_id", "val_checksum"))
+    return best["best_loss"] if same else math.inf
+
+
+def check_folders(
+    config: TrainConfig, saved: dict | None, path: Path | None, given: set[str]
+) -> None:
+    """Raise ConfigError if the run would write over the checkpoints or the log of another one, or
+    of the one that it resumes a copy of; `given` are the options that were given this time."""
+    folder, log = config.checkpoint_dir, logged_run(config.log_dir)
+    here = path.resolve().parent if path else None
+    was = Path(saved["train_config"].get("checkpoint_dir", "")) if saved else None
+    moved = was is not None and here != was.resolve()
+    for name in ("checkpoint_dir", "log_dir") if moved else ():
+        if name not in given:
+            raise ConfigError(
+                f"{path} is not in {was}, where its run wrote: give --{name}, so that it is clear "
+                f"where to continue, as --checkpoint_dir {path.parent} --log_dir FOLDER"
+            )
+    newest = find_newest(folder) if here != folder.resolve() else None
+    held = ckpt.load_checkpoint(newest) if newest else None
+    if held and (saved is None or held["run_id"] != saved["run_id"]):
+        found, flag = f"{folder} holds the checkpoints of another run", "--checkpoint_dir"
+    elif held and held["step"] > saved["step"]:
+        found = f"{newest} is at step {held['step']}, {path} at step {saved['step']}"
+        flag = "--checkpoint_dir"
+    elif log is not None and not continues_log(config, saved, moved, log):
+        found, flag = f"{config.log_dir} holds the log of another run", "--log_dir"
     else:
         return
     raise ConfigError(
-        f"{held} of another run; continue it with --resume auto, give another {flag}, or replace "
-        "it with --overwrite"
+        f"{found}; continue it with --resume auto, give another {flag}, or replace it with "
+        "--overwrite"
     )
 
 
-def lock_folders(config: TrainConfig, step: int, process: Process, checkpoint_bytes: int) -> None:
-    """Keep other runs out of the folders of this one until its process ends.
+def continues_log(config: TrainConfig, saved: dict | None, moved: bool, log: dict) -> bool:
+    """Return whether a log, by its config.json, is that of the run that is resumed in its folder,
+    or of one that was killed before its first checkpoint."""
+    if saved and "run_id" in log:
+        return log["run_id"] == saved["run_id"]
+    same_folder = log.get("train_config", {}).get("checkpoint_dir") == str(config.checkpoint_dir)
+    return bool(saved and not moved) or (config.resume is not None and same_folder)
+
+
+def lock_folders(
+    config: TrainConfig, step: int, process: Process, checkpoint_bytes: int
+) -> list[str]:
+    """Keep other runs out of the folders of this one until its process ends, and a later
+    model_last.pt than the checkpoint of `step`; return a sentence on that.
 
     Raises a UserError on every process if another run holds a folder or has gone on past `step`,
     where this one resumes; if a folder cannot be written; or if the disk lacks room for the last,
     the best and a temporary checkpoint of `checkpoint_bytes`.
     """
     problem: Exception | None = None
+    notes: list[str] = []
     if process.is_main:
         folder = config.checkpoint_dir
         try:
@@ -110,6 +163,8 @@ def lock_folders(config: TrainConfig, step: int, process: Process, checkpoint_by
             if config.resume and newest == Path(config.resume) and newest.name == LAST:
                 if ckpt.load_checkpoint(newest)["step"] != step:
                     raise ConfigError(f"{newest} has just been replaced; start this command again")
+            if config.resume and (folder / LAST).exists():
+                notes = keep_later_last(folder, step)
             held = (folder / name for name in (LAST, BEST))
             held_bytes = sum(path.stat().st_size for path in held if path.exists())
             check_space(folder, 3 * checkpoint_bytes - held_bytes, "the checkpoints of this run")
@@ -119,6 +174,16 @@ def lock_folders(config: TrainConfig, step: int, process: Process, checkpoint_by
             problem = error
     if not process.all_agree(problem is None):
         raise problem or ConfigError("the main process cannot write to --checkpoint_dir, --log_dir")
+    return notes
+
+
+def keep_later_last(folder: Path, step: int) -> list[str]:
+    """Give a model_last.pt after `step`, which this run replaces, the name of a numbered one too;
+    return a sentence on that."""
+    later = ckpt.load_checkpoint(folder / LAST)["step"]
+    if later <= step:
+        return []
+    return [f"note: {LAST} of step {later} is kept as {link_numbered(folder, later).name}"]
 
 
 def check_extras(config: TrainConfig) -> None:
@@ -215,15 +280,24 @@ def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
     return replace(pretrained, block_size=config.block_size, dropout=config.dropout)
 
 
-def resume_warnings(config: TrainConfig, saved: dict | None, train_tokens: int) -> list[str]:
-    """Return sentences on what differs from the checkpoint and changes the result: the order of
-    data or of sums, the recipe."""
+def length_warnings(config: TrainConfig, val_sequences: int) -> list[str]:
+    """Return sentences on a validation text or a run that is too short."""
+    notes = []
+    if val_sequences < FEW:
+        notes.append(f"warning: the validation text is {val_sequences} sequences: a rough loss")
     if config.resolved_warmup >= config.max_steps:
-        notes = [
+        notes.append(
             f"warning: --warmup_steps {config.resolved_warmup} are not over by --max_steps "
             f"{config.max_steps}: give {max(1, config.max_steps // 10)} or less"
-        ]
-        return notes + resume_warnings(replace(config, warmup_steps=0), saved, train_tokens)
+        )
+    return notes
+
+
+def resume_warnings(
+    config: TrainConfig, saved: dict | None, train: TokenStream, val: TokenStream
+) -> list[str]:
+    """Return sentences on what differs from the checkpoint and changes the result: the order of
+    data or of sums, the recipe, the validation text."""
     if saved is None and config.init_from:
         name = f"{config.init_from}, recipe {config.recipe}"
         return [f"weights of {name}; optimizer, schedule and step are new"]
@@ -232,23 +306,28 @@ def resume_warnings(config: TrainConfig, saved: dict | None, train_tokens: int) 
     then, now = saved["train_config"], config.to_dict()
     names = ("total_batch_size", "seed")
     changed = [f"--{n} was {then[n]}" for n in names if then.get(n, now[n]) != now[n]]
-    if saved["train_tokens"] not in (0, train_tokens):
+    if saved["train_tokens"] not in (0, len(train)):
         changed.append(f"there were {saved['train_tokens']:,} train tokens")
     end = "the data order changes from here on, so this epoch may repeat or miss sequences"
-    warnings = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
+    notes = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
+    if saved.get("val_checksum", checksum := val.checksum()) != checksum:
+        notes.append(
+            "warning: the validation text is another one: the best loss starts anew, and "
+            f"{BEST} is replaced at the next validation"
+        )
     before = then.get("resolved_recipe", then.get("chosen", {}))  # older checkpoints: chosen
     for name, value in before.items():
         if value != (new := now["resolved_recipe"].get(name)):
-            warnings.append(f"note: the recipe's {name} was {value} and is {new}")
+            notes.append(f"note: the recipe's {name} was {value} and is {new}")
     if before.get("schedule") == "wsd" and config.max_steps > then["max_steps"]:
         if saved["step"] > stable_steps(then["max_steps"], before["decay"]):
-            warnings.append(
+            notes.append(
                 f"warning: this checkpoint has begun to decay; {STABLE} is for a longer run"
             )
     micro, was = config.micro_batch_size, then.get("micro_batch_size")
     if was != micro:
-        warnings.append(
+        notes.append(
             f"note: --micro_batch_size was {was} and is {micro}: sums are rounded in another order"
             + (", dropout masks differ" if config.dropout else "")
         )
-    return warnings
+    return notes

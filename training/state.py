@@ -22,17 +22,27 @@ class TrainState:
     """Lowest validation loss in nats per token."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identity of the run, which a resumed one keeps."""
+    val_checksum: int = 0
+    """Checksum of the validation tokens that best_loss is of."""
 
     @classmethod
-    def start(cls, skip_spikes: float | None, saved: dict | None) -> "TrainState":
-        """Return the state of a new run, or the one in the checkpoint `saved`."""
+    def start(
+        cls, skip_spikes: float | None, saved: dict | None, val_checksum: int = 0
+    ) -> "TrainState":
+        """Return the state of a new run, or the one in the checkpoint `saved`; losses on other
+        validation tokens do not count as the best."""
         if saved is None:
-            return cls(Guard(skip_spikes, {}))
-        return cls(Guard(skip_spikes, saved["guard"]), **{name: saved[name] for name in SAVED})
+            return cls(Guard(skip_spikes, {}), val_checksum=val_checksum)
+        state = cls(Guard(skip_spikes, saved["guard"]), **{name: saved[name] for name in SAVED})
+        if saved.get("val_checksum", val_checksum) != val_checksum:
+            state.best_loss = math.inf
+        state.val_checksum = val_checksum
+        return state
 
     def to_checkpoint(self) -> dict:
         """Return plain values for a checkpoint."""
-        return {name: getattr(self, name) for name in SAVED} | {"guard": self.guard.state}
+        names = (*SAVED, "val_checksum")
+        return {name: getattr(self, name) for name in names} | {"guard": self.guard.state}
 
     def advance(self, tokens: int) -> None:
         """Count one step of `tokens` tokens."""

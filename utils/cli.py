@@ -1,11 +1,13 @@
 """Entry point shared by all scripts: parse the command line, run, report errors, exit."""
 
+import errno
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, make_dataclass
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import NoReturn, TypeVar, get_type_hints
 
@@ -56,10 +58,16 @@ def parse(
     return config_class(**{k: v for part in vars(found).values() for k, v in vars(part).items()})
 
 
+def given_options(args: list[str]) -> set[str]:
+    """Return the names of the options on a command line, with no_ where one turns a switch off."""
+    flags = (word.partition("=")[0] for word in args if word.startswith("--"))
+    return {flag[2:].replace("-", "_") for flag in flags}
+
+
 def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) -> None:
     """Raise UserError for --name=True where `name` is a switch, and for a name in `hints`."""
     kinds = get_type_hints(config_class)
-    for word, following in zip(args, [*args[1:], ""], strict=True):
+    for word, following in zip_longest(args, args[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and name not in kinds and name in hints:
@@ -117,6 +125,8 @@ def user_message(error: Exception) -> str | None:
     """Return the sentence to print for a user error or a lack of memory, None for a bug."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot write {error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"
     if isinstance(error, RuntimeError):

@@ -4,6 +4,8 @@ import contextlib
 import os
 import platform
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from utils.errors import UserError
 from utils.heartbeat import HeartbeatMonitor
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: longer than a download or a slow disk
+PATIENCE = 15  # seconds of waiting for other processes before that is said
 CGROUPS = Path("/sys/fs/cgroup")
 monitor: HeartbeatMonitor | None = None  # set while there is a process group
 
@@ -94,14 +97,35 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
 
+def launched(name: str, default: int) -> int:
+    """Return a number that the launcher has set in the environment; DeviceError if it is none."""
+    value = os.environ.get(name, str(default))
+    if not value.isdigit() or int(value) < default:
+        raise DeviceError(f"{name}={value} in the environment is not a number from {default} on")
+    return int(value)
+
+
 def is_main() -> bool:
     """Return True in a single process and in the first of those that the launcher started."""
-    return int(os.environ.get("RANK", 0)) == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def world_size() -> int:
     """Return the number of processes that the launcher starts."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return launched("WORLD_SIZE", 1)
+
+
+def check_launch() -> None:
+    """Raise DeviceError for an environment that is not of one launcher, as one left by another."""
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    lacking = [name for name in names if name not in os.environ] if world_size() > 1 else []
+    if lacking or launched("RANK", 0) >= world_size():
+        found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+        raise DeviceError(
+            f"the environment has {' '.join(f'{k}={v}' for k, v in found.items())}"
+            f"{f', but no {lacking[0]}' if lacking else ''}: start with torchrun, or unset RANK, "
+            "LOCAL_RANK and WORLD_SIZE"
+        )
 
 
 def num_nodes(default_per_node: int = 1) -> int:
@@ -117,7 +141,8 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
     `before_exit` runs when the loss of another process ends this one.
     """
     global monitor
-    rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    check_launch()
+    rank, local_rank = launched("RANK", 0), launched("LOCAL_RANK", 0)
     process = Process(rank, local_rank, world_size(), pick_device(device, local_rank), num_nodes())
     if process.world_size > 1 and (process.device.type == "mps" or ":" in device):
         raise DeviceError(
@@ -130,12 +155,28 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
         torch.cuda.set_device(process.device)
         torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls
     if process.world_size > 1 and not dist.is_initialized():
-        monitor = HeartbeatMonitor(rank, process.world_size, before_exit)
-        if process.device.type == "cuda":
-            dist.init_process_group("nccl", timeout=TIMEOUT, device_id=process.device)
-        else:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+        with say_waiting(process):
+            monitor = HeartbeatMonitor(rank, process.world_size, before_exit)
+            if process.device.type == "cuda":
+                dist.init_process_group("nccl", timeout=TIMEOUT, device_id=process.device)
+            else:
+                dist.init_process_group("gloo", timeout=TIMEOUT)
     return process
+
+
+@contextlib.contextmanager
+def say_waiting(process: Process) -> Iterator[None]:
+    """Print that a machine waits for others, if that takes PATIENCE seconds."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = f"waiting for {process.world_size} processes to meet at {address}; is one not started?"
+    timer = threading.Timer(PATIENCE, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if process.local_rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def count_progress() -> None:

@@ -214,6 +214,8 @@ def read_metrics(path: Path) -> dict[str, list[dict]]:
     Rows that a resumed run has repeated or dropped are left out. Raises LogError naming a line
     that is not a row.
     """
+    if not (path / METRICS).exists() and (path / "logs").is_dir():  # of a run's folder
+        path = path / "logs"
     if path.is_dir():
         path = path / METRICS
     if not path.is_file():
@@ -236,13 +238,14 @@ def read_metrics(path: Path) -> dict[str, list[dict]]:
     return {split: [rows[s] for s in sorted(rows)] for split, rows in splits.items()}
 
 
-def holds_another_run(folder: Path, checkpoint_dir: Path | None) -> bool:
-    """Return True if a log folder holds metrics of a run with another checkpoint folder."""
+def logged_run(folder: Path) -> dict | None:
+    """Return the config.json of the run whose metrics a log folder holds, {} if it cannot be read;
+    None if there are no metrics."""
     path = folder / METRICS
     if not path.exists() or not os.path.getsize(path):
-        return False
+        return None
     try:
         run = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return run["train_config"]["checkpoint_dir"] != str(checkpoint_dir)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return True
+        return run if type(run) is dict and type(run["train_config"]) is dict else {}
+    except (OSError, ValueError, KeyError, RecursionError):
+        return {}

@@ -9,14 +9,15 @@ MESSAGE = b"\nfinishing this step, then saving; again to stop now without saving
 
 
 class StopSignal:
-    """Remembers the first SIGTERM, SIGINT or SIGUSR1; a second one exits at once. With `announce`,
-    the first prints what will happen."""
+    """Remembers the first SIGTERM, SIGINT, SIGUSR1 or, without nohup, SIGHUP; a second one exits at
+    once. With `announce`, the first prints what will happen."""
 
     def __init__(self, announce: bool) -> None:
         self.announce = announce
         self.signal, self.when = 0, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self.receive)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: object) -> None:
         if self.signal and time.monotonic() - self.when > 1:  # torchrun forwards each twice

@@ -4,6 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +15,7 @@ from pyarrow import parquet
 
 from data.documents import DocumentStream, read_documents
 from data.shards import DataError, find_shards
+from data.source import list_files
 
 TEXTS = ["One.\nTwo", "naïve café 中文 🙂", "three " * 50]
 ROWS = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -65,7 +68,7 @@ def test_csv_and_json_are_read_and_an_array_is_refused_with_the_command_that_hel
     with pytest.raises(DataError, match="no column 'text' but id, body; choose one by --text_col"):
         read(tmp_path / "a.csv")
     (tmp_path / "d.json").write_text(json.dumps([{"text": "a"}]))
-    with pytest.raises(DataError, match=r"one JSON array; .*jq -c '.\[\]' .*d.json"):
+    with pytest.raises(DataError, match=r"one JSON array; .*jq -c '.\[\]' does"):
         read(tmp_path / "d.json")
 
 
@@ -196,7 +199,7 @@ def test_one_text_file_is_enough_to_train_on(tmp_path, tokenizer):
         except DataError as error:
             pytest.skip(str(error))
     done = script("data/fineweb-edu.py", *args)
-    assert "validation: the tail of the last text, as the hash chose none" in done.stdout
+    assert "validation: the tail of the last text, as the hash of the texts left" in done.stdout
     train, val = ([s.open() for s in find_shards(out, split)] for split in ("train", "val"))
     train, val = np.concatenate(train), np.concatenate(val)
     assert len(val) - 1 == (len(train) + len(val) - 1) // 10
@@ -247,3 +250,66 @@ def test_no_text_at_all_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text(" \n")
     done = shard(tmp_path / "a.txt", tmp_path / "out", code=2)
     assert "a.txt holds no text; skipped: 1 empty" in done.stderr
+
+
+def test_separators_of_csv_are_found_and_rows_of_another_width_are_counted(tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    for header in ("text;date", "sep=;\ntext;date"):
+        path.write_text(f'{header}\nTomorrow, rain;2\n"two; quoted";3\n')
+        assert read(path) == ["Tomorrow, rain", "two; quoted"]
+    path.write_text("id\ttext\n1\tone, two\n", encoding="utf-16")
+    assert read(path) == ["one, two"] and capsys.readouterr().err == ""
+    path.write_text("id,text\n1,Hello, my dear\n\n2,Yes\n3\n")
+    assert read(path) == [None, "Yes", None]
+    assert "2 rows without text are skipped; the first: line 2 has 3 fields, the header 2" in (
+        capsys.readouterr().err
+    )
+    path.write_text("text,text\n1,2\n")
+    with pytest.raises(DataError, match="has 2 columns 'text'"):
+        read(path)
+    path.write_text('text,who\n"Dear diary,me\n' + "Line,me\n" * 9)
+    with pytest.raises(DataError, match="not valid CSV up to line 11"):
+        read(path)
+
+
+def test_folders_that_are_linked_to_are_read_once(tmp_path):
+    books, usb = tmp_path / "books", tmp_path / "usb"
+    books.mkdir()
+    usb.mkdir()
+    for folder in (books, usb):
+        (folder / f"{folder.name}.txt").write_text(folder.name)
+    (books / "linked").symlink_to(usb)
+    (books / "again").symlink_to(usb)
+    (usb / "back").symlink_to(books)
+    (books / "gone.txt").symlink_to(tmp_path / "nothing")
+    files, others = list_files((str(books), str(books / "books.txt")))
+    assert [Path(name).name for name in files] == ["usb.txt", "books.txt"]
+    assert [path.name for path in others] == ["gone.txt"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is neither a file nor a folder"):
+        list_files((str(tmp_path / "pipe"),))
+    with pytest.raises(DataError, match="--input '' does not exist"):
+        list_files(("",))
+
+
+def test_a_single_text_is_divided_whatever_its_hash_says(tmp_path):
+    for n in range(8):  # at 0.5, about half of these are hashed into validation
+        path, out = tmp_path / f"{n}.txt", tmp_path / str(n)
+        path.write_text(f"My diary number {n}. " + "I went to the shop. " * 200)
+        done = shard(path, out, "--val_fraction", 0.5)
+        train, val = (sum(s.tokens for s in find_shards(out, split)) for split in ("train", "val"))
+        assert train == pytest.approx(val, abs=2), done.stdout
+    done = shard(path, out, "--val_fraction", 0.5)
+    assert "as the shards were there already" in done.stdout
+    path.write_text(path.read_text().upper())  # of the same size
+    done = shard(path, out, "--val_fraction", 0.5, code=2)
+    assert "of files that are not those of --input" in done.stderr
+    done = shard(tmp_path / "1.txt", out, "--val_fraction", 0.5, code=2)
+    assert "this one has 1 fewer" in done.stderr and "1 more" in done.stderr
+
+
+def test_few_documents_that_divide_badly_are_told(tmp_path):
+    (tmp_path / "a.txt").write_text("A long text. " * 500)
+    (tmp_path / "z.txt").write_text("ok")
+    done = shard(tmp_path, tmp_path / "out")
+    assert "only 2 validation tokens: give --val_fraction above 0.01, or name" in done.stderr

@@ -4,7 +4,15 @@ import shutil
 import numpy as np
 import pytest
 
-from data.shards import DataError, ShardWriter, find_shards, header, inspect_shard, write_manifest
+from data.shards import (
+    DataError,
+    ShardWriter,
+    find_shards,
+    header,
+    inspect_shard,
+    split_of,
+    write_manifest,
+)
 from utils.errors import UserError
 from utils.files import check_space, format_bytes
 
@@ -55,8 +63,8 @@ def test_an_unfinished_shard_is_not_seen(tmp_path):
         ("train_0.npy", header(".npy", 9).replace(b"}", b"("), "is not a .npy file"),
         ("train_0.npy", header(".npy", 100) + b"\0" * 199, "promises 100 tokens"),
         ("train_0.bin", header(".bin", 100) + b"\0" * 202, "promises 100 tokens"),
-        ("train_0.bin", b"\0" * 4096, "llm.c's header"),
-        ("train_0.bin", b"short", "llm.c's header"),
+        ("train_0.bin", b"\0" * 4096, "header of llm.c's"),
+        ("train_0.bin", b"short", "header of llm.c's"),
     ],
 )
 def test_a_broken_shard_is_named(tmp_path, name, content, message):
@@ -121,3 +129,24 @@ def test_too_little_room_says_how_much_is_needed_and_free(tmp_path, monkeypatch)
 )
 def test_bytes_are_written_as_people_do(size, text):
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("edufineweb_train_000001.npy", "train"),
+        ("fineweb_val_000000.bin", "val"),
+        ("medieval_train_000001.npy", "train"),
+        ("retrieval-validation.npy", "val"),
+        ("TinyStories-train.bin", "train"),
+        ("trainset3.npy", "train"),
+        ("notes.npy", None),
+    ],
+)
+def test_a_name_is_of_one_split(name, split):
+    assert split_of(name) == split
+
+
+def test_a_name_of_both_splits_is_refused():
+    with pytest.raises(DataError, match="train_val_0.npy is named as train and as val"):
+        split_of("train_val_0.npy")

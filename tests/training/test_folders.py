@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import kill, losses, rows_written, run_until, script, start, train_args
@@ -126,3 +128,71 @@ def test_what_a_signal_does_is_said_at_once(shards, tmp_path):
     finally:
         process.kill()
         log.close()
+
+
+def test_a_copy_of_a_run_does_not_write_over_the_original(shards, trained, tmp_path):
+    for name in ("run", "copy"):
+        shutil.copytree(trained, tmp_path / name)
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    args = train_args(shards, run, 22, "--save_every", 1)
+    script(*args, "--resume", "auto")  # given both folders, it is the run of this folder
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with_copy = ["train.py", "--resume", copy / "checkpoints", "--max_steps", 23]
+    done = script(*with_copy, code=2)
+    assert "where its run wrote: give --checkpoint_dir" in done.stderr
+    done = script(*with_copy, "--checkpoint_dir", copy / "checkpoints", code=2)
+    assert "where its run wrote: give --log_dir" in done.stderr
+    done = script(*with_copy, *args[3:7], code=2)  # the folders of the run that has gone on
+    assert "is at step 22" in done.stderr and "at step 20" in done.stderr
+    folders = ["--checkpoint_dir", copy / "checkpoints", "--log_dir", copy / "logs"]
+    assert all(path.read_bytes() == data for path, data in before.items())
+    script(*with_copy, *folders)
+    assert all(path.read_bytes() == data for path, data in before.items())
+    assert max(losses(copy)) == 23
+
+
+def test_the_log_of_another_run_is_refused_when_resuming(shards, trained, tmp_path):
+    script(*train_args(shards, tmp_path / "b", 2, "--seed", 7))
+    shutil.copytree(trained, tmp_path / "a")
+    folders = ["--checkpoint_dir", tmp_path / "a/checkpoints", "--log_dir", tmp_path / "b/logs"]
+    done = script("train.py", "--resume", "auto", *folders, code=2)
+    assert "b/logs holds the log of another run" in done.stderr
+
+
+def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_path):
+    args = train_args(shards, tmp_path, 12, "--keep_last", 9, "--save_every", 4, "--eval_every", 4)
+    script(*args)
+    folder = tmp_path / "checkpoints"
+    best = (folder / "model_best.pt").read_bytes()
+    back = [*args, "--keep_last", 0, "--resume", folder / "model_step_000004.pt", "--max_lr", 1]
+    (folder / "model_step_000012.pt").unlink()
+    done = script(*back, "--max_steps", 8)
+    assert "model_last.pt of step 12 is kept as model_step_000012.pt" in done.stdout
+    assert load_checkpoint(folder / "model_step_000012.pt")["step"] == 12
+    assert load_checkpoint(folder / "model_last.pt")["step"] == 8
+    assert (folder / "model_best.pt").read_bytes() == best
+
+
+def test_a_run_that_is_made_longer_keeps_its_best_checkpoint(shards, tmp_path):
+    args = train_args(shards, tmp_path, 10, "--eval_every", 0)
+    script(*args)  # validated once, after model_last.pt was written
+    best = (tmp_path / "checkpoints/model_best.pt").read_bytes()
+    script(*args, "--resume", "auto", "--max_steps", 14, "--max_lr", 5)
+    assert (tmp_path / "checkpoints/model_best.pt").read_bytes() == best
+
+
+def test_the_best_loss_is_not_compared_between_validation_texts(shards, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.copytree(shards, tmp_path / "data")
+    for path in (tmp_path / "data").glob("val_*"):
+        tokens = np.load(path)
+        np.save(path, tokens[::-1])
+    args = train_args(tmp_path / "data", tmp_path / "run", 22, "--resume", "auto", "--max_lr", 5)
+    done = script(*args)
+    assert "the validation text is another one" in done.stdout
+    last, best = (
+        load_checkpoint(tmp_path / "run/checkpoints" / name)["val_checksum"]
+        for name in ("model_last.pt", "model_best.pt")
+    )
+    before = load_checkpoint(trained / "checkpoints/model_best.pt")["val_checksum"]
+    assert last == best != before

@@ -8,7 +8,7 @@ from conftest import ROOT, losses, script, train_args
 
 from config import ConfigError, TrainConfig
 from training.options import NANOGPT_OPTIONS, read_config_file
-from training.resume import resume_warnings
+from training.resume import length_warnings
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -100,7 +100,7 @@ def test_warmup_follows_the_length_of_the_run_and_one_that_is_too_long_is_named(
     assert TrainConfig().resolved_warmup == 715
     assert TrainConfig(max_steps=500).resolved_warmup == 50
     long = TrainConfig(max_steps=500, warmup_steps=715)
-    (warning,) = resume_warnings(long, None, 0)
+    (warning,) = length_warnings(long, 16)
     assert "--warmup_steps 715" in warning and "give 50 or less" in warning
-    assert resume_warnings(TrainConfig(max_steps=500), None, 0) == []
+    assert length_warnings(TrainConfig(max_steps=500), 16) == []
     assert TrainConfig(max_steps=500).to_dict()["warmup_steps"] == 50  # a longer resume keeps it

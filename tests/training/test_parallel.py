@@ -192,6 +192,8 @@ def test_memory_that_was_freed_is_not_zeroed_again():
 
 
 def test_processes_cannot_share_one_device(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(distributed, "pick_device", lambda name, rank: torch.device("mps"))
     with pytest.raises(DeviceError, match="2 processes cannot share"):
