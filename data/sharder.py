@@ -29,7 +29,9 @@ def describe_difference(found: list[str], source: list[str]) -> str:
     """Return a clause on shards made of `found`, names of inputs or of a dataset, not `source`."""
     lacking, new = ([x for x in a if x not in b] for a, b in ((found, source), (source, found)))
     parts = [
-        (len(names), kind, names[0]) for names, kind in ((lacking, "fewer"), (new, "more")) if names
+        (len(names), kind, str(names[0]))
+        for names, kind in ((lacking, "fewer"), (new, "more"))
+        if names
     ]
     listed = ", ".join(f"{count} {kind} ({name:.100})" for count, kind, name in parts)
     return f"of another --input or dataset: this one has {listed or 'another order'}"
