@@ -11,6 +11,7 @@ neither on the batch size nor on the number of processes.
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,7 +32,7 @@ from evaluation.scoring import score_items
 from evaluation.tasks import read_rows_on_all
 from model import cpu
 from model.gpt import GPT
-from training.checkpoint_folder import find_best, open_model
+from training.checkpoint_folder import find_best, open_model, refuse_both_sources
 from utils import distributed, malloc
 from utils.cli import run
 from utils.distributed import pick_dtype
@@ -160,6 +161,7 @@ def format_table(rows: list[dict], size: str) -> str:
 
 
 def main(config: EvalConfig) -> None:
+    refuse_both_sources(sys.argv[1:])
     if config.model is None:
         config.checkpoint = find_best(config.checkpoint)
     config.out = config.out or default_out(config)
@@ -221,10 +223,10 @@ def report(
     texts = {config.out: json.dumps({**header, "results": kept + rows}, indent=1)}
     if config.dump is not None:
         texts[config.dump] = "".join(json.dumps(example) + "\n" for example in examples)
+    print(format_table(rows, size))
     for path, text in texts.items():
         with naming_write_errors(path), atomic_write(path) as file:
             file.write(text.encode())
-    print(format_table(rows, size))
     print(f"wrote {', '.join(map(str, texts))}")
 
 

@@ -25,7 +25,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model import cpu
 from model.generate import generate
 from model.gpt import GPT
-from training.checkpoint_folder import open_model
+from training.checkpoint_folder import open_model, refuse_both_sources
 from utils.cli import run
 from utils.distributed import autocast, pick_device, pick_dtype
 
@@ -151,6 +151,7 @@ def main(config: SamplingConfig) -> None:
     check(config)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
+    refuse_both_sources(sys.argv[1:])
     model, name, _ = open_model(config.checkpoint, config.model, exact=dtype is torch.float32)
     tokenizer = load_tokenizer(name)
     model.to(device)

@@ -24,6 +24,7 @@ from types import NoneType
 from typing import NoReturn, get_args, get_type_hints
 
 from config import ConfigError, TrainConfig
+from data.loader import TokenStream
 from data.shards import find_shards
 from evaluation.figure import draw_sweep
 from training.options import parse_options
@@ -116,9 +117,23 @@ def check_run(name: str, options: dict[str, list[str]]) -> None:
         raise ConfigError(f"{name} cannot be trained, so no run was started: {error}") from error
 
 
+def check_same_data(out: Path, points: list[dict[str, str]], fixed: dict[str, list[str]]) -> None:
+    """Raise ConfigError if a folder of shards holds other tokens than when the sweep began."""
+    options = {" ".join(fixed.get("data_dir", ())), *(p.get("data_dir", "") for p in points)} - {""}
+    found = {name: TokenStream(name, "train").checksum() for name in sorted(options)}
+    path = out / "data.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if changed := [name for name in found if before.get(name, found[name]) != found[name]]:
+        raise ConfigError(
+            f"{changed[0]} holds other tokens than for earlier runs; give another --out"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(before | found, indent=1))
+
+
 def folder_name(point: dict[str, str]) -> str:
     """Return "NAME=VALUE ... seed=1", the name of a run's folder."""
-    return " ".join(f"{key}={value}" for key, value in point.items()).replace("/", "_")
+    return " ".join(f"{key}={value}" for key, value in point.items()).replace("/", "%2F")
 
 
 def grid_points(config: SweepConfig) -> list[dict[str, str]]:
@@ -179,8 +194,13 @@ def collect(out: Path) -> dict[str, list[dict]]:
 
 def to_markdown(groups: dict[str, list[dict]]) -> str:
     """Return a Markdown table of groups, best first: mean and deviation of their last losses."""
-    losses = {name: [log["val"][-1]["loss"] for log in logs] for name, logs in groups.items()}
-    lines = ["| run | validation loss | std | seeds | tokens | tokens/s |", "|---" * 6 + "|"]
+    last = [log["val"][-1] for logs in groups.values() for log in logs]
+    key, title = "loss", "validation loss"
+    ratios = [row["loss"] / row["bits_per_byte"] for row in last if row.get("bits_per_byte")]
+    if len(ratios) == len(last) and max(ratios) > 1.01 * min(ratios):  # other tokenizers or texts
+        key, title = "bits_per_byte", "bits per byte"
+    losses = {name: [log["val"][-1][key] for log in logs] for name, logs in groups.items()}
+    lines = [f"| run | {title} | std | seeds | tokens | tokens/s |", "|---" * 6 + "|"]
     for name in sorted(groups, key=lambda name: fmean(losses[name])):
         std = f"{stdev(losses[name]):.4f}" if len(losses[name]) > 1 else "-"
         tokens = groups[name][0]["train"][-1]["tokens"]
@@ -194,12 +214,15 @@ def to_markdown(groups: dict[str, list[dict]]) -> str:
 
 def main(config: SweepConfig) -> None:
     points, fixed = grid_points(config), parse_settings(config.fixed)
+    if both := sorted(fixed.keys() & points[0].keys()):
+        raise ConfigError(f"{both[0]} is in --grid and in --fixed: give it once")
     points = [p for p in points if finished_log(config.out / folder_name(p)) is None]
     for point in points:
         check_run(folder_name(point), fixed | {key: [value] for key, value in point.items()})
     kept = config.out / "fixed.json"
     if kept.exists() and json.loads(kept.read_text()) != fixed:
         raise ConfigError(f"{config.out} has runs with other --fixed options; give another --out")
+    check_same_data(config.out, points, fixed)
     config.out.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(fixed, indent=1))
     signal.signal(signal.SIGTERM, stop)

@@ -120,6 +120,10 @@ def merge(folders: tuple[Path, ...], out: Path) -> dict:
         if foreign or read_manifest(out) not in (None, manifest):
             raise DataError(f"{out} holds other shards already; merge into an empty folder")
         for source, entry in tqdm(shards, unit="shard", disable=None):
+            if sha256(source) != entry["sha256"]:
+                raise DataError(
+                    f"{source} is damaged: it does not have its checksum; shard it again"
+                )
             full = entry["tokens"] == manifest["shard_size"]
             link_or_copy(source, out / entry["file"], entry["sha256"], full)
         sync_folder(out)

@@ -11,6 +11,7 @@ from data.shards import (
     MANIFEST,
     DataError,
     ShardWriter,
+    inspect_shard,
     is_count,
     read_manifest,
     shard_paths,
@@ -139,6 +140,16 @@ class Sharder:
         in_place = all((self.folder / shard["file"]).exists() for shard in shards)
         stopped = self.full and self.manifest.get("stopped", False) and in_place
         return self.manifest["complete"] or stopped
+
+    def check_shards(self) -> None:
+        """Raise DataError if a shard of the manifest is missing or has another size."""
+        for entry in self.manifest["shards"]:
+            path = self.folder / entry["file"]
+            if not path.exists() or inspect_shard(path).tokens != entry["tokens"]:
+                raise DataError(
+                    f"{path} is missing or not as {MANIFEST} says: copy it again, or remove "
+                    f"{self.folder} and run this command again"
+                )
 
     @property
     def tokens(self) -> int:

@@ -95,7 +95,7 @@ def inspect_shard(path: Path) -> Shard:
     if tokens < 0 or offset + 2 * tokens != size:
         raise DataError(
             f"{path} is {size:,} bytes, but its header promises {tokens:,} tokens "
-            f"({offset + 2 * tokens:,} bytes); delete it and make it again"
+            f"({offset + 2 * tokens:,} bytes); copy it again or shard into an empty folder"
         )
     return Shard(path, offset, tokens)
 
@@ -172,7 +172,7 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
     """
     make = (
         f"make shards first: python data/fineweb-edu.py --local_dir {folder} --input YOUR_TEXT, or "
-        "without --input of FineWeb-Edu"
+        "without --input of FineWeb-Edu; or give another --data_dir"
     )
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; {make}")

@@ -9,6 +9,7 @@ import numpy as np
 from data.shards import DataError
 
 END_OF_TEXT = "<|endoftext|>"
+GPT2_IDS = {"!": 0, "\u0120the": 262, "Hello": 15_496}  # \u0120 stands for a space
 
 
 class ByteTokenizer:
@@ -29,6 +30,25 @@ class ByteTokenizer:
     def ranks(self) -> dict[bytes, int]:
         """Return the id of each token but end of text; merges of lower ids come first."""
         return {bytes([i]): i for i in range(256)}
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Raise DataError if the tokenizer files of a Hugging Face model with 50,257 tokens are not of
+    OpenAI's GPT-2; without such files, it is taken to be that."""
+    for name, keys in (("vocab.json", ()), ("tokenizer.json", ("model", "vocab"))):
+        if not (folder / name).is_file():
+            continue
+        try:
+            ids = json.loads((folder / name).read_text(encoding="utf-8"))
+            for key in keys:
+                ids = ids[key]
+            other = len(ids) > 50_000 and any(ids.get(x) != n for x, n in GPT2_IDS.items())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{folder / name} is no vocabulary ({type(error).__name__})") from error
+        if other:
+            raise DataError(
+                f"{folder / name} is another tokenizer than GPT-2's, the one known here"
+            )
 
 
 class GPT2Tokenizer:

@@ -136,9 +136,9 @@ def find_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
         if not list(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=["pytorch_model*.bin"])
+            snapshot_download(name, allow_patterns=["pytorch_model*.bin*"])
     except (OSError, ValueError) as error:  # the hub's errors are subclasses of these
         raise ModelError(
             f"{name} is no folder, and the Hugging Face hub did not provide a model of that name "
@@ -152,7 +152,7 @@ def naming(source: str | Path) -> Iterator[None]:
     """Turn any error of unusable files into a ModelError that names their source."""
     try:
         yield
-    except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+    except (OSError, LookupError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(f"{source} cannot be loaded as GPT-2, LLaMA or Qwen3: {reason}") from error
 
@@ -164,14 +164,12 @@ def read_config(folder: Path) -> GPTConfig:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder's .safetensors files, else of its pytorch_model*.bin files."""
+    """Return all tensors of a folder. Raises ModelError for damaged files and values that are not
+    finite."""
     from safetensors.torch import load_file  # not needed for training
 
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise ModelError("it holds no .safetensors and no pytorch_model.bin")
     state: dict[str, Tensor] = {}
-    for file in files:
+    for file in weight_files(folder):
         try:
             if file.suffix == ".safetensors":
                 state |= load_file(file)
@@ -179,7 +177,32 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                 state |= torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged pickle can raise any error
             raise ModelError(f"{file.name} is damaged ({type(error).__name__})") from error
+    for name, x in state.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ModelError(f"{name} has values that are not finite")
     return state
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers would read: a whole one, else those of an index, with
+    .safetensors before .bin. Raises ModelError if one is missing."""
+    for whole, parts in (
+        ("model.safetensors", "model-*.safetensors"),
+        ("pytorch_model.bin", "pytorch_model-*.bin"),
+    ):
+        index = folder / f"{whole}.index.json"
+        if (folder / whole).exists():
+            return [folder / whole]
+        if index.exists():
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+            if lacking := [name for name in names if not (folder / name).exists()]:
+                raise ModelError(f"{lacking[0]} is missing, which {index.name} lists")
+            return [folder / name for name in names]
+        if found := sorted(folder.glob(parts)):
+            return found
+    raise ModelError("it holds no model.safetensors and no pytorch_model.bin")
 
 
 def load_pretrained(

@@ -51,6 +51,7 @@ def config_from_hf(values: dict) -> GPTConfig:
         config = replace(config, n_inner=None)
     own = config_to_hf(config)
     supported = {name: own[name] for name in FIXED if name in own} | dict.fromkeys(UNUSED)
+    values.setdefault("rms_norm_eps", 1e-6)  # the default of transformers
     for name, value in supported.items():
         if values.get(name, value) not in (value, False):
             raise ModelError(f"config.json has {name} {brief(values[name])}, not {value}")

@@ -5,11 +5,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from data.tokenizer import TOKENIZERS
+from data.tokenizer import TOKENIZERS, check_vocabulary
 from model.config import ModelError
 from model.gpt import GPT
-from model.huggingface import load_pretrained
+from model.huggingface import find_folder, load_pretrained
 from training.checkpoint import CheckpointError, load_model
+from utils.cli import given_options
 from utils.distributed import is_main
 from utils.files import atomic_write, sync_folder
 
@@ -87,6 +88,12 @@ def remove_all(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def refuse_both_sources(args: list[str]) -> None:
+    """Raise CheckpointError for a command line with both --checkpoint and --model."""
+    if {"checkpoint", "model"} <= given_options(args):
+        raise CheckpointError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
+
+
 def open_model(
     checkpoint: Path, pretrained: str | None, *, exact: bool = False
 ) -> tuple[GPT, str, dict]:
@@ -96,6 +103,7 @@ def open_model(
         model, state = load_model(find_best(checkpoint), exact=exact)
         return model, state["tokenizer"], state
     model = load_pretrained(pretrained)
+    check_vocabulary(find_folder(pretrained))
     for name, kind in TOKENIZERS.items():
         if kind.vocab_size == model.config.vocab_size:
             return model.eval(), name, {}

@@ -12,6 +12,7 @@ import torch
 
 from config import ConfigError, TrainConfig, recipe_of
 from data.loader import TokenStream
+from data.tokenizer import check_vocabulary
 from model.config import GPTConfig
 from model.gpt import GPT, with_context
 from model.huggingface import find_folder, load_pretrained, read_config
@@ -207,7 +208,10 @@ def check_checkpoint(
             raise ConfigError(f"{config.data_dir} has {found} tokens, the checkpoint {was} tokens")
         ckpt.verify(saved, Path(config.resume), "model", "model_low", "optimizer")
         if saved["step"] > config.max_steps:
-            raise ConfigError(f"{config.resume} is at step {saved['step']}, after --max_steps")
+            raise ConfigError(
+                f"{config.resume} is at step {saved['step']}, after --max_steps "
+                f"{config.max_steps}; give a larger one to continue"
+            )
     step, run = (saved["step"], zlib.crc32(saved["run_id"].encode())) if saved else (-1, 0)
     if not torch.equal(*process.min_max(torch.tensor([step, run], device=process.device))):
         found = f"resumes from {config.resume}, step {step}" if saved else "found no checkpoint"
@@ -224,6 +228,7 @@ def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT
         path = checkpoint_to_start_from(config.init_from)
         if path is None:
             model = load_pretrained(config.init_from)
+            check_vocabulary(find_folder(config.init_from))
         else:
             model, _ = ckpt.load_model(path, exact=True)
         if model.config.vocab_size != vocab_size:
@@ -264,7 +269,8 @@ def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
         raise ConfigError(f"--model_type {named}: {config.init_from} is a {pretrained}")
     if config.block_size > pretrained.block_size:
         raise ConfigError(
-            f"--block_size {config.block_size}: {config.init_from} has {pretrained.block_size}"
+            f"--block_size {config.block_size} is more than the context of {config.init_from}: "
+            f"give --block_size {pretrained.block_size} or less"
         )
     for name in ("n_layer", "n_head", "n_embd"):
         value = getattr(pretrained, name)

@@ -92,6 +92,7 @@ def run_and_exit(
 ) -> NoReturn:
     """Call `work`, then `before_exit`, and exit: code 2 and one sentence for a UserError."""
     message, code = None, 0
+    sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # PyTorch warns of its own use
@@ -125,7 +126,8 @@ def user_message(error: Exception) -> str | None:
     """Return the sentence to print for a user error or a lack of memory, None for a bug."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    unwritable = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    if isinstance(error, OSError) and error.errno in unwritable:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"

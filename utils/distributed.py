@@ -191,7 +191,10 @@ def explain_failed_collective(error: RuntimeError) -> str | None:
     if monitor is None or not collective:
         return None
     reason, first_line = monitor.explain_failed_collective(), str(error).splitlines()[0]
-    return f"a collective failed: {reason} ({first_line}); continue with --resume auto"
+    hint = ""
+    if "connectFullMesh" in first_line and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        hint = "; restarts by torchrun need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    return f"a collective failed: {reason} ({first_line}){hint}; continue with --resume auto"
 
 
 def stop() -> None:

@@ -313,3 +313,16 @@ def test_few_documents_that_divide_badly_are_told(tmp_path):
     (tmp_path / "z.txt").write_text("ok")
     done = shard(tmp_path, tmp_path / "out")
     assert "only 2 validation tokens: give --val_fraction above 0.01, or name" in done.stderr
+
+
+def test_shards_that_are_gone_or_cut_are_named(tmp_path):
+    (tmp_path / "a.txt").write_text("Some text. " * 500)
+    shard(tmp_path / "a.txt", tmp_path / "out")
+    path = tmp_path / "out" / "train_000000.npy"
+    path.write_bytes(path.read_bytes()[:2000])
+    assert (
+        "shard into an empty folder" in shard(tmp_path / "a.txt", tmp_path / "out", code=2).stderr
+    )
+    path.unlink()
+    done = shard(tmp_path / "a.txt", tmp_path / "out", code=2)
+    assert "train_000000.npy is missing or not as manifest.json says" in done.stderr

@@ -266,9 +266,10 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         (["--model", tmp_path, "--tasks", "val"], "cannot be loaded as GPT-2"),
         (["--limit", 0], "--limit"),
     ):
-        done = script(
-            "evaluate.py", "--checkpoint", trained / "checkpoints" / "model_best.pt", *extra, code=2
+        source = (
+            [] if "--model" in extra else ["--checkpoint", trained / "checkpoints/model_best.pt"]
         )
+        done = script("evaluate.py", *source, *extra, code=2)
         assert message in done.stderr and "Traceback" not in done.stderr
 
 

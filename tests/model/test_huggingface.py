@@ -2,9 +2,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from config import parse_recipe
-from data.tokenizer import load_tokenizer, save_tokenizer
+from data.shards import DataError
+from data.tokenizer import GPT2_IDS, check_vocabulary, load_tokenizer, save_tokenizer
 from model.config import GPTConfig, ModelError
 from model.generate import complete
 from model.gpt import GPT
@@ -133,7 +135,45 @@ def test_folders_that_hold_no_such_gpt2_are_named(tmp_path):
     weights.write_bytes(whole[:-100])
     refused("model.safetensors is damaged")
     weights.unlink()
-    refused("no .safetensors")
+    refused("no model.safetensors")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="cannot be loaded as GPT-2"):
+        load_pretrained(tmp_path)
+
+
+def test_files_are_those_that_transformers_reads(tmp_path):
+    model = GPT(GPTConfig(16, 300, 2, 2, 32))
+    save_pretrained(model, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: x * 0.5 for name, x in weights.items()}, tmp_path / "old_model.safetensors")
+    name = "transformer.h.1.attn.c_attn.weight"
+    assert torch.equal(load_pretrained(tmp_path).state_dict()[name], model.state_dict()[name])
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00002.safetensors")}
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="model-00001-of-00002.safetensors is missing"):
+        load_pretrained(tmp_path)
+    weights["transformer.h.0.ln_1.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="ln_1.weight has values that are not finite"):
+        load_pretrained(tmp_path)
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(tmp_path):
+    ids = {f"t{i}": i for i in range(50_257)}
+    check_vocabulary(tmp_path)  # nothing there says otherwise
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(DataError, match="vocab.json is another tokenizer than GPT-2's"):
+        check_vocabulary(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps(ids | GPT2_IDS))
+    check_vocabulary(tmp_path)
+
+
+def test_a_llama_without_an_epsilon_has_that_of_transformers(tmp_path):
+    config = GPTConfig(16, 300, 2, 2, 32, **parse_recipe("llama").model)
+    save_pretrained(GPT(config), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="rms_norm_eps 1e-06"):
         load_pretrained(tmp_path)

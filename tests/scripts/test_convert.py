@@ -138,3 +138,10 @@ def test_each_kind_of_model_is_read_back_from_its_folder_by_every_script(shards,
     args = train_args(shards, tmp_path / "hf run", 2, "--init_from", hf)
     script(*args)  # and such a run can be resumed
     script(*args[: args.index("--init_from")], "--max_steps", 3, "--resume", "auto")
+
+
+def test_two_sources_of_a_model_are_refused(trained, tmp_path):
+    both = ["--checkpoint", trained, "--model", tmp_path]
+    for command in (["sample.py", *both], ["evaluate.py", *both, "--tasks", "val"]):
+        done = script(*command, code=2)
+        assert "--checkpoint (of train.py) or --model (Hugging Face), not both" in done.stderr

@@ -1,6 +1,8 @@
 import json
 import re
+import shutil
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -288,3 +290,29 @@ def test_the_table_of_one_seed_has_no_deviation():
     log = {"val": [{"loss": 3.5}], "train": [{"tokens": 512, "tokens_per_s": 100.0}]}
     assert to_markdown({"max_lr=1": [log]}).endswith("| max_lr=1 | 3.5000 | - | 1 | 512 | 100 |\n")
     assert "| 3.5000 | 0.0000 | 2 |" in to_markdown({"max_lr=1": [log, log]})
+
+
+def test_a_sweep_names_folders_apart_and_keeps_to_its_data(shards, tmp_path):
+    assert sweep.folder_name({"data_dir": "a/b"}) != sweep.folder_name({"data_dir": "a_b"})
+    data = tmp_path / "data"
+    shutil.copytree(shards, data)
+    points, fixed = [{"max_lr": "1"}], {"data_dir": [str(data)]}
+    sweep.check_same_data(tmp_path, points, fixed)
+    sweep.check_same_data(tmp_path, points, fixed)
+    for path in data.glob("train_*.npy"):
+        np.save(path, np.load(path)[::-1])
+    with pytest.raises(ConfigError, match="data holds other tokens than for earlier runs"):
+        sweep.check_same_data(tmp_path, points, fixed)
+    config = SweepConfig(grid=("max_lr 1",), fixed=("max_lr 2",), out=tmp_path / "x")
+    with pytest.raises(ConfigError, match="max_lr is in --grid and in --fixed"):
+        sweep.main(config)
+
+
+def test_a_sweep_over_tokenizers_compares_bits_per_byte():
+    log = {"train": [{"tokens": 512, "tokens_per_s": 100.0}]}
+    groups = {
+        "data_dir=bytes": [log | {"val": [{"loss": 2.0, "bits_per_byte": 2.9}]}],
+        "data_dir=gpt2": [log | {"val": [{"loss": 5.0, "bits_per_byte": 1.9}]}],
+    }
+    table = to_markdown(groups).splitlines()
+    assert "bits per byte" in table[0] and "data_dir=gpt2 | 1.9000" in table[2]
