@@ -39,6 +39,7 @@ from training.dry_run import dry_run, resolve_micro_batch
 from training.guard import PATIENCE, TrainingError
 from training.optim import make_optimizers
 from training.parallel import ParallelModel, clip_grad_norm, load_optimizer_state
+from training.run_folders import lock_folders
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates, wsd_stable_step
 from training.state import TrainState
@@ -74,14 +75,13 @@ def main() -> None:
     engine = ParallelModel(model, config, process, dtype)
     optimizers = make_optimizers(model, config, dtype)
     load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
-    notes += resume.length_warnings(config, len(val))
-    notes += resume.resume_warnings(config, saved, train.stream, val.stream)
+    notes += resume.run_warnings(config, saved, train, val)
     saved = None  # closes the file, which is mapped from disk
 
     # evaluation, log and checkpoints; unreadable shards end the run before it writes anything
     evaluator = open_evaluator(config, model, val, process, dtype, notes)
     check_readable(train, val, slicing, config.seed, steps)
-    notes += resume.lock_folders(config, start, process, 12 * model.num_parameters())
+    notes += lock_folders(config, start, process, 12 * model.num_parameters())
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     logger = open_log(config, state, model, train, slicing, process, dtype, notes)
     saver = Saver(config, model, optimizers, train.stream, process, logger.print)

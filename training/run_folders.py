@@ -1,0 +1,115 @@
+"""Folders of a run: whether it may write to them, what it must not replace there, their locks."""
+
+import errno
+import math
+import os
+from pathlib import Path
+
+from config import ConfigError, TrainConfig
+from training import checkpoint as ckpt
+from training.checkpoint import CheckpointError
+from training.checkpoint_folder import BEST, LAST, find_newest, link_numbered
+from utils.distributed import Process
+from utils.errors import UserError
+from utils.files import check_space, lock_folder
+from utils.logger import catch_write_errors, logged_run
+
+
+def best_loss(folder: Path, saved: dict) -> float:
+    """Return the loss of the best checkpoint in a folder, infinity if it is not of the run `saved`
+    or of other validation tokens. model_last.pt is written before its step is validated."""
+    try:
+        best = ckpt.load_checkpoint(folder / BEST)
+    except CheckpointError:
+        return math.inf
+    same = all(best.get(name) == saved.get(name) for name in ("run_id", "val_checksum"))
+    return best["best_loss"] if same else math.inf
+
+
+def check_folders(
+    config: TrainConfig, saved: dict | None, path: Path | None, given: set[str]
+) -> None:
+    """Raise ConfigError if the run would write over the checkpoints or the log of another one, or
+    of the one that it resumes a copy of; `given` are the options that were given this time."""
+    folder, log = config.checkpoint_dir, logged_run(config.log_dir)
+    here = path.resolve().parent if path else None
+    was = Path(saved["train_config"].get("checkpoint_dir", "")) if saved else None
+    moved = was is not None and here != was.resolve()
+    for name in ("checkpoint_dir", "log_dir") if moved else ():
+        if name not in given:
+            raise ConfigError(
+                f"{path} is not in {was}, where its run wrote: give --{name}, so that it is clear "
+                f"where to continue, as --checkpoint_dir {path.parent} --log_dir FOLDER"
+            )
+    newest = find_newest(folder) if here != folder.resolve() else None
+    held = ckpt.load_checkpoint(newest) if newest else None
+    if held and (saved is None or held["run_id"] != saved["run_id"]):
+        found, flag = f"{folder} holds the checkpoints of another run", "--checkpoint_dir"
+    elif held and held["step"] > saved["step"]:
+        found = f"{newest} is at step {held['step']}, {path} at step {saved['step']}"
+        flag = "--checkpoint_dir"
+    elif log is not None and not continues_log(config, saved, moved, log):
+        found, flag = f"{config.log_dir} holds the log of another run", "--log_dir"
+    else:
+        return
+    raise ConfigError(
+        f"{found}; continue it with --resume auto, give another {flag}, or replace it with "
+        "--overwrite"
+    )
+
+
+def continues_log(config: TrainConfig, saved: dict | None, moved: bool, log: dict) -> bool:
+    """Return whether a log, by its config.json, is that of the run that is resumed in its folder,
+    or of one that was killed before its first checkpoint."""
+    if saved and "run_id" in log:
+        return log["run_id"] == saved["run_id"]
+    same_folder = log.get("train_config", {}).get("checkpoint_dir") == str(config.checkpoint_dir)
+    return bool(saved and not moved) or (config.resume is not None and same_folder)
+
+
+def lock_folders(
+    config: TrainConfig, step: int, process: Process, checkpoint_bytes: int
+) -> list[str]:
+    """Keep other runs out of the folders of this one until its process ends, and a later
+    model_last.pt than the checkpoint of `step`; return a sentence on that.
+
+    Raises a UserError on every process if another run holds a folder or has gone on past `step`,
+    where this one resumes; if a folder cannot be written; or if the disk lacks room for the last,
+    the best and a temporary checkpoint of `checkpoint_bytes`.
+    """
+    problem: Exception | None = None
+    notes: list[str] = []
+    if process.is_main:
+        folder = config.checkpoint_dir
+        try:
+            with catch_write_errors(config.log_dir):
+                lock_folder(config.log_dir, "writing the log in")
+            if folder.resolve() != config.log_dir.resolve():
+                lock_folder(folder, "training into")
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            newest = find_newest(folder)
+            if config.resume and newest == Path(config.resume) and newest.name == LAST:
+                if ckpt.load_checkpoint(newest)["step"] != step:
+                    raise ConfigError(f"{newest} has just been replaced; start this command again")
+            if config.resume and (folder / LAST).exists():
+                notes = keep_later_last(folder, step)
+            held = (folder / name for name in (LAST, BEST))
+            held_bytes = sum(path.stat().st_size for path in held if path.exists())
+            check_space(folder, 3 * checkpoint_bytes - held_bytes, "the checkpoints of this run")
+        except OSError as error:
+            problem = ConfigError(f"--checkpoint_dir {folder} cannot be written: {error.strerror}")
+        except UserError as error:
+            problem = error
+    if not process.all_agree(problem is None):
+        raise problem or ConfigError("the main process cannot write to --checkpoint_dir, --log_dir")
+    return notes
+
+
+def keep_later_last(folder: Path, step: int) -> list[str]:
+    """Give a model_last.pt after `step`, which this run replaces, the name of a numbered one too;
+    return a sentence on that."""
+    later = ckpt.load_checkpoint(folder / LAST)["step"]
+    if later <= step:
+        return []
+    return [f"note: {LAST} of step {later} is kept as {link_numbered(folder, later).name}"]
