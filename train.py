@@ -270,7 +270,8 @@ def finish(
     """Print how the run ended, draw its curves, and exit with 128 + the signal if one came."""
     if stop:
         logger.print(
-            f"stopped by a signal; saved at step {state.step}: continue with --resume auto"
+            f"stopped by a signal; saved at step {state.step}: continue with --resume auto, or "
+            f"--resume {config.checkpoint_dir} alone"
         )
     else:
         logger.print(

@@ -32,7 +32,7 @@ from data.sharder import Sharder, output_folder
 from data.shards import MANIFEST, DataError
 from data.source import Source
 from data.tokenizer import Tokenizer, load_tokenizer
-from utils.cli import run
+from utils.cli import given_options, run
 
 MAX_PENDING_CHARS = 50_000_000  # text that is read but not yet written
 FEW = 1024  # validation tokens that give a rough loss at best
@@ -165,6 +165,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         if sharder.done:
             sharder.check_shards()
             return sharder.manifest, 0
+        sharder.check_shards()
         sharder.check_room(source.known_tokens)
         sharder.reopen()
         before = sharder.tokens
@@ -201,6 +202,10 @@ def main(config: DataConfig) -> None:
         raise ConfigError("--worker_index must be at least 0 and below --worker_count")
     began = time.time()
     if config.merge:
+        if other := given_options(sys.argv[1:]) - {"merge", "local_dir"}:
+            raise ConfigError(
+                f"--merge keeps shards as they are: leave out --{min(other)}; it takes --local_dir"
+            )
         manifest = merge(config.merge, config.local_dir)
         new = sum(shard["tokens"] for shard in manifest["shards"])
     else:

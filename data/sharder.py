@@ -142,9 +142,12 @@ class Sharder:
         return self.manifest["complete"] or stopped
 
     def check_shards(self) -> None:
-        """Raise DataError if a shard of the manifest is missing or has another size."""
+        """Raise DataError if a finished shard of the manifest is missing or has another size."""
+        unfinished = {(split, at["index"]) for split, at in self.state["open"].items()}
         for entry in self.manifest["shards"]:
             path = self.folder / entry["file"]
+            if not self.done and (entry["split"], int(path.stem[-6:])) in unfinished:
+                continue
             if not path.exists() or inspect_shard(path).tokens != entry["tokens"]:
                 raise DataError(
                     f"{path} is missing or not as {MANIFEST} says: copy it again, or remove "

@@ -153,6 +153,12 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix in (".npy", ".bin") and p.is_file())
 
 
+def is_interrupted(folder: Path) -> bool:
+    """Return whether data/fineweb-edu.py was stopped while it wrote this folder."""
+    manifest = read_manifest(folder) or {}
+    return not manifest.get("complete", True) and not manifest.get("stopped", False)
+
+
 def split_of(name: str) -> str | None:
     """Return the split of a shard by its file name: by "train" or "val" between other characters
     than letters, else anywhere; DataError for a name with both, None for one with neither."""
@@ -178,7 +184,9 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         raise DataError(f"there is no folder {folder}; {make}")
     paths = [path for path in shard_paths(folder) if split_of(path.name) == split]
     if not paths:
-        if split == "val" and shard_paths(folder):
+        if is_interrupted(folder):
+            make = "sharding was interrupted: run its command again"
+        elif split == "val" and shard_paths(folder):
             make = "shard again, with a larger --val_fraction, more text, or one --worker_count"
         raise DataError(f"{folder} holds no {split} shards (.npy or .bin); {make}")
     if len({path.suffix for path in paths}) > 1:

@@ -18,22 +18,24 @@ LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
 STABLE = "model_stable.pt"  # --schedule wsd: the last step before the decay
 
 
-def link_numbered(folder: Path, step: int) -> Path:
-    """Link model_last.pt, which is of that step, as model_step_{step}.pt, and return its path."""
-    link = folder / NUMBERED.format(step)
-    link.unlink(missing_ok=True)
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a checkpoint a second name, atomically; a copy where the file system has no links."""
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        os.link(folder / LAST, link)  # model_last.pt is replaced, never rewritten
-    except OSError:  # a file system without hard links
-        with open(folder / LAST, "rb") as last, atomic_write(link) as copy:
-            shutil.copyfileobj(last, copy)
-    return link
+        os.link(source, temporary)
+    except OSError:
+        with open(source, "rb") as file, atomic_write(target) as copy:
+            shutil.copyfileobj(file, copy)
+    else:
+        os.replace(temporary, target)
 
 
 def keep_numbered(folder: Path, step: int, keep: int) -> None:
     """Link model_last.pt as model_step_{step}.pt, and keep the newest `keep` of these."""
     if keep:
-        link_numbered(folder, step)
+        # model_last.pt is replaced, never rewritten
+        link_or_copy(folder / LAST, folder / NUMBERED.format(step))
         # later steps belong to a run that this one was resumed before: left alone
         earlier = [path for path in numbered_checkpoints(folder) if step_of(path) <= step]
         for path in earlier[:-keep]:

@@ -9,6 +9,7 @@ import torch
 
 from config import ConfigError, TrainConfig, recipe_of
 from data.loader import Sequences, TokenStream
+from data.shards import is_interrupted
 from data.tokenizer import check_vocabulary
 from model.config import GPTConfig
 from model.gpt import GPT, with_context
@@ -197,6 +198,11 @@ def run_warnings(
 ) -> list[str]:
     """Return what length_warnings and resume_warnings find."""
     notes = length_warnings(config, len(val))
+    if is_interrupted(config.data_dir):
+        notes.append(
+            f"warning: {config.data_dir} is not whole: sharding was interrupted; run its command "
+            "again"
+        )
     return notes + resume_warnings(config, saved, train.stream, val.stream)
 
 

@@ -3,12 +3,13 @@
 import errno
 import math
 import os
+from itertools import chain, count
 from pathlib import Path
 
 from config import ConfigError, TrainConfig
 from training import checkpoint as ckpt
 from training.checkpoint import CheckpointError
-from training.checkpoint_folder import BEST, LAST, find_newest, link_numbered
+from training.checkpoint_folder import BEST, LAST, find_newest, link_or_copy
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import check_space, lock_folder
@@ -92,8 +93,8 @@ def lock_folders(
             if config.resume and newest == Path(config.resume) and newest.name == LAST:
                 if ckpt.load_checkpoint(newest)["step"] != step:
                     raise ConfigError(f"{newest} has just been replaced; start this command again")
-            if config.resume and (folder / LAST).exists():
-                notes = keep_later_last(folder, step)
+            if config.resume and Path(config.resume).resolve().parent == folder.resolve():
+                notes = go_back(folder, Path(config.resume), step)
             held = (folder / name for name in (LAST, BEST))
             held_bytes = sum(path.stat().st_size for path in held if path.exists())
             check_space(folder, 3 * checkpoint_bytes - held_bytes, "the checkpoints of this run")
@@ -106,10 +107,20 @@ def lock_folders(
     return notes
 
 
-def keep_later_last(folder: Path, step: int) -> list[str]:
-    """Give a model_last.pt after `step`, which this run replaces, the name of a numbered one too;
-    return a sentence on that."""
-    later = ckpt.load_checkpoint(folder / LAST)["step"]
-    if later <= step:
+def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
+    """Make a checkpoint of the folder, of `step`, its model_last.pt, which --resume auto continues;
+    keep a model_last.pt of that step or a later one under another name. Return a sentence on that.
+    """
+    last = folder / LAST
+    if not last.exists() or resumed.samefile(last) or ckpt.load_checkpoint(last)["step"] < step:
         return []
-    return [f"note: {LAST} of step {later} is kept as {link_numbered(folder, later).name}"]
+    later = ckpt.load_checkpoint(last)["step"]
+    suffixes = chain([""], map("_{}".format, count(2)))
+    names = (f"model_kept_{later:06d}{suffix}.pt" for suffix in suffixes)
+    kept = next(folder / name for name in names if not (folder / name).exists())
+    link_or_copy(last, kept)
+    link_or_copy(resumed, last)
+    return [
+        f"note: going back to step {step}: {LAST} of step {later} is kept as {kept.name}, and "
+        f"{BEST} until there is a lower loss"
+    ]

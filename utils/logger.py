@@ -208,12 +208,13 @@ def is_row(row: object) -> bool:
     return row["step"] >= 0 and (numbers or row["split"] == "skipped")
 
 
-def read_metrics(path: Path) -> dict[str, list[dict]]:
+def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step.
 
     Rows that a resumed run has repeated or dropped are left out. Raises LogError naming a line
     that is not a row.
     """
+    path = Path(path)
     if not (path / METRICS).exists() and (path / "logs").is_dir():  # of a run's folder
         path = path / "logs"
     if path.is_dir():

@@ -167,10 +167,17 @@ def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_pa
     back = [*args, "--keep_last", 0, "--resume", folder / "model_step_000004.pt", "--max_lr", 1]
     (folder / "model_step_000012.pt").unlink()
     done = script(*back, "--max_steps", 8)
-    assert "model_last.pt of step 12 is kept as model_step_000012.pt" in done.stdout
-    assert load_checkpoint(folder / "model_step_000012.pt")["step"] == 12
+    assert "model_last.pt of step 12 is kept as model_kept_000012.pt" in done.stdout
+    kept = (folder / "model_kept_000012.pt").read_bytes()
     assert load_checkpoint(folder / "model_last.pt")["step"] == 8
     assert (folder / "model_best.pt").read_bytes() == best
+    script(*back, "--max_steps", 12, "--keep_last", 9)
+    done = script(*back, "--max_steps", 12)
+    assert "kept as model_kept_000012_2.pt" in done.stdout
+    assert (folder / "model_kept_000012.pt").read_bytes() == kept
+    script(*args, "--resume", folder / "model_best.pt")  # the same step as the last, other weights
+    script(*args, "--resume", "auto", "--max_steps", 13)
+    assert losses(tmp_path)[13] < 7
 
 
 def test_a_run_that_is_made_longer_keeps_its_best_checkpoint(shards, tmp_path):
