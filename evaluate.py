@@ -108,7 +108,7 @@ def checked_files(config: EvalConfig) -> dict[str, Path | None]:
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
     for path in filter(None, (config.out, config.dump)):
-        if path.exists() and path.suffix not in (".json", ".jsonl"):
+        if path.is_file() and path.suffix not in (".json", ".jsonl"):
             raise ConfigError(f"{path} exists and is no .json file; remove it or give another path")
         if path.is_dir():
             raise ConfigError(f"{path} could not be written: it is a folder")
