@@ -162,10 +162,9 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
     }
     with output_folder(config.local_dir):
         sharder = Sharder(config.local_dir, settings, config.max_shards)
-        if sharder.done:
-            sharder.check_shards()
-            return sharder.manifest, 0
         sharder.check_shards()
+        if sharder.done:
+            return sharder.manifest, 0
         sharder.check_room(source.known_tokens)
         sharder.reopen()
         before = sharder.tokens

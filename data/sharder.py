@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from data.shard_writer import ShardWriter
 from data.shards import (
     MANIFEST,
     DataError,
-    ShardWriter,
     inspect_shard,
     is_count,
     read_manifest,
@@ -126,6 +126,12 @@ class Sharder:
         return self.manifest["state"] or INITIAL_STATE
 
     @property
+    def unfinished(self) -> set[str]:
+        """File names of the shards that were not full when the manifest was last saved."""
+        names = self.state["open"].items()
+        return {f"{split}_{at['index']:06d}{self.suffix}" for split, at in names}
+
+    @property
     def full(self) -> bool:
         """True once the source has ended or max_shards train shards are full."""
         if self.manifest["complete"] or self.max_shards is None:
@@ -143,10 +149,10 @@ class Sharder:
 
     def check_shards(self) -> None:
         """Raise DataError if a finished shard of the manifest is missing or has another size."""
-        unfinished = {(split, at["index"]) for split, at in self.state["open"].items()}
+        unfinished = set() if self.done else self.unfinished
         for entry in self.manifest["shards"]:
             path = self.folder / entry["file"]
-            if not self.done and (entry["split"], int(path.stem[-6:])) in unfinished:
+            if path.name in unfinished:
                 continue
             if not path.exists() or inspect_shard(path).tokens != entry["tokens"]:
                 raise DataError(
@@ -169,15 +175,13 @@ class Sharder:
 
     def reopen(self) -> None:
         """Open the unfinished shards to continue them; delete what was written after the save."""
-        unfinished = self.state["open"].items()
-        names = {f"{split}_{at['index']:06d}{self.suffix}" for split, at in unfinished}
-        shards = [s for s in self.manifest["shards"] if s["file"] not in names]
+        shards = [s for s in self.manifest["shards"] if s["file"] not in self.unfinished]
         self.manifest.update(shards=shards, **IN_PROGRESS)
         write_manifest(self.folder, self.manifest)
         for path in self.folder.glob(f"*_??????{self.suffix}.tmp"):
-            if path.stem not in names:
+            if path.stem not in self.unfinished:
                 path.unlink()
-        for split, at in unfinished:
+        for split, at in self.state["open"].items():
             writer = ShardWriter(self.folder, split, at["index"], self.suffix, at["tokens"])
             self.open[split] = writer
 

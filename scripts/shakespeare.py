@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scri
 
 import numpy as np
 
-from data.shards import ShardWriter, write_manifest
+from data.shard_writer import ShardWriter
+from data.shards import write_manifest
 from data.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,8 +28,9 @@ from damage import damage_bytes, damage_checkpoint, damage_json
 
 from config import ConfigError, TrainConfig
 from data.loader import Sequences, TokenStream
+from data.shard_writer import ShardWriter
 from data.sharder import Sharder
-from data.shards import DataError, ShardWriter, corpus_name, read_manifest, write_manifest
+from data.shards import DataError, corpus_name, read_manifest, write_manifest
 from evaluation.figure import draw
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT

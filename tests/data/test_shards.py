@@ -4,9 +4,9 @@ import shutil
 import numpy as np
 import pytest
 
+from data.shard_writer import ShardWriter
 from data.shards import (
     DataError,
-    ShardWriter,
     find_shards,
     header,
     inspect_shard,
