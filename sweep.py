@@ -120,14 +120,13 @@ def check_run(name: str, options: dict[str, list[str]]) -> None:
 def check_same_data(out: Path, points: list[dict[str, str]], fixed: dict[str, list[str]]) -> None:
     """Raise ConfigError if a folder of shards holds other tokens than when the sweep began."""
     options = {" ".join(fixed.get("data_dir", ())), *(p.get("data_dir", "") for p in points)} - {""}
-    found = {name: TokenStream(name, "train").checksum() for name in sorted(options)}
+    found = {name: TokenStream(name, "train").checksum for name in sorted(options)}
     path = out / "data.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     if changed := [name for name in found if before.get(name, found[name]) != found[name]]:
         raise ConfigError(
             f"{changed[0]} holds other tokens than for earlier runs; give another --out"
         )
-    out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(before | found, indent=1))
 
 
@@ -222,8 +221,8 @@ def main(config: SweepConfig) -> None:
     kept = config.out / "fixed.json"
     if kept.exists() and json.loads(kept.read_text()) != fixed:
         raise ConfigError(f"{config.out} has runs with other --fixed options; give another --out")
-    check_same_data(config.out, points, fixed)
     config.out.mkdir(parents=True, exist_ok=True)
+    check_same_data(config.out, points, fixed)
     kept.write_text(json.dumps(fixed, indent=1))
     signal.signal(signal.SIGTERM, stop)
     with ThreadPoolExecutor(config.jobs) as pool:

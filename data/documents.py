@@ -84,10 +84,11 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
         names = next(reader, [])
         if names.count(column) != 1:
             raise DataError(missing_column(name, column, names))
+        index = names.index(column)
         for row in islice(filter(None, reader), skip, None):
             where = f"line {reader.line_num}"
             if len(row) == len(names):
-                yield text_of(row[names.index(column)], where, column)
+                yield text_of(row[index], where, column)
             else:
                 yield NoText(f"{where} has {len(row)} fields, the header {len(names)}")
     except csv.Error as error:

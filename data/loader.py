@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,8 +65,9 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
+    @cached_property
     def checksum(self) -> int:
-        """Return a number that tells this text from another one: of its length and both ends."""
+        """Number that tells this text from another one: of its length and both ends."""
         length = min(len(self), CHECKED)
         ends = (self.tokens(start, length) for start in (0, len(self) - length))
         return zlib.crc32(np.concatenate([*ends, [len(self)]]).tobytes())

@@ -5,8 +5,6 @@ written last, so a merge that is killed at any moment can be run again.
 """
 
 import contextlib
-import os
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from tqdm import tqdm
 
 from data.sharder import DEFAULTS, IN_PROGRESS, locked, output_folder
 from data.shards import MANIFEST, DataError, find_shards, read_manifest, shard_paths, write_manifest
-from utils.files import atomic_write, check_space, sha256, sync_folder
+from utils.files import link_or_copy, sha256, sync_folder
 
 COMMON_KEYS = (  # equal in the manifests of all workers of a run
     *("format_version", "tokenizer", "vocab_size", "eot", "source", "files_digest"),
@@ -69,23 +67,17 @@ def renumber_shards(workers: dict[Path, dict]) -> list[tuple[Path, dict]]:
     return shards
 
 
-def link_or_copy(source: Path, target: Path, digest: str, full: bool) -> None:
-    """Link or copy a shard atomically; raise DataError if another file has its name.
+def merge_shard(source: Path, target: Path, digest: str, full: bool) -> None:
+    """Link or copy a shard; raise DataError if it is damaged or another file has its name.
 
     A shard that is not full is copied: continuing its worker would write into a linked one.
     """
-    if target.exists():
-        if not target.samefile(source) and sha256(target) != digest:
-            raise DataError(f"{target} is not from these folders; merge into an empty folder")
-        return
-    if full:
-        with contextlib.suppress(OSError):  # another disk, or a file system without links
-            os.link(source.resolve(), target)
-            return
-    target.with_name(target.name + ".tmp").unlink(missing_ok=True)  # a partial copy takes room
-    check_space(target.parent, source.stat().st_size, f"a copy of {source}")
-    with open(source, "rb") as file, atomic_write(target) as copy:
-        shutil.copyfileobj(file, copy, 2**20)
+    if sha256(source) != digest:
+        raise DataError(f"{source} is damaged: it does not have its checksum; shard it again")
+    if not target.exists():
+        link_or_copy(source, target, full)
+    elif not target.samefile(source) and sha256(target) != digest:
+        raise DataError(f"{target} is not from these folders; merge into an empty folder")
 
 
 def merged_manifest(workers: list[dict], shards: list[dict]) -> dict:
@@ -120,12 +112,8 @@ def merge(folders: tuple[Path, ...], out: Path) -> dict:
         if foreign or read_manifest(out) not in (None, manifest):
             raise DataError(f"{out} holds other shards already; merge into an empty folder")
         for source, entry in tqdm(shards, unit="shard", disable=None):
-            if sha256(source) != entry["sha256"]:
-                raise DataError(
-                    f"{source} is damaged: it does not have its checksum; shard it again"
-                )
             full = entry["tokens"] == manifest["shard_size"]
-            link_or_copy(source, out / entry["file"], entry["sha256"], full)
+            merge_shard(source, out / entry["file"], entry["sha256"], full)
         sync_folder(out)
         write_manifest(out, manifest)
     return manifest

@@ -40,7 +40,9 @@ def list_files(inputs: tuple[str, ...]) -> tuple[list[str], list[Path]]:
     files: list[str] = []
     others: list[Path] = []
     for name in inputs:
-        path = Path(name or "nothing")
+        path = Path(name)
+        if not name:
+            raise DataError("--input '' does not exist")
         if "://" in name:
             files.append(name)
         elif path.is_file():
@@ -48,13 +50,12 @@ def list_files(inputs: tuple[str, ...]) -> tuple[list[str], list[Path]]:
             files.append(name)
         elif path.is_dir():
             for p in walk(path):
-                if not EXCLUDED.search(f"/{p.relative_to(path)}"):
-                    known = suffixes(p.name)[0] in IN_FOLDERS and p.is_file()
-                    files.append(str(p)) if known else others.append(p)
+                known = suffixes(p.name)[0] in IN_FOLDERS and p.is_file()
+                files.append(str(p)) if known else others.append(p)
         elif path.exists():
             raise DataError(f"--input {name} is neither a file nor a folder; write it to a file")
         else:
-            raise DataError(f"--input {name or repr(name)} does not exist")
+            raise DataError(f"--input {name} does not exist")
     if not files:
         kinds = f"{', '.join(IN_FOLDERS)} files, also as {', '.join(COMPRESSIONS)}"
         held = f"; it holds {count_suffixes(others)}; name files to read them" if others else ""
@@ -77,7 +78,7 @@ def walk(folder: Path) -> list[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(x for x in folders if not EXCLUDED.search(f"/{x}/"))
-        found += [Path(parent, name) for name in names]
+        found += [Path(parent, x) for x in names if not EXCLUDED.search(f"/{x}")]
     return sorted(found)
 
 

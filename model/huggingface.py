@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from reprlib import repr as brief
 
@@ -129,6 +130,7 @@ def weights_to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tens
     return theirs
 
 
+@cache
 def find_folder(name: str) -> Path:
     """Return the folder `name`, or download the hub repository of that name if it is not cached."""
     if Path(name).is_dir():

@@ -1,7 +1,5 @@
 """Checkpoints of a folder: what they are called, which one to resume or to use, which to keep."""
 
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,23 +10,10 @@ from model.huggingface import find_folder, load_pretrained
 from training.checkpoint import CheckpointError, load_model
 from utils.cli import given_options
 from utils.distributed import is_main
-from utils.files import atomic_write, sync_folder
+from utils.files import link_or_copy, sync_folder
 
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
 STABLE = "model_stable.pt"  # --schedule wsd: the last step before the decay
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give a checkpoint a second name, atomically; a copy where the file system has no links."""
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        with open(source, "rb") as file, atomic_write(target) as copy:
-            shutil.copyfileobj(file, copy)
-    else:
-        os.replace(temporary, target)
 
 
 def keep_numbered(folder: Path, step: int, keep: int) -> None:
@@ -96,6 +81,13 @@ def refuse_both_sources(args: list[str]) -> None:
         raise CheckpointError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
 
 
+def load_hugging_face(name: str) -> GPT:
+    """Return the model of a Hugging Face name or folder; raise an error if it cannot be used or is
+    of a tokenizer that is unknown here."""
+    check_vocabulary(find_folder(name))
+    return load_pretrained(name)
+
+
 def open_model(
     checkpoint: Path, pretrained: str | None, *, exact: bool = False
 ) -> tuple[GPT, str, dict]:
@@ -104,8 +96,7 @@ def open_model(
     if pretrained is None:
         model, state = load_model(find_best(checkpoint), exact=exact)
         return model, state["tokenizer"], state
-    model = load_pretrained(pretrained)
-    check_vocabulary(find_folder(pretrained))
+    model = load_hugging_face(pretrained)
     for name, kind in TOKENIZERS.items():
         if kind.vocab_size == model.config.vocab_size:
             return model.eval(), name, {}

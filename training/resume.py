@@ -10,10 +10,9 @@ import torch
 from config import ConfigError, TrainConfig, recipe_of
 from data.loader import Sequences, TokenStream
 from data.shards import is_interrupted
-from data.tokenizer import check_vocabulary
 from model.config import GPTConfig
 from model.gpt import GPT, with_context
-from model.huggingface import find_folder, load_pretrained, read_config
+from model.huggingface import find_folder, read_config
 from training import checkpoint as ckpt
 from training.checkpoint_folder import (
     BEST,
@@ -21,6 +20,7 @@ from training.checkpoint_folder import (
     checkpoint_folder,
     find_best,
     find_newest,
+    load_hugging_face,
 )
 from training.options import parse_options
 from training.run_folders import best_loss, check_folders
@@ -121,8 +121,7 @@ def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT
     if saved is None and config.init_from:
         path = checkpoint_to_start_from(config.init_from)
         if path is None:
-            model = load_pretrained(config.init_from)
-            check_vocabulary(find_folder(config.init_from))
+            model = load_hugging_face(config.init_from)
         else:
             model, _ = ckpt.load_model(path, exact=True)
         if model.config.vocab_size != vocab_size:
@@ -223,7 +222,7 @@ def resume_warnings(
         changed.append(f"there were {saved['train_tokens']:,} train tokens")
     end = "the data order changes from here on, so this epoch may repeat or miss sequences"
     notes = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
-    if saved.get("val_checksum", checksum := val.checksum()) != checksum:
+    if saved.get("val_checksum", val.checksum) != val.checksum:
         notes.append(
             "warning: the validation text is another one: the best loss starts anew, and "
             f"{BEST} is replaced at the next validation"

@@ -9,10 +9,10 @@ from pathlib import Path
 from config import ConfigError, TrainConfig
 from training import checkpoint as ckpt
 from training.checkpoint import CheckpointError
-from training.checkpoint_folder import BEST, LAST, find_newest, link_or_copy
+from training.checkpoint_folder import BEST, LAST, find_newest
 from utils.distributed import Process
 from utils.errors import UserError
-from utils.files import check_space, lock_folder
+from utils.files import check_space, link_or_copy, lock_folder
 from utils.logger import catch_write_errors, logged_run
 
 
@@ -112,9 +112,10 @@ def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
     keep a model_last.pt of that step or a later one under another name. Return a sentence on that.
     """
     last = folder / LAST
-    if not last.exists() or resumed.samefile(last) or ckpt.load_checkpoint(last)["step"] < step:
+    if not last.exists() or resumed.samefile(last):
         return []
-    later = ckpt.load_checkpoint(last)["step"]
+    if (later := ckpt.load_checkpoint(last)["step"]) < step:
+        return []
     suffixes = chain([""], map("_{}".format, count(2)))
     names = (f"model_kept_{later:06d}{suffix}.pt" for suffix in suffixes)
     kept = next(folder / name for name in names if not (folder / name).exists())

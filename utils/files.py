@@ -30,6 +30,22 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
+def link_or_copy(source: Path, target: Path, link: bool = True) -> None:
+    """Give a file a second name, atomically; copy it without `link`, to another disk, and where the
+    file system has no links. Raises UserError if there is no room for a copy."""
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # a partial copy takes room
+    if link:
+        with contextlib.suppress(OSError):
+            os.link(source.resolve(), temporary)
+            os.replace(temporary, target)
+            temporary.unlink(missing_ok=True)  # still there if the target was the same file
+            return
+    check_space(target.parent, source.stat().st_size, f"a copy of {source}")
+    with open(source, "rb") as file, atomic_write(target) as copy:
+        shutil.copyfileobj(file, copy, 2**20)
+
+
 def lock_folder(folder: Path, work: str) -> int | None:
     """Lock a folder for this process and return the descriptor that holds the lock until it is
     closed or the process ends; None on a file system without locks.

@@ -132,8 +132,10 @@ class Logger:
 
     def last_compile_seconds(self) -> float | None:
         """Return how long the first step of an earlier start took, None if none compiled."""
-        rows = read_metrics(self.folder).get("compile") if self.is_main else None
-        return rows[-1]["seconds"] if rows else None
+        with contextlib.suppress(LogError):  # a damaged log does not end a run
+            rows = read_metrics(self.folder).get("compile") if self.is_main else None
+            return rows[-1]["seconds"] if rows else None
+        return None
 
     def log_start(self, since_start: float, ms: float, compiled: bool, step: int) -> None:
         """Print when the first step was done, and write how long it took if it compiled."""
