@@ -14,16 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.gpt import GPT, RMS_EPS, RMSNorm, Rotary, ScaledDotProduct
-from model.loss import ChunkSizes, HeadCrossEntropy
+from model.loss import HeadCrossEntropy, rows_within
 
 SHORT = 256  # tokens up to which a CPU attends faster in float32 than in bfloat16
-CHUNKS = ChunkSizes(logits=2**26, softmax=2**22, weight_grad=2**23)  # the last two fit the caches
+SOFTMAX_BYTES = 2**22  # of float32 logits: fits the caches
 onednn = torch.ops.mkldnn  # oneDNN's former name
 
 
 def upcast_if_short(x: Tensor) -> Tensor:
     """Return bfloat16 x (B, T, ...) as float32 where T is short."""
     return x.float() if x.dtype is torch.bfloat16 and x.size(1) <= SHORT else x
+
+
+class CPULayerNorm(nn.LayerNorm):
+    """LayerNorm that takes bfloat16 weights, as FSDP2 gathers them, with float32 input; autocast of
+    other devices casts them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -110,15 +120,32 @@ class CPUScaledDotProduct(ScaledDotProduct):
             return super().forward(q, k, v, mask, is_causal)
 
 
+def cross_entropy_in_parts_(
+    logits: Tensor, targets: Tensor, scale: Tensor | None, vocab_size: int
+) -> Tensor:
+    """Return what cross_entropy_ returns, of SOFTMAX_BYTES of logits at a time, by a scatter."""
+    rows = rows_within(SOFTMAX_BYTES, 4 * logits.size(1))
+    nats = []
+    for start in range(0, len(logits), rows):
+        part = logits[start : start + rows]
+        target = targets[start : start + rows].clamp(min=0).unsqueeze(-1)
+        upcast = part.float()
+        upcast[:, vocab_size:] = -torch.inf
+        p = upcast.softmax(-1)
+        logsumexp = upcast.amax(-1) - p.amax(-1).log()
+        nats.append(logsumexp - upcast.gather(-1, target).squeeze(-1))
+        if scale is not None:
+            p.scatter_add_(-1, target, torch.full_like(target, -1, dtype=p.dtype))
+            part.copy_(p.mul_(scale[start : start + rows].unsqueeze(-1)))
+    return torch.cat(nats)
+
+
 class CPUHeadCrossEntropy(HeadCrossEntropy):
-    """HeadCrossEntropy with chunks that fit the caches; left out of compiled graphs, which would
-    keep the product of every chunk for the backward pass."""
+    """HeadCrossEntropy with chunks that fit the caches."""
 
-    chunks = CHUNKS
-
-    @torch._disable_dynamo  # torch.compiler.disable would import the compiler
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return super().forward(x, weight, targets)
+    logits_bytes = 2**26
+    product_bytes = 2**23
+    cross_entropy_ = staticmethod(cross_entropy_in_parts_)
 
 
 class TiedEmbedding(torch.autograd.Function):
@@ -138,23 +165,18 @@ class TiedEmbedding(torch.autograd.Function):
         return None, grad_weight.index_add_(0, idx.flatten(), grad_x.flatten(0, 1))
 
 
-@torch._disable_dynamo  # compiled, it would add into a copy
-def tied_embedding(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return TiedEmbedding of idx and weight, outside of compiled graphs."""
-    return TiedEmbedding.apply(idx, weight)
-
-
 class CPUTrainingGPT(GPT):
     """GPT whose tied embedding and head share one gradient table."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None or not self.config.tied:
             return super().forward(idx, targets)
-        x, weight = tied_embedding(idx, self.head_weight)
+        x, weight = TiedEmbedding.apply(idx, self.head_weight)
         return self.loss(self.trunk(x).flatten(0, 1), weight, targets.flatten())
 
 
 REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LayerNorm: CPULayerNorm,
     RMSNorm: CPURMSNorm,
     Rotary: CPURotary,
     nn.GELU: CPUGELU,

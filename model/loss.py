@@ -1,33 +1,75 @@
 """Head and cross-entropy, one chunk of tokens at a time.
 
-The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32.
+The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32. The loop
+over chunks runs outside of compiled graphs; what may be compiled is the work on one chunk's logits.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-
-class ChunkSizes(NamedTuple):
-    """Largest temporary tensors of the chunk loop, in bytes of float32."""
-
-    logits: int
-    """Logits of one matmul."""
-    softmax: int
-    """Logits of one softmax."""
-    weight_grad: int
-    """Rows of the head's gradient that are added at a time, in the compute dtype."""
-
-
-CHUNKS = ChunkSizes(2**30, 2**30, 2**29)
+ChunkFunction = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
 
 def rows_within(limit: int, row_bytes: int) -> int:
     """Return how many rows fit into `limit` bytes: at least 1, a multiple of 32 if possible."""
     rows = limit // row_bytes
     return rows // 32 * 32 or max(1, rows)
+
+
+def chunk_rows(rows: int, most: int) -> int:
+    """Return the size, at most `most`, of the fewest equal chunks of `rows`; of `most`, with a
+    smaller last one, where equal ones would be less than half as large."""
+    fewest = -(-rows // most)
+    return next((rows // n for n in range(fewest, 2 * fewest + 1) if rows % n == 0), most)
+
+
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, scale: Tensor | None, vocab_size: int
+) -> Tensor:
+    """Return the cross-entropy (N,) in nats of logits (N, padded V) against targets (N,), and
+    overwrite the logits with its gradient, each row times `scale` (N,), if that is given.
+
+    The gradient is softmax - onehot(target). The target is found by comparison with the column's
+    index, because a scatter would end the fused loop of a compiler. For targets of -1 the values
+    have no meaning.
+    """
+    x = logits.float()
+    column = torch.arange(x.size(1), device=x.device)
+    x.masked_fill_(column >= vocab_size, -torch.inf)
+    logsumexp = x.logsumexp(-1, keepdim=True)
+    nats = logsumexp - x.gather(-1, targets.clamp(min=0).unsqueeze(-1))
+    if scale is not None:
+        is_target = column == targets.unsqueeze(-1)
+        x.sub_(logsumexp).exp_().sub_(is_target.float()).mul_(scale.unsqueeze(-1))
+        logits.copy_(x)
+    return nats.squeeze(-1)
+
+
+@cache
+def accumulates_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether addmm adds a product of matrices in `dtype` to a float32 matrix there."""
+    a = torch.eye(16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return torch.equal(total, torch.ones_like(total) + a)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
+    """Add a @ b to the float32 matrix `total`, in products of at most `limit` bytes where their
+    dtype is another one and the device cannot add them by itself."""
+    if a.dtype is not total.dtype and accumulates_in_float32(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        return
+    rows = rows_within(limit, a.dtype.itemsize * b.size(1))
+    for part, some in zip(total.split(rows), a.split(rows), strict=True):
+        part += some @ b
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -41,66 +83,47 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        chunks: ChunkSizes,
-        needs_grad: bool,
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, head: "HeadCrossEntropy", needs_grad: bool
     ) -> Tensor:
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
             counted = targets >= 0  # (N,)
-            count = counted.sum()
+            scale = counted / counted.sum()
             total = torch.zeros((), device=x.device)
-            if needs_grad:
-                grad_x = torch.empty_like(x)
-                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             low_x, low_weight = x.to(dtype), weight.to(dtype)
-            target_ids = targets.clamp(min=0).unsqueeze(-1)  # (N, 1)
-            rows = min(len(x), rows_within(chunks.logits, 4 * len(weight)))
-            part_rows = rows_within(chunks.softmax, 4 * len(weight))
-            columns = rows_within(chunks.weight_grad, dtype.itemsize * x.size(1))
+            if needs_grad:
+                grad_x = torch.empty_like(low_x)
+                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            rows = chunk_rows(len(x), rows_within(head.logits_bytes, 4 * len(weight)))
             buffer = low_x.new_empty(rows, len(weight))  # one allocation for all chunks
             for chunk in (slice(start, start + rows) for start in range(0, len(x), rows)):
                 inputs = low_x[chunk]  # (rows, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (rows, V)
-                parts = (t.split(part_rows) for t in (logits, target_ids[chunk], counted[chunk]))
-                for part, target, counts in zip(*parts, strict=True):
-                    upcast = part.float()
-                    upcast[:, vocab_size:] = -torch.inf
-                    p = upcast.softmax(-1)
-                    logsumexp = upcast.amax(-1) - p.amax(-1).log()
-                    nats = logsumexp - upcast.gather(-1, target).squeeze(-1)
-                    total += (nats * counts).sum()
-                    if needs_grad:  # of the mean: (p - onehot(target)) / count
-                        p.scatter_add_(-1, target, torch.full_like(target, -1, dtype=p.dtype))
-                        part.copy_(p.mul_((counts / count).unsqueeze(-1)))
+                grad_scale = scale[chunk] if needs_grad else None
+                nats = head.cross_entropy_(logits, targets[chunk], grad_scale, head.vocab_size)
+                total += (nats * scale[chunk]).sum()
                 if needs_grad:
                     grad_logits = logits  # overwritten in place
-                    grad_x[chunk] = grad_logits @ low_weight
-                    slices = zip(
-                        grad_weight.split(columns), grad_logits.split(columns, dim=1), strict=True
-                    )
-                    for grad, some in slices:
-                        grad += some.T @ inputs
+                    torch.mm(grad_logits, low_weight, out=grad_x[chunk])
+                    add_product_(grad_weight, grad_logits.T, inputs, head.product_bytes)
         if needs_grad:
-            ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
-        return total / count
+            ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
+        return total
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None, None
+        return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None
 
 
 class HeadCrossEntropy(nn.Module):
     """Mean cross-entropy of the head's logits, chunk by chunk."""
 
-    chunks = CHUNKS
+    logits_bytes = 2**30  # largest chunk of logits, in float32
+    product_bytes = 2**29  # largest product that is added to the weight's gradient
+    cross_entropy_: ChunkFunction = staticmethod(cross_entropy_)
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -108,6 +131,4 @@ class HeadCrossEntropy(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,)."""
-        return ChunkedCrossEntropy.apply(
-            x, weight, targets, self.vocab_size, self.chunks, torch.is_grad_enabled()
-        )
+        return ChunkedCrossEntropy.apply(x, weight, targets, self, torch.is_grad_enabled())

@@ -92,10 +92,11 @@ def head_bytes(tokens: int, n_embd: int, vocab: int, e: int, device: str) -> int
     """Return the bytes that model/loss.py holds at the end of the forward pass: float32 gradients
     of input and embedding, their low-precision copies, a chunk of logits with two float32 tensors
     of its softmax, and a chunk of the embedding's gradient (twice in bfloat16 on a CPU)."""
-    chunks = cpu.CHUNKS if device == "cpu" else loss.CHUNKS
-    rows = min(tokens, rows_within(chunks.logits, 4 * vocab))
-    softmax_rows = min(rows, rows_within(chunks.softmax, 4 * vocab))
-    grad_rows = min(vocab, rows_within(chunks.weight_grad, e * n_embd))
+    head = cpu.CPUHeadCrossEntropy if device == "cpu" else loss.HeadCrossEntropy
+    rows = loss.chunk_rows(tokens, rows_within(head.logits_bytes, 4 * vocab))
+    softmax_bytes = cpu.SOFTMAX_BYTES if device == "cpu" else head.logits_bytes
+    softmax_rows = min(rows, rows_within(softmax_bytes, 4 * vocab))
+    grad_rows = min(vocab, rows_within(head.product_bytes, e * n_embd))
     copies = e if e < 4 else 0
     grad_e = e + (4 if device == "cpu" and e < 4 else 0)
     return (

@@ -10,7 +10,6 @@ from model import cpu
 from model.cache import KVCache
 from model.config import SIZES, GPTConfig, ModelError
 from model.gpt import GPT
-from model.loss import ChunkSizes
 
 RECIPES = ("gpt2", "modern", "llama,n_kv_head=1")
 TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
@@ -88,7 +87,7 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(tiny, chunk_rows,
     model = tiny(recipe)
     row = 4 * model.config.padded_vocab_size
     # the gradient of 320 rows of the embedding in slices of 100
-    model.loss.chunks = ChunkSizes(chunk_rows * row, 5 * row, 4 * 32 * 100)
+    model.loss.logits_bytes, model.loss.product_bytes = chunk_rows * row, 4 * 32 * 100
     x, y = torch.randint(0, 257, (2, 3, 16))
     y[0, :5] = -1  # does not count
     ours = model(x, y)
