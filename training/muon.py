@@ -17,11 +17,13 @@ STEPS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum and decoupled weight decay; the caller sets the learning rate.
+    """Muon with Nesterov momentum and decoupled weight decay; the caller sets the learning rate,
+    which is that of the first group for all.
 
     The parameters of a group have one shape. "split_sizes" of a group are the row counts of the
     matrices that one parameter stacks, as queries, keys and values: each is orthogonalized alone.
-    `cautious` decays only the weights that the update shrinks. Matmuls run in `dtype`.
+    `cautious` decays only the weights that the update shrinks. Matmuls run in `dtype`. A step takes
+    few kernels for any number of layers: torch._foreach_* work on all matrices at once.
     """
 
     def __init__(
@@ -32,35 +34,49 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters. Every process must call it."""
+        """Update all parameters; their gradients are overwritten. Every process must call it."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        gradients = [local_shard(p.grad) for p in parameters]  # (R / W, C) each
+        self.add_momentum(parameters, gradients)
+
         shardings, stacks, num_matrices = [], [], 0
+        remaining = iter(gradients)
         for group in self.param_groups:
             sharding = MatrixSharding(group["params"], num_matrices)
-            momentum = self.nesterov_momentum(group)  # (N, R / W, C)
-            stacks.append(sharding.collect(momentum))  # (N / W, R, C)
+            rows = torch.stack([next(remaining) for _ in group["params"]])  # (N, R / W, C)
+            stacks.append(sharding.collect(rows.to(self.dtype)))  # (N / W, R, C)
             shardings.append(sharding)
             num_matrices += len(group["params"])
 
         stacks = orthogonalize(stacks, [group["split_sizes"] for group in self.param_groups])
 
-        for group, sharding, stack in zip(self.param_groups, shardings, stacks, strict=True):
-            updates = sharding.spread(stack)  # (N, R / W, C)
-            decay = group["lr"] * group["weight_decay"]
-            for parameter, update in zip(group["params"], updates, strict=True):
-                weight = local_shard(parameter)  # (R / W, C)
-                decays = weight * update > 0 if self.cautious else 1
-                weight.mul_(1 - decay * decays).add_(update, alpha=-group["lr"])
+        pairs = zip(shardings, stacks, strict=True)
+        updates = [x for sharding, stack in pairs for x in sharding.spread(stack)]  # (R / W, C)
+        torch._foreach_copy_(gradients, updates)
+        self.apply([local_shard(p) for p in parameters], gradients)
 
-    def nesterov_momentum(self, group: dict) -> Tensor:
-        """Update the momentum buffers; return this process's rows (N, R / W, C) in `dtype`."""
-        rows = []
-        for p in group["params"]:
+    def add_momentum(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Update the momentum buffers; overwrite the gradients with Nesterov momentum."""
+        for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            gradient, buffer = local_shard(p.grad), local_shard(self.state[p]["momentum_buffer"])
-            buffer.lerp_(gradient, 1 - group["momentum"])
-            rows.append(gradient.lerp(buffer, group["momentum"]).to(self.dtype))
-        return torch.stack(rows)
+        momentum = self.param_groups[0]["momentum"]
+        buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        torch._foreach_lerp_(gradients, buffers, momentum)
+
+    def apply(self, weights: list[Tensor], updates: list[Tensor]) -> None:
+        """Decay the weights, then subtract the updates."""
+        lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
+        if self.cautious:
+            decaying = torch._foreach_mul(weights, updates)
+            torch._foreach_sign_(decaying)
+            torch._foreach_clamp_min_(decaying, 0.0)  # 1 where the update shrinks the weight
+            torch._foreach_mul_(decaying, weights)
+            torch._foreach_add_(weights, decaying, alpha=-lr * decay)
+        else:
+            torch._foreach_mul_(weights, 1 - lr * decay)
+        torch._foreach_add_(weights, updates, alpha=-lr)
 
 
 def orthogonalize(stacks: list[Tensor], split_sizes: list[tuple[int, ...]]) -> list[Tensor]:
@@ -77,7 +93,8 @@ def orthogonalize(stacks: list[Tensor], split_sizes: list[tuple[int, ...]]) -> l
             _, rows, columns = matrices[i].shape
             matrices[i] = m.mT * (rows / columns) ** 0.5 if rows > columns else m
     remaining = iter(matrices)
-    return [torch.cat([next(remaining) for _ in rows], dim=1) for rows in split_sizes]
+    parts = [[next(remaining) for _ in rows] for rows in split_sizes]
+    return [torch.cat(x, dim=1) if len(x) > 1 else x[0].contiguous() for x in parts]
 
 
 def newton_schulz(x: Tensor) -> Tensor:

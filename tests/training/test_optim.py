@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import TrainConfig, parse_recipe
 from model.config import GPTConfig
@@ -103,3 +104,24 @@ def test_cautious_decay_spares_weights_that_the_update_makes_larger():
     expected = torch.where(smaller, found[0.5, False], found[0.0, False])
     torch.testing.assert_close(found[0.5, True], expected)
     assert smaller.any() and not smaller.all()
+
+
+def test_a_step_of_muon_takes_few_kernels_for_any_number_of_layers():
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "aten" and not func.is_view and "view" not in func.name():
+                ops.append(func.name())
+            return func(*args, **kwargs or {})
+
+    counts = {}
+    for n_layer in (2, 12):
+        config = TrainConfig(recipe="modern", n_layer=n_layer, n_head=2, n_embd=32, block_size=16)
+        model, ops = GPT(config.model_config(257)), []
+        _, muon = make_optimizers(model, config, torch.bfloat16)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        muon.step()  # creates the buffers
+        with Count():
+            muon.step()
+        counts[n_layer] = len(ops)
+    assert counts[2] == counts[12] <= 60, "\n".join(ops)
