@@ -35,7 +35,8 @@ def validation_loss(
         rank 0     0   2   4                 slots of rank 1    0  n1   0  n3   0
         rank 1     1   3  (4)                summed            n0  n1  n2  n3  n4
 
-    Rank 1 repeats batch 4 uncounted: collectives inside the forward pass need every process.
+    Rank 1 repeats batch 4 uncounted: collectives inside the forward pass need every process. The
+    last batch is filled with sequences that do not count, so that all have one shape.
 
     With `token_bytes` (vocab_size,), the UTF-8 bytes of each token id, it adds bits_per_byte =
     nats / ln 2 / bytes, which does not depend on the tokenizer: tokens of 4 bytes at a loss of
@@ -47,13 +48,16 @@ def validation_loss(
     sums = torch.zeros(2, len(batches), dtype=torch.float64)  # nats and bytes of each batch
     for turn in range(0, len(batches), process.world_size):
         mine = turn + process.rank
-        inputs, targets = sequences.batch(batches[min(mine, len(batches) - 1)])  # (B, T)
+        batch = batches[min(mine, len(batches) - 1)]
+        inputs, targets = sequences.batch(np.resize(batch, len(batches[0])))  # (B, T)
+        targets[len(batch) :] = -1
         idx, labels = (torch.from_numpy(x).to(process.device) for x in (inputs, targets))
         with autocast(process.device, dtype):
             loss = model(idx, labels)
         if mine < len(batches):
-            sums[0, mine] = loss.item() * targets.size
-            sums[1, mine] = 0 if token_bytes is None else float(token_bytes[targets].sum())
+            counted = targets[: len(batch)]
+            sums[0, mine] = loss.item() * counted.size
+            sums[1, mine] = 0 if token_bytes is None else float(token_bytes[counted].sum())
     nats, n_bytes = process.sum_float64(sums).sum(dim=1).tolist()
     model.train()
     scores = {"loss": nats / (n * sequences.block_size)}

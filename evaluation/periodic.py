@@ -1,6 +1,7 @@
 """Evaluator: the validation, benchmarks and text samples that train.py runs every n steps."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +32,7 @@ class Evaluator:
     """
 
     config: TrainConfig
-    model: GPT  # the plain module, which shares its weights with the compiled one
+    model: GPT
     sequences: Sequences  # validation split
     tokenizer: Tokenizer | None
     process: Process
@@ -41,6 +42,12 @@ class Evaluator:
     def __post_init__(self) -> None:
         self.options = {"batch_size": self.config.micro_batch_size, "dtype": self.dtype}
         self.token_bytes = bytes_per_token(self.tokenizer) if self.tokenizer else None
+
+    def uncompiled(self) -> AbstractContextManager:
+        """Return a context in which compiled blocks run uncompiled, for varying shapes."""
+        if not self.config.use_torch_compile:
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     def is_last(self, step: int) -> bool:
         """Return whether the run ends after `step` steps."""
@@ -61,7 +68,9 @@ class Evaluator:
         score = partial(score_items, self.model, self.tokenizer, self.process, **self.options)
         for task, rows in self.benchmark_rows.items() if self.tokenizer else ():
             if self.is_last(step) or is_due(getattr(self.config, f"{task}_every"), step):
-                yield task, benchmark_row(task, rows, score, self.tokenizer)
+                with self.uncompiled():
+                    row = benchmark_row(task, rows, score, self.tokenizer)
+                yield task, row
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
@@ -71,7 +80,7 @@ class Evaluator:
         length = min(SAMPLE_TOKENS, self.model.config.block_size)
         options = {"max_new_tokens": length, "temperature": 0.8, "seed": self.config.seed + step}
         self.model.eval()
-        with autocast(self.process.device, self.dtype):
+        with autocast(self.process.device, self.dtype), self.uncompiled():
             (tokens,) = complete(self.model, [tokenizer.eot], tokenizer.eot, **options)
         self.model.train()
         return tokenizer.decode_bytes(tokens).decode(errors="replace")

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from config import TrainConfig
+from model import cpu
 from model.config import GPTConfig
 from model.gpt import GPT
 from training import parallel
@@ -50,7 +51,7 @@ def measure(process, sharding):
 
 def residual_dtype(process, sharding):
     """Return the dtype that the second LayerNorm of a block reads where matmuls are in bfloat16."""
-    model, seen = GPT(CONFIG), []
+    model, seen = cpu.for_training(GPT(CONFIG)), []
     wrapped = parallel.wrap(model, process, sharding, torch.bfloat16)
     model.transformer.h[1].ln_2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     x = torch.zeros(2, 16, dtype=torch.long)

@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from config import TrainConfig
 from model import cpu
 from model.gpt import GPT, Block
+from model.loss import cross_entropy_
 from training.checkpoint import CheckpointError
 from utils import distributed
 from utils.distributed import Process
@@ -57,11 +58,10 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
     shape, names = (process.nodes, process.world_size // process.nodes), ("replicate", "shard")
     first = 0 if process.nodes > 1 else 1  # one machine shards alone
     mesh = init_device_mesh(process.device.type, shape[first:], mesh_dim_names=names[first:])
-    # norms, embeddings and the residual stream stay float32, as under autocast
+    # embeddings and the residual stream stay float32, as under autocast
     low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
-        parts, reshard = [block.attn, block.mlp], sharding == "zero3"
-        fully_shard(parts, mesh=mesh, mp_policy=low, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, mp_policy=low, reshard_after_forward=sharding == "zero3")
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     register_fsdp_forward_method(model, "hidden")  # the entry of evaluation and sampling
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
@@ -108,23 +108,37 @@ def apply_activation_checkpointing(model: GPT, mode: str, *, compiled: bool = Fa
             block.__class__, block.options = CheckpointedBlock, options
 
 
+def compile_blocks(model: GPT) -> None:
+    """Compile the blocks, in place, and the work on a chunk of logits.
+
+    Blocks have the same code, so all run one graph. Hooks of DDP and FSDP2 stay outside of it:
+    `forward` is replaced, not the call of the module.
+    """
+    static = {"fullgraph": True, "dynamic": False}
+    for block in model.transformer.h:
+        block.forward = torch.compile(block.forward, **static)
+    if model.loss.cross_entropy_ is cross_entropy_:  # not the one for CPUs
+        model.loss.cross_entropy_ = torch.compile(cross_entropy_, **static)
+
+
 class ParallelModel:
     """A model made ready to train, in place: fast paths, activation checkpointing, parallelism.
 
-    With --use_torch_compile, micro-steps run the compiled module; evaluation, samples and
-    checkpoints use the plain `model`, which shares its weights.
+    With --use_torch_compile the blocks are compiled in place; evaluation in varying shapes and
+    sampling run them uncompiled, in the context `torch.compiler.set_stance("force_eager")`.
     """
 
     def __init__(
         self, model: GPT, config: TrainConfig, process: Process, dtype: torch.dtype
     ) -> None:
         self.process, self.dtype, self.sharding = process, dtype, config.sharding
-        compiled = config.use_torch_compile
         if process.device.type == "cpu":
             cpu.for_training(model)
+        compiled = config.use_torch_compile
         apply_activation_checkpointing(model, config.activation_checkpointing, compiled=compiled)
         self.wrapped = wrap(model, process, config.sharding, dtype)
-        self.module = torch.compile(self.wrapped) if compiled else self.wrapped
+        if compiled:
+            compile_blocks(model)
 
     def micro_step(self, idx: Tensor, targets: Tensor, of: int = 1, *, last: bool = True) -> Tensor:
         """Run forward and backward on one of `of` micro-batches of a step; return its share of the
@@ -132,7 +146,7 @@ class ParallelModel:
         distributed.count_progress()
         with sync_gradients(self.wrapped, self.sharding, last=last):
             with distributed.autocast(self.process.device, self.dtype, keep_weights=False):
-                loss = self.module(idx, targets) / of
+                loss = self.wrapped(idx, targets) / of
             distributed.count_progress()
             loss.backward()
         return loss.detach()

@@ -30,7 +30,7 @@ def train(job: Job) -> Repeat:
     engine = ParallelModel(model, config, process, dtype)
     (optimizer,) = make_optimizers(model, config, dtype)
     clip = partial(clip_grad_norm, model, 1.0)
-    return training_steps(job, process, engine.module, clip, optimizer)
+    return training_steps(job, process, engine.wrapped, clip, optimizer)
 
 
 def train_nanogpt(job: Job) -> Repeat:
