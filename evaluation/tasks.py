@@ -65,6 +65,7 @@ def read_rows_on_all(task: str, path: Path | None, process: Process) -> list[dic
                 rows = read_rows(task, path)
             except DataError as error:
                 problem = error
+        process.wait_for_main()
         if not process.all_agree(problem is None):
             raise problem or DataError(f"another process could not read {task}")
     return rows

@@ -54,6 +54,7 @@ class Saver:
     def save(self, name: str, state: TrainState) -> None:
         """Copy the state of the run and have it written as `name`; every process must call it."""
         self.wait()  # one copy of the state at a time
+        self.process.wait_for_main()
         weights, moments = gather_state(self.model, self.optimizers)
         if self.process.is_main:
             entries = {
@@ -98,6 +99,7 @@ class Saver:
     def finish(self) -> None:
         """Wait on all processes for the last write; raise the error of a file that failed."""
         self.wait()
+        self.process.wait_for_main()
         problem = next(iter(self.errors.values()), None)
         if not self.process.all_agree(problem is None):
             raise problem or ckpt.CheckpointError("the main process could not save")

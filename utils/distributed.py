@@ -53,7 +53,13 @@ class Process:
                 tensors = [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
             yield tuple(x.to(self.device) for x in tensors)
 
-    # collectives: every process must call them
+    # every process must call these
+
+    def wait_for_main(self) -> None:
+        """Wait for the main process to get here, however long its download or its disk takes: a
+        collective would time out."""
+        if monitor is not None:
+            monitor.wait_for_main()
 
     def all_agree(self, condition: bool) -> bool:
         """Return True if the condition holds on every process."""
@@ -153,7 +159,6 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
         malloc.map_large_tensors()
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
-        torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls
     if process.world_size > 1 and not dist.is_initialized():
         with say_waiting(process):
             monitor = HeartbeatMonitor(rank, process.world_size, before_exit)
@@ -198,10 +203,12 @@ def explain_failed_collective(error: RuntimeError) -> str | None:
 
 
 def stop() -> None:
-    """Tell the other processes that this one has ended normally."""
-    # the process group stays: destroying it can deadlock on the interpreter lock with a gloo thread
+    """Tell the other processes that this one has ended normally, and leave the process group."""
     if monitor is not None:
         monitor.stop()
+        # gloo's stays: destroying it can deadlock on the interpreter lock with one of its threads
+        if dist.get_backend() == "nccl":
+            dist.destroy_process_group()
 
 
 def free_memory(device: torch.device) -> int:
@@ -226,20 +233,26 @@ def free_memory(device: torch.device) -> int:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matmuls; "auto" is bfloat16 on CUDA devices that support it."""
+    """Return the dtype of matmuls; "auto" is bfloat16 where the device multiplies in it."""
     if name == "auto":
-        low = device.type == "cuda" and not is_emulated(torch.bfloat16, device)
-        return torch.bfloat16 if low else torch.float32
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
     return getattr(torch, name)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return True if the device is known to multiply in bfloat16: GPUs from Ampere on, processors
+    with AVX-512 BF16, which those with AMX have, too."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if the device is known to run matmuls in `dtype` as slower float32 ones."""
-    if dtype is torch.bfloat16 and device.type == "cuda":
-        with torch.cuda.device(device):
-            return not torch.cuda.is_bf16_supported(including_emulation=False)
-    known = device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
-    return dtype is torch.bfloat16 and known and not torch.cpu._is_avx512_bf16_supported()
+    x86 = device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
+    known = x86 or device.type == "cuda"
+    return dtype is torch.bfloat16 and known and not has_bfloat16(device)
 
 
 def autocast(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 INTERVAL = 2.0  # seconds between heartbeats
 TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as lost
+POLL = 0.02  # seconds between two looks of wait_for_main
 DONE = "done"  # last value of a process that has ended normally
 
 
@@ -41,6 +42,7 @@ class HeartbeatMonitor:
         self.progress = 0  # incremented by the training loop
         self.last_seen: dict[int, tuple[str, float]] = {}  # rank -> newest value, when it came
         self.last_exchange = time.monotonic()  # when the store last answered
+        self.waits = 0  # calls of wait_for_main
         self.running = True
         self.parent = os.getppid()
         self.store.set(f"rank/{rank}", "0 0")
@@ -111,6 +113,14 @@ class HeartbeatMonitor:
         most = max([self.progress, *progress.values()])
         behind = ", ".join(str(rank) for rank, n in progress.items() if n < most)
         return f"rank {behind} is alive but behind" if behind else "all processes are alive"
+
+    def wait_for_main(self) -> None:
+        """Return on each rank when rank 0 has called this as often. Heartbeats go on meanwhile."""
+        self.waits += 1
+        if self.rank == 0:
+            self.store.set(f"main/{self.waits}", "")
+        while not self.store.check([f"main/{self.waits}"]):
+            time.sleep(POLL)
 
     def stop(self) -> None:
         """Stop sending heartbeats and tell the other ranks that this one has ended normally."""
