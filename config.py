@@ -272,13 +272,13 @@ class MachineOptions:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps; with --dry_run also a100, h100, h200, b200, rtx4090."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matmuls; weights stay float32. auto: bfloat16 on CUDA GPUs that support it."""
+    """Dtype of matmuls; weights stay float32. auto: bfloat16 where the processor has it."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
     """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
-    """Compile the training step; evaluation and sampling use the plain module."""
+    """Compile the training step; on by default on CUDA, --no_use_torch_compile turns it off."""
     profile: bool = False
     """Write a trace of three steps to trace.json in --log_dir, for ui.perfetto.dev."""
     dry_run: bool = False
@@ -426,6 +426,6 @@ class SamplingConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matmuls. auto: bfloat16 on CUDA GPUs that support it."""
+    """Dtype of matmuls. auto: bfloat16 where the processor has it."""
     use_torch_compile: bool = False
     """Compile the forward pass of one token, for long texts."""

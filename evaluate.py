@@ -71,7 +71,7 @@ class EvalConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Dtype of matmuls; auto: bfloat16 on CUDA GPUs that support it."""
+    """Dtype of matmuls; auto: bfloat16 where the processor has it."""
 
 
 @contextmanager

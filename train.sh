@@ -30,7 +30,6 @@ fi
 
 case " $* " in *" --help "* | *" -h "*) exec python train.py --help ;; esac
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-[ "$gpus" -eq 0 ] || set -- --use_torch_compile "$@"
 case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@" ;; esac
 # 524,288 tokens divide by powers of two: of six GPUs four are used, unless NPROC says otherwise
 processes=1

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from config import PER_LAUNCH, ConfigError, TrainConfig, mistyped
 from utils.cli import parse
+from utils.distributed import pick_device
 from utils.errors import did_you_mean
+from utils.gpus import NAMED_GPUS
 
 NANOGPT_OPTIONS = {  # nanoGPT's options without an equal of the same name: docs/NANOGPT.md
     "batch_size": "--micro_batch_size is the number of sequences in a forward pass",
@@ -24,7 +26,7 @@ NANOGPT_OPTIONS = {  # nanoGPT's options without an equal of the same name: docs
     "always_save_checkpoint": "--save_every saves model_last.pt, each new best is model_best.pt",
     "out_dir": "give --checkpoint_dir and --log_dir",
     "dataset": "--data_dir is the folder of shards; data/fineweb-edu.py --input makes them of text",
-    "compile": "--use_torch_compile compiles the training step; leave it out for off",
+    "compile": "--use_torch_compile compiles the training step, --no_use_torch_compile does not",
     "wandb_log": "--wandb logs to Weights & Biases",
     "wandb_project": "--wandb logs to the project gpt2",
     "wandb_run_name": "--wandb names the run by itself",
@@ -41,6 +43,15 @@ def parse_options(args: list[str] | None = None) -> tuple[TrainConfig, dict]:
     if file:
         config = parse(TrainConfig, default=TrainConfig.from_dict(file), args=args)
     return config, file
+
+
+def compiles(config: TrainConfig, file: dict, args: list[str]) -> bool:
+    """Return whether to compile: what the command line `args` says, or else the file of --config;
+    without either, on CUDA alone."""
+    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in args}
+    if names & {"use_torch_compile", "no_use_torch_compile"} or "use_torch_compile" in file:
+        return config.use_torch_compile
+    return config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
 
 
 def read_config_file(path: Path) -> dict:

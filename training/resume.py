@@ -22,7 +22,7 @@ from training.checkpoint_folder import (
     find_newest,
     load_hugging_face,
 )
-from training.options import parse_options
+from training.options import compiles, parse_options
 from training.run_folders import best_loss, check_folders
 from training.schedule import stable_steps
 from utils.cli import given_options, parse
@@ -56,6 +56,7 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
         saved["best_loss"] = min(saved["best_loss"], best_loss(config.checkpoint_dir, saved))
     elif config.init_from:
         initial_shape(config)  # before the checks: the recipe says which rates are allowed
+    config.use_torch_compile = compiles(config, file, sys.argv[1:])
     config.check()
     check_extras(config)
     if not config.overwrite:

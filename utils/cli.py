@@ -75,9 +75,7 @@ def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) 
         value = value if equals else following
         is_switch = flag.startswith("--") and kinds.get(name) is bool
         if is_switch and value.lower() in ("true", "false", "0", "1", "yes", "no"):
-            raise UserError(
-                f"{flag} takes no value: give it alone to turn it on, leave it out for off"
-            )
+            raise UserError(f"{flag} takes no value: --{name} turns it on, --no_{name} off")
 
 
 def run(
@@ -131,8 +129,12 @@ def user_message(error: Exception) -> str | None:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        first_line = str(error).partition("\n")[0]
+        return f"compiling failed: {first_line}; --no_use_torch_compile goes without"
     if isinstance(error, RuntimeError):
-        if "can't allocate memory" in str(error):  # PyTorch has no error class for a CPU
+        # PyTorch has no error class for a CPU, nor for memory that a CUDA library lacks
+        if "can't allocate memory" in str(error) or "CUDA error: out of memory" in str(error):
             return f"out of memory; {OUT_OF_MEMORY}"
         return distributed.explain_failed_collective(error)
     return None
