@@ -277,7 +277,7 @@ class GPT(nn.Module):
 
         Targets of -1 are left out of the mean.
         """
-        x = self.hidden(idx)
+        x = self.trunk(self.transformer.wte(idx))
         if targets is None:
             return self.logits(x)
         return self.loss(x.flatten(0, 1), self.head_weight, targets.flatten())

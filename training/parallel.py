@@ -114,6 +114,9 @@ def compile_blocks(model: GPT) -> None:
     Blocks have the same code, so all run one graph. Hooks of DDP and FSDP2 stay outside of it:
     `forward` is replaced, not the call of the module.
     """
+    import torch._dynamo.config  # takes a second
+
+    torch._dynamo.config.optimize_ddp = False  # it would split blocks; DDP overlaps between them
     static = {"fullgraph": True, "dynamic": False}
     for block in model.transformer.h:
         block.forward = torch.compile(block.forward, **static)
@@ -163,8 +166,8 @@ def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractC
             module.set_requires_gradient_sync(last)
         else:
             module.set_requires_all_reduce(last)  # across machines, which replicate
-        if sharding != "zero3":
-            module.set_reshard_after_backward(last)
+        # embeddings are kept between micro-steps, and blocks where memory has room for all
+        module.set_reshard_after_backward(last, recurse=sharding != "zero3")
     return nullcontext()
 
 

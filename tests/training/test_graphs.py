@@ -1,0 +1,227 @@
+"""What is compiled and sent on GPUs, at full size, without one: fake tensors have shapes and no
+memory, the fake process group has ranks and no network."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config import TrainConfig
+from model import loss
+from model.config import GPTConfig
+from model.gpt import GPT
+from tests.training import scaling
+from training import parallel
+from training.forecast import block_activations, count_parameters, forecast_memory
+from training.optim import make_optimizers
+from training.parallel import ParallelModel, compile_blocks, sync_gradients
+from utils.distributed import Process, autocast
+
+CPU = torch.device("cpu")
+VOCABULARY = 50257
+
+
+@pytest.fixture
+def compile_with(monkeypatch):
+    """Make torch.compile use another backend; nothing that was compiled before is taken."""
+
+    def patch(backend):
+        torch._dynamo.reset()
+        compile_ = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda f, **kw: compile_(f, backend=backend, **kw))
+        return backend
+
+    names = ("used_far_apart", "long_fusible_chains", "materialized_backward")
+    banned = {f"ban_recompute_{name}": True for name in names}
+    with torch._dynamo.config.patch(error_on_recompile=True, optimize_ddp=True):
+        with torch._functorch.config.patch(banned):  # as they are unless the model changes them
+            yield patch
+
+
+@pytest.fixture
+def fake_tensors(monkeypatch):
+    """Let tensors have shapes alone. What a device can do cannot be asked of them."""
+    monkeypatch.setattr(loss, "accumulates_in_float32", lambda *_: True)
+    return FakeTensorMode()
+
+
+@pytest.fixture
+def fake_ranks():
+    """Start a process group of ranks that exist in name alone; this one is rank 0."""
+    store = FakeStore()
+    yield lambda size: dist.init_process_group("fake", store=store, rank=0, world_size=size)
+    dist.destroy_process_group()
+
+
+class Graphs:
+    """Backend that keeps the graphs of the forward and backward pass as the compiler cuts them."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+
+    def __call__(self, graph, inputs):
+        def keep(graphs):
+            def compile_(graph, _):
+                graphs.append(graph)
+                return make_boxed_func(graph.forward)
+
+            return compile_
+
+        return aot_autograd(
+            fw_compiler=keep(self.forward),
+            bw_compiler=keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )(graph, inputs)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "cheap"])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(
+    compile_with, fake_tensors, recipe, checkpointing
+):
+    graphs, tokens = compile_with(Graphs()), 64 * 1024
+    shape = TrainConfig(recipe=recipe).model_config(VOCABULARY)
+    with fake_tensors:
+        model = GPT(shape)
+        parallel.apply_activation_checkpointing(model, checkpointing, compiled=True)
+        compile_blocks(model)
+        idx = torch.zeros(64, 1024, dtype=torch.long)
+        with autocast(CPU, torch.bfloat16, keep_weights=False):
+            nats = model(idx, idx)
+        nats.backward()
+    block, head = graphs.forward
+    assert len(graphs.backward) == 1
+    for graph in (block, head, *graphs.backward):  # a scatter would split the compiler's loops
+        assert not [node for node in graph.graph.nodes if "scatter" in str(node.target)]
+    (output,) = (node for node in block.graph.nodes if node.op == "output")
+    saved = {}  # of what has a row for each token; the rest are weights
+    for node in output.args[0][1:]:  # the first is the block's result, not kept
+        x = node.meta["val"]
+        if x.dim() > 1 and x.shape[0] in (64, tokens):
+            saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    kept = sum(saved.values()) / tokens
+    forecast = block_activations(shape, 2, checkpointing, "cuda")
+    most = {"none": 1.03, "cheap": 1.1}[checkpointing]  # the compiler may recompute some
+    assert 0.75 < kept / forecast < most
+
+
+def test_ddp_leaves_blocks_whole_and_their_gradients_equal(compile_with, tmp_path):
+    counter = compile_with(CompileCounterWithBackend("aot_eager"))
+    config = GPTConfig(16, 257, 3, 4, 192)  # a block has more than a bucket of gradients
+    idx = torch.randint(0, 257, (2, 16))
+    torch.manual_seed(0)
+    plain, model = GPT(config), GPT(config)
+    model.load_state_dict(plain.state_dict())
+    compile_blocks(model)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+        for micro_step in range(3):
+            with sync_gradients(wrapped, "none", last=micro_step == 2):
+                wrapped(idx, idx).backward()
+            plain(idx, idx).backward()
+    finally:
+        dist.destroy_process_group()
+    assert counter.frame_count == 2  # a block, and the softmax of a chunk
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
+    compile_with, fake_ranks, sharding
+):
+    fake_ranks(8)
+    counter = compile_with(CompileCounter())
+    config = TrainConfig(sharding=sharding, use_torch_compile=True)
+    engine = ParallelModel(
+        GPT(GPTConfig(16, 257, 3, 4, 64)), config, Process(0, 0, 8, CPU), torch.bfloat16
+    )
+    idx = torch.randint(0, 257, (2, 16))
+    for _ in range(2):
+        for micro_step in range(3):
+            engine.micro_step(idx, idx, 3, last=micro_step == 2)
+        engine.wrapped.zero_grad()
+    assert counter.frame_count == 1
+
+
+class Collectives(TorchDispatchMode):
+    """Number and bytes of collectives by kind: of the whole tensor, not of a rank's part."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::").strip("_")
+            tensors = args[0] if isinstance(args[0], list) else args[:2]
+            self.calls[name] += 1
+            self.bytes[name] += max(x.nbytes for x in tensors)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
+    fake_ranks, fake_tensors, monkeypatch, sharding
+):
+    fake_ranks(64)
+    mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("replicate", "shard"))
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_, **__: mesh)
+    batch, accumulation, layers = 8, 3, 4
+    config = TrainConfig(
+        n_layer=layers, sharding=sharding, micro_batch_size=batch,
+        total_batch_size=64 * 1024 * batch * accumulation,
+    )  # fmt: skip
+    shape = config.model_config(VOCABULARY)
+    sent, memory = Collectives(), MemTracker()
+    with fake_tensors:
+        model = GPT(shape)  # the plain one, as on a GPU
+        parallel.wrap(model, Process(0, 0, 64, CPU, nodes=8), sharding, torch.bfloat16)
+        optimizers = make_optimizers(model, config, torch.bfloat16)
+        idx = torch.zeros(batch, 1024, dtype=torch.long)
+
+        def step(before_forward=lambda: None):
+            for micro_step in range(accumulation):
+                before_forward()
+                with sync_gradients(model, sharding, last=micro_step == accumulation - 1):
+                    with autocast(CPU, torch.bfloat16, keep_weights=False):
+                        nats = model(idx, idx)
+                    nats.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        step()  # makes the optimizer's state
+        with sent:
+            step()
+        memory.track_external(model, *optimizers, idx)
+        with memory:
+            step(memory.reset_mod_stats)
+
+    once = layers + 1  # blocks, and the embeddings with the final norm
+    scatters = 1 if sharding == "zero1" else accumulation
+    gathers = layers * 2 * accumulation + 1 if sharding == "zero3" else once
+    assert sent.calls == {
+        "allgather_base": gathers, "reduce_scatter_base": once * scatters, "allreduce": once,
+    }  # fmt: skip
+    within, between = scaling.traffic(
+        *count_parameters(shape), accumulation=accumulation, sharding=sharding, shards=8, machines=8
+    )
+    gathered = sent.bytes["allgather_base"] + sent.bytes["reduce_scatter_base"]
+    assert gathered * 7 / 8 == pytest.approx(within, rel=1e-3)
+    assert 2 * sent.bytes["allreduce"] * 7 / 8 == pytest.approx(between, rel=1e-3)
+    peak = memory.get_tracker_snapshot("peak")[CPU]["Total"]
+    forecast = forecast_memory(config, shape, "cuda", torch.bfloat16, 64, 8).peak
+    assert peak == pytest.approx(forecast, rel=0.1)
