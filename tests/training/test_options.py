@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, losses, script, train_args
 
 from config import ConfigError, TrainConfig
+from training import options
 from training.options import NANOGPT_OPTIONS, read_config_file
 from training.resume import length_warnings
+from utils.distributed import pick_dtype
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -104,3 +107,31 @@ def test_warmup_follows_the_length_of_the_run_and_one_that_is_too_long_is_named(
     assert "--warmup_steps 715" in warning and "give 50 or less" in warning
     assert length_warnings(TrainConfig(max_steps=500), 16) == []
     assert TrainConfig(max_steps=500).to_dict()["warmup_steps"] == 50  # a longer resume keeps it
+
+
+@pytest.mark.parametrize(
+    ("device", "args", "file", "expected"),
+    [
+        ("cpu", [], {}, False),
+        ("cuda", [], {}, True),
+        ("h100", ["--dry_run"], {}, True),
+        ("cuda", ["--no_use_torch_compile"], {}, False),
+        ("cuda", ["--no-use-torch-compile"], {}, False),
+        ("cpu", ["--use_torch_compile"], {}, True),
+        ("cuda", [], {"use_torch_compile": False}, False),
+        ("cpu", ["--config", "gpu.toml"], {"use_torch_compile": True}, True),
+    ],
+)
+def test_training_compiles_on_cuda_unless_told_otherwise(monkeypatch, device, args, file, expected):
+    monkeypatch.setattr(options, "pick_device", torch.device)
+    given = file.get("use_torch_compile", "--use_torch_compile" in args)
+    config = TrainConfig(device=device, use_torch_compile=given)
+    assert options.compiles(config, file, args) == expected
+
+
+def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch):
+    cpu, mps = torch.device("cpu"), torch.device("mps")
+    for found, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda found=found: found)
+        assert pick_dtype("auto", cpu) is dtype and pick_dtype("auto", mps) is torch.float32
+        assert pick_dtype("float32", cpu) is torch.float32

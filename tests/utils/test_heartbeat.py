@@ -1,4 +1,5 @@
 import itertools
+import threading
 import time
 
 import pytest
@@ -39,6 +40,27 @@ def test_other_ranks_look_at_rank_0_alone(store):
     time.sleep(1.2)
     assert monitor.lost_reason(0.8) == "no heartbeat from rank 0 for 1 s"
     monitor.stop()
+
+
+def test_the_others_wait_for_rank_0_as_often_as_it_is_asked(store):
+    monitors = [HeartbeatMonitor(rank, 3) for rank in (0, 1)]
+    order = []
+
+    def other():
+        for turn in range(3):
+            monitors[1].wait_for_main()
+            order.append(turn)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for turn in range(3):
+        time.sleep(0.2)
+        assert order == list(range(turn))  # it has not gone ahead
+        monitors[0].wait_for_main()
+    thread.join(5)
+    assert order == [0, 1, 2] and not thread.is_alive()
+    for monitor in monitors:
+        monitor.stop()
 
 
 def test_a_store_that_does_not_answer_is_the_machine_of_rank_0(store, monkeypatch):

@@ -1,0 +1,32 @@
+import errno
+
+import pytest
+import torch
+import torch._dynamo.exc
+import torch._inductor.exc
+
+from utils.cli import user_message
+from utils.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("--seed is too large"), "--seed is too large"),
+        (OSError(errno.ENOSPC, "No space left on device", "model.pt"), "cannot write model.pt: No"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "CUDA out of memory;"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might"), "out of memory;"),
+        (RuntimeError("[enforce fail] can't allocate memory: you tried"), "out of memory;"),
+        (torch._dynamo.exc.TorchRuntimeError("bad shape\n\nat x"), "compiling failed: bad"),
+        (torch._inductor.exc.InvalidCxxCompiler(), "--no_use_torch_compile goes without"),
+    ],
+)  # fmt: skip
+def test_what_a_user_or_a_machine_causes_is_a_sentence(error, message):
+    text = user_message(error)
+    assert message in text and "\n" not in text
+    assert "of memory" not in text or "--micro_batch_size" in text
+
+
+def test_a_bug_is_no_sentence():
+    for error in (RuntimeError("shapes do not match"), AssertionError(), ZeroDivisionError()):
+        assert user_message(error) is None
