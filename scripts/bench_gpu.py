@@ -1,93 +1,88 @@
-"""Measure training on GPUs; scripts/bench_gpu.sh says what is measured."""
+"""Measure this project on a GPU: bench_gpu.sh, which sets the environment, says what."""
 
 import argparse
+import contextlib
+import json
+import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import tempfile
+import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
-import torch
+from scripts.bench import correctness, small, xl
+from scripts.bench.gpu import Bench, Item, Skipped, free_everything
+from utils.distributed import pick_device
 
-from config import ConfigError, TrainConfig
-from data.tokenizer import GPT2Tokenizer
-from model.config import SIZES
-from scripts.bench import report
-from scripts.bench.measure import Job, MeasurementError
-from training.dry_run import Hardware, largest_micro_batch
-from utils.distributed import free_memory, pick_device, pick_dtype
-
-TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
-SEQUENCES = 64  # sequences of a process in a step: micro-batches are powers of two
+CALLS: dict[str, dict[str, Item]] = {
+    "correctness": correctness.ITEMS,
+    "small": small.ITEMS,
+    "xl": xl.ITEMS,
+}
 
 
 def parse_args() -> argparse.Namespace:
     """Parse the command line with argparse: the script runs without tyro."""
     parser = argparse.ArgumentParser(prog="bench_gpu.sh", description=__doc__)
-    parser.add_argument("--model_types", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--peer", type=Path, help="checkout of nanoGPT")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
-    parser.add_argument("--tiny", action="store_true", help="a small model, not compiled")
-    return parser.parse_args()
+    parser.add_argument("call", choices=list(CALLS))
+    parser.add_argument("--peer", type=Path, help="checkout of nanoGPT, for small")
+    parser.add_argument("--data", type=Path, help="folder of shards to train on, for small")
+    parser.add_argument("--items", nargs="+", help="items to measure; all unless given")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    parser.add_argument("--out", type=Path, default=Path("logs/bench_gpu.jsonl"), help="JSON lines")
+    parser.add_argument("--seconds", type=float, default=480, help="start no item after this long")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for any machine")
+    args = parser.parse_args()
+    known = CALLS[args.call]
+    if unknown := set(args.items or ()) - set(known):
+        parser.error(f"--items {' '.join(sorted(unknown))}: {args.call} has {' '.join(known)}")
+    return args
 
 
-def list_jobs(args: argparse.Namespace) -> Iterator[tuple[str, Job]]:
-    """Yield the name and the job of each row. Raises ConfigError if --peer has no model.py."""
-    gpus = torch.cuda.device_count()
-    rest = {"block_size": 1024, "vocab_size": GPT2Tokenizer.vocab_size}
-    shapes = {"tiny": TINY} if args.tiny else {n: SIZES[n] | rest for n in args.model_types}
-    for name, shape in shapes.items():
-        job = Job("train", shape, dtype="auto", use_torch_compile=not args.tiny)
-        yield name, job
-        if args.peer:
-            yield f"{name} by nanoGPT", report.nanogpt_job(job, args.peer)
-        for sharding in ("none", "zero2") if gpus > 1 else ():
-            yield name, replace(job, sharding=sharding, processes=gpus)
+def measure(item: Item, bench: Bench) -> dict:
+    """Return the figures of an item, or why there are none; what it prints goes to a file."""
+    began = time.perf_counter()
+    try:
+        with open(bench.folder / "output.txt", "a") as output, contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(output))
+            stack.enter_context(contextlib.redirect_stderr(output))
+            figures = item(bench)
+    except Skipped as reason:
+        figures = {"skipped": str(reason)}
+    except Exception as error:  # the other items are still measured
+        traceback.print_exc()
+        figures = {"error": f"{type(error).__name__}: {error}"[:2000]}
+    free_everything()
+    return {"seconds": round(time.perf_counter() - began, 2), **figures}
 
 
-def largest_batch(job: Job) -> int:
-    """Return the micro-batch size that should fit. Raises ConfigError where not even 1 does."""
-    device, shape = pick_device(job.device), job.config
-    config = TrainConfig(
-        block_size=shape.block_size,
-        total_batch_size=SEQUENCES * job.processes * shape.block_size,
-        sharding=job.sharding,
-        save_every=0,
-        eval_every=0,
-    )
-    dtype, free = pick_dtype(job.dtype, device), free_memory(device)
-    return largest_micro_batch(config, None, shape, Hardware(device, dtype, free, job.processes))
-
-
-def measure_at(batch: int, name: str, job: Job, repeats: int) -> dict:
-    """Return the row of a job at micro-batch size `batch`, its half or its quarter."""
-    smallest = max(1, batch // 4)  # an error there is not for lack of memory
-    while True:
-        sized = replace(job, batch=batch)
-        try:
-            return report.measure_row(report.training_title(name, sized), sized, None, repeats)
-        except MeasurementError:
-            if batch == smallest:
-                raise
-        batch //= 2
-        print(f"{name} failed at micro-batch size {2 * batch}: trying {batch}", flush=True)
+def append(row: dict, path: Path) -> None:
+    """Append a row to a file, so that it outlives this process, and print it."""
+    line = json.dumps(row)
+    with open(path, "a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    print(line, flush=True)
 
 
 def main() -> None:
-    args = parse_args()
-    jobs = list(list_jobs(args))
-    results = report.start_report(pick_device("auto"))
-    for name, job in jobs:
-        try:
-            row = measure_at(largest_batch(job), name, job, args.repeats)
-            print(report.format_row(row), flush=True)
-        except (ConfigError, MeasurementError) as error:  # the other rows are still measured
-            row = {"what": f"training {name}, {report.format_modes(job)}", "error": str(error)}
-            print(f"{row['what']}: {error}", flush=True)
-        results["rows"].append(row)
-    report.finish_report(results, args.out)
+    args, began = parse_args(), time.perf_counter()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(pick_device(args.device), Path(folder), args.tiny, args.peer, args.data)
+        for name in args.items or CALLS[args.call]:
+            row = {"call": args.call, "item": name}
+            if time.perf_counter() - began > args.seconds:
+                row["skipped"] = f"--seconds {args.seconds:.0f} are over"
+            else:
+                row |= measure(CALLS[args.call][name], bench)
+            failed |= "error" in row or row.get("ok") is False
+            append(row, args.out)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -263,3 +263,20 @@ def rows_written(run: Path) -> int:
     """Rows of training in a run's log."""
     path = run / "logs" / "metrics.jsonl"
     return path.read_text().count('"train"') if path.exists() else 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tests make their tensors, as cuda")
+
+
+@pytest.fixture(autouse=True)
+def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make tensors on the device of --device, where that is not the CPU."""
+    name = request.config.getoption("--device")
+    if name == "cpu":
+        yield
+        return
+    import torch
+
+    with torch.device(name):
+        yield

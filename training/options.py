@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from config import PER_LAUNCH, ConfigError, TrainConfig, mistyped
-from utils.cli import parse
+from utils.cli import given_options, parse
 from utils.distributed import pick_device
 from utils.errors import did_you_mean
 from utils.gpus import NAMED_GPUS
@@ -48,8 +48,8 @@ def parse_options(args: list[str] | None = None) -> tuple[TrainConfig, dict]:
 def compiles(config: TrainConfig, file: dict, args: list[str]) -> bool:
     """Return whether to compile: what the command line `args` says, or else the file of --config;
     without either, on CUDA alone."""
-    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in args}
-    if names & {"use_torch_compile", "no_use_torch_compile"} or "use_torch_compile" in file:
+    given = {*file, *given_options(args)}
+    if given & {"use_torch_compile", "no_use_torch_compile"}:
         return config.use_torch_compile
     return config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
 

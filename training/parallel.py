@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 import torch._functorch.config
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -44,12 +45,12 @@ from utils.distributed import Process
 
 
 def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.Module:
-    """Return the module to train, on the process's device: the model itself for one process.
+    """Return the module to train, on the process's device: the model itself without process group.
 
     Sharding turns the parameters into shards, in place; weights are gathered in `dtype`, gradients
     reduced in float32. Several machines shard within each and replicate across them.
     """
-    if process.world_size == 1:
+    if not dist.is_initialized():
         return model.to(process.device)
     if sharding == "none":
         device_ids = [process.device.index] if process.device.type == "cuda" else None

@@ -25,19 +25,20 @@ def train(job: Job) -> Repeat:
     process = distributed.start(job.device)
     dtype = distributed.pick_dtype(job.dtype, process.device)
     model = GPT(job.config)
-    names = ("sharding", "activation_checkpointing", "use_torch_compile")
+    names = ("recipe", "sharding", "activation_checkpointing", "use_torch_compile")
     config = TrainConfig(**{name: getattr(job, name) for name in names})
     engine = ParallelModel(model, config, process, dtype)
-    (optimizer,) = make_optimizers(model, config, dtype)
+    optimizers = make_optimizers(model, config, dtype)
     clip = partial(clip_grad_norm, model, 1.0)
-    return training_steps(job, process, engine.wrapped, clip, optimizer)
+    return training_steps(job, process, engine.wrapped, clip, optimizers)
 
 
 def train_nanogpt(job: Job) -> Repeat:
     """Prepare training steps of the model and optimizer of nanoGPT; units are tokens."""
     sys.path.insert(0, job.peer)
-    sys.modules.pop("model")
+    ours = sys.modules.pop("model")
     nanogpt = importlib.import_module("model")  # its model.py instead of this project's package
+    sys.modules["model"] = ours
     shape = {**job.shape, "vocab_size": job.config.padded_vocab_size}
     model = nanogpt.GPT(nanogpt.GPTConfig(bias=True, **shape))
     process = distributed.Process(0, 0, 1, distributed.pick_device(job.device))
@@ -46,7 +47,7 @@ def train_nanogpt(job: Job) -> Repeat:
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), process.device.type)
     module = torch.compile(model) if job.use_torch_compile else model
     clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
-    return training_steps(job, process, lambda *batch: module(*batch)[1], clip, optimizer)
+    return training_steps(job, process, lambda *batch: module(*batch)[1], clip, [optimizer])
 
 
 def training_steps(
@@ -54,7 +55,7 @@ def training_steps(
     process: distributed.Process,
     loss_of: Callable[[Tensor, Tensor], Tensor],
     clip: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
 ) -> Repeat:
     """Return steps of one micro-batch of random tokens: forward, backward, clip, update.
 
@@ -69,8 +70,9 @@ def training_steps(
             loss = loss_of(*tokens)
         loss.backward()
         clip()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         loss.item()
 
     step()  # compiles and makes the optimizer's state

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from config import parse_recipe
 from model.config import GPTConfig
 from utils.errors import UserError
 
@@ -26,7 +27,7 @@ class Job:
     kind: str
     """Key of KINDS in scripts/bench/worker.py."""
     shape: dict | None = None
-    """Fields of GPTConfig."""
+    """Fields of GPTConfig that the recipe does not have."""
     batch: int = 1
     """Sequences in a forward on each process."""
     dtype: str = "float32"
@@ -34,6 +35,7 @@ class Job:
     use_torch_compile: bool = False
     activation_checkpointing: str = "none"
     sharding: str = "none"
+    recipe: str = "gpt2"
     processes: int = 1
     """Processes that train together, started by torchrun."""
     threads: int = 2
@@ -51,7 +53,7 @@ class Job:
 
     @property
     def config(self) -> GPTConfig:
-        return GPTConfig(**self.shape)
+        return GPTConfig(**self.shape, **parse_recipe(self.recipe).model)
 
 
 class Worker:

@@ -10,9 +10,9 @@ from conftest import ROOT, environment, script
 import bench
 from bench import BenchConfig
 from config import ConfigError
-from scripts import bench_gpu
-from scripts.bench.measure import MeasurementError
+from scripts.bench import gpu
 from scripts.bench.report import format_row, measure_row
+from scripts.bench_gpu import CALLS
 
 PEER = """
 import torch
@@ -81,52 +81,106 @@ sys.meta_path = [Without(finder) for finder in sys.meta_path]
 """
 
 
-def test_the_script_for_gpus_runs_here_without_most_requirements(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
-    command = ["bash", "scripts/bench_gpu.sh", "--tiny", "--repeats", "1"]
+# compiling takes half a minute
+UNCOMPILED = "\nimport torch\ntorch.compile = lambda function, **options: function\n"
+
+
+@pytest.fixture
+def bench_gpu(tmp_path):
+    """Start scripts/bench_gpu.sh without what GPU machines lack; the rows are in the file `out`."""
+    out = tmp_path / "bench_gpu.jsonl"
     here = {"PYTHONPATH": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment() | here, text=True, capture_output=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert 0 < row["share_of_matrix"] < 2
-    assert row["what"] == "training tiny, 64 x 64, auto"
+    here["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
+
+    def start(*args, before=UNCOMPILED):
+        (tmp_path / "sitecustomize.py").write_text(WITHOUT + before)
+        command = ["bash", "scripts/bench_gpu.sh", *map(str, args), "--tiny", "--out", out]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, env=environment() | here, **pipes)
+
+    return start, out
 
 
-def test_the_script_for_gpus_trains_on_one_and_on_all_gpus(monkeypatch, tmp_path):
-    (tmp_path / "model.py").touch()
-    command = ["bench_gpu.py", "--model_types", "gpt2", "gpt2-xl", "--peer", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    jobs = list(bench_gpu.list_jobs(bench_gpu.parse_args()))
-    assert [(name, job.kind, job.sharding, job.processes) for name, job in jobs] == [
-        (prefix + suffix, kind, sharding, processes)
-        for prefix in ("gpt2", "gpt2-xl")
-        for suffix, kind, sharding, processes in (
-            ("", "train", "none", 1),
-            (" by nanoGPT", "train_nanogpt", "none", 1),
-            ("", "train", "none", 2),
-            ("", "train", "zero2", 2),
-        )
-    ]
+def rows_of(out):
+    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_a_failure_at_a_quarter_of_the_micro_batch_is_an_error(monkeypatch):
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_call_for_gpus_that_is_cut_keeps_what_it_measured(bench_gpu, call):
+    start, out = bench_gpu
+    process = start(call)
+    first = json.loads(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    assert rows_of(out) == [first]
+    assert first["call"] == call and first["item"] == next(iter(CALLS[call]))
+    assert first["seconds"] > 0 and "error" not in first
+
+
+def test_rows_for_gpus_say_why_there_is_no_figure(bench_gpu, tmp_path):
+    start, out = bench_gpu
+    (tmp_path / "model.py").write_text("raise ImportError('of another project')")
+    items = ("nanogpt", "learn_gpt2", "optimizers")
+    process = start("small", "--peer", tmp_path, "--items", *items)
+    assert process.communicate()[0].splitlines() and process.returncode == 1
+    failed, skipped, measured = rows_of(out)
+    assert failed["error"] == "ImportError: of another project"
+    assert skipped["skipped"] == "no --data"
+    assert measured["modern_Muon"]["ms"] > 0 and measured["gpt2_AdamW"]["ms"] > 0
+    process = start("small", "--seconds", -1, "--items", "step")
+    process.communicate()
+    assert process.returncode == 0 and rows_of(out)[-1]["skipped"] == "--seconds -1 are over"
+    process = start("small", "--items", "stepp")
+    assert "--items stepp: small has step nanogpt" in process.communicate()[1]
+
+
+def test_a_result_that_is_wrong_is_not_ok(bench_gpu):
+    start, out = bench_gpu
+    fault = f"""
+sys.path.insert(0, {str(ROOT)!r})
+from model import loss
+
+def wrong(logits, *rest):
+    logits[0, 0] += 0.1
+    return right(logits, *rest)
+
+right = loss.cross_entropy_
+loss.HeadCrossEntropy.cross_entropy_ = staticmethod(wrong)
+"""
+    process = start("correctness", "--items", "head", before=UNCOMPILED + fault)
+    process.communicate()
+    assert process.returncode == 1 and rows_of(out)[0]["ok"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", list(CALLS))
+def test_every_item_for_gpus_runs_on_a_cpu(bench_gpu, shards, tmp_path, call):
+    start, out = bench_gpu
+    (tmp_path / "model.py").write_text(PEER)
+    options = ["--peer", tmp_path, "--data", shards] if call == "small" else []
+    process = start(call, *options, before="")
+    _, errors = process.communicate()
+    rows = {row["item"]: row for row in rows_of(out)}
+    assert process.returncode == 0, errors
+    assert list(rows) == list(CALLS[call])
+    skipped = {name for name, row in rows.items() if "skipped" in row}
+    assert skipped == ({"host_syncs"} if call == "correctness" else set())
+    assert all(row.get("ok", True) for row in rows.values())
+
+
+def test_the_micro_batch_is_halved_until_it_fits(monkeypatch, tmp_path):
     sizes = []
 
-    def measured(title, job, peer, repeats):
+    def measured(bench, job):
         sizes.append(job.batch)
         if job.batch > 16:
-            raise MeasurementError
-        return title
+            raise torch.OutOfMemoryError
+        return {"batch": job.batch}
 
-    monkeypatch.setattr(bench_gpu.report, "measure_row", measured)
-    job = bench_gpu.Job("train", bench_gpu.TINY)
-    assert bench_gpu.measure_at(64, "tiny", job, 1) == "training tiny, 16 x 64, float32"
-    with pytest.raises(MeasurementError):
-        bench_gpu.measure_at(256, "tiny", job, 1)
-    assert sizes == [64, 32, 16, 256, 128, 64]
+    monkeypatch.setattr(gpu, "measure_job", measured)
+    bench = gpu.Bench(torch.device("cpu"), tmp_path, True, None, None)
+    found = gpu.measure_training(bench, bench.job("train"))
+    assert sizes == [64, 32, 16] and found["batch"] == 16 and found["forecast_bytes"] > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,305 @@
+"""Items of `bench_gpu.sh correctness`: whether the device computes what it should."""
+
+import importlib
+import importlib.util
+import platform
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import train
+from config import DataConfig, TrainConfig
+from model import loss
+from model.config import GPTConfig
+from model.generate import generate
+from model.gpt import GPT
+from model.loss import HeadCrossEntropy
+from scripts.bench.gpu import Bench, Item, Skipped, free_everything, measure_job, run_training
+from scripts.bench.report import cpu_name
+from training import checkpoint as ckpt
+from training.parallel import ParallelModel
+from utils.distributed import Process, autocast
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = (
+    "tests/model/test_gpt.py",
+    "tests/training/test_optim.py",
+    "tests/training/test_parallel.py",
+)
+STEPS = 30
+
+
+def hardware(bench: Bench) -> dict:
+    """Return versions, and the rates of matmuls in FLOP/s and of copies in bytes/s."""
+    cuda = bench.device.type == "cuda"
+    job = replace(bench.job("matrix", batch=1 if bench.tiny else 32), dtype="bfloat16")
+    found = {
+        "device": torch.cuda.get_device_name(bench.device) if cuda else cpu_name(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "addmm_to_float32": loss.accumulates_in_float32(bench.device, torch.bfloat16),
+    }
+    found["bfloat16_flops"] = measure_job(bench, job)["rate"]
+    found["float32_flops"] = measure_job(bench, replace(job, dtype="float32"))["rate"]
+    return found | {"copy_bytes_per_s": measure_job(bench, bench.job("copy"))["rate"]}
+
+
+def unit_tests(bench: Bench) -> dict:
+    """Run the tests of model, optimizers and parallelism with tensors on the device."""
+    if importlib.util.find_spec("pytest") is None:
+        raise Skipped("pytest is not installed")
+    files = TESTS[1:2] if bench.tiny else TESTS
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--device", str(bench.device), "-m", "not slow", *files],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {"ok": done.returncode == 0, "summary": lines[-1:], "failures": failures}
+
+
+def head(bench: Bench) -> dict:
+    """Compare the loss and its gradients with float64, with tokens that do not count and a smaller
+    last chunk, beside F.cross_entropy on whole logits."""
+    V, C, chunk = (257, 64, 96) if bench.tiny else (50257, 768, 2048)
+    padded = -(-V // 128) * 128
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * chunk + 37, C, generator=generator)
+    weight = 0.02 * torch.randn(padded, C, generator=generator)
+    targets = torch.randint(V, (len(x),), generator=generator)
+    targets[::7] = -1
+    x, weight, targets = (t.to(bench.device) for t in (x, weight, targets))
+
+    def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight[:V]).float(), targets, ignore_index=-1)
+
+    ours, compiled = HeadCrossEntropy(V), HeadCrossEntropy(V)
+    compiled.cross_entropy_ = torch.compile(loss.cross_entropy_, fullgraph=True, dynamic=False)
+    for module in (ours, compiled):
+        module.logits_bytes = 4 * padded * chunk
+
+    def results(work: Callable, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
+        with autocast(bench.device, dtype):
+            value = work(*leaves, targets)
+        value.backward()
+        return [value.detach(), *(leaf.grad for leaf in leaves)]
+
+    wide = [t.double().cpu().requires_grad_() for t in (x, weight)]
+    exact_loss = F.cross_entropy(F.linear(wide[0], wide[1][:V]), targets.cpu(), ignore_index=-1)
+    exact_loss.backward()
+    exact = [exact_loss.detach(), *(leaf.grad for leaf in wide)]
+    found, ok = {}, True
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for kind, work in (("plain", plain), ("eager", ours), ("compiled", compiled)):
+            errors = [
+                relative_error(a, b) for a, b in zip(results(work, dtype), exact, strict=True)
+            ]
+            found[f"{name}_{kind}"] = errors
+            bounds = [max(1.5 * e, 1e-6) for e in found[f"{name}_plain"]]
+            ok &= all(error <= bound for error, bound in zip(errors, bounds, strict=True))
+    return {"ok": ok, "errors_of_loss_input_weight": found}
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """Return |x - exact| / |exact| of two tensors."""
+    return ((x.double().cpu() - exact).norm() / exact.norm()).item()
+
+
+def attention(bench: Bench) -> dict:
+    """Compare each kernel of attention with MATH in float32, and time it."""
+    found, ok = {}, True
+    for T in (64, 50) if bench.tiny else (1024, 1000):
+        B, H, D = (2, 2, 32) if bench.tiny else (16, 12, 64)
+        torch.manual_seed(0)
+        qkv = [torch.randn(B, H, T, D, device=bench.device) for _ in range(4)]
+        exact = attend(qkv, SDPBackend.MATH)
+        low = [t.to(torch.bfloat16) for t in qkv]
+        allowed = 2 * relative_errors(attend(low, SDPBackend.MATH), exact)[0] + 1e-3
+        for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", None):
+            backend = getattr(SDPBackend, name) if name else None
+            try:
+                errors = relative_errors(attend(low, backend), exact)
+            except RuntimeError as error:
+                found[f"{T}_{name}"] = str(error).partition("\n")[0]
+                continue
+            work = lambda low=low, backend=backend: attend(low, backend)  # noqa: E731
+            found[f"{T}_{name or 'chosen'}"] = {"errors": errors, "ms": bench.milliseconds(work)}
+            ok &= max(errors) <= max(allowed, 0.02)
+    return {"ok": ok, "kernels": found}
+
+
+def attend(qkv: list[Tensor], backend: SDPBackend | None) -> list[Tensor]:
+    """Return the result of causal attention and its three gradients, by one kernel or PyTorch's
+    choice; the fourth tensor is the gradient of the result."""
+    leaves, grad = [t.detach().requires_grad_() for t in qkv[:3]], qkv[3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reasons against a kernel
+        if backend is None:
+            y = F.scaled_dot_product_attention(*leaves, is_causal=True)
+            y.backward(grad)
+        else:
+            with sdpa_kernel(backend):
+                y = F.scaled_dot_product_attention(*leaves, is_causal=True)
+                y.backward(grad)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def relative_errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Return the relative error of each tensor."""
+    return [relative_error(a, b.double().cpu()) for a, b in zip(found, exact, strict=True)]
+
+
+def small_run(bench: Bench, name: str, **options: object) -> TrainConfig:
+    """Return the options of a small run on the bytes of this project's code."""
+    shards = bench.folder / "shards"
+    if not shards.exists():
+        prepare = importlib.import_module("data.fineweb-edu").prepare
+        texts = (str(ROOT / "model"), str(ROOT / "training"))
+        prepare(DataConfig(shards, input=texts, tokenizer="bytes", val_fraction=0.1))
+    defaults = {
+        "n_layer": 2 if bench.tiny else 4, "n_head": 4, "n_embd": 32 if bench.tiny else 256,
+        "block_size": 64, "micro_batch_size": 4, "total_batch_size": 512, "warmup_steps": 5,
+        "max_steps": 6 if bench.tiny else STEPS, "max_lr": 1e-3, "dtype": "float32",
+        "val_tokens": 1024, "eval_every": 0, "save_every": 0, "sample_every": 0,
+    }  # fmt: skip
+    folders = {"checkpoint_dir": bench.folder / name, "log_dir": bench.folder / name / "logs"}
+    options = defaults | folders | {"data_dir": shards, "device": str(bench.device)} | options
+    return TrainConfig(**options)
+
+
+def losses(config: TrainConfig) -> list[float]:
+    """Return the loss of each step of a run."""
+    return [row["loss"] for row in run_training(config)["train"]]
+
+
+def gap(a: list[float], b: list[float]) -> float:
+    """Return the largest difference between the losses of two runs."""
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def devices(bench: Bench) -> dict:
+    """Compare the losses of a small run on the CPU, on the device and compiled there."""
+    exact = losses(small_run(bench, "cpu", device="cpu"))
+    found, ok = {}, True
+    for dtype, bound in (("float32", 1e-4), ("bfloat16", 1e-2)):
+        for compiled in (False, True):
+            name = f"{dtype}_{'compiled' if compiled else 'eager'}"
+            free_everything()
+            run = small_run(bench, name, dtype=dtype, use_torch_compile=compiled)
+            found[name] = gap(losses(run), exact)
+            ok &= found[name] <= bound
+    return {"ok": ok, "steps": len(exact), "largest_difference": found}
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Let PyTorch take kernels that give the same bits each time."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def run_and_resume(config: TrainConfig) -> list[float]:
+    """Stop a run by SIGTERM in the middle and resume it; return the loss of each step."""
+    train_step, steps = train.train_step, []
+
+    def stopping(*args: object) -> tuple:
+        steps.append(None)
+        if len(steps) == config.max_steps // 2:
+            signal.raise_signal(signal.SIGTERM)
+        return train_step(*args)
+
+    train.train_step = stopping
+    try:
+        run_training(config)
+    finally:
+        train.train_step = train_step
+    last = config.checkpoint_dir / "model_last.pt"
+    assert ckpt.load_checkpoint(last)["step"] == config.max_steps // 2, "the signal came to nothing"
+    return losses(replace(config, resume=str(last)))
+
+
+def resumed(bench: Bench) -> dict:
+    """Compare a run that was stopped and resumed with one that never stopped, to the bit."""
+    options = {"use_torch_compile": True, "dtype": "bfloat16"}
+    whole, parts = (small_run(bench, name, **options) for name in ("whole", "parts"))
+    with deterministic():
+        reference, found = losses(whole), run_and_resume(parts)
+    a, b = (ckpt.load_checkpoint(run.checkpoint_dir / "model_last.pt") for run in (whole, parts))
+    halves = [(part, name) for part in ("model", "model_low") for name in a["model"]]
+    equal = all(torch.equal(a[part][name], b[part][name]) for part, name in halves)
+    difference = gap(found, reference)
+    ok = equal and difference == 0
+    return {"ok": ok, "largest_difference": difference, "weights_equal": equal}
+
+
+def shardings(bench: Bench) -> dict:
+    """Train, save, resume and sample with DDP and FSDP2 in a process group of one, compiled."""
+    options = {"use_torch_compile": True, "dtype": "bfloat16"}
+    reference = losses(small_run(bench, "alone", **options))
+    backend = "nccl" if bench.device.type == "cuda" else "gloo"
+    store = f"file://{bench.folder / 'store'}"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    found, ok = {}, True
+    try:
+        for sharding in ("none", "zero1", "zero2", "zero3"):
+            torch.compiler.reset()
+            run = small_run(bench, sharding, sharding=sharding, **options)
+            difference = gap(run_and_resume(run), reference)
+            model, _ = ckpt.load_model(run.checkpoint_dir / "model_last.pt")
+            model.to(bench.device).eval()
+            tokens = [t.item() for t in generate(model, [[1, 2, 3]], 16, seed=1)]
+            found[sharding] = {"largest_difference": difference, "sample": tokens}
+            ok &= found[sharding]["largest_difference"] <= 1e-2
+    finally:
+        dist.destroy_process_group()
+    return {"ok": ok, "shardings": found}
+
+
+def host_syncs(bench: Bench) -> dict:
+    """Count the host syncs of two micro-steps: there should be none."""
+    if bench.device.type != "cuda":
+        raise Skipped("a CPU has no host syncs")
+    config = TrainConfig(use_torch_compile=True)
+    process = Process(0, 0, 1, bench.device)
+    engine = ParallelModel(GPT(GPTConfig(**bench.shape("gpt2"))), config, process, bench.dtype)
+    idx = torch.zeros(4, 256, dtype=torch.long, device=bench.device)
+    engine.micro_step(idx, idx, 2, last=False)  # compiles
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for last in (False, True):
+            engine.micro_step(idx, idx, 2, last=last)
+        torch.cuda.set_sync_debug_mode("default")
+    syncs = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+    return {"ok": not syncs, "syncs": syncs}
+
+
+ITEMS: dict[str, Item] = {
+    "hardware": hardware,
+    "head": head,
+    "devices": devices,
+    "shardings": shardings,
+    "attention": attention,
+    "resumed": resumed,
+    "host_syncs": host_syncs,
+    "unit_tests": unit_tests,
+}
