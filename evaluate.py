@@ -9,12 +9,9 @@ value of OpenAI's GPT-2 of that size) and writes it as JSON. The number of corre
 neither on the batch size nor on the number of processes.
 """
 
-import json
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -26,17 +23,25 @@ from config import ConfigError, TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shards import corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from evaluation.metrics import Result, score_benchmark, validation_loss
-from evaluation.published import PUBLISHED
+from evaluation.metrics import Result, check_lengths, score_benchmark, validation_loss
 from evaluation.scoring import score_items
+from evaluation.table import (
+    check_replaceable,
+    format_table,
+    is_dump,
+    is_table,
+    table_rows,
+    write_dump,
+    write_table,
+)
 from evaluation.tasks import read_rows_on_all
 from model import cpu
 from model.gpt import GPT
+from training.checkpoint import checksum
 from training.checkpoint_folder import find_best, open_model, refuse_both_sources
 from utils import distributed, malloc
 from utils.cli import run
 from utils.distributed import pick_dtype
-from utils.files import atomic_write
 
 Task = Literal["val", "hellaswag", "lambada", "cbt_cn", "cbt_ne"]
 Protocol = Literal["build-nanogpt", "lm-eval"]
@@ -74,15 +79,6 @@ class EvalConfig:
     """Dtype of matmuls; auto: bfloat16 where the processor has it."""
 
 
-@contextmanager
-def naming_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a ConfigError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path} could not be written: {error.strerror}") from error
-
-
 def default_out(config: EvalConfig) -> Path:
     """Return the path of the table: beside the checkpoint, in the folder of the model, or in logs/
     for a model of the hub."""
@@ -107,13 +103,11 @@ def checked_files(config: EvalConfig) -> dict[str, Path | None]:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
-    for path in filter(None, (config.out, config.dump)):
-        if path.is_file() and path.suffix not in (".json", ".jsonl"):
-            raise ConfigError(f"{path} exists and is no .json file; remove it or give another path")
-        if path.is_dir():
-            raise ConfigError(f"{path} could not be written: it is a folder")
-        with naming_write_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+    if config.dump and config.dump.resolve() == config.out.resolve():
+        raise ConfigError(f"--out and --dump are both {config.out}; give two files")
+    check_replaceable(config.out, "--out", is_table)
+    if config.dump:
+        check_replaceable(config.dump, "--dump", is_dump)
     return dict(zip(tasks, config.data or [None] * len(tasks), strict=True))
 
 
@@ -145,23 +139,6 @@ def validation(
     return [Result("val", corpus, key, n * sequences.block_size, x) for key, x in scores.items()]
 
 
-def format_table(rows: list[dict], size: str) -> str:
-    """Format the rows of the JSON file as an aligned table with footnotes."""
-    lines = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
-    marks: dict[str, str] = {}  # by source
-    for row in rows:
-        stderr, theirs = "" if row["stderr"] is None else f"± {row['stderr']:.4f}", ""
-        if row["published"]:
-            value, source = row["published"]
-            theirs = f"{value:.4f} {marks.setdefault(source, f'[{len(marks) + 1}]')}"
-        numbers = [f"{row['n']:,}", f"{row['value']:.4f}", stderr, theirs]
-        lines.append([row["task"], row["protocol"], row["metric"], *numbers])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    form = "  ".join(f"{{:{'>' if i in (3, 4) else '<'}{w}}}" for i, w in enumerate(widths))
-    notes = [f"{mark} {source}" for source, mark in marks.items()]
-    return "\n".join([form.format(*line).rstrip() for line in lines] + notes)
-
-
 def main(config: EvalConfig) -> None:
     refuse_both_sources(sys.argv[1:])
     if config.model is None:
@@ -175,6 +152,9 @@ def main(config: EvalConfig) -> None:
     # read everything before the first forward pass, so that a missing file costs no time
     val = open_validation(config, model, tokenizer, saved) if "val" in config.tasks else None
     rows = {task: read_rows_on_all(task, path, process) for task, path in files.items()}
+    for task, items in rows.items():
+        check_lengths(task, items[: config.limit], tokenizer, model.config.block_size)
+    weights = f"{checksum(model.state_dict()):08x}"
     dtype = pick_dtype(config.dtype, process.device)
     model.to(process.device)
     if process.device.type == "cpu":
@@ -194,42 +174,17 @@ def main(config: EvalConfig) -> None:
         results += found
         examples += more
     if process.is_main:
-        origin = {"run_id": saved["run_id"], "step": saved["step"]} if saved else {}
-        report(config, origin, results, examples, model.config.size or "gpt2")
+        origin = {"model": config.model or str(config.checkpoint), "dtype": config.dtype}
+        origin |= {"weights": weights}
+        origin |= {name: saved[name] for name in ("run_id", "step") if saved}
+        size = model.config.size or "gpt2"
+        table = table_rows(results, origin, size)
+        write_table(config.out, table, origin)
+        if config.dump:
+            write_dump(config.dump, examples)
+        print(format_table(table, size))
+        print(f"wrote {', '.join(map(str, filter(None, (config.out, config.dump))))}")
     distributed.stop()
-
-
-def earlier_rows(path: Path, header: dict, rows: list[dict]) -> list[dict]:
-    """Return the rows in an earlier JSON file of the same model that `rows` do not replace."""
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        found = earlier.pop("results") if earlier.items() >= header.items() else []
-        names = ("task", "protocol", "metric")
-        new = [[row[name] for name in names] for row in rows]
-        return [row for row in found if [row[name] for name in names] not in new]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []
-
-
-def report(
-    config: EvalConfig, origin: dict, results: list[Result], examples: list[dict], size: str
-) -> None:
-    """Write the JSON files and print the table, beside the published figures of a size. Results of
-    other tasks for the same model stay in the file."""
-    rows = []
-    for r in results:
-        published = PUBLISHED.get((r.task, r.protocol, r.metric, size))
-        rows.append(asdict(r) | {"published": published, "published_size": size})
-    header = {"model": config.model or str(config.checkpoint), "dtype": config.dtype} | origin
-    kept = earlier_rows(config.out, header, rows)
-    texts = {config.out: json.dumps({**header, "results": kept + rows}, indent=1)}
-    if config.dump is not None:
-        texts[config.dump] = "".join(json.dumps(example) + "\n" for example in examples)
-    print(format_table(rows, size))
-    for path, text in texts.items():
-        with naming_write_errors(path), atomic_write(path) as file:
-            file.write(text.encode())
-    print(f"wrote {', '.join(map(str, texts))}")
 
 
 if __name__ == "__main__":

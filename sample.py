@@ -37,6 +37,12 @@ OPTIONS = {  # type, least and greatest value; --interactive can change these op
     "num_samples": (int, 1, 2**16 - 1),
     "seed": (int, 0, 2**31 - 1),
 }
+NANOGPT_OPTIONS = {
+    "start": "--prompt is the text to continue, --prompt @FILE that of a file",
+    "out_dir": "--checkpoint is a checkpoint or a folder of them",
+    "init_from": "--model is a Hugging Face name or folder, --checkpoint a checkpoint",
+    "compile": "--use_torch_compile compiles the forward pass of one token",
+}
 Show = Callable[[str], None]  # takes each piece of the output
 HELP = 'enter a prompt to continue, "/" for the options, "/top_k 50" to change one, "/quit"\n'
 
@@ -111,7 +117,8 @@ def with_option(config: SamplingConfig, command: str) -> SamplingConfig:
     try:
         number = None if value == "none" and name.startswith("top_") else OPTIONS[name][0](value)
     except ValueError as error:
-        raise ConfigError(f"/{name} takes a number, not {value!r}") from error
+        kind = "whole number" if OPTIONS[name][0] is int else "number"
+        raise ConfigError(f"/{name} takes a {kind}, not {value!r}") from error
     config = replace(config, **{name: number})
     check(config, prefix="/")
     return config
@@ -125,7 +132,7 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Sho
     while True:
         try:
             line = input("> ")
-            if line.strip() == "/quit":
+            if line.split()[:1] == ["/quit"]:
                 return
             if line.strip() == "/":
                 values = [f"/{name} {getattr(config, name)}" for name in OPTIONS]
@@ -149,6 +156,8 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Sho
 
 def main(config: SamplingConfig) -> None:
     check(config)
+    if config.interactive and (config.json or config.prompt):
+        raise ConfigError("--interactive asks for prompts: leave out --prompt and --json")
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     refuse_both_sources(sys.argv[1:])
@@ -170,4 +179,4 @@ def main(config: SamplingConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, SamplingConfig)
+    run(main, SamplingConfig, hints=NANOGPT_OPTIONS)

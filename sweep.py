@@ -31,7 +31,7 @@ from training.options import parse_options
 from training.resume import check_extras
 from utils.cli import run
 from utils.errors import UserError, did_you_mean
-from utils.logger import read_metrics
+from utils.log_files import read_metrics
 
 ROOT = Path(__file__).resolve().parent
 RESERVED = ("seed", "checkpoint_dir", "log_dir", "resume", "overwrite", "dry_run")
@@ -117,12 +117,23 @@ def check_run(name: str, options: dict[str, list[str]]) -> None:
         raise ConfigError(f"{name} cannot be trained, so no run was started: {error}") from error
 
 
+def read_json(path: Path) -> dict:
+    """Return what a file of the sweep holds; raise ConfigError if it is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if type(found) is not dict:
+        raise ConfigError(f"{path} is damaged; remove it, or give another --out")
+    return found
+
+
 def check_same_data(out: Path, points: list[dict[str, str]], fixed: dict[str, list[str]]) -> None:
     """Raise ConfigError if a folder of shards holds other tokens than when the sweep began."""
     options = {" ".join(fixed.get("data_dir", ())), *(p.get("data_dir", "") for p in points)} - {""}
     found = {name: TokenStream(name, "train").checksum for name in sorted(options)}
     path = out / "data.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
+    before = read_json(path) if path.exists() else {}
     if changed := [name for name in found if before.get(name, found[name]) != found[name]]:
         raise ConfigError(
             f"{changed[0]} holds other tokens than for earlier runs; give another --out"
@@ -142,6 +153,8 @@ def grid_points(config: SweepConfig) -> list[dict[str, str]]:
         raise ConfigError(f'--grid "{empty[0]}" has no values; write "NAME VALUE VALUE ..."')
     if config.jobs < 1 or not config.seeds:
         raise ConfigError("--jobs must be at least 1, and --seeds at least one number")
+    if repeated := [seed for seed in config.seeds if config.seeds.count(seed) > 1]:
+        raise ConfigError(f"--seeds has {repeated[0]} twice")
     axes["seed"] = list(map(str, config.seeds))
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
@@ -152,7 +165,7 @@ def finished_log(folder: Path) -> dict[str, list[dict]] | None:
     if not (logs / "config.json").exists():
         return None
     log = read_metrics(logs)
-    last_step = json.loads((logs / "config.json").read_text())["train_config"]["max_steps"]
+    last_step = read_json(logs / "config.json").get("train_config", {}).get("max_steps")
     return log if log.get("val") and log["val"][-1]["step"] == last_step else None
 
 
@@ -219,9 +232,12 @@ def main(config: SweepConfig) -> None:
     for point in points:
         check_run(folder_name(point), fixed | {key: [value] for key, value in point.items()})
     kept = config.out / "fixed.json"
-    if kept.exists() and json.loads(kept.read_text()) != fixed:
+    if kept.exists() and read_json(kept) != fixed:
         raise ConfigError(f"{config.out} has runs with other --fixed options; give another --out")
-    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {config.out} is no folder and cannot be made one") from error
     check_same_data(config.out, points, fixed)
     kept.write_text(json.dumps(fixed, indent=1))
     signal.signal(signal.SIGTERM, stop)

@@ -37,6 +37,7 @@ from training.checkpoint import config_values
 from training.checkpoint_folder import BEST, LAST, STABLE
 from training.dry_run import dry_run, resolve_micro_batch
 from training.guard import PATIENCE, TrainingError
+from training.initial_model import build_model
 from training.optim import make_optimizers
 from training.parallel import ParallelModel, clip_grad_norm, load_optimizer_state
 from training.run_folders import lock_folders
@@ -47,6 +48,7 @@ from utils import distributed, malloc
 from utils.cli import run_and_exit
 from utils.distributed import Process
 from utils.files import atomic_write
+from utils.log_files import CONFIG
 from utils.logger import Logger, catch_write_errors
 from utils.signals import StopSignal
 from utils.throughput import StepTimer, peak_flops, profile_steps, seconds_since_start
@@ -71,7 +73,7 @@ def main() -> None:
     # model, optimizers and progress: new, pre-trained or resumed
     state = TrainState.start(config.skip_spikes, saved, val.stream.checksum)
     start, steps = state.step, range(state.step, config.max_steps)
-    model = resume.build_model(config, saved, train.stream.vocab_size)
+    model = build_model(config, saved, train.stream.vocab_size)
     engine = ParallelModel(model, config, process, dtype)
     optimizers = make_optimizers(model, config, dtype)
     load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
@@ -239,7 +241,7 @@ def write_run_config(config: TrainConfig, model: GPT, state: TrainState) -> None
             "numpy": np.__version__,
         },
     }
-    with catch_write_errors(config.log_dir), atomic_write(config.log_dir / "config.json") as file:
+    with catch_write_errors(config.log_dir), atomic_write(config.log_dir / CONFIG) as file:
         file.write(json.dumps(run, indent=1).encode())
 
 

@@ -100,8 +100,9 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
 
 def missing_column(name: str, column: str, names: list[str]) -> str:
     """Return an error for a file that does not have the column of texts once."""
-    found = f"{names.count(column)} columns" if column in names else "no column"
-    return f"{name} has {found} {column!r} but {', '.join(names)}; choose one by --text_column"
+    if column in names:
+        return f"{name} has {names.count(column)} columns {column!r}; rename all but one"
+    return f"{name} has no column {column!r} but {', '.join(names)}; choose one by --text_column"
 
 
 def text_of(value: object, where: str, column: str) -> str | NoText:

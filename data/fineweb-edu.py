@@ -35,6 +35,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from utils.cli import given_options, run
 
 MAX_PENDING_CHARS = 50_000_000  # text that is read but not yet written
+SECONDS_PER_LINE = 60  # where there is no terminal for a progress bar
 FEW = 1024  # validation tokens that give a rough loss at best
 PIECE_CHARS = 1_000_000  # a longer document is tokenized in pieces
 
@@ -111,6 +112,7 @@ def write_shards(
     skip, written = state["documents"], state["tokens"]  # in the first batch and document
     total = config.max_shards and config.max_shards * config.shard_size
     bar = tqdm(total=total, initial=sharder.tokens, unit="tok", unit_scale=True, disable=None)
+    said = time.monotonic()
     last = None  # the newest document, written once the next one is there
     skipped: Counter[str] = Counter()  # after it: a run that continues at `last` counts them again
     for before, documents in tokenize_batches(config, source, tokenizer, state["source"]):
@@ -123,6 +125,9 @@ def write_shards(
             count_skipped(manifest, skipped)
             manifest["documents"] += written == 0
             bar.update(len(tokens) - written)
+            if bar.disable and time.monotonic() - said > SECONDS_PER_LINE:  # no terminal
+                said = time.monotonic()
+                print(f"{manifest['documents']:,} documents, {sharder.tokens:,} tokens", flush=True)
             last = split, tokens, written, {"source": before, "documents": n}
             written = 0
         skip = 0

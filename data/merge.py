@@ -96,6 +96,8 @@ def merge(folders: tuple[Path, ...], out: Path) -> dict:
 
     Raises DataError if they are not all workers of one run, or if `out` holds other shards.
     """
+    if repeated := [folder for folder in folders if folders.count(folder) > 1]:
+        raise DataError(f"--merge names {repeated[0]} twice")
     if len({folder.resolve() for folder in (*folders, out)}) <= len(folders):
         raise DataError("--merge and --local_dir must name different folders")
     for folder in folders:

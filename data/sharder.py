@@ -55,6 +55,8 @@ def output_folder(folder: Path) -> Iterator[None]:
     try:
         with locked(folder):
             yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise DataError(f"{error.filename or folder} is a file; give a folder") from error
     except OSError as error:
         raise DataError(
             f"writing to {folder} failed ({error.strerror}); whole shards are safe: "

@@ -17,7 +17,7 @@ from data.shards import DataError, corpus_name
 from data.tokenizer import GPT2Tokenizer
 from evaluation.published import PUBLISHED
 from utils.files import atomic_write
-from utils.logger import LogError, read_metrics
+from utils.log_files import LogError, read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 LINE_STYLES = ("-", "--", "-.", ":")  # distinguish runs without colour too
@@ -181,6 +181,8 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     written.
     """
     runs = [read_run(*pair) for pair in zip(paths, run_labels(paths), strict=True)]
+    if empty := [run.label for run in runs if not run.log.get("train")]:
+        raise LogError(f"{empty[0]} has no training step yet")
     scored = any(run.log.get(task) for run in runs for task in ACCURACIES)
     figure, panels = plt.subplot_mosaic(
         [["loss", "accuracy" if scored else "loss"], ["rate", "speed"]],

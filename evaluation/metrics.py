@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from data.loader import Sequences
+from data.shards import DataError
 from data.tokenizer import Tokenizer
 from evaluation.scoring import Score
 from evaluation.tasks import STOP_WORDS, Item, cbt_items, hellaswag_items, lambada_items
@@ -74,6 +76,19 @@ class Result:
     n: int
     value: float
     stderr: float | None = None
+
+
+def check_lengths(task: str, rows: list[dict], tokenizer: Tokenizer, block_size: int) -> None:
+    """Raise DataError if a continuation of a benchmark is longer than the model's context."""
+    items = {"hellaswag": partial(hellaswag_items, clean=False), "lambada": lambada_items}
+    for item in items.get(task, cbt_items)(rows):
+        for choice in item.choices:
+            if len(choice.encode()) > block_size:  # a token has a byte or more
+                if (tokens := len(tokenizer.encode(choice))) > block_size:
+                    raise DataError(
+                        f"{task} cannot be scored: a continuation has {tokens} tokens, the model a "
+                        f"context of {block_size}; leave out {task}"
+                    )
 
 
 Scorer = Callable[..., list[list[Score]]]  # score_items with every argument but the items bound

@@ -12,7 +12,7 @@ from config import TrainConfig
 from data.loader import Sequences
 from data.shards import DataError
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from evaluation.metrics import benchmark_row, validation_loss
+from evaluation.metrics import benchmark_row, check_lengths, validation_loss
 from evaluation.scoring import score_items
 from evaluation.tasks import read_rows_on_all
 from model.generate import complete
@@ -97,6 +97,8 @@ def open_evaluator(
     """Return the Evaluator of a run, with its tokenizer and benchmarks read on every process."""
     tokenizer = load_tokenizer_on_all(sequences.stream.tokenizer, process, notes)
     benchmarks = read_benchmarks(config, process)
+    for task, rows in benchmarks.items() if tokenizer else ():
+        check_lengths(task, rows, tokenizer, model.config.block_size)
     return Evaluator(config, model, sequences, tokenizer, process, dtype, benchmarks)
 
 

@@ -48,7 +48,7 @@ from training.checkpoint import (
 from training.guard import Guard
 from training.optim import make_optimizers
 from training.parallel import gather_state, load_optimizer_state
-from utils.logger import LogError, logged_run, read_metrics
+from utils.log_files import LogError, logged_run, read_metrics
 
 NAMED = (ConfigError, DataError, ModelError, CheckpointError, LogError)
 SECONDS, MEMORY = 20, 2**30  # more than a second or a hundredth of it is never needed

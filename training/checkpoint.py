@@ -124,6 +124,8 @@ def load_checkpoint(path: Path) -> dict:
         raise CheckpointError(f"there is no checkpoint {path}; train one, or give another path")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle can ask torch for anything
         raise CheckpointError(
             f"{path} is damaged or not a checkpoint of plain tensors ({type(error).__name__}); "

@@ -21,9 +21,7 @@ def keep_numbered(folder: Path, step: int, keep: int) -> None:
     if keep:
         # model_last.pt is replaced, never rewritten
         link_or_copy(folder / LAST, folder / NUMBERED.format(step))
-        # later steps belong to a run that this one was resumed before: left alone
-        earlier = [path for path in numbered_checkpoints(folder) if step_of(path) <= step]
-        for path in earlier[:-keep]:
+        for path in numbered_checkpoints(folder)[:-keep]:
             path.unlink()
         sync_folder(folder)
 

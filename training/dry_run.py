@@ -11,7 +11,7 @@ from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import empty_gpt
 from training import forecast
-from training.resume import initial_shape
+from training.initial_model import initial_shape
 from utils import distributed
 from utils.gpus import GPU, NAMED_GPUS
 from utils.throughput import peak_flops, peak_memory

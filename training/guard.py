@@ -60,7 +60,7 @@ class Guard:
             f"{self.in_a_row} steps in a row had no finite loss and gradient: steps {first + 1} to "
             f"{step}, positions {first * batch:,} to {step * batch - 1:,} of the data order (their "
             f"sequences are in metrics.jsonl); the checkpoint is of step {first}, before them. "
-            "Lower --max_lr, or resume from an earlier checkpoint"
+            "Resume an earlier one with a lower --max_lr, or begin anew with --overwrite"
         )
 
     @property

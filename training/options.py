@@ -58,7 +58,7 @@ def read_config_file(path: Path) -> dict:
     """Return the options in a .toml file, or those of a run in its config.json; raise ConfigError
     if there is an unknown one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         values = values.get("train_config", values)
         if type(values) is not dict:

@@ -212,7 +212,10 @@ def load_optimizer_state(
     del new  # frees the moments that the loaded ones replace
     for name, values in state.items():
         if set(values) != keys[name]:
-            raise CheckpointError(f"the optimizer state of {name} is of another optimizer")
+            raise CheckpointError(
+                f"the checkpoint's optimizer state of {name} is of another optimizer: resume with "
+                "the --recipe of the run, or start from its weights alone with --init_from"
+            )
     loaded, options = {"state": state, "param_groups": groups}, {"full_state_dict": True}
     set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(**options))
     for optimizer in optimizers:  # a copy, so that the mapped file can be closed

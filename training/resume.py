@@ -7,21 +7,17 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, TrainConfig, recipe_of
+from config import ConfigError, TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shards import is_interrupted
-from model.config import GPTConfig
-from model.gpt import GPT, with_context
-from model.huggingface import find_folder, read_config
 from training import checkpoint as ckpt
 from training.checkpoint_folder import (
     BEST,
     STABLE,
     checkpoint_folder,
-    find_best,
     find_newest,
-    load_hugging_face,
 )
+from training.initial_model import initial_shape
 from training.options import compiles, parse_options
 from training.run_folders import best_loss, check_folders
 from training.schedule import stable_steps
@@ -52,7 +48,12 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     saved = None
     if path is not None:
         saved = ckpt.load_checkpoint(path)
-        config = resumed_config(saved, path, file)
+        init_from, config = config.init_from, resumed_config(saved, path, file)
+        if init_from and init_from != saved["train_config"].get("init_from"):
+            raise ConfigError(
+                f"{path} continues a run that was not begun from {init_from}: leave out --resume "
+                "or --init_from, or give another --checkpoint_dir"
+            )
         saved["best_loss"] = min(saved["best_loss"], best_loss(config.checkpoint_dir, saved))
     elif config.init_from:
         initial_shape(config)  # before the checks: the recipe says which rates are allowed
@@ -116,70 +117,6 @@ def check_checkpoint(
         )
 
 
-def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT:
-    """Return the model of the run on the CPU: resumed, pre-trained or from the seed."""
-    torch.manual_seed(config.seed)
-    if saved is None and config.init_from:
-        path = checkpoint_to_start_from(config.init_from)
-        if path is None:
-            model = load_hugging_face(config.init_from)
-        else:
-            model, _ = ckpt.load_model(path, exact=True)
-        if model.config.vocab_size != vocab_size:
-            raise ConfigError(
-                f"{config.init_from} has {model.config.vocab_size:,} tokens, {config.data_dir} "
-                f"{vocab_size:,}: the shards need the same tokenizer"
-            )
-        return with_context(model, adopt_shape(config, model.config)).train()
-    model = GPT(config.model_config(vocab_size))
-    if saved:
-        ckpt.load_weights(model, saved, exact=True)
-    return model
-
-
-def checkpoint_to_start_from(init_from: str) -> Path | None:
-    """Return the checkpoint that --init_from names, None for a Hugging Face name or folder."""
-    path = Path(init_from)
-    held = any(path.glob("*.pt")) or (path / "checkpoints").is_dir()
-    if path.suffix == ".pt" or held or (path.is_dir() and not (path / "config.json").exists()):
-        return find_best(path)
-    return None
-
-
-def initial_shape(config: TrainConfig) -> GPTConfig:
-    """Return the architecture of the model that --init_from names, with the context and dropout of
-    the options."""
-    path = checkpoint_to_start_from(config.init_from)
-    if path is None:
-        return adopt_shape(config, read_config(find_folder(config.init_from)))
-    return adopt_shape(config, ckpt.model_config(ckpt.load_checkpoint(path), path))
-
-
-def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
-    """Write the shape of a pre-trained model into the options, and return it with their context and
-    dropout; ConfigError where an option contradicts it."""
-    named = config.model_type if config.model_type != "gpt2" else pretrained.size
-    if named != pretrained.size:
-        raise ConfigError(f"--model_type {named}: {config.init_from} is a {pretrained}")
-    if config.block_size > pretrained.block_size:
-        raise ConfigError(
-            f"--block_size {config.block_size} is more than the context of {config.init_from}: "
-            f"give --block_size {pretrained.block_size} or less"
-        )
-    for name in ("n_layer", "n_head", "n_embd"):
-        value = getattr(pretrained, name)
-        if getattr(config, name) not in (None, value):
-            raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
-        setattr(config, name, value)
-    if config.model_config(1).differs_from(pretrained.fields):
-        if config.recipe != "gpt2":
-            raise ConfigError(
-                f"--recipe {config.recipe}: {config.init_from} is a {recipe_of(pretrained)}"
-            )
-        config.recipe = recipe_of(pretrained)
-    return replace(pretrained, block_size=config.block_size, dropout=config.dropout)
-
-
 def length_warnings(config: TrainConfig, val_sequences: int) -> list[str]:
     """Return sentences on a validation text or a run that is too short."""
     notes = []
@@ -227,6 +164,11 @@ def resume_warnings(
         notes.append(
             "warning: the validation text is another one: the best loss starts anew, and "
             f"{BEST} is replaced at the next validation"
+        )
+    if then.get("max_steps") != config.max_steps and not config.resolved_recipe.schedule == "wsd":
+        notes.append(
+            f"note: --max_steps was {then['max_steps']} and is {config.max_steps}: the learning "
+            "rate follows the new length"
         )
     before = then.get("resolved_recipe", then.get("chosen", {}))  # older checkpoints: chosen
     for name, value in before.items():

@@ -1,5 +1,6 @@
 """Folders of a run: whether it may write to them, what it must not replace there, their locks."""
 
+import contextlib
 import errno
 import math
 import os
@@ -9,11 +10,19 @@ from pathlib import Path
 from config import ConfigError, TrainConfig
 from training import checkpoint as ckpt
 from training.checkpoint import CheckpointError
-from training.checkpoint_folder import BEST, LAST, find_newest
+from training.checkpoint_folder import (
+    BEST,
+    LAST,
+    STABLE,
+    find_newest,
+    numbered_checkpoints,
+    step_of,
+)
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import check_space, link_or_copy, lock_folder
-from utils.logger import catch_write_errors, logged_run
+from utils.log_files import CONFIG, logged_run
+from utils.logger import catch_write_errors
 
 
 def best_loss(folder: Path, saved: dict) -> float:
@@ -51,12 +60,14 @@ def check_folders(
         flag = "--checkpoint_dir"
     elif log is not None and not continues_log(config, saved, moved, log):
         found, flag = f"{config.log_dir} holds the log of another run", "--log_dir"
+        if not log:
+            found += f", as far as can be told without its {config.log_dir / CONFIG}"
     else:
         return
-    raise ConfigError(
-        f"{found}; continue it with --resume auto, give another {flag}, or replace it with "
-        "--overwrite"
-    )
+    ways = [] if config.resume else ["continue it with --resume auto"]
+    ways.append(f"give another {flag}")
+    ways += [] if config.resume else ["replace it with --overwrite"]
+    raise ConfigError(f"{found}; {', or '.join(ways)}")
 
 
 def continues_log(config: TrainConfig, saved: dict | None, moved: bool, log: dict) -> bool:
@@ -97,7 +108,7 @@ def lock_folders(
                 notes = go_back(folder, Path(config.resume), step)
             held = (folder / name for name in (LAST, BEST))
             held_bytes = sum(path.stat().st_size for path in held if path.exists())
-            check_space(folder, 3 * checkpoint_bytes - held_bytes, "the checkpoints of this run")
+            check_space(folder, 3 * checkpoint_bytes - held_bytes, "saving this run")
         except OSError as error:
             problem = ConfigError(f"--checkpoint_dir {folder} cannot be written: {error.strerror}")
         except UserError as error:
@@ -109,19 +120,31 @@ def lock_folders(
 
 def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
     """Make a checkpoint of the folder, of `step`, its model_last.pt, which --resume auto continues;
-    keep a model_last.pt of that step or a later one under another name. Return a sentence on that.
+    keep those of later steps, which the run would replace, under other names. Return a sentence.
     """
     last = folder / LAST
-    if not last.exists() or resumed.samefile(last):
+    if last.exists() and resumed.samefile(last):
         return []
-    if (later := ckpt.load_checkpoint(last)["step"]) < step:
+    later = {path: step_of(path) for path in numbered_checkpoints(folder) if step_of(path) > step}
+    for path, first in ((folder / STABLE, step + 1), (last, step)):
+        with contextlib.suppress(CheckpointError):  # none, or one that cannot be used
+            if (found := ckpt.load_checkpoint(path)["step"]) >= first:
+                later[path] = found
+    if not later:
         return []
+    kept = [f"{path.name} is kept as {keep(path, at).name}" for path, at in later.items()]
+    if later.pop(last, None) is not None:
+        link_or_copy(resumed, last)
+    for path in later:
+        path.unlink()
+    kept.append(f"{BEST} until there is a lower loss")
+    return [f"note: going back to step {step}: {', '.join(kept)}"]
+
+
+def keep(path: Path, step: int) -> Path:
+    """Link a checkpoint of a later step under a name that no run replaces; return its path."""
     suffixes = chain([""], map("_{}".format, count(2)))
-    names = (f"model_kept_{later:06d}{suffix}.pt" for suffix in suffixes)
-    kept = next(folder / name for name in names if not (folder / name).exists())
-    link_or_copy(last, kept)
-    link_or_copy(resumed, last)
-    return [
-        f"note: going back to step {step}: {LAST} of step {later} is kept as {kept.name}, and "
-        f"{BEST} until there is a lower loss"
-    ]
+    names = (path.with_name(f"model_kept_{step:06d}{suffix}.pt") for suffix in suffixes)
+    kept = next(name for name in names if not name.exists() or name.samefile(path))
+    link_or_copy(path, kept)
+    return kept

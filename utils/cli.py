@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, make_dataclass
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import NoReturn, TypeVar, get_type_hints
+from typing import NoReturn, TypeVar, get_origin, get_type_hints
 
 import torch
 
@@ -65,9 +65,11 @@ def given_options(args: list[str]) -> set[str]:
 
 
 def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) -> None:
-    """Raise UserError for --name=True where `name` is a switch, and for a name in `hints`."""
+    """Raise UserError for --name=True where `name` is a switch, for a name in `hints`, and for an
+    option without a value, as an unset variable of a shell gives."""
     kinds = get_type_hints(config_class)
-    for word, following in zip_longest(args, args[1:], fillvalue=""):
+    may_be_empty = {f.name for f in fields(config_class) if f.default == ""}
+    for word, following in zip_longest(args, args[1:], fillvalue="--"):
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and name not in kinds and name in hints:
@@ -76,13 +78,14 @@ def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) 
         is_switch = flag.startswith("--") and kinds.get(name) is bool
         if is_switch and value.lower() in ("true", "false", "0", "1", "yes", "no"):
             raise UserError(f"{flag} takes no value: --{name} turns it on, --no_{name} off")
+        none = not equals and following.startswith("--") and get_origin(kinds.get(name)) is tuple
+        if flag.startswith("--") and name in kinds.keys() - may_be_empty and (none or not value):
+            raise UserError(f"{flag} is given without a value; was a variable empty?")
 
 
-def run(
-    main: Callable[[Config], None], config_class: type[Config], *, positional: bool = False
-) -> NoReturn:
-    """Run a script: parse the command line, call `main`, exit."""
-    run_and_exit(lambda: main(parse(config_class, positional=positional)))
+def run(main: Callable[[Config], None], config_class: type[Config], **options) -> NoReturn:
+    """Run a script: parse the command line with the options of `parse`, call `main`, exit."""
+    run_and_exit(lambda: main(parse(config_class, **options)))
 
 
 def run_and_exit(
@@ -126,7 +129,9 @@ def user_message(error: Exception) -> str | None:
         return str(error)
     unwritable = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
     if isinstance(error, OSError) and error.errno in unwritable:
-        return f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        exists = error.errno == errno.EACCES and os.path.isfile(error.filename or "")
+        verb = "open" if exists else "write"  # a file that is there may lack either right
+        return f"cannot {verb} {error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from utils import malloc
 from utils.errors import UserError
+from utils.gpus import NAMED_GPUS
 from utils.heartbeat import HeartbeatMonitor
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: longer than a download or a slow disk
@@ -98,7 +99,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if (index and not index.isdigit()) or number >= counts.get(kind, 0):
         found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         raise DeviceError(
-            f"--device {name} is not available to local rank {local_rank}; this machine has {found}"
+            f"--device {name} is not available to local rank {local_rank}; this machine has "
+            f"{found}, and --dry_run knows {', '.join(NAMED_GPUS)}"
         )
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
@@ -173,7 +175,10 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
 def say_waiting(process: Process) -> Iterator[None]:
     """Print that a machine waits for others, if that takes PATIENCE seconds."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    text = f"waiting for {process.world_size} processes to meet at {address}; is one not started?"
+    text = (
+        f"waiting up to {TIMEOUT.seconds // 60} minutes for {process.world_size} processes to meet "
+        f"at {address}; is one not started?"
+    )
     timer = threading.Timer(PATIENCE, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
     if process.local_rank == 0:

@@ -13,15 +13,10 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from utils.errors import UserError
 from utils.files import atomic_write
+from utils.log_files import METRICS, SAMPLES, LogError, read_metrics
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
-
-
-class LogError(UserError):
-    """Log that cannot be read or written; the message names its path."""
 
 
 @contextlib.contextmanager
@@ -29,6 +24,8 @@ def catch_write_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError into a LogError about the log in `folder`."""
     try:
         yield
+    except FileExistsError as error:
+        raise LogError(f"--log_dir {folder} is a file; give a folder") from error
     except OSError as error:
         raise LogError(
             f"the log in {folder} could not be written: {error.strerror}; make it writable and "
@@ -196,59 +193,3 @@ def keep_samples(path: Path, start: int) -> None:
         if len(kept) < len(blocks) // 2:
             with atomic_write(path) as file:
                 file.write("".join([blocks[0], *kept]).encode())
-
-
-def is_row(row: object) -> bool:
-    """Return True for a row of metrics: a split, a step >= 0, and numbers or None.
-
-    Rows of the split "skipped" may hold other values too.
-    """
-    if type(row) is not dict or [type(row.get(k)) for k in ("step", "split")] != [int, str]:
-        return False
-    values = [v for k, v in row.items() if k != "split" and v is not None]
-    numbers = all(type(v) is float or (type(v) is int and abs(v) < 2**63) for v in values)
-    return row["step"] >= 0 and (numbers or row["split"] == "skipped")
-
-
-def read_metrics(path: Path | str) -> dict[str, list[dict]]:
-    """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step.
-
-    Rows that a resumed run has repeated or dropped are left out. Raises LogError naming a line
-    that is not a row.
-    """
-    path = Path(path)
-    if not (path / METRICS).exists() and (path / "logs").is_dir():  # of a run's folder
-        path = path / "logs"
-    if path.is_dir():
-        path = path / METRICS
-    if not path.is_file():
-        raise LogError(f"there is no {path}; give the metrics.jsonl of a run, or its folder")
-    splits: dict[str, dict[int, dict]] = {}
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not is_row(row):
-                raise LogError(f"{path}, line {number}, is not a row of metrics")
-            step, split = row["step"], row["split"]
-            if split == "resume":
-                for name, rows in splits.items():
-                    splits[name] = {n: r for n, r in rows.items() if n <= step}
-            else:
-                splits.setdefault(split, {})[step] = row
-    return {split: [rows[s] for s in sorted(rows)] for split, rows in splits.items()}
-
-
-def logged_run(folder: Path) -> dict | None:
-    """Return the config.json of the run whose metrics a log folder holds, {} if it cannot be read;
-    None if there are no metrics."""
-    path = folder / METRICS
-    if not path.exists() or not os.path.getsize(path):
-        return None
-    try:
-        run = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return run if type(run) is dict and type(run["train_config"]) is dict else {}
-    except (OSError, ValueError, KeyError, RecursionError):
-        return {}

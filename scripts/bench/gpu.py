@@ -22,7 +22,7 @@ from training import checkpoint as ckpt
 from training.dry_run import Hardware, forecast_memory, largest_micro_batch
 from training.resume import resolve_run
 from utils.distributed import free_memory, pick_dtype
-from utils.logger import read_metrics
+from utils.log_files import read_metrics
 from utils.throughput import peak_flops
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}

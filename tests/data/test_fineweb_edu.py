@@ -15,6 +15,7 @@ import pytest
 from conftest import SHARED, documents, environment, kill, script, start
 from pyarrow import parquet
 
+from config import DataConfig
 from data.sharder import locked
 from data.shards import DataError, find_shards
 from data.tokenizer import load_tokenizer
@@ -197,6 +198,20 @@ def test_missing_input_is_a_sentence_and_writes_nothing(tmp_path):
     done = shard(tmp_path / "none.parquet", tmp_path / "out", code=2)
     assert "does not exist" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_terminal_lines_tell_how_far_it_is(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fineweb_edu, "SECONDS_PER_LINE", -1)
+    fineweb_edu.prepare(DataConfig(tmp_path / "out", input=(str(corpus),), tokenizer="bytes"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if " documents, " in line]
+    assert len(lines) > 3 and lines[0].endswith(" tokens")
+
+
+def test_a_file_in_the_place_of_the_folder_is_a_sentence(corpus, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "x"):
+        args = ["--input", corpus, "--tokenizer", "bytes", "--local_dir", out]
+        assert "is a file; give a folder" in script("data/fineweb-edu.py", *args, code=2).stderr
 
 
 def test_broken_parquet_is_a_sentence(tmp_path):

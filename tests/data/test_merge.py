@@ -171,7 +171,7 @@ def test_missing_workers_and_shards_are_named(copies, workers, tmp_path):
     done = run([*copies, workers[0]], out, code=2)
     assert "--worker_index 0 1 1; name one folder" in done.stderr
     assert "none holds no manifest.json" in run([*copies, tmp_path / "none"], out, code=2).stderr
-    assert "name different folders" in run([*copies, copies[0]], out, code=2).stderr
+    assert "twice" in run([*copies, copies[0]], out, code=2).stderr
     assert "name different folders" in run(copies, copies[0], code=2).stderr
     (copies[0] / "train_000001.npy").unlink()
     assert "train_000001.npy is missing" in run(copies, out, code=2).stderr

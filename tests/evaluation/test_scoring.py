@@ -1,5 +1,8 @@
 import io
 import json
+import shutil
+import subprocess
+import sys
 from functools import partial
 
 import harness_model
@@ -9,13 +12,13 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHARED, environment, script, torchrun
+from conftest import ROOT, SHARED, environment, script, torchrun
 from pyarrow import parquet
 
 from config import parse_recipe
 from data.shards import DataError
 from data.tokenizer import load_tokenizer, save_tokenizer
-from evaluation.metrics import score_benchmark
+from evaluation.metrics import check_lengths, score_benchmark
 from evaluation.scoring import score_items
 from evaluation.tasks import (
     Item,
@@ -27,7 +30,7 @@ from evaluation.tasks import (
 )
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
-from model.huggingface import save_pretrained
+from model.huggingface import load_pretrained, save_pretrained
 from scripts.bench.harness import with_all_fields
 from utils.distributed import Process
 
@@ -271,6 +274,63 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         )
         done = script("evaluate.py", *source, *extra, code=2)
         assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_file_but_its_own_is_written_over(trained, exported, tmp_path):
+    data, table = tmp_path / "l.jsonl", tmp_path / "e.json"
+    shutil.copy(exported / "l.jsonl", data)
+    shutil.copy(trained / "logs/config.json", tmp_path)
+    args = ["evaluate.py", "--model", exported, "--tasks", "lambada", "--data", data, "--out"]
+    for out, message in (
+        ([data], "was not written by evaluate.py"),
+        ([tmp_path / "config.json"], "was not written by evaluate.py"),
+        ([table, "--dump", data], "was not written by evaluate.py"),
+        ([table, "--dump", trained / "logs/metrics.jsonl"], "was not written by evaluate.py"),
+        ([table, "--dump", table], "are both"),
+        (["/proc/none/e.json"], "give another --out"),
+    ):
+        assert message in script(*args, *out, code=2).stderr
+    assert data.read_bytes() == (exported / "l.jsonl").read_bytes() and not table.exists()
+    for _ in range(2):
+        script(*args, table, "--dump", tmp_path / "dump.jsonl")  # its own
+
+
+def test_figures_of_other_weights_dtypes_and_lengths_stay_in_the_table(exported, tmp_path):
+    folder, out = tmp_path / "model", tmp_path / "e.json"
+    shutil.copytree(exported, folder)
+    args = ["evaluate.py", "--model", folder, "--tasks", "lambada", "--out", out]
+    args += ["--data", exported / "l.jsonl"]
+
+    def rows():
+        found = json.loads(out.read_text())["results"]
+        return [(r["weights"], r["dtype"], r["n"]) for r in found if r["metric"] == "perplexity"]
+
+    script(*args)
+    script(*args)
+    ((weights, dtype, n),) = rows()
+    script(*args, "--limit", 9)
+    script(*args, "--dtype", "bfloat16")
+    torch.manual_seed(5)
+    save_pretrained(GPT(load_pretrained(folder).config), folder)  # another model in its place
+    script(*args)
+    assert rows()[:3] == [(weights, dtype, n), (weights, dtype, 9), (weights, "bfloat16", n)]
+    assert len(rows()) == 4 and rows()[3][0] != weights
+
+
+def test_the_table_is_written_before_it_is_printed(exported, tmp_path):
+    args = ["evaluate.py", "--model", exported, "--tasks", "lambada", "--data"]
+    command = [sys.executable, *map(str, args), exported / "l.jsonl", "--out", tmp_path / "e.json"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE)
+    process.stdout.close()
+    process.wait(120)
+    assert json.loads((tmp_path / "e.json").read_text())["results"]
+
+
+def test_a_benchmark_with_too_long_a_continuation_is_refused_before_any_work():
+    rows = [{"text": "a b"}, {"text": "a " + "b" * 40}]
+    check_lengths("lambada", rows, BYTES, 41)
+    with pytest.raises(DataError, match="a continuation has 41 tokens, the model a context of 40"):
+        check_lengths("lambada", rows, BYTES, 40)
 
 
 # what `python scripts/bench/harness.py` gave for tests/harness_model.py, lm_eval 0.4.13

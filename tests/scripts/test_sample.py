@@ -75,6 +75,8 @@ def test_bad_settings_are_sentences(trained, tmp_path):
         (["--seed", 10**20], "--seed"),
         (["--prompt", b"caf\xe9"], "cannot be read as text"),
         (["--checkpoint", tmp_path / "none.pt"], "there is no checkpoint"),
+        (["--interactive", "--json"], "leave out --prompt and --json"),
+        (["--start", "x"], "there is no --start: --prompt is the text to continue"),
     ):
         done = sample(trained, *extra, code=2)
         assert message in done.stderr and "Traceback" not in done.stderr

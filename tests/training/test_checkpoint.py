@@ -113,6 +113,15 @@ def test_damaged_and_foreign_files_are_named(trained, tmp_path):
         load_model(tmp_path / "part.pt")
 
 
+def test_a_file_that_may_not_be_read_is_not_called_damaged(trained, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(CheckpointError, match="model_best.pt cannot be read: Permission denied"):
+        load_checkpoint(trained / "checkpoints/model_best.pt")
+
+
 def test_newest_is_the_last_else_the_highest_number(tmp_path):
     assert find_newest(tmp_path) is None
     for when, name in enumerate(("model_stable.pt", "model_best.pt", "model_stable.pt"), 1):

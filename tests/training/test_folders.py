@@ -49,7 +49,7 @@ def test_a_folder_or_disk_that_cannot_take_the_checkpoints_is_found_at_the_start
     (small_disk / "filler").write_bytes(b"\0" * (free - 400_000))
     args = train_args(shards, tmp_path, 9, "--checkpoint_dir", small_disk)
     done = script(*args, code=2)  # room for one file, not for three
-    assert "the checkpoints of this run needs" in done.stderr and not rows_written(tmp_path)
+    assert "saving this run needs" in done.stderr and not rows_written(tmp_path)
 
 
 def flip(path, name, part="model"):
@@ -156,7 +156,10 @@ def test_the_log_of_another_run_is_refused_when_resuming(shards, trained, tmp_pa
     shutil.copytree(trained, tmp_path / "a")
     folders = ["--checkpoint_dir", tmp_path / "a/checkpoints", "--log_dir", tmp_path / "b/logs"]
     done = script("train.py", "--resume", "auto", *folders, code=2)
-    assert "b/logs holds the log of another run" in done.stderr
+    assert "b/logs holds the log of another run; give another --log_dir\n" in done.stderr
+    (tmp_path / "a/logs/config.json").unlink()  # moved, and nothing says whose log it is
+    done = script("train.py", "--resume", "auto", *folders[:3], tmp_path / "a/logs", code=2)
+    assert f"as far as can be told without its {tmp_path}/a/logs/config.json; give" in done.stderr
 
 
 def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_path):
@@ -167,7 +170,7 @@ def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_pa
     back = [*args, "--keep_last", 0, "--resume", folder / "model_step_000004.pt", "--max_lr", 1]
     (folder / "model_step_000012.pt").unlink()
     done = script(*back, "--max_steps", 8)
-    assert "model_last.pt of step 12 is kept as model_kept_000012.pt" in done.stdout
+    assert "model_last.pt is kept as model_kept_000012.pt" in done.stdout
     kept = (folder / "model_kept_000012.pt").read_bytes()
     assert load_checkpoint(folder / "model_last.pt")["step"] == 8
     assert (folder / "model_best.pt").read_bytes() == best
@@ -175,6 +178,7 @@ def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_pa
     done = script(*back, "--max_steps", 12)
     assert "kept as model_kept_000012_2.pt" in done.stdout
     assert (folder / "model_kept_000012.pt").read_bytes() == kept
+    assert "model_step_000008.pt is kept as model_kept_000008" in done.stdout
     script(*args, "--resume", folder / "model_best.pt")  # the same step as the last, other weights
     script(*args, "--resume", "auto", "--max_steps", 13)
     assert losses(tmp_path)[13] < 7

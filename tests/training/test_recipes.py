@@ -14,7 +14,7 @@ from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from sweep import SweepConfig, grid_points, to_markdown
-from utils.logger import read_metrics
+from utils.log_files import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
 
@@ -306,6 +306,23 @@ def test_a_sweep_names_folders_apart_and_keeps_to_its_data(shards, tmp_path):
     config = SweepConfig(grid=("max_lr 1",), fixed=("max_lr 2",), out=tmp_path / "x")
     with pytest.raises(ConfigError, match="max_lr is in --grid and in --fixed"):
         sweep.main(config)
+
+
+@pytest.mark.parametrize("name", ["fixed.json", "data.json"])
+def test_a_damaged_file_of_a_sweep_is_named(shards, tmp_path, name):
+    for text in ("", "[]", "{"):
+        (tmp_path / name).write_text(text)
+        config = SweepConfig(grid=("max_lr 1e-3",), fixed=(f"data_dir {shards}",), out=tmp_path)
+        with pytest.raises(ConfigError, match=f"{name} is damaged; remove it"):
+            sweep.main(config)
+
+
+def test_the_folder_of_a_sweep_must_be_one(shards, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "x"):
+        config = SweepConfig(grid=("max_lr 1e-3",), fixed=(f"data_dir {shards}",), out=out)
+        with pytest.raises(ConfigError, match="is no folder and cannot be made one"):
+            sweep.main(config)
 
 
 def test_a_sweep_over_tokenizers_compares_bits_per_byte():

@@ -155,7 +155,7 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before(shards, small_dis
     whole = load_checkpoint(small_disk / "model_last.pt")["step"]
     fill(small_disk, but=100_000)
     done = script(*args, "--resume", "auto", code=2)  # found before the first step
-    assert "the checkpoints of this run needs" in done.stderr and max(losses(tmp_path)) == 10
+    assert "saving this run needs" in done.stderr and max(losses(tmp_path)) == 10
     (small_disk / "filler").unlink()
     process = start(*args, "--resume", "auto", "--max_steps", 300)
     run_until(process, lambda: rows_written(tmp_path) >= 12)

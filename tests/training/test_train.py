@@ -3,6 +3,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,7 +241,24 @@ def test_going_back_keeps_what_it_goes_back_to_and_what_comes_of_it(shards, tmp_
     script(*train_args(shards, tmp_path, 7, *back, "--keep_last", 2))
     kept = {p.name: load_checkpoint(p) for p in (tmp_path / "checkpoints").glob("model_step_*")}
     rates = {s["step"]: s["train_config"]["max_lr"] for s in kept.values()}
-    assert rates == {6: 1e-3, 7: 1e-3, 8: 3e-3, 12: 3e-3}
+    assert rates == {6: 1e-3, 7: 1e-3}
+    later = {p.name: load_checkpoint(p) for p in (tmp_path / "checkpoints").glob("model_kept_*")}
+    assert {s["step"]: s["train_config"]["max_lr"] for s in later.values()} == {8: 3e-3, 12: 3e-3}
+
+
+def test_what_a_run_is_begun_from_is_not_ignored(shards, trained, tmp_path):
+    first = trained / "checkpoints/model_best.pt"
+    named = tmp_path / "weights"  # a checkpoint under any name
+    shutil.copy(first, named)
+    begin = train_args(shards, tmp_path / "run", 3, "--init_from", named)
+    assert f"weights of {named}" in script(*begin).stdout
+    script(*begin, "--resume", "auto", "--max_steps", 4)  # the same command, to continue
+    other = [*begin[:-1], first, "--resume", "auto", "--max_steps", 5]
+    assert f"was not begun from {first}" in script(*other, code=2).stderr
+    modern = train_args(shards, tmp_path / "modern", 2, "--recipe", "modern")
+    script(*modern)
+    start = train_args(shards, tmp_path / "b", 2, "--init_from", tmp_path / "modern/checkpoints")
+    assert "--recipe gpt2" in script(*start, "--recipe", "gpt2", code=2).stderr
 
 
 def test_another_batch_from_a_checkpoint_is_warned_of_and_counted_right(shards, tmp_path):

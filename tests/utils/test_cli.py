@@ -5,7 +5,8 @@ import torch
 import torch._dynamo.exc
 import torch._inductor.exc
 
-from utils.cli import user_message
+from config import DataConfig, SamplingConfig, TrainConfig
+from utils.cli import check_habits, user_message
 from utils.errors import UserError
 
 
@@ -25,6 +26,33 @@ def test_what_a_user_or_a_machine_causes_is_a_sentence(error, message):
     text = user_message(error)
     assert message in text and "\n" not in text
     assert "of memory" not in text or "--micro_batch_size" in text
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_written(tmp_path):
+    (tmp_path / "a.txt").touch()
+    for name, verb in (("a.txt", "open"), ("b.txt", "write")):
+        error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
+        assert f"cannot {verb} {tmp_path / name}" in user_message(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "args"),
+    [
+        (DataConfig, ["--input", "--local_dir", "x"]),
+        (DataConfig, ["--local_dir", "x", "--merge"]),
+        (DataConfig, ["--input", ""]),
+        (TrainConfig, ["--init_from", ""]),
+        (TrainConfig, ["--resume="]),
+        (SamplingConfig, ["--checkpoint", ""]),
+    ],
+)
+def test_an_option_without_a_value_is_not_taken_for_its_default(options, args):
+    with pytest.raises(UserError, match="is given without a value"):
+        check_habits(options, {}, args)
+
+
+def test_a_prompt_may_be_empty_and_a_number_negative():
+    check_habits(SamplingConfig, {}, ["--prompt", "", "--temperature", "-1", "--json"])
 
 
 def test_a_bug_is_no_sentence():

@@ -3,7 +3,8 @@ import sys
 import pytest
 from conftest import script
 
-from utils.logger import LogError, Logger, read_metrics
+from utils.log_files import LogError, read_metrics
+from utils.logger import Logger
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
 
@@ -52,6 +53,18 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "split": "train"}}\n{line}\n')
     with pytest.raises(LogError, match="line 2"):
         read_metrics(tmp_path)
+
+
+def test_a_row_that_is_being_written_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n{"step": 2, "spl')
+    assert read_metrics(tmp_path) == {"train": [{"step": 1, "split": "train"}]}
+
+
+def test_a_log_without_a_step_cannot_be_drawn(tmp_path):
+    for text in ("", '{"step": 0, "split": "val", "loss": 5.5}\n'):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        done = script("plot.py", "--log", tmp_path, "--out", tmp_path / "a.png", code=2)
+        assert "has no training step yet" in done.stderr and not (tmp_path / "a.png").exists()
 
 
 def test_plot_draws_runs_over_each_other(trained, tmp_path):
