@@ -87,7 +87,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated = halves * cos.unsqueeze(-2)
     rotated[..., 0, :].addcmul_(halves[..., 1, :], sin, value=-1)
     rotated[..., 1, :].addcmul_(halves[..., 0, :], sin)
-    return rotated.flatten(-2).to(x.dtype)
+    # not .to(x.dtype) last: where it changes nothing, torch 2.11 compiles a wrong gradient
+    return rotated.to(x.dtype).flatten(-2)
 
 
 class CPURotary(Rotary):

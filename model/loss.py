@@ -34,19 +34,18 @@ def cross_entropy_(
     overwrite the logits with its gradient, each row times `scale` (N,), if that is given.
 
     The gradient is softmax - onehot(target). The target is found by comparison with the column's
-    index, because a scatter would end the fused loop of a compiler. For targets of -1 the values
-    have no meaning.
+    index: a scatter would end the fused loop of a compiler, and torch 2.11's gathers the target's
+    logit after it has been overwritten. For targets of -1 the values have no meaning.
     """
-    x = logits.float()
-    column = torch.arange(x.size(1), device=x.device)
-    x.masked_fill_(column >= vocab_size, -torch.inf)
+    column = torch.arange(logits.size(1), device=logits.device)
+    is_target = column == targets.unsqueeze(-1)
+    x = logits.float().masked_fill(column >= vocab_size, -torch.inf)
     logsumexp = x.logsumexp(-1, keepdim=True)
-    nats = logsumexp - x.gather(-1, targets.clamp(min=0).unsqueeze(-1))
+    nats = logsumexp.squeeze(-1) - torch.where(is_target, x, 0.0).sum(-1)
     if scale is not None:
-        is_target = column == targets.unsqueeze(-1)
-        x.sub_(logsumexp).exp_().sub_(is_target.float()).mul_(scale.unsqueeze(-1))
-        logits.copy_(x)
-    return nats.squeeze(-1)
+        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)
+        logits.copy_(grad.mul_(scale.unsqueeze(-1)))
+    return nats
 
 
 @cache

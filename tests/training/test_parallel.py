@@ -1,5 +1,6 @@
 import ctypes
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from training.optim import make_optimizers
 from training.parallel import (
     apply_activation_checkpointing,
     clip_grad_norm,
+    compile_blocks,
     gather_state,
     load_optimizer_state,
     sync_gradients,
@@ -151,11 +153,13 @@ def kept(what, *, compiled=False):
         return x
 
     torch.compiler.reset()  # it would take what was compiled of another model of the same shape
-    # split into forward and backward as for C++, which is not made
-    backend = "aot_eager_decomp_partition"
-    module = torch.compile(model, backend=backend) if compiled else model
+    if compiled:  # split into forward and backward as for C++, which is not made
+        with pytest.MonkeyPatch.context() as patch:
+            split = partial(torch.compile, backend="aot_eager_decomp_partition")
+            patch.setattr(torch, "compile", split)
+            compile_blocks(model)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = module(X, X)
+        loss = model(X, X)
     loss.backward()
     return sum(sizes.values()), [p.grad for p in model.parameters()]
 
