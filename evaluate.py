@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
 from tqdm import tqdm
 
 from config import ConfigError, TrainConfig
@@ -146,7 +145,6 @@ def main(config: EvalConfig) -> None:
     config.out = config.out or default_out(config)
     files = checked_files(config)
     process = distributed.start(config.device)
-    torch.set_float32_matmul_precision("highest")  # no TF32
     model, name, saved = open_model(config.checkpoint, config.model, exact=True)
     tokenizer = load_tokenizer(name)
     # read everything before the first forward pass, so that a missing file costs no time
@@ -174,8 +172,8 @@ def main(config: EvalConfig) -> None:
         results += found
         examples += more
     if process.is_main:
-        origin = {"model": config.model or str(config.checkpoint), "dtype": config.dtype}
-        origin |= {"weights": weights}
+        origin = {"model": config.model or str(config.checkpoint), "weights": weights}
+        origin |= {"dtype": str(dtype).removeprefix("torch.")}
         origin |= {name: saved[name] for name in ("run_id", "step") if saved}
         size = model.config.size or "gpt2"
         table = table_rows(results, origin, size)

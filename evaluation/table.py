@@ -38,13 +38,17 @@ def is_dump(text: str) -> bool:
 def check_replaceable(path: Path, flag: str, is_ours: Callable[[str], bool]) -> None:
     """Raise ConfigError, before anything is scored, unless a file can be written and is new, empty
     or by its text one of this script's."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} could not be written: it is no file; give another {flag}")
+    existed = path.exists()
     with naming_write_errors(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+", encoding="utf-8", errors="replace") as file:
             file.seek(0)
             text = file.read()
         if not text:
-            path.unlink(missing_ok=True)  # it may have been made here
+            if not existed:
+                path.unlink(missing_ok=True)  # another process may have been faster
             return
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if is_ours(text):
@@ -81,7 +85,8 @@ def format_table(rows: list[dict], size: str) -> str:
 
 def write_table(path: Path, rows: list[dict], origin: dict) -> None:
     """Add rows to a JSON file, where they replace those of equal IDENTITY."""
-    earlier = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    earlier = json.loads(text)["results"] if text else []
     new = [[row[name] for name in IDENTITY] for row in rows]
     kept = [row for row in earlier if [row.get(name) for name in IDENTITY] not in new]
     with naming_write_errors(path, "--out"), atomic_write(path) as file:

@@ -57,7 +57,8 @@ def read_rows(task: str, path: Path | None = None) -> list[dict]:
 
 
 def read_rows_on_all(task: str, path: Path | None, process: Process) -> list[dict]:
-    """Return a benchmark's rows on every process; one process of each machine downloads first."""
+    """Return a benchmark's rows on every process; one process of each machine downloads first. A
+    download that ends ten minutes after the main process's ends the run."""
     rows, problem = [], None
     for first in (True, False):
         if (process.local_rank == 0) == first:

@@ -124,7 +124,8 @@ class CPUScaledDotProduct(ScaledDotProduct):
 def cross_entropy_in_parts_(
     logits: Tensor, targets: Tensor, scale: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """Return what cross_entropy_ returns, of SOFTMAX_BYTES of logits at a time, by a scatter."""
+    """Compute cross_entropy_ in parts of SOFTMAX_BYTES of logits, with a scatter for the target,
+    which is faster on CPUs."""
     rows = rows_within(SOFTMAX_BYTES, 4 * logits.size(1))
     nats = []
     for start in range(0, len(logits), rows):
@@ -145,7 +146,7 @@ class CPUHeadCrossEntropy(HeadCrossEntropy):
     """HeadCrossEntropy with chunks that fit the caches."""
 
     logits_bytes = 2**26
-    product_bytes = 2**23
+    matmul_bytes = 2**23
     cross_entropy_ = staticmethod(cross_entropy_in_parts_)
 
 

@@ -21,8 +21,8 @@ def rows_within(limit: int, row_bytes: int) -> int:
 
 
 def chunk_rows(rows: int, most: int) -> int:
-    """Return the size, at most `most`, of the fewest equal chunks of `rows`; of `most`, with a
-    smaller last one, where equal ones would be less than half as large."""
+    """Return the size of the chunks to cut `rows` into: equal ones of at most `most` rows, or of
+    `most` with a smaller last one where the largest equal ones have less than half of that."""
     fewest = -(-rows // most)
     return next((rows // n for n in range(fewest, 2 * fewest + 1) if rows % n == 0), most)
 
@@ -50,7 +50,7 @@ def cross_entropy_(
 
 @cache
 def accumulates_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether addmm adds a product of matrices in `dtype` to a float32 matrix there."""
+    """Return whether addmm on the device adds a matmul in `dtype` to a float32 matrix."""
     a = torch.eye(16, dtype=dtype, device=device)
     total = torch.ones(16, 16, device=device)
     try:
@@ -60,9 +60,9 @@ def accumulates_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.equal(total, torch.ones_like(total) + a)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
-    """Add a @ b to the float32 matrix `total`, in products of at most `limit` bytes where their
-    dtype is another one and the device cannot add them by itself."""
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
+    """Add the matmul a @ b to the float32 matrix `total`. Where addmm cannot do it for the dtype of
+    a and b, matmuls of at most `limit` bytes are computed and added one by one."""
     if a.dtype is not total.dtype and accumulates_in_float32(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
@@ -106,7 +106,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if needs_grad:
                     grad_logits = logits  # overwritten in place
                     torch.mm(grad_logits, low_weight, out=grad_x[chunk])
-                    add_product_(grad_weight, grad_logits.T, inputs, head.product_bytes)
+                    add_matmul_(grad_weight, grad_logits.T, inputs, head.matmul_bytes)
         if needs_grad:
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
         return total
@@ -121,7 +121,7 @@ class HeadCrossEntropy(nn.Module):
     """Mean cross-entropy of the head's logits, chunk by chunk."""
 
     logits_bytes = 2**30  # largest chunk of logits, in float32
-    product_bytes = 2**29  # largest product that is added to the weight's gradient
+    matmul_bytes = 2**29  # largest matmul that is added to the weight's gradient
     cross_entropy_: ChunkFunction = staticmethod(cross_entropy_)
 
     def __init__(self, vocab_size: int) -> None:

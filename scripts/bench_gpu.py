@@ -1,4 +1,4 @@
-"""Measure this project on a GPU: bench_gpu.sh, which sets the environment, says what."""
+"""Run the benchmarks of scripts/bench_gpu.sh, which describes them and sets the environment."""
 
 import argparse
 import contextlib
@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
+
+import torch
 
 from scripts.bench import correctness, small, xl
 from scripts.bench.gpu import Bench, Item, Skipped, free_everything
@@ -72,8 +74,12 @@ def main() -> None:
     args, began = parse_args(), time.perf_counter()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     failed = False
+    device = pick_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(pick_device(args.device), Path(folder), args.tiny, args.peer, args.data)
+        logs = args.out.with_suffix("")
+        bench = Bench(device, Path(folder), logs, args.tiny, args.peer, args.data)
         for name in args.items or CALLS[args.call]:
             row = {"call": args.call, "item": name}
             if time.perf_counter() - began > args.seconds:

@@ -157,6 +157,10 @@ def kill(process: subprocess.Popen) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process to fork scripts from, one for all workers of xdist."""
+    if config.getoption("--device") != "cpu":
+        import torch
+
+        torch.set_default_device(config.getoption("--device"))
     if sys.platform == "linux" and not hasattr(config, "workerinput"):
         folder = tempfile.mkdtemp()
         os.environ[warm.ADDRESS] = f"{folder}/socket"
@@ -267,16 +271,3 @@ def rows_written(run: Path) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tests make their tensors, as cuda")
-
-
-@pytest.fixture(autouse=True)
-def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make tensors on the device of --device, where that is not the CPU."""
-    name = request.config.getoption("--device")
-    if name == "cpu":
-        yield
-        return
-    import torch
-
-    with torch.device(name):
-        yield

@@ -21,7 +21,8 @@ def keep_numbered(folder: Path, step: int, keep: int) -> None:
     if keep:
         # model_last.pt is replaced, never rewritten
         link_or_copy(folder / LAST, folder / NUMBERED.format(step))
-        for path in numbered_checkpoints(folder)[:-keep]:
+        earlier = [path for path in numbered_checkpoints(folder) if step_of(path) <= step]
+        for path in earlier[:-keep]:
             path.unlink()
         sync_folder(folder)
 

@@ -96,7 +96,7 @@ def head_bytes(tokens: int, n_embd: int, vocab: int, e: int, device: str) -> int
     rows = loss.chunk_rows(tokens, rows_within(head.logits_bytes, 4 * vocab))
     softmax_bytes = cpu.SOFTMAX_BYTES if device == "cpu" else head.logits_bytes
     softmax_rows = min(rows, rows_within(softmax_bytes, 4 * vocab))
-    grad_rows = min(vocab, rows_within(head.product_bytes, e * n_embd))
+    grad_rows = min(vocab, rows_within(head.matmul_bytes, e * n_embd))
     copies = e if e < 4 else 0
     grad_e = e + (4 if device == "cpu" and e < 4 else 0)
     return (

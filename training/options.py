@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from config import PER_LAUNCH, ConfigError, TrainConfig, mistyped
-from utils.cli import given_options, parse
+from utils.cli import parse
 from utils.distributed import pick_device
 from utils.errors import did_you_mean
 from utils.gpus import NAMED_GPUS
@@ -45,10 +45,9 @@ def parse_options(args: list[str] | None = None) -> tuple[TrainConfig, dict]:
     return config, file
 
 
-def compiles(config: TrainConfig, file: dict, args: list[str]) -> bool:
-    """Return whether to compile: what the command line `args` says, or else the file of --config;
-    without either, on CUDA alone."""
-    given = {*file, *given_options(args)}
+def should_compile(config: TrainConfig, given: set[str]) -> bool:
+    """Return whether to compile training: as the options say if that is among the `given` ones, of
+    the command line, --config or a checkpoint; else on CUDA alone."""
     if given & {"use_torch_compile", "no_use_torch_compile"}:
         return config.use_torch_compile
     return config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"

@@ -98,10 +98,10 @@ def apply_activation_checkpointing(model: GPT, mode: str, *, compiled: bool = Fa
     "block" keeps the input of each block alone, for a third more compute. "cheap" keeps outputs of
     matmuls and attention; where the step is compiled, the compiler recomputes all that it fuses.
     """
-    if mode == "cheap" and compiled:
+    if compiled:
         for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
-            setattr(torch._functorch.config, f"ban_recompute_{name}", False)
-    elif mode != "none":
+            setattr(torch._functorch.config, f"ban_recompute_{name}", mode != "cheap")
+    if mode == "block" or (mode == "cheap" and not compiled):
         options = {"use_reentrant": False}
         if mode == "cheap":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)

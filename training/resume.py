@@ -18,7 +18,7 @@ from training.checkpoint_folder import (
     find_newest,
 )
 from training.initial_model import initial_shape
-from training.options import compiles, parse_options
+from training.options import parse_options, should_compile
 from training.run_folders import best_loss, check_folders
 from training.schedule import stable_steps
 from utils.cli import given_options, parse
@@ -57,11 +57,13 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
         saved["best_loss"] = min(saved["best_loss"], best_loss(config.checkpoint_dir, saved))
     elif config.init_from:
         initial_shape(config)  # before the checks: the recipe says which rates are allowed
-    config.use_torch_compile = compiles(config, file, sys.argv[1:])
+    given = {*file, *given_options(sys.argv[1:])}
+    before = saved["train_config"].keys() if saved else set()
+    config.use_torch_compile = should_compile(config, given | before)
     config.check()
     check_extras(config)
     if not config.overwrite:
-        check_folders(config, saved, path, {*file, *given_options(sys.argv[1:])})
+        check_folders(config, saved, path, given)
     return config, saved
 
 

@@ -119,8 +119,9 @@ def lock_folders(
 
 
 def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
-    """Make a checkpoint of the folder, of `step`, its model_last.pt, which --resume auto continues;
-    keep those of later steps, which the run would replace, under other names. Return a sentence.
+    """Make a checkpoint of the folder, of `step`, its model_last.pt, which --resume auto continues.
+    Those of later steps, which the run would replace, get names that no run replaces. Return a
+    sentence on them, if there are any.
     """
     last = folder / LAST
     if last.exists() and resumed.samefile(last):
@@ -132,7 +133,7 @@ def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
                 later[path] = found
     if not later:
         return []
-    kept = [f"{path.name} is kept as {keep(path, at).name}" for path, at in later.items()]
+    kept = [f"{path.name} is kept as {link_kept(path, at)}" for path, at in later.items()]
     if later.pop(last, None) is not None:
         link_or_copy(resumed, last)
     for path in later:
@@ -141,10 +142,10 @@ def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
     return [f"note: going back to step {step}: {', '.join(kept)}"]
 
 
-def keep(path: Path, step: int) -> Path:
-    """Link a checkpoint of a later step under a name that no run replaces; return its path."""
+def link_kept(path: Path, step: int) -> str:
+    """Link a checkpoint as model_kept_{step}.pt, or as the next name that is free; return it."""
     suffixes = chain([""], map("_{}".format, count(2)))
     names = (path.with_name(f"model_kept_{step:06d}{suffix}.pt") for suffix in suffixes)
     kept = next(name for name in names if not name.exists() or name.samefile(path))
     link_or_copy(path, kept)
-    return kept
+    return kept.name

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -17,6 +18,7 @@ from utils import distributed
 from utils.errors import UserError
 
 Config = TypeVar("Config")
+NO_MEMORY = "can't allocate memory|CUDA (error: )?out of memory"
 OUT_OF_MEMORY = "lower --micro_batch_size or --num_samples"
 
 
@@ -134,12 +136,12 @@ def user_message(error: Exception) -> str | None:
         return f"cannot {verb} {error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"
+    # PyTorch has no error class for a CPU, nor for memory that a library or the compiler lacks
+    if isinstance(error, RuntimeError) and re.search(NO_MEMORY, str(error)):
+        return f"out of memory; {OUT_OF_MEMORY}"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         first_line = str(error).partition("\n")[0]
         return f"compiling failed: {first_line}; --no_use_torch_compile goes without"
     if isinstance(error, RuntimeError):
-        # PyTorch has no error class for a CPU, nor for memory that a CUDA library lacks
-        if "can't allocate memory" in str(error) or "CUDA error: out of memory" in str(error):
-            return f"out of memory; {OUT_OF_MEMORY}"
         return distributed.explain_failed_collective(error)
     return None

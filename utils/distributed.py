@@ -210,10 +210,10 @@ def explain_failed_collective(error: RuntimeError) -> str | None:
 def stop() -> None:
     """Tell the other processes that this one has ended normally, and leave the process group."""
     if monitor is not None:
-        monitor.stop()
         # gloo's stays: destroying it can deadlock on the interpreter lock with one of its threads
         if dist.get_backend() == "nccl":
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # waits for the other processes, so heartbeats go on
+        monitor.stop()
 
 
 def free_memory(device: torch.device) -> int:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 INTERVAL = 2.0  # seconds between heartbeats
 TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as lost
-POLL = 0.02  # seconds between two looks of wait_for_main
 DONE = "done"  # last value of a process that has ended normally
 
 
@@ -115,12 +114,14 @@ class HeartbeatMonitor:
         return f"rank {behind} is alive but behind" if behind else "all processes are alive"
 
     def wait_for_main(self) -> None:
-        """Return on each rank when rank 0 has called this as often. Heartbeats go on meanwhile."""
+        """Wait until rank 0 makes the same call, its first, second, ...; heartbeats go on."""
         self.waits += 1
         if self.rank == 0:
             self.store.set(f"main/{self.waits}", "")
+        pause = 0.002
         while not self.store.check([f"main/{self.waits}"]):
-            time.sleep(POLL)
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)  # many ranks share one store
 
     def stop(self) -> None:
         """Stop sending heartbeats and tell the other ranks that this one has ended normally."""

@@ -59,7 +59,7 @@ def unit_tests(bench: Bench) -> dict:
     if importlib.util.find_spec("pytest") is None:
         raise Skipped("pytest is not installed")
     files = TESTS[1:2] if bench.tiny else TESTS
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--tb=line", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "--device", str(bench.device), "-m", "not slow", *files],
         cwd=ROOT, capture_output=True, text=True, timeout=240,
@@ -92,7 +92,7 @@ def losses(config: TrainConfig) -> list[float]:
     return [row["loss"] for row in run_training(config)["train"]]
 
 
-def gap(a: list[float], b: list[float]) -> float:
+def largest_difference(a: list[float], b: list[float]) -> float:
     """Return the largest difference between the losses of two runs."""
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
@@ -106,13 +106,13 @@ def devices(bench: Bench) -> dict:
             name = f"{dtype}_{'compiled' if compiled else 'eager'}"
             free_everything()
             run = small_run(bench, name, dtype=dtype, use_torch_compile=compiled)
-            found[name] = gap(losses(run), exact)
+            found[name] = largest_difference(losses(run), exact)
             ok &= found[name] <= bound
     return {"ok": ok, "steps": len(exact), "largest_difference": found}
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic_kernels() -> Iterator[None]:
     """Let PyTorch take kernels that give the same bits each time."""
     torch.use_deterministic_algorithms(True)
     try:
@@ -141,16 +141,16 @@ def run_and_resume(config: TrainConfig) -> list[float]:
     return losses(replace(config, resume=str(last)))
 
 
-def resumed(bench: Bench) -> dict:
+def resume_after_signal(bench: Bench) -> dict:
     """Compare a run that was stopped and resumed with one that never stopped, to the bit."""
     options = {"use_torch_compile": True, "dtype": "bfloat16"}
     whole, parts = (small_run(bench, name, **options) for name in ("whole", "parts"))
-    with deterministic():
+    with deterministic_kernels():
         reference, found = losses(whole), run_and_resume(parts)
     a, b = (ckpt.load_checkpoint(run.checkpoint_dir / "model_last.pt") for run in (whole, parts))
     halves = [(part, name) for part in ("model", "model_low") for name in a["model"]]
     equal = all(torch.equal(a[part][name], b[part][name]) for part, name in halves)
-    difference = gap(found, reference)
+    difference = largest_difference(found, reference)
     ok = equal and difference == 0
     return {"ok": ok, "largest_difference": difference, "weights_equal": equal}
 
@@ -167,7 +167,7 @@ def shardings(bench: Bench) -> dict:
         for sharding in ("none", "zero1", "zero2", "zero3"):
             torch.compiler.reset()
             run = small_run(bench, sharding, sharding=sharding, **options)
-            difference = gap(run_and_resume(run), reference)
+            difference = largest_difference(run_and_resume(run), reference)
             model, _ = ckpt.load_model(run.checkpoint_dir / "model_last.pt")
             model.to(bench.device).eval()
             tokens = [t.item() for t in generate(model, [[1, 2, 3]], 16, seed=1)]
@@ -190,9 +190,11 @@ def host_syncs(bench: Bench) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        for last in (False, True):
-            engine.micro_step(idx, idx, 2, last=last)
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            for last in (False, True):
+                engine.micro_step(idx, idx, 2, last=last)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     syncs = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
     return {"ok": not syncs, "syncs": syncs}
 
@@ -203,7 +205,7 @@ ITEMS: dict[str, Item] = {
     "devices": devices,
     "shardings": shardings,
     "attention": kernels.attention,
-    "resumed": resumed,
+    "resumed": resume_after_signal,
     "host_syncs": host_syncs,
     "unit_tests": unit_tests,
 }

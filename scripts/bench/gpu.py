@@ -16,7 +16,7 @@ from config import TrainConfig
 from data.tokenizer import GPT2Tokenizer
 from model.config import SIZES
 from model.gpt import empty_gpt
-from scripts.bench.measure import Job
+from scripts.bench.measure import Job, MeasurementError
 from scripts.bench.worker import KINDS
 from training import checkpoint as ckpt
 from training.dry_run import Hardware, forecast_memory, largest_micro_batch
@@ -40,6 +40,8 @@ class Bench:
     device: torch.device
     folder: Path
     """Temporary folder for shards, checkpoints and logs."""
+    logs: Path
+    """Folder for logs that outlive a call that is cut."""
     tiny: bool
     """Small shapes and few steps, to see that the items run."""
     peer: Path | None
@@ -113,12 +115,13 @@ def measure_job(bench: Bench, job: Job) -> dict:
     return figures | {"peak_bytes": bench.peak_bytes()}
 
 
-def run_config(job: Job) -> TrainConfig:
-    """Return the options of train.py that a training job stands for."""
+def run_config(job: Job, sequences: int) -> TrainConfig:
+    """Return the options of train.py that a training job stands for, with steps of `sequences`."""
     return TrainConfig(
+        recipe=job.recipe,
         block_size=job.config.block_size,
         micro_batch_size=job.batch,
-        total_batch_size=SEQUENCES * job.config.block_size,
+        total_batch_size=sequences * job.config.block_size,
         sharding=job.sharding,
         activation_checkpointing=job.activation_checkpointing,
         save_every=0,
@@ -128,32 +131,43 @@ def run_config(job: Job) -> TrainConfig:
 
 def measure_training(bench: Bench, job: Job) -> dict:
     """Return the figures of training steps at the largest micro-batch that fits, beside the
-    forecast of their memory."""
+    forecast of their memory, if there is one."""
     hardware = Hardware(bench.device, bench.dtype, free_memory(bench.device), 1)
-    batch = largest_micro_batch(run_config(job), None, job.config, hardware)
-    while True:
-        sized = replace(job, batch=batch)
-        try:
-            figures = measure_job(bench, sized)
-        except torch.OutOfMemoryError:
-            if batch == 1:
-                raise
-            batch //= 2
-            free_everything()
-            continue
-        forecast = forecast_memory(run_config(sized), job.config, hardware).peak
-        return figures | {"forecast_bytes": forecast}
+    batch = largest_micro_batch(run_config(job, SEQUENCES), None, job.config, hardware)
+    while (figures := figures_if_it_fits(bench, replace(job, batch=batch))) is None:
+        if batch == 1:
+            raise MeasurementError("one sequence does not fit the memory")
+        batch //= 2
+        free_everything()
+    if job.kind == "train" and job.sharding == "none":
+        run = run_config(replace(job, batch=batch), sequences=batch)
+        figures["forecast_bytes"] = forecast_memory(run, job.config, hardware).peak
+    return figures
+
+
+def figures_if_it_fits(bench: Bench, job: Job) -> dict | None:
+    """Return the figures of a job, None if it runs out of memory. What the job holds is free after
+    the return, when the traceback is gone."""
+    try:
+        return measure_job(bench, job)
+    except torch.OutOfMemoryError:
+        return None
 
 
 @contextmanager
 def instead_of_command_line(config: TrainConfig, saved: dict | None) -> Iterator[None]:
-    """Let train.py take these options, and folders that this process has locked before."""
+    """Let train.py take these options, and folders that this process has locked before; put back
+    the signal handlers that it replaces."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     lock_folders = train.lock_folders
     train.resume.resolve_run, train.lock_folders = lambda: (config, saved), lambda *_: []
     try:
         yield
     finally:
         train.resume.resolve_run, train.lock_folders = resolve_run, lock_folders
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def run_training(config: TrainConfig) -> dict[str, list[dict]]:

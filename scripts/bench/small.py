@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from config import TrainConfig, parse_recipe
@@ -47,25 +48,32 @@ def nanogpt(bench: Bench) -> dict:
 
 
 def kernels(bench: Bench) -> dict:
-    """Profile compiled steps: time and share of the kernels that take longest."""
+    """Profile compiled steps: milliseconds a step and share of the kernels that take longest."""
     job = bench.job("train", batch=2 if bench.tiny else BATCH, use_torch_compile=True)
     repeat = KINDS["train"](job)
     repeat()
     with profile() as profiler:
-        repeat()
-    on_gpu = bench.device.type == "cuda"
-    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    rows = sorted(profiler.key_averages(), key=lambda row: -getattr(row, name))
+        steps = repeat() / (job.batch * job.config.block_size)
+    rows = profiler.key_averages()
+    name = "self_cpu_time_total"
+    if bench.device.type == "cuda":  # the operations that launched a kernel have its time, too
+        name = "self_device_time_total"
+        rows = [r for r in rows if r.device_type is DeviceType.CUDA and not r.is_user_annotation]
+    rows = sorted(rows, key=lambda row: -getattr(row, name))
     total = sum(getattr(row, name) for row in rows)
     table = [
-        {"kernel": r.key[:90], "calls": r.count, "ms": getattr(r, name) / 1e3,
-         "share": getattr(r, name) / total}
-        for r in rows[:KERNELS]
-    ]  # fmt: skip
-    return {"total_ms": total / 1e3, "kernels": table}
+        {
+            "kernel": row.key[:90],
+            "calls": row.count / steps,
+            "ms": getattr(row, name) / 1000 / steps,
+            "share": getattr(row, name) / total,
+        }
+        for row in rows[:KERNELS]
+    ]
+    return {"batch": job.batch, "ms": total / 1000 / steps, "kernels": table}
 
 
-def timed(bench: Bench, work: Callable[[], object]) -> dict:
+def measure_work(bench: Bench, work: Callable[[], object]) -> dict:
     """Return milliseconds and peak memory of `work`."""
     free_everything()
     return {"ms": bench.milliseconds(work), "peak_bytes": bench.peak_bytes()}
@@ -94,8 +102,10 @@ def time_block(bench: Bench, recipe: str, compiled: bool) -> dict:
         with autocast(bench.device, bench.dtype, keep_weights=False):
             y = model.trunk(x)
         y.backward(grad)
+        x.grad = None
+        model.zero_grad()
 
-    return timed(bench, work)
+    return measure_work(bench, work)
 
 
 def head(bench: Bench) -> dict:
@@ -125,7 +135,7 @@ def head(bench: Bench) -> dict:
             x.grad = weight.grad = None
 
         try:
-            found[name] = timed(bench, work)
+            found[name] = measure_work(bench, work)
         except RuntimeError as error:  # out of memory, or a form that takes no such dtype
             found[name] = {"error": str(error).partition("\n")[0]}
     return found
@@ -141,7 +151,7 @@ def optimizers(bench: Bench) -> dict:
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         for optimizer in make_optimizers(model, config, bench.dtype):
-            found[f"{recipe}_{type(optimizer).__name__}"] = timed(bench, optimizer.step)
+            found[f"{recipe}_{type(optimizer).__name__}"] = measure_work(bench, optimizer.step)
     return found
 
 
@@ -168,7 +178,7 @@ def learn(bench: Bench, recipe: str) -> dict:
         micro_batch_size=batch, total_batch_size=batch * shape.get("block_size", 1024),
         max_steps=steps, warmup_steps=steps // 10, eval_every=steps // 10, val_tokens=2**18,
         save_every=0, sample_every=0, checkpoint_dir=bench.folder / recipe,
-        log_dir=bench.folder / recipe / "logs", **shape,
+        log_dir=bench.logs / recipe, overwrite=True, **shape,
     )  # fmt: skip
     rows = run_training(config)
     every = steps // 10

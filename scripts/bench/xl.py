@@ -32,18 +32,18 @@ def max_autotune(bench: Bench) -> dict:
         return step(bench, "gpt2-medium")
 
 
-def row(size: str, checkpointing: str) -> Item:
+def size_item(size: str, checkpointing: str) -> Item:
     """Return the item of a model and an activation checkpointing."""
     return functools.partial(step, size=size, checkpointing=checkpointing)
 
 
 ITEMS: dict[str, Item] = {
-    "350M": row("gpt2-medium", "none"),
-    "774M": row("gpt2-large", "none"),
-    "1558M": row("gpt2-xl", "none"),
-    "1558M_cheap": row("gpt2-xl", "cheap"),
-    "774M_cheap": row("gpt2-large", "cheap"),
-    "1558M_block": row("gpt2-xl", "block"),
+    "350M": size_item("gpt2-medium", "none"),
+    "774M": size_item("gpt2-large", "none"),
+    "1558M": size_item("gpt2-xl", "none"),
+    "1558M_cheap": size_item("gpt2-xl", "cheap"),
+    "774M_cheap": size_item("gpt2-large", "cheap"),
+    "1558M_block": size_item("gpt2-xl", "block"),
     "1558M_zero2": zero2,
     "350M_max_autotune": max_autotune,
 }

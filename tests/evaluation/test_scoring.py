@@ -288,6 +288,7 @@ def test_no_file_but_its_own_is_written_over(trained, exported, tmp_path):
         ([table, "--dump", trained / "logs/metrics.jsonl"], "was not written by evaluate.py"),
         ([table, "--dump", table], "are both"),
         (["/proc/none/e.json"], "give another --out"),
+        ([table, "--dump", "/dev/null"], "is no file; give another --dump"),
     ):
         assert message in script(*args, *out, code=2).stderr
     assert data.read_bytes() == (exported / "l.jsonl").read_bytes() and not table.exists()

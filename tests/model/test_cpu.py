@@ -85,7 +85,7 @@ def test_the_loss_in_small_chunks_is_that_of_whole_logits(fast, dtype, compiled,
     if fast:
         monkeypatch.setattr(cpu, "SOFTMAX_BYTES", 4 * 320 * 5)
         small = cpu.for_training(small)
-    small.logits_bytes, small.product_bytes = 4 * 320 * 48, 4 * 32 * 100  # last chunk is smaller
+    small.logits_bytes, small.matmul_bytes = 4 * 320 * 48, 4 * 32 * 100  # last chunk is smaller
     if compiled:
         small.cross_entropy_ = torch.compile(cross_entropy_, fullgraph=True, dynamic=False)
     found = []

@@ -87,7 +87,7 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(tiny, chunk_rows,
     model = tiny(recipe)
     row = 4 * model.config.padded_vocab_size
     # the gradient of 320 rows of the embedding in slices of 100
-    model.loss.logits_bytes, model.loss.product_bytes = chunk_rows * row, 4 * 32 * 100
+    model.loss.logits_bytes, model.loss.matmul_bytes = chunk_rows * row, 4 * 32 * 100
     x, y = torch.randint(0, 257, (2, 3, 16))
     y[0, :5] = -1  # does not count
     ours = model(x, y)

@@ -178,7 +178,7 @@ def test_the_micro_batch_is_halved_until_it_fits(monkeypatch, tmp_path):
         return {"batch": job.batch}
 
     monkeypatch.setattr(gpu, "measure_job", measured)
-    bench = gpu.Bench(torch.device("cpu"), tmp_path, True, None, None)
+    bench = gpu.Bench(torch.device("cpu"), tmp_path, tmp_path, True, None, None)
     found = gpu.measure_training(bench, bench.job("train"))
     assert sizes == [64, 32, 16] and found["batch"] == 16 and found["forecast_bytes"] > 0
 

@@ -11,6 +11,7 @@ from config import ConfigError, TrainConfig
 from training import options
 from training.options import NANOGPT_OPTIONS, read_config_file
 from training.resume import length_warnings
+from utils.cli import given_options
 from utils.distributed import pick_dtype
 
 SMALL_FILE = """# a comment
@@ -126,7 +127,7 @@ def test_training_compiles_on_cuda_unless_told_otherwise(monkeypatch, device, ar
     monkeypatch.setattr(options, "pick_device", torch.device)
     given = file.get("use_torch_compile", "--use_torch_compile" in args)
     config = TrainConfig(device=device, use_torch_compile=given)
-    assert options.compiles(config, file, args) == expected
+    assert options.should_compile(config, {*file, *given_options(args)}) == expected
 
 
 def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch):

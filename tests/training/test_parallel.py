@@ -27,7 +27,7 @@ from utils import distributed
 from utils.distributed import DeviceError, Process, autocast
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
-X = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+X = 37 * torch.arange(16).view(2, 8) % 64
 
 
 def stepped(seed=0):
@@ -167,6 +167,12 @@ def kept(what, *, compiled=False):
 def test_recomputing_blocks_keeps_their_inputs_alone():  # test_forecast.py counts for "cheap"
     none, block = (kept(what)[0] for what in ("none", "block"))
     assert block < 0.4 * none
+
+
+def test_compiled_recomputation_is_of_the_newest_model_alone():
+    for mode, banned in (("cheap", False), ("none", True), ("cheap", False), ("block", True)):
+        apply_activation_checkpointing(GPT(CONFIG), mode, compiled=True)
+        assert torch._functorch.config.ban_recompute_used_far_apart is banned
 
 
 def test_a_compiled_step_keeps_less_where_it_may_recompute():

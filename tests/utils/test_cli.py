@@ -16,6 +16,7 @@ from utils.errors import UserError
         (UserError("--seed is too large"), "--seed is too large"),
         (OSError(errno.ENOSPC, "No space left on device", "model.pt"), "cannot write model.pt: No"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "CUDA out of memory;"),
+        (torch._dynamo.exc.TorchRuntimeError("CUDA out of memory. Tried to\n"), "out of memory;"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might"), "out of memory;"),
         (RuntimeError("[enforce fail] can't allocate memory: you tried"), "out of memory;"),
         (torch._dynamo.exc.TorchRuntimeError("bad shape\n\nat x"), "compiling failed: bad"),
