@@ -29,7 +29,7 @@ from data.loader import (
     train_batches,
 )
 from data.shards import corpus_name
-from evaluation.live_plot import PICTURE, LivePlot
+from evaluation.live_plot import LivePlot, draw_picture
 from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
 from training import resume
@@ -281,9 +281,7 @@ def finish(
         )
     logger.close()
     if process.is_main and not stop:
-        from evaluation.figure import draw_if_possible  # imports matplotlib, which takes a second
-
-        draw_if_possible([config.log_dir], config.log_dir / PICTURE, model.config.size)
+        draw_picture(config.log_dir, model.config.size)
     distributed.stop()
     if stop:
         sys.exit(128 + (stop.signal or signal.SIGTERM))

@@ -45,6 +45,14 @@ class LivePlot:
             self.process.wait()
 
 
+def draw_picture(log_dir: Path, size: str | None) -> None:
+    """Draw the picture of a log in its folder, if matplotlib is installed."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from evaluation.figure import draw_if_possible  # takes a second
+
+        draw_if_possible([log_dir], log_dir / PICTURE, size)
+
+
 def interrupt_at_end_of_input() -> None:
     """Raise KeyboardInterrupt in the main thread once standard input closes."""
     os.read(0, 1)
@@ -54,10 +62,7 @@ def interrupt_at_end_of_input() -> None:
 def main() -> None:
     threading.Thread(target=interrupt_at_end_of_input, daemon=True).start()
     os.nice(10)  # the training process goes first
-    from evaluation.figure import draw_if_possible
-
-    log_dir, size = Path(sys.argv[1]), sys.argv[2] or None
-    draw_if_possible([log_dir], log_dir / PICTURE, size)
+    draw_picture(Path(sys.argv[1]), sys.argv[2] or None)
 
 
 if __name__ == "__main__":
