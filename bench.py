@@ -31,7 +31,7 @@ from scripts.bench import report
 from scripts.bench.harness import with_all_fields
 from scripts.bench.measure import Job
 from utils.cli import run
-from utils.distributed import is_emulated, pick_device
+from utils.devices import is_emulated, pick_device
 
 VOCABULARY = GPT2Tokenizer.vocab_size
 # nanoGPT's documented configuration for a CPU: float32, not compiled

@@ -40,7 +40,7 @@ from training.checkpoint import checksum
 from training.checkpoint_folder import find_best, open_model, refuse_both_sources
 from utils import distributed, malloc
 from utils.cli import run
-from utils.distributed import pick_dtype
+from utils.devices import pick_dtype
 
 Task = Literal["val", "hellaswag", "lambada", "cbt_cn", "cbt_ne"]
 Protocol = Literal["build-nanogpt", "lm-eval"]

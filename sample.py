@@ -27,7 +27,7 @@ from model.generate import generate
 from model.gpt import GPT
 from training.checkpoint_folder import open_model, refuse_both_sources
 from utils.cli import run
-from utils.distributed import autocast, pick_device, pick_dtype
+from utils.devices import autocast, pick_device, pick_dtype
 
 OPTIONS = {  # type, least and greatest value; --interactive can change these options
     "temperature": (float, 0, math.inf),

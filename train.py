@@ -46,6 +46,7 @@ from training.schedule import set_rates, wsd_stable_step
 from training.state import TrainState
 from utils import distributed, malloc
 from utils.cli import run_and_exit
+from utils.devices import is_emulated, pick_dtype
 from utils.distributed import Process
 from utils.files import atomic_write
 from utils.log_files import CONFIG
@@ -60,7 +61,7 @@ def main() -> None:
         return dry_run(config, saved)
     process = distributed.start(config.device, before_exit=finish_writing)
     stop = StopSignal(announce=process.is_main)
-    dtype = distributed.pick_dtype(config.dtype, process.device)
+    dtype = pick_dtype(config.dtype, process.device)
 
     # data: the batch of a step is a pure function of (seed, step)
     train = Sequences(TokenStream(config.data_dir, "train"), config.block_size)
@@ -215,7 +216,7 @@ def open_log(
         f"{process.world_size} on {process.device}, {dtype}"
         + (f"; resumed at step {state.step}" if state.step else "")
     )
-    if distributed.is_emulated(dtype, process.device):
+    if is_emulated(dtype, process.device):
         notes.append(f"{process.device} emulates matmuls in {dtype}: --dtype float32 is faster")
     if config.use_torch_compile:
         seconds = logger.last_compile_seconds()

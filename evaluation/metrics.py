@@ -14,7 +14,8 @@ from data.tokenizer import Tokenizer
 from evaluation.scoring import Score
 from evaluation.tasks import STOP_WORDS, Item, cbt_items, hellaswag_items, lambada_items
 from model.gpt import GPT
-from utils.distributed import Process, autocast
+from utils.devices import autocast
+from utils.distributed import Process
 
 
 @torch.no_grad()

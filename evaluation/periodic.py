@@ -17,7 +17,8 @@ from evaluation.scoring import score_items
 from evaluation.tasks import read_rows_on_all
 from model.generate import complete
 from model.gpt import GPT
-from utils.distributed import Process, autocast
+from utils.devices import autocast
+from utils.distributed import Process
 
 SUBSET = 500  # examples of a benchmark that are scored during training without --eval_full
 SAMPLE_TOKENS = 128

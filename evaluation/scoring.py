@@ -19,7 +19,8 @@ from evaluation.targets import score_targets
 from evaluation.tasks import Item
 from model.config import ModelError
 from model.gpt import GPT
-from utils.distributed import Process, autocast
+from utils.devices import autocast
+from utils.distributed import Process
 
 
 class Score(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 
 from scripts.bench import correctness, small, xl
 from scripts.bench.gpu import Bench, Item, Skipped, free_everything
-from utils.distributed import pick_device
+from utils.devices import pick_device
 
 CALLS: dict[str, dict[str, Item]] = {
     "correctness": correctness.ITEMS,

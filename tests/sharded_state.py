@@ -15,6 +15,7 @@ from model.gpt import GPT
 from training import parallel
 from training.optim import make_optimizers
 from utils import distributed
+from utils.devices import autocast
 
 CONFIG = GPTConfig(block_size=16, vocab_size=256, n_layer=3, n_head=2, n_embd=64)
 
@@ -55,7 +56,7 @@ def residual_dtype(process, sharding):
     wrapped = parallel.wrap(model, process, sharding, torch.bfloat16)
     model.transformer.h[1].ln_2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     x = torch.zeros(2, 16, dtype=torch.long)
-    with distributed.autocast(process.device, torch.bfloat16):
+    with autocast(process.device, torch.bfloat16):
         wrapped(x, x)
     return str(seen[0].dtype)
 

@@ -6,7 +6,7 @@ from config import ConfigError, TrainConfig
 from model.config import GPTConfig
 from model.gpt import empty_gpt
 from utils import distributed
-from utils.distributed import DeviceError, is_emulated, pick_device
+from utils.devices import DeviceError, is_emulated, pick_device
 from utils.errors import UserError
 from utils.gpus import find_gpu
 from utils.throughput import peak_flops

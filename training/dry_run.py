@@ -13,6 +13,7 @@ from model.gpt import empty_gpt
 from training import forecast
 from training.initial_model import initial_shape
 from utils import distributed
+from utils.devices import pick_device, pick_dtype
 from utils.gpus import GPU, NAMED_GPUS
 from utils.throughput import peak_flops, peak_memory
 
@@ -41,8 +42,8 @@ def planned_hardware(config: TrainConfig) -> Hardware:
         device, free = torch.device("cuda"), gpu.memory * 10**9
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     else:
-        device = distributed.pick_device(config.device)
-        dtype, free = distributed.pick_dtype(config.dtype, device), distributed.free_memory(device)
+        device = pick_device(config.device)
+        dtype, free = pick_dtype(config.dtype, device), distributed.free_memory(device)
     nodes = distributed.num_nodes(forecast.GPUS_PER_MACHINE if device.type == "cuda" else 1)
     return Hardware(device, dtype, free, distributed.world_size(), nodes, gpu)
 

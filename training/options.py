@@ -7,7 +7,7 @@ from pathlib import Path
 
 from config import PER_LAUNCH, ConfigError, TrainConfig, mistyped
 from utils.cli import parse
-from utils.distributed import pick_device
+from utils.devices import pick_device
 from utils.errors import did_you_mean
 from utils.gpus import NAMED_GPUS
 

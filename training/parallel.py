@@ -41,6 +41,7 @@ from model.gpt import GPT, Block
 from model.loss import cross_entropy_
 from training.checkpoint import CheckpointError
 from utils import distributed
+from utils.devices import autocast
 from utils.distributed import Process
 
 
@@ -149,7 +150,7 @@ class ParallelModel:
         loss. Gradients are reduced over processes in the last one."""
         distributed.count_progress()
         with sync_gradients(self.wrapped, self.sharding, last=last):
-            with distributed.autocast(self.process.device, self.dtype, keep_weights=False):
+            with autocast(self.process.device, self.dtype, keep_weights=False):
                 loss = self.wrapped(idx, targets) / of
             distributed.count_progress()
             loss.backward()

@@ -18,12 +18,13 @@ from scripts.bench.measure import Job, Repeat
 from training.optim import make_optimizers
 from training.parallel import ParallelModel, clip_grad_norm
 from utils import distributed, malloc
+from utils.devices import autocast, pick_device, pick_dtype
 
 
 def train(job: Job) -> Repeat:
     """Prepare training steps as train.py does them; units are tokens."""
     process = distributed.start(job.device)
-    dtype = distributed.pick_dtype(job.dtype, process.device)
+    dtype = pick_dtype(job.dtype, process.device)
     model = GPT(job.config)
     names = ("recipe", "sharding", "activation_checkpointing", "use_torch_compile")
     config = TrainConfig(**{name: getattr(job, name) for name in names})
@@ -41,7 +42,7 @@ def train_nanogpt(job: Job) -> Repeat:
     sys.modules["model"] = ours
     shape = {**job.shape, "vocab_size": job.config.padded_vocab_size}
     model = nanogpt.GPT(nanogpt.GPTConfig(bias=True, **shape))
-    process = distributed.Process(0, 0, 1, distributed.pick_device(job.device))
+    process = distributed.Process(0, 0, 1, pick_device(job.device))
     torch.set_float32_matmul_precision("high")  # as its train.py
     model.to(process.device)
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), process.device.type)
@@ -61,12 +62,12 @@ def training_steps(
 
     A repeat is as many steps as take a second, so that a job that ran before is out of the caches.
     """
-    device, dtype = process.device, distributed.pick_dtype(job.dtype, process.device)
+    device, dtype = process.device, pick_dtype(job.dtype, process.device)
     size = (2, job.batch, job.config.block_size)
     tokens = torch.randint(job.config.vocab_size, size, device=device)
 
     def step() -> None:
-        with distributed.autocast(device, dtype, keep_weights=False):
+        with autocast(device, dtype, keep_weights=False):
             loss = loss_of(*tokens)
         loss.backward()
         clip()
@@ -95,8 +96,8 @@ def matmul(job: Job) -> Repeat:
 
     They have the shapes and dtype of a training step: forward, input gradient, weight gradient.
     """
-    device, config = distributed.pick_device(job.device), job.config
-    dtype = distributed.pick_dtype(job.dtype, device)
+    device, config = pick_device(job.device), job.config
+    dtype = pick_dtype(job.dtype, device)
     rows, C = job.batch * config.block_size, config.n_embd
     shapes = [(rows, 3 * C, C), (rows, C, C), (rows, 4 * C, C), (rows, C, 4 * C)] * 3
     shapes += [(max(1, rows * 3 // config.n_layer), config.padded_vocab_size, C)]
@@ -119,7 +120,7 @@ def matmul(job: Job) -> Repeat:
 
 def memory_copy(job: Job) -> Repeat:
     """Prepare copies of 256 MiB in memory; units are bytes, each read and written."""
-    source = torch.ones(2**26, device=distributed.pick_device(job.device))
+    source = torch.ones(2**26, device=pick_device(job.device))
     target = torch.empty_like(source)
 
     def repeat() -> int:

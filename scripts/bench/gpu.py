@@ -21,7 +21,8 @@ from scripts.bench.worker import KINDS
 from training import checkpoint as ckpt
 from training.dry_run import Hardware, forecast_memory, largest_micro_batch
 from training.resume import resolve_run
-from utils.distributed import free_memory, pick_dtype
+from utils.devices import pick_dtype
+from utils.distributed import free_memory
 from utils.log_files import read_metrics
 from utils.throughput import peak_flops
 

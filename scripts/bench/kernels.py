@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from model import loss
 from model.loss import HeadCrossEntropy
 from scripts.bench.gpu import Bench
-from utils.distributed import autocast
+from utils.devices import autocast
 
 
 def head(bench: Bench) -> dict:

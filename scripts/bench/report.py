@@ -11,7 +11,7 @@ import torch
 from config import ConfigError
 from model.gpt import empty_gpt
 from scripts.bench.measure import Job, measure
-from utils.distributed import is_emulated, pick_device, pick_dtype
+from utils.devices import is_emulated, pick_device, pick_dtype
 from utils.files import atomic_write
 from utils.throughput import peak_flops
 

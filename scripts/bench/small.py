@@ -26,7 +26,7 @@ from scripts.bench.report import nanogpt_job
 from scripts.bench.worker import KINDS
 from training.optim import make_optimizers
 from training.parallel import compile_blocks
-from utils.distributed import autocast
+from utils.devices import autocast
 
 BATCH = 32  # sequences for the parts
 KERNELS = 20  # rows of the kernel table

@@ -29,6 +29,7 @@ from model.gpt import GPT
 from scripts.bench.compute import matmul, memory_copy, train, train_nanogpt
 from scripts.bench.measure import Job, Repeat
 from utils import distributed
+from utils.devices import autocast, pick_device, pick_dtype
 from utils.throughput import peak_memory
 
 NEW_TOKENS = 128
@@ -37,8 +38,8 @@ READERS = 8
 
 def sample(job: Job) -> Repeat:
     """Prepare sampling after `batch` prompts of 16 tokens; units are tokens."""
-    device = distributed.pick_device(job.device)
-    dtype = distributed.pick_dtype(job.dtype, device)
+    device = pick_device(job.device)
+    dtype = pick_dtype(job.dtype, device)
     model = GPT(job.config).to(device).eval()
     if device.type == "cpu" and not job.use_torch_compile:
         cpu.for_inference(model, dtype)
@@ -46,7 +47,7 @@ def sample(job: Job) -> Repeat:
     prompts = torch.randint(job.config.vocab_size, (job.batch, 16)).tolist()
 
     def repeat() -> int:
-        with distributed.autocast(device, dtype):
+        with autocast(device, dtype):
             tokens = torch.stack(list(generate(model, prompts, NEW_TOKENS, **options)))
         return len(tokens.tolist()) * job.batch
 
@@ -57,10 +58,10 @@ def sample_transformers(job: Job) -> Repeat:
     """Prepare the sampling of `sample` with transformers' generate; units are tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config, device = job.config, distributed.pick_device(job.device)
+    config, device = job.config, pick_device(job.device)
     shape = {"n_positions": config.block_size, "vocab_size": config.vocab_size}
     shape |= {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
-    dtype = distributed.pick_dtype(job.dtype, device)
+    dtype = pick_dtype(job.dtype, device)
     model = GPT2LMHeadModel(GPT2Config(**shape)).to(device, dtype).eval()
     prompt = torch.randint(config.vocab_size, (job.batch, 16), device=device)
     options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0}

@@ -13,7 +13,7 @@ from model import cpu
 from model.config import GPTConfig
 from model.gpt import GPT, RMSNorm, Rotary, ScaledDotProduct, rotary_angles
 from model.loss import HeadCrossEntropy, cross_entropy_
-from utils.distributed import autocast
+from utils.devices import autocast
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}

@@ -10,7 +10,7 @@ from model.cache import KVCache
 from model.config import GPTConfig
 from model.generate import complete, generate, next_logits, positions_and_mask, sample_token
 from model.gpt import GPT
-from utils.distributed import autocast
+from utils.devices import autocast
 
 
 @pytest.fixture(scope="module", params=["gpt2", "modern", "llama,n_kv_head=1"])

@@ -13,7 +13,7 @@ from conftest import ROOT, environment, kill, run_until, script, start, train_ar
 
 import sample as sample_py
 from config import SamplingConfig
-from utils.distributed import pick_dtype
+from utils.devices import pick_dtype
 
 
 def sample(trained, *extra, **options):

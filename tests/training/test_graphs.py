@@ -26,7 +26,8 @@ from training import parallel
 from training.forecast import block_activations, count_parameters, forecast_memory
 from training.optim import make_optimizers
 from training.parallel import ParallelModel, compile_blocks, sync_gradients
-from utils.distributed import Process, autocast
+from utils.devices import autocast
+from utils.distributed import Process
 
 CPU = torch.device("cpu")
 VOCABULARY = 50257

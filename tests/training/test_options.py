@@ -12,7 +12,7 @@ from training import options
 from training.options import NANOGPT_OPTIONS, read_config_file
 from training.resume import length_warnings
 from utils.cli import given_options
-from utils.distributed import pick_dtype
+from utils.devices import pick_dtype
 
 SMALL_FILE = """# a comment
 n_layer = 2

@@ -24,7 +24,8 @@ from training.parallel import (
     sync_gradients,
 )
 from utils import distributed
-from utils.distributed import DeviceError, Process, autocast
+from utils.devices import DeviceError, autocast
+from utils.distributed import Process
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
 X = 37 * torch.arange(16).view(2, 8) % 64
