@@ -71,7 +71,7 @@ class EvalConfig:
     out: Path | None = None
     """JSON file for the table; default: evaluation_NAME.json beside the checkpoint NAME.pt."""
     dump: Path | None = None
-    """JSON lines file with one row per example and protocol."""
+    """JSON lines file with one row per example and protocol of this call, replaced each time."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
@@ -105,6 +105,8 @@ def checked_files(config: EvalConfig) -> dict[str, Path | None]:
     if config.dump and config.dump.resolve() == config.out.resolve():
         raise ConfigError(f"--out and --dump are both {config.out}; give two files")
     check_replaceable(config.out, "--out", is_table)
+    if config.dump and not tasks:
+        raise ConfigError("--dump has a row per example of a benchmark, and --tasks has none")
     if config.dump:
         check_replaceable(config.dump, "--dump", is_dump)
     return dict(zip(tasks, config.data or [None] * len(tasks), strict=True))

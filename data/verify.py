@@ -59,6 +59,8 @@ def verify_order(n: int, seed: int) -> None:
 
 
 def main(config: VerifyConfig) -> None:
+    if config.block_size < 1:
+        raise DataError(f"--block_size {config.block_size} must be at least 1")
     listed = (read_manifest(config.data_dir) or {"shards": []})["shards"]
     checksums = {shard["file"]: shard["sha256"] for shard in listed}
     streams = {split: TokenStream(config.data_dir, split) for split in ("train", "val")}

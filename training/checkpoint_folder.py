@@ -83,6 +83,8 @@ def refuse_both_sources(args: list[str]) -> None:
 def load_hugging_face(name: str) -> GPT:
     """Return the model of a Hugging Face name or folder; raise an error if it cannot be used or is
     of a tokenizer that is unknown here."""
+    if Path(name).is_file():
+        raise CheckpointError(f"--model {name} is a file: give a checkpoint by --checkpoint")
     check_vocabulary(find_folder(name))
     return load_pretrained(name)
 

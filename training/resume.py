@@ -49,10 +49,12 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     if path is not None:
         saved = ckpt.load_checkpoint(path)
         init_from, config = config.init_from, resumed_config(saved, path, file)
-        if init_from and init_from != saved["train_config"].get("init_from"):
+        begun_from = saved["train_config"].get("init_from")
+        if init_from and Path(init_from).resolve() != Path(begun_from or "").resolve():
             raise ConfigError(
-                f"{path} continues a run that was not begun from {init_from}: leave out --resume "
-                "or --init_from, or give another --checkpoint_dir"
+                f"{path} continues a run that was begun from {begun_from or 'random weights'}, not "
+                f"from {init_from}: leave out --resume or --init_from, or give another "
+                "--checkpoint_dir"
             )
         saved["best_loss"] = min(saved["best_loss"], best_loss(config.checkpoint_dir, saved))
     elif config.init_from:
@@ -155,6 +157,8 @@ def resume_warnings(
         return [f"weights of {name}; optimizer, schedule and step are new"]
     if saved is None:
         return []
+    if not saved["optimizer"]:  # before the first step, or converted
+        return [f"note: {config.resume} holds weights alone; --init_from begins a run from these"]
     then, now = saved["train_config"], config.to_dict()
     names = ("total_batch_size", "seed")
     changed = [f"--{n} was {then[n]}" for n in names if then.get(n, now[n]) != now[n]]

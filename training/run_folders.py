@@ -120,26 +120,31 @@ def lock_folders(
 
 def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
     """Make a checkpoint of the folder, of `step`, its model_last.pt, which --resume auto continues.
-    Those of later steps, which the run would replace, get names that no run replaces. Return a
-    sentence on them, if there are any.
+    The one before, which may be of another branch, and those of later steps, which the run would
+    replace, get names that no run replaces. Return sentences on them, if there are any.
     """
     last = folder / LAST
     if last.exists() and resumed.samefile(last):
         return []
     later = {path: step_of(path) for path in numbered_checkpoints(folder) if step_of(path) > step}
-    for path, first in ((folder / STABLE, step + 1), (last, step)):
+    for path, first in ((folder / STABLE, step + 1), (last, 0)):
         with contextlib.suppress(CheckpointError):  # none, or one that cannot be used
             if (found := ckpt.load_checkpoint(path)["step"]) >= first:
                 later[path] = found
     if not later:
         return []
     kept = [f"{path.name} is kept as {link_kept(path, at)}" for path, at in later.items()]
-    if later.pop(last, None) is not None:
+    notes = []
+    if (at := later.pop(last, None)) is not None:
         link_or_copy(resumed, last)
+        if at < step:
+            notes = [
+                f"note: the rows of the log before step {step} stay those of the run until now"
+            ]
     for path in later:
         path.unlink()
     kept.append(f"{BEST} until there is a lower loss")
-    return [f"note: going back to step {step}: {', '.join(kept)}"]
+    return [f"note: continuing at step {step}: {', '.join(kept)}", *notes]
 
 
 def link_kept(path: Path, step: int) -> str:

@@ -67,9 +67,16 @@ def given_options(args: list[str]) -> set[str]:
 
 
 def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) -> None:
-    """Raise UserError for --name=True where `name` is a switch, for a name in `hints`, and for an
-    option without a value, as an unset variable of a shell gives."""
+    """Raise UserError for --name=True where `name` is a switch, a name in `hints`, a file of options
+    without --config, an option without a value, as an unset variable of a shell gives, and a list
+    that is given in two parts, of which the first would be lost."""
     kinds = get_type_hints(config_class)
+    if "config" in kinds and args and args[0].endswith((".py", ".toml", ".json")):
+        raise UserError(f"{args[0]}: a file of options is given by --config FILE, a .toml or .json")
+    lists = [name for name, kind in kinds.items() if get_origin(kind) is tuple]
+    flags = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in args]
+    if twice := [name for name in lists if flags.count(name) > 1]:
+        raise UserError(f"--{twice[0]} is given twice; give all its values after one --{twice[0]}")
     may_be_empty = {f.name for f in fields(config_class) if f.default == ""}
     for word, following in zip_longest(args, args[1:], fillvalue="--"):
         flag, equals, value = word.partition("=")

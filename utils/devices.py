@@ -27,7 +27,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         raise DeviceError(
             f"--device {name} is not available to local rank {local_rank}; this machine has "
-            f"{found}, and --dry_run knows {', '.join(NAMED_GPUS)}"
+            f"{found}; train.py --dry_run knows {', '.join(NAMED_GPUS)}"
         )
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 

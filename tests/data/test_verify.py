@@ -12,3 +12,8 @@ def test_verify_proves_the_order_and_finds_a_flipped_bit(shards, tmp_path):
     path.write_bytes(raw)
     done = script("data/verify.py", "--data_dir", tmp_path, "--block_size", 32, code=2)
     assert "train_000000.npy" in done.stderr
+
+
+def test_sequences_without_a_token_are_refused(shards):
+    done = script("data/verify.py", "--data_dir", shards, "--block_size", 0, code=2)
+    assert "--block_size 0 must be at least 1" in done.stderr

@@ -264,6 +264,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         (["--tasks", "lambada", "--data", tmp_path / "none"], "cannot be read"),
         (["--tasks", "val", "--out", tmp_path], "could not be written"),
         (["--tasks", "val", "val"], "once"),
+        (["--tasks", "val", "--dump", tmp_path / "d.jsonl"], "--tasks has none"),
         (["--tasks", "lambada", "--data", tmp_path, tmp_path], "2 files"),
         (["--model", exported, "--tasks", "val"], "needs --data_dir"),
         (["--model", tmp_path, "--tasks", "val"], "cannot be loaded as GPT-2"),

@@ -179,9 +179,17 @@ def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_pa
     assert "kept as model_kept_000012_2.pt" in done.stdout
     assert (folder / "model_kept_000012.pt").read_bytes() == kept
     assert "model_step_000008.pt is kept as model_kept_000008" in done.stdout
+    other = (folder / "model_last.pt").read_bytes()
     script(*args, "--resume", folder / "model_best.pt")  # the same step as the last, other weights
-    script(*args, "--resume", "auto", "--max_steps", 13)
-    assert losses(tmp_path)[13] < 7
+    assert other in [path.read_bytes() for path in folder.glob("model_kept_*")]
+    script(*back, "--max_steps", 7)  # another branch, and forward to the first one again
+    branch = (folder / "model_last.pt").read_bytes()
+    done = script(*args, "--resume", folder / "model_kept_000012.pt", "--max_steps", 14)
+    assert "model_last.pt is kept as model_kept_000007.pt" in done.stdout
+    assert "rows of the log before step 12 stay" in done.stdout
+    assert (folder / "model_kept_000007.pt").read_bytes() == branch
+    script(*args, "--resume", "auto", "--max_steps", 15)
+    assert losses(tmp_path)[15] < 7
 
 
 def test_a_run_that_is_made_longer_keeps_its_best_checkpoint(shards, tmp_path):

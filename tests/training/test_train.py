@@ -254,7 +254,9 @@ def test_what_a_run_is_begun_from_is_not_ignored(shards, trained, tmp_path):
     assert f"weights of {named}" in script(*begin).stdout
     script(*begin, "--resume", "auto", "--max_steps", 4)  # the same command, to continue
     other = [*begin[:-1], first, "--resume", "auto", "--max_steps", 5]
-    assert f"was not begun from {first}" in script(*other, code=2).stderr
+    assert f"begun from {named}, not from {first}" in script(*other, code=2).stderr
+    same = [*begin[:-1], f"{tmp_path}/run/../weights", "--resume", "auto", "--max_steps", 5]
+    script(*same)
     modern = train_args(shards, tmp_path / "modern", 2, "--recipe", "modern")
     script(*modern)
     start = train_args(shards, tmp_path / "b", 2, "--init_from", tmp_path / "modern/checkpoints")

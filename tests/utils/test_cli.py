@@ -52,6 +52,13 @@ def test_an_option_without_a_value_is_not_taken_for_its_default(options, args):
         check_habits(options, {}, args)
 
 
+def test_a_list_in_two_parts_and_a_file_without_config_are_named():
+    with pytest.raises(UserError, match="--input is given twice; give all its values after one"):
+        check_habits(DataConfig, {}, ["--input", "a", "--local_dir", "x", "--input=b"])
+    with pytest.raises(UserError, match="config/x.py: a file of options is given by --config"):
+        check_habits(TrainConfig, {}, ["config/x.py", "--max_steps", "3"])
+
+
 def test_a_prompt_may_be_empty_and_a_number_negative():
     check_habits(SamplingConfig, {}, ["--prompt", "", "--temperature", "-1", "--json"])
 
