@@ -67,9 +67,9 @@ def given_options(args: list[str]) -> set[str]:
 
 
 def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) -> None:
-    """Raise UserError for --name=True where `name` is a switch, a name in `hints`, a file of options
-    without --config, an option without a value, as an unset variable of a shell gives, and a list
-    that is given in two parts, of which the first would be lost."""
+    """Raise UserError for --name=True where `name` is a switch, a name in `hints`, a file without
+    --config, an option without a value, as an unset variable of a shell gives, and a list that is
+    given in two parts, of which the first would be lost."""
     kinds = get_type_hints(config_class)
     if "config" in kinds and args and args[0].endswith((".py", ".toml", ".json")):
         raise UserError(f"{args[0]}: a file of options is given by --config FILE, a .toml or .json")
