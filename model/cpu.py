@@ -124,8 +124,7 @@ class CPUScaledDotProduct(ScaledDotProduct):
 def cross_entropy_in_parts_(
     logits: Tensor, targets: Tensor, scale: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """Compute cross_entropy_ in parts of SOFTMAX_BYTES of logits, with a scatter for the target,
-    which is faster on CPUs."""
+    """Compute cross_entropy_ in parts of SOFTMAX_BYTES of logits, with a scatter for the target."""
     rows = rows_within(SOFTMAX_BYTES, 4 * logits.size(1))
     nats = []
     for start in range(0, len(logits), rows):

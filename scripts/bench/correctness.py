@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import train
 from config import DataConfig, TrainConfig
@@ -22,7 +21,15 @@ from model.config import GPTConfig
 from model.generate import generate
 from model.gpt import GPT
 from scripts.bench import kernels
-from scripts.bench.gpu import Bench, Item, Skipped, free_everything, measure_job, run_training
+from scripts.bench.gpu import (
+    Bench,
+    Item,
+    Skipped,
+    free_everything,
+    measure_job,
+    process_group_of_one,
+    run_training,
+)
 from scripts.bench.report import cpu_name
 from training import checkpoint as ckpt
 from training.parallel import ParallelModel
@@ -159,11 +166,8 @@ def shardings(bench: Bench) -> dict:
     """Train, save, resume and sample with DDP and FSDP2 in a process group of one, compiled."""
     options = {"use_torch_compile": True, "dtype": "bfloat16"}
     reference = losses(small_run(bench, "alone", **options))
-    backend = "nccl" if bench.device.type == "cuda" else "gloo"
-    store = f"file://{bench.folder / 'store'}"
-    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
     found, ok = {}, True
-    try:
+    with process_group_of_one(bench):
         for sharding in ("none", "zero1", "zero2", "zero3"):
             torch.compiler.reset()
             run = small_run(bench, sharding, sharding=sharding, **options)
@@ -172,9 +176,7 @@ def shardings(bench: Bench) -> dict:
             model.to(bench.device).eval()
             tokens = [t.item() for t in generate(model, [[1, 2, 3]], 16, seed=1)]
             found[sharding] = {"largest_difference": difference, "sample": tokens}
-            ok &= found[sharding]["largest_difference"] <= 1e-2
-    finally:
-        dist.destroy_process_group()
+            ok &= difference <= 1e-2
     return {"ok": ok, "shardings": found}
 
 

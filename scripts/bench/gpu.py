@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import train
 from config import TrainConfig
@@ -146,6 +147,12 @@ def measure_training(bench: Bench, job: Job) -> dict:
     return figures
 
 
+def measure_step(bench: Bench, size: str = "gpt2", **options: object) -> dict:
+    """Measure whole training steps, compiled unless `options` of the job say otherwise."""
+    options = {"use_torch_compile": True, **options}
+    return measure_training(bench, bench.job("train", size, **options))
+
+
 def figures_if_it_fits(bench: Bench, job: Job) -> dict | None:
     """Return the figures of a job, None if it runs out of memory. What the job holds is free after
     the return, when the traceback is gone."""
@@ -153,6 +160,18 @@ def figures_if_it_fits(bench: Bench, job: Job) -> dict | None:
         return measure_job(bench, job)
     except torch.OutOfMemoryError:
         return None
+
+
+@contextmanager
+def process_group_of_one(bench: Bench) -> Iterator[None]:
+    """Let ParallelModel use DDP or FSDP2 in this process alone."""
+    backend = "nccl" if bench.device.type == "cuda" else "gloo"
+    store = f"file://{bench.folder / 'store'}"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from scripts.bench.gpu import (
     Skipped,
     free_everything,
     measure_job,
+    measure_step,
     measure_training,
     run_training,
 )
@@ -31,12 +32,6 @@ from utils.devices import autocast
 BATCH = 32  # sequences for the parts
 KERNELS = 20  # rows of the kernel table
 STEPS = 1500
-
-
-def step(bench: Bench, **options: object) -> dict:
-    """Measure whole training steps at the largest micro-batch."""
-    options = {"use_torch_compile": True, **options}
-    return measure_training(bench, bench.job("train", **options))
 
 
 def nanogpt(bench: Bench) -> dict:
@@ -192,13 +187,13 @@ def learn(bench: Bench, recipe: str) -> dict:
 
 
 ITEMS: dict[str, Item] = {
-    "step": step,
+    "step": measure_step,
     "nanogpt": nanogpt,
     "head": head,
     "kernels": kernels,
     "block": block,
-    "step_modern": lambda bench: step(bench, recipe="modern"),
-    "step_eager": lambda bench: step(bench, use_torch_compile=False),
+    "step_modern": lambda bench: measure_step(bench, recipe="modern"),
+    "step_eager": lambda bench: measure_step(bench, use_torch_compile=False),
     "optimizers": optimizers,
     "learn_gpt2": lambda bench: learn(bench, "gpt2"),
     "learn_modern": lambda bench: learn(bench, "modern"),
