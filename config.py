@@ -112,17 +112,19 @@ class Recipe:
 
 
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
+MODERN = Recipe(
+    model=LLAMA | {"activation": "relu2", "qk_norm": True},
+    optimizer="muon",
+    max_lr=0.012,
+    cautious=True,
+    momentum_warmup=300,
+    schedule="linear",
+    to_zero=True,
+)
 RECIPES = {
     "gpt2": Recipe(),
-    "modern": Recipe(
-        model=LLAMA | {"activation": "relu2", "qk_norm": True},
-        optimizer="muon",
-        max_lr=0.012,
-        cautious=True,
-        momentum_warmup=300,
-        schedule="linear",
-        to_zero=True,
-    ),
+    "modern": MODERN,
+    "speedrun": replace(MODERN, model=MODERN.model | {"ngrams": 4}),
     "llama": Recipe(model=LLAMA),
 }
 
@@ -188,7 +190,7 @@ class ModelOptions:
     """Architecture: sizes from --model_type or from these options, the rest from --recipe."""
 
     recipe: str = "gpt2"
-    """gpt2, modern or llama; modern,qk_norm=False changes a field of Recipe or GPTConfig."""
+    """gpt2, modern, speedrun or llama; modern,qk_norm=False changes a field (docs/RECIPES.md)."""
     model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Named size: 124M, 350M, 774M, 1558M parameters."""
     n_layer: int | None = None

@@ -13,6 +13,7 @@ class KVCache:
         self.capacity = capacity
         self.length = 0  # tokens in every layer; not updated where `slots` is set
         self.slots: Tensor | None = None  # (T,): positions to write next, where compiled
+        self.tokens: Tensor | None = None  # (B, capacity)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> (B, K, capacity, D) twice
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,6 +34,17 @@ class KVCache:
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
+
+    def append_tokens(self, idx: Tensor) -> Tensor:
+        """Add the ids (B, T) of the newest T tokens; return all (B, S) so far, or the whole
+        capacity with `slots`."""
+        if self.tokens is None:
+            self.tokens = idx.new_zeros(len(idx), self.capacity)
+        if self.slots is not None:
+            return self.tokens.index_copy_(1, self.slots, idx)
+        end = self.length + idx.size(1)
+        self.tokens[:, self.length : end] = idx
+        return self.tokens[:, :end]
 
     def advance(self, T: int) -> None:
         """Count T tokens that every layer has appended."""

@@ -20,6 +20,7 @@ CHOICES = {
     "activation": ("gelu", "relu2", "swiglu"),
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
+COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows")
 SWITCHES = ("qk_norm", "bias", "tied")
 
 
@@ -60,9 +61,13 @@ class GPTConfig:
     """Biases in linear layers and LayerNorms."""
     tied: bool = True
     """Share one table between the token embedding and the head."""
+    ngrams: int = 1
+    """Longest n-gram whose embedding is added to the token's; 1: none."""
+    ngram_rows: int = 32_768
+    """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+        for name in COUNTS:
             self.check_count(name)
         for name in ("n_kv_head", "n_inner"):
             if getattr(self, name) is not None:

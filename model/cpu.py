@@ -170,7 +170,7 @@ class CPUTrainingGPT(GPT):
     """GPT whose tied embedding and head share one gradient table."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        if targets is None or not self.config.tied:
+        if targets is None or not self.config.tied or self.config.ngrams > 1:
             return super().forward(idx, targets)
         x, weight = TiedEmbedding.apply(idx, self.head_weight)
         return self.loss(self.trunk(x).flatten(0, 1), weight, targets.flatten())

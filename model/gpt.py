@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
 from model.loss import HeadCrossEntropy
+from model.ngrams import ngram_rows, previous_tokens
 
 RMS_EPS = 1e-5
 
@@ -182,6 +183,8 @@ class GPT(nn.Module):
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position == "learned":
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        if config.ngrams > 1:
+            parts["ngrams"] = nn.Embedding(config.ngram_rows, config.n_embd)
         parts["drop"] = nn.Dropout(config.dropout)
         parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
@@ -190,6 +193,8 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.loss = HeadCrossEntropy(config.vocab_size)
         self.apply(self._init_weights)
+        if config.ngrams > 1:
+            nn.init.zeros_(self.transformer.ngrams.weight)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Normal(0, 0.02), biases 0; GPT-2 scales projections into the residual stream."""
@@ -218,6 +223,8 @@ class GPT(nn.Module):
             rows += self.config.block_size
         if not self.config.tied:
             rows += self.config.vocab_size
+        if self.config.ngrams > 1:
+            rows += self.config.ngram_rows
         return self.num_parameters() - rows * self.config.n_embd
 
     def flops_per_token(self) -> int:
@@ -239,7 +246,20 @@ class GPT(nn.Module):
         Rows with padding or with several continuations need `positions` (B, T), each below the
         block size, and `mask` (B, 1, T, S), true where a token may attend to one of S tokens.
         """
-        return self.trunk(self.transformer.wte(idx), cache, positions, mask)
+        return self.trunk(self.embed(idx, cache, mask), cache, positions, mask)
+
+    def embed(
+        self, idx: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return embeddings (B, T, C) of token ids (B, T): the token's, plus those of the n-grams
+        that end there."""
+        x = self.transformer.wte(idx)
+        if (N := self.config.ngrams) > 1:
+            start = self.config.vocab_size - 1  # end of text, in both tokenizers
+            previous = previous_tokens(idx, cache, mask, N - 1, start)  # (B, T, N - 1)
+            rows = ngram_rows(idx, previous, self.config.ngram_rows)
+            x = x + self.transformer.ngrams(rows).sum(-2)  # (B, T, N - 1, C) -> (B, T, C)
+        return x
 
     def trunk(
         self,
@@ -277,7 +297,7 @@ class GPT(nn.Module):
 
         Targets of -1 are left out of the mean.
         """
-        x = self.trunk(self.transformer.wte(idx))
+        x = self.trunk(self.embed(idx))
         if targets is None:
             return self.logits(x)
         return self.loss(x.flatten(0, 1), self.head_weight, targets.flatten())

@@ -166,7 +166,8 @@ def forecast_memory(
         config, shape, e, shards if sharded else 1, accumulation
     )
     per_token = shape.n_layer * block_activations(shape, e, checkpointing, device)
-    per_token += 4 * shape.n_embd + 8 + 16  # the final norm's input and statistics; ids, targets
+    # the final norm's input and statistics; targets, ids of tokens and n-grams
+    per_token += 4 * shape.n_embd + 8 + 8 + 8 * shape.ngrams
     activations = tokens * per_token
     work = max(
         head_bytes(tokens, shape.n_embd, shape.padded_vocab_size, e, device),

@@ -75,7 +75,9 @@ def by_hand(model, context, choice):
     return nats.sum().item(), logits.argmax(-1).tolist() == choice
 
 
-@pytest.mark.parametrize("model", ["gpt2", "modern", "llama,n_kv_head=1"], indirect=True)
+@pytest.mark.parametrize(
+    "model", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"], indirect=True
+)
 def test_each_continuation_scores_as_if_it_stood_alone(model):
     for item, scores in zip(ITEMS, score(model, ITEMS), strict=True):
         for choice, found in zip(item.choices, scores, strict=True):

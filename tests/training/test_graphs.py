@@ -87,7 +87,7 @@ class Graphs:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "cheap"])
-@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun"])
 def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(
     compile_with, fake_tensors, recipe, checkpointing
 ):

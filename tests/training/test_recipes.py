@@ -29,7 +29,7 @@ def test_a_recipe_is_changed_field_by_field():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("modren", "there are gpt2, modern, llama"),
+        ("modren", "there are gpt2, modern, speedrun, llama"),
         ("modern,qk_nrom=True", "did you mean qk_norm"),
         ("modern,n_embd=8", "has no 'n_embd'"),
         ("modern,max_lr=fast", "of type float"),
@@ -79,31 +79,36 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture(scope="module", params=["modern", "speedrun,ngram_rows=1000"])
+def recipe(request):
+    return ("--recipe", request.param, "--max_lr", 0.02)
+
+
 @pytest.fixture(scope="module")
-def modern(shards, tmp_path_factory):
-    """20 steps of the modern recipe in one process, checkpoints at every fifth."""
-    run = tmp_path_factory.mktemp("modern")
-    script(*train_args(shards, run, 20, *MODERN, "--save_every", 5, "--keep_last", 9))
+def trained(shards, recipe, tmp_path_factory):
+    """20 steps of a recipe in one process, checkpoints at every fifth."""
+    run = tmp_path_factory.mktemp("trained")
+    script(*train_args(shards, run, 20, *recipe, "--save_every", 5, "--keep_last", 9))
     return run
 
 
-def test_modern_resumes_to_the_bit(shards, modern, tmp_path):
-    tenth = modern / "checkpoints/model_step_000010.pt"
-    script(*train_args(shards, tmp_path, 20, *MODERN, "--resume", tenth))
-    found, expected = losses(tmp_path), losses(modern)
+def test_a_recipe_resumes_to_the_bit(shards, recipe, trained, tmp_path):
+    tenth = trained / "checkpoints/model_step_000010.pt"
+    script(*train_args(shards, tmp_path, 20, *recipe, "--resume", tenth))
+    found, expected = losses(tmp_path), losses(trained)
     assert found == {step: loss for step, loss in expected.items() if step > 10}
-    after, before = weights(tmp_path), weights(modern)
+    after, before = weights(tmp_path), weights(trained)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.mark.slow
-def test_modern_goes_on_under_any_sharding_and_world_size(shards, modern, tmp_path):
-    before, expected = modern, losses(modern)
+def test_a_recipe_goes_on_under_any_sharding_and_world_size(shards, recipe, trained, tmp_path):
+    before, expected = trained, losses(trained)
     for step, processes, sharding in ((5, 4, "zero3"), (10, 2, "zero1"), (15, 4, "none")):
         run = tmp_path / sharding
         args = train_args(
             shards, run, 20, "--resume", before / f"checkpoints/model_step_{step:06d}.pt",
-            *MODERN, "--sharding", sharding,
+            *recipe, "--sharding", sharding,
             "--micro_batch_size", 2, "--save_every", 5, "--keep_last", 9,
         )  # fmt: skip
         torchrun(processes, *args)
@@ -114,12 +119,12 @@ def test_modern_goes_on_under_any_sharding_and_world_size(shards, modern, tmp_pa
 
 
 @pytest.mark.slow
-def test_modern_on_two_machines_or_compiled_is_as_on_one(shards, modern, tmp_path):
-    expected = losses(modern)
-    small = (*MODERN, "--micro_batch_size", 2)
+def test_a_recipe_on_two_machines_or_compiled_is_as_on_one(shards, recipe, trained, tmp_path):
+    expected = losses(trained)
+    small = (*recipe, "--micro_batch_size", 2)
     zero2 = train_args(shards, tmp_path / "two", 20, *small, "--sharding", "zero2")
     launch([zero2] * 4, local_world_size=2, codes=[0] * 4)
-    compiled = (*MODERN, "--use_torch_compile")
+    compiled = (*recipe, "--use_torch_compile")
     script(*train_args(shards, tmp_path / "compiled", 20, *compiled))
     for run in (tmp_path / "two", tmp_path / "compiled"):
         found = losses(run)
@@ -145,8 +150,8 @@ def test_unequal_shares_step_alike(shards, tmp_path, sharding, dtype, far):
     assert len(found) == 8 and max(abs(found[s] - expected[s]) for s in found) < far
 
 
-def test_scripts_take_a_modern_checkpoint(shards, modern, tmp_path):
-    best = modern / "checkpoints/model_best.pt"
+def test_scripts_take_a_checkpoint_of_a_recipe(shards, recipe, trained, tmp_path):
+    best = trained / "checkpoints/model_best.pt"
     told = script(
         "sample.py", "--checkpoint", best, "--prompt", "A", "--max_new_tokens", 9, "--json"
     )
@@ -166,8 +171,12 @@ def test_scripts_take_a_modern_checkpoint(shards, modern, tmp_path):
         report,
     )
     row = next(row for row in json.loads(report.read_text())["results"] if row["metric"] == "loss")
-    assert row["value"] == pytest.approx(losses(modern, "val")[20], rel=1e-6)
-    script("convert.py", "--checkpoint", best, "--out", tmp_path / "hf")
+    assert row["value"] == pytest.approx(losses(trained, "val")[20], rel=1e-6)
+    convert = ("convert.py", "--checkpoint", best, "--out", tmp_path / "hf")
+    if "speedrun" in recipe[1]:
+        assert "transformers has no class for this model" in script(*convert, code=2).stderr
+        return
+    script(*convert)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen3"
     hf = ["--init_from", tmp_path / "hf", "--recipe", "llama"]
     done = script(*train_args(shards, tmp_path, 1, *hf), code=2)
@@ -177,9 +186,9 @@ def test_scripts_take_a_modern_checkpoint(shards, modern, tmp_path):
     assert "recipe modern" in done.stdout
 
 
-def test_another_optimizer_s_state_is_refused(shards, modern, tmp_path):
-    args = train_args(shards, tmp_path, 20, "--resume", modern / "checkpoints/model_last.pt")
-    done = script(*args, "--recipe", "modern,optimizer=adamw", code=2)
+def test_another_optimizer_s_state_is_refused(shards, recipe, trained, tmp_path):
+    args = train_args(shards, tmp_path, 20, "--resume", trained / "checkpoints/model_last.pt")
+    done = script(*args, "--recipe", f"{recipe[1]},optimizer=adamw", code=2)
     assert "is of another optimizer" in done.stderr
 
 

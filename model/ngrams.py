@@ -1,0 +1,45 @@
+"""Hashed n-grams: which rows of the n-gram table belong to a token and the tokens before it.
+
+An embedding of the last n tokens tells the first block what stands around a token, before any
+attention (modded-nanogpt's hashed bigrams; n-grams up to 4 share one table here).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.cache import KVCache
+
+MULTIPLIER = 1_000_003  # as in Python's hash of a tuple
+
+
+def ngram_rows(tokens: Tensor, previous: Tensor, num_rows: int) -> Tensor:
+    """Return the rows (B, T, N - 1) of the n-grams, n = 2 to N, that end at each of `tokens`
+    (B, T), from the N - 1 tokens before each (B, T, N - 1), nearest first."""
+    value, rows = tokens, []
+    for before in previous.unbind(-1):
+        value = value * MULTIPLIER + before + 1  # wraps around at 64 bits on every device
+        rows.append((value ^ (value >> 15)) % num_rows)
+    return torch.stack(rows, -1)
+
+
+def previous_tokens(
+    idx: Tensor, cache: KVCache | None, mask: Tensor | None, count: int, missing: int
+) -> Tensor:
+    """Return the `count` tokens before each of `idx` (B, T), nearest first: (B, T, count).
+
+    They are the last ones that a token attends to: those before it in its row and in the cache, or
+    where `mask` (B, 1, T, S) allows it. `missing` stands where there are fewer.
+    """
+    T = idx.size(1)
+    tokens = idx if cache is None else cache.append_tokens(idx)  # (B, S)
+    S = tokens.size(1)
+    tokens = F.pad(tokens, (count, 0), value=missing)
+    if mask is None:
+        return tokens.unfold(1, count, 1)[:, S - T : S].flip(-1)
+    columns = torch.arange(S, device=idx.device)
+    own = columns[S - T :] if cache is None or cache.slots is None else cache.slots  # (T,)
+    attended = F.pad(mask[:, 0] & (columns < own[:, None]), (count, 0), value=True)
+    columns = torch.arange(count + S, device=idx.device)
+    nearest = columns.where(attended, -1).topk(count).values  # (B, T, count)
+    return tokens.gather(1, nearest.flatten(1)).view_as(nearest)
