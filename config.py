@@ -91,6 +91,8 @@ class Recipe:
     """Decoupled weight decay."""
     cautious: bool = False
     """Muon: decay only weights that the update makes smaller."""
+    normuon: float = 0.0
+    """NorMuon: decay of each row's mean squared update, by which it is divided; 0: Muon."""
     momentum_warmup: int = 0
     """Muon: steps in which momentum rises from 0.85 to 0.95."""
     schedule: str = "cosine"
@@ -117,6 +119,7 @@ MODERN = Recipe(
     optimizer="muon",
     max_lr=0.012,
     cautious=True,
+    normuon=0.95,
     momentum_warmup=300,
     schedule="linear",
     to_zero=True,
@@ -156,6 +159,17 @@ def parse_recipe(text: str) -> Recipe:
                 raise ModelError(f"{key}={value} in a recipe must be of type {kind.__name__}")
             recipe = replace(recipe, **{key: parsed})
     return recipe
+
+
+def recorded_recipe(values: dict) -> str:
+    """Return the recipe of a run's saved options, with the fields that RECIPES has changed since;
+    one that was not saved had its default then."""
+    text, saved = values["recipe"], values["resolved_recipe"]
+    now = asdict(parse_recipe(text))
+    now |= GPTConfig().fields | now.pop("model")
+    then = {**asdict(Recipe()), **GPTConfig().fields, **saved, **saved.get("model", {})}
+    changed = [name for name in now if then[name] != now[name] and values.get(name) is None]
+    return ",".join([text, *(f"{name}={then[name]}" for name in changed)])
 
 
 def recipe_of(shape: GPTConfig) -> str:
@@ -349,6 +363,8 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         if wrong := mistyped(known):
             raise ConfigError(f"the saved options are damaged: {', '.join(wrong)}")
+        if type(values.get("resolved_recipe")) is dict:  # older runs have none
+            known["recipe"] = recorded_recipe(values)
         paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
         return cls(**{**known, **paths, **PER_LAUNCH})
 

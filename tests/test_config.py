@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import ROOT, script
 
-from config import ConfigError, TrainConfig
+from config import RECIPES, ConfigError, TrainConfig
 from model.config import GPTConfig
 from model.gpt import empty_gpt
 from utils import distributed
@@ -40,6 +42,18 @@ def test_settings_survive_the_checkpoint():
     again = TrainConfig.from_dict(config.to_dict())
     assert (again.max_lr, again.resume, again.overwrite) == (1e-3, None, False)
     assert again.data_dir == config.data_dir
+
+
+def test_a_run_keeps_the_recipe_that_it_began_with(monkeypatch):
+    saved = TrainConfig(recipe="modern", max_lr=0.02).to_dict()
+    assert TrainConfig.from_dict(saved).recipe == "modern"
+    model = RECIPES["modern"].model | {"qk_norm": False}
+    later = replace(RECIPES["modern"], model=model, max_lr=1.0, momentum_warmup=5)
+    monkeypatch.setitem(RECIPES, "modern", later)
+    del saved["resolved_recipe"]["normuon"]  # as of a version without it
+    again = TrainConfig.from_dict(saved)
+    assert again.recipe == "modern,normuon=0.0,momentum_warmup=300,qk_norm=True"
+    assert again.resolved_recipe.max_lr == 0.02
 
 
 def test_devices_that_are_not_here_are_named():

@@ -33,7 +33,8 @@ NAMES_BY_TYPE = {
 }
 TYPES = {name: kind for kind, names in NAMES_BY_TYPE.items() for name in names}
 LARGEST = {int: 2**63 - 1, float: math.inf}  # upper bound of numbers; the lower one is 0
-ADAMW, MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)  # float32, by weight
+# optimizer state of a weight, all float32; NorMuon adds the last
+ADAMW, MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer", "row_squares")
 
 
 class CheckpointError(UserError):
@@ -187,10 +188,11 @@ def model_config(state: dict, path: Path) -> GPTConfig:
         parts = {"model": (model[name], torch.bfloat16), "model_low": (low[name], torch.int16)}
         if optimizer:
             moments = optimizer[name] if type(optimizer[name]) is dict else {}
-            kept = MUON if MUON[0] in moments else ADAMW
+            kept = MUON[: len(moments)] if MUON[0] in moments else ADAMW
             parts |= {key: (moments.get(key), torch.float32) for key in kept}
+        shapes_by_part = {"step": torch.Size(), "row_squares": torch.Size((*shape[:1], 1))}
         for part, (x, dtype) in parts.items():
-            if not is_plain_tensor(x, dtype, torch.Size() if part == "step" else shape):
+            if not is_plain_tensor(x, dtype, shapes_by_part.get(part, shape)):
                 raise CheckpointError(f"{misfit}: {part} of {name} is not as train.py writes it")
     return config
 

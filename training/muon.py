@@ -22,15 +22,22 @@ class Muon(torch.optim.Optimizer):
 
     The parameters of a group have one shape. "split_sizes" of a group are the row counts of the
     matrices that one parameter stacks, as queries, keys and values: each is orthogonalized alone.
-    `cautious` decays only the weights that the update shrinks. Matmuls run in `dtype`. A step takes
-    few kernels for any number of layers: torch._foreach_* work on all matrices at once.
+    `cautious` decays only the weights that the update shrinks. `normuon` is the decay of the mean
+    square by which each row is divided, 0 for none. Matmuls run in `dtype`. A step takes few
+    kernels for any number of layers: torch._foreach_* work on all matrices at once.
     """
 
     def __init__(
-        self, groups: list[dict], *, weight_decay: float, cautious: bool, dtype: torch.dtype
+        self,
+        groups: list[dict],
+        *,
+        weight_decay: float,
+        cautious: bool,
+        dtype: torch.dtype,
+        normuon: float = 0.0,
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "momentum": 0.95, "weight_decay": weight_decay})
-        self.cautious, self.dtype = cautious, dtype
+        self.cautious, self.dtype, self.normuon = cautious, dtype, normuon
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -51,8 +58,10 @@ class Muon(torch.optim.Optimizer):
         stacks = orthogonalize(stacks, [group["split_sizes"] for group in self.param_groups])
 
         pairs = zip(shardings, stacks, strict=True)
-        updates = [x for sharding, stack in pairs for x in sharding.spread(stack)]  # (R / W, C)
-        torch._foreach_copy_(gradients, updates)
+        updates = [sharding.spread(stack) for sharding, stack in pairs]  # (N, R / W, C)
+        if self.normuon:
+            updates = self.normalize_rows(updates)
+        torch._foreach_copy_(gradients, [x for stack in updates for x in stack])
         self.apply([local_shard(p) for p in parameters], gradients)
 
     def add_momentum(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
@@ -64,6 +73,21 @@ class Muon(torch.optim.Optimizer):
         buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         torch._foreach_lerp_(gradients, buffers, momentum)
+
+    def normalize_rows(self, updates: list[Tensor]) -> list[Tensor]:
+        """Divide each row of the updates (N, R / W, C) by the root of its running mean square norm,
+        which is about 1 (NorMuon: Li et al. 2025, without its rescaling of the whole matrix)."""
+        normalized = []
+        for group, x in zip(self.param_groups, updates, strict=True):
+            for p in group["params"]:
+                if "row_squares" not in self.state[p]:
+                    self.state[p]["row_squares"] = torch.ones_like(p.sum(1, keepdim=True))
+            squares = [local_shard(self.state[p]["row_squares"]) for p in group["params"]]
+            torch._foreach_lerp_(
+                squares, list(x.float().square().sum(-1, keepdim=True)), 1 - self.normuon
+            )
+            normalized.append(x * torch.stack(squares).rsqrt())
+        return normalized
 
     def apply(self, weights: list[Tensor], updates: list[Tensor]) -> None:
         """Decay the weights, then subtract the updates."""

@@ -33,8 +33,8 @@ def make_optimizers(
         {"params": vectors, "lr_scale": recipe.vector_rate, "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, fused=True)
-    options = {"weight_decay": decay, "cautious": recipe.cautious, "dtype": dtype}
-    return [adamw, Muon(muon_groups(model), **options)] if muon else [adamw]
+    options = {"weight_decay": decay, "cautious": recipe.cautious, "normuon": recipe.normuon}
+    return [adamw, Muon(muon_groups(model), dtype=dtype, **options)] if muon else [adamw]
 
 
 def muon_groups(model: GPT) -> list[dict]:

@@ -214,8 +214,8 @@ def load_optimizer_state(
     for name, values in state.items():
         if set(values) != keys[name]:
             raise CheckpointError(
-                f"the checkpoint's optimizer state of {name} is of another optimizer: resume with "
-                "the --recipe of the run, or start from its weights alone with --init_from"
+                f"the checkpoint's optimizer state of {name} is of another optimizer: resume "
+                "without --recipe, or start from its weights alone with --init_from"
             )
     loaded, options = {"state": state, "param_groups": groups}, {"full_state_dict": True}
     set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(**options))

@@ -72,8 +72,11 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
 def resumed_config(saved: dict, path: Path, file: dict) -> TrainConfig:
     """Return the command line over the options of --config over those in a checkpoint; ConfigError
     where the model would have another shape or the run would already be over."""
+    values = saved["train_config"] | file
+    if "recipe" in file:
+        values["resolved_recipe"] = None  # is of another recipe
     try:
-        default = TrainConfig.from_dict(saved["train_config"] | file)
+        default = TrainConfig.from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     config = parse(TrainConfig, default=default)

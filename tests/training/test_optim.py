@@ -24,7 +24,7 @@ def test_matrices_decay_and_vectors_do_not():
     assert len(held) == len(set(held)) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
 def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(recipe):
     model = GPT(GPTConfig(**SHAPE, **parse_recipe(recipe).model))
     rates = ",".join(f"{name}={rate}" for name, rate in RATES.items())
@@ -41,7 +41,8 @@ def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(recipe):
     rest = {names[p]: group["lr_scale"] for group in adamw.param_groups for p in group["params"]}
     assert set(rest) | set(theirs) == set(names.values()) and not set(rest) & set(theirs)
     for name, rate in rest.items():
-        kind = "head" if "lm_head" in name else "embedding" if ".w" in name[:14] else "vector"
+        table = name.startswith(("transformer.w", "transformer.ngrams"))
+        kind = "head" if "lm_head" in name else "embedding" if table else "vector"
         assert rate == RATES[f"{kind}_rate"], name
 
 
@@ -88,6 +89,23 @@ def test_matrices_stacked_in_a_weight_step_as_if_alone():
             group["lr"] = 0.1
         muon.step()
     torch.testing.assert_close(whole, torch.cat(alone))
+
+
+def test_normuon_gives_the_rows_of_updates_about_the_same_norm():
+    torch.manual_seed(0)
+    scale, norms = torch.logspace(-1, 1, 24)[:, None], {}
+    for decay in (0.0, 0.9):
+        p = torch.nn.Parameter(torch.zeros(24, 6))
+        groups = [{"params": [p], "split_sizes": (24,), "lr": 1.0}]
+        options = {"weight_decay": 0.0, "cautious": False, "dtype": torch.float32}
+        muon = Muon(groups, normuon=decay, **options)
+        for _ in range(60):
+            before, p.grad = p.detach().clone(), scale * torch.randn(24, 6)
+            muon.step()
+        norms[decay] = (p.detach() - before).norm(dim=1)
+    assert norms[0.0].max() > 30 * norms[0.0].min() and norms[0.9].max() < 15 * norms[0.9].min()
+    assert 0.5 < norms[0.9].mean() < 2
+    assert muon.state[p]["row_squares"].shape == (24, 1)
 
 
 def test_cautious_decay_spares_weights_that_the_update_makes_larger():
