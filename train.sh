@@ -3,20 +3,33 @@
 #                        minutes; needs pip alone
 # bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on every
 #                        visible GPU; FLAGS go to train.py (with another --data_dir it shards
-#                        nothing). Killed, it continues where it was. NPROC=2 chooses the number of
-#                        processes.
+#                        nothing). NPROC=2 chooses the number of processes.
+#
+# Killed, both continue where they were; --overwrite begins anew.
 set -euo pipefail
+called_from=$PWD
 cd "$(dirname "$0")"
 . scripts/env.sh requirements.txt
 
-if [ "${1:-}" = demo ]; then
-  shift
+case " $* " in *" --help "* | *" -h "*) exec python train.py --help ;; esac
+[ . -ef "$called_from" ] || echo "note: relative paths begin at $PWD"
+demo="" dry_run=""
+if [ "${1:-}" = demo ]; then demo=yes; shift; fi
+case " $* " in *" --dry_run "* | *" --dry-run "*) dry_run=yes ;; esac
+case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@" ;; esac
+
+if [ "$demo" ]; then
+  case " $*" in *" --checkpoint"[_-]dir* | *" --log"[_-]dir* | *" --data"[_-]dir*)
+    echo "error: the demo uses runs/demo and data/stdlib; for other folders run train.py" >&2
+    exit 2 ;;
+  esac
   run=runs/demo
   set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints --log_dir $run/logs \
-    --overwrite --n_layer 4 --n_head 4 --n_embd 192 --block_size 128 --micro_batch_size 16 \
+    --n_layer 4 --n_head 4 --n_embd 192 --block_size 128 --micro_batch_size 16 \
     --total_batch_size 2048 --max_steps 1200 --warmup_steps 50 --max_lr 4e-3 --beta2 0.99 \
     --eval_every 100 --val_tokens 131072 --save_every 300 --sample_every 0 "$@"
-  python train.py --dry_run "$@" > /dev/null  # wrong flags are found before any work
+  plan=$(python train.py --dry_run "$@")  # wrong flags are found before any work
+  if [ "$dry_run" ]; then echo "$plan"; exit; fi
   python data/fineweb-edu.py --tokenizer bytes --local_dir data/stdlib --val_fraction 0.05 \
     --input "$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')"
   python train.py "$@"
@@ -28,9 +41,7 @@ if [ "${1:-}" = demo ]; then
   exit
 fi
 
-case " $* " in *" --help "* | *" -h "*) exec python train.py --help ;; esac
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@" ;; esac
 # 524,288 tokens divide by powers of two: of six GPUs four are used, unless NPROC says otherwise
 processes=1
 while [ $((processes * 2)) -le "$gpus" ]; do processes=$((processes * 2)); done
@@ -39,8 +50,8 @@ case $processes in *[!0-9]* | 0) echo "error: NPROC=$processes is no number of p
 
 # wrong settings are found before hours of sharding; a line says where the shards belong
 plan=$(WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes python train.py --dry_run "$@")
-echo "$plan"
-case " $* " in *" --dry_run "*|*" --dry-run "*) exit ;; esac
+if [ "$dry_run" ]; then echo "$plan"; exit; fi
+echo "${plan%$'\n'This was a dry run*}"
 case $plan in *"
 data_dir: data/edu_fineweb10B
 "*) python data/fineweb-edu.py ;; esac

@@ -18,6 +18,22 @@ esac
 """
 
 
+def run_train_sh(folder, flags, code=0, cwd=ROOT):
+    """Run train.sh; return its output, standard error included, and the commands it started."""
+    if shutil.which("bash") is None:
+        pytest.skip("needs bash")
+    (folder / "python").write_text(PYTHON)
+    (folder / "python").chmod(0o755)
+    env = {**environment(), "LOG": str(folder / "log"), "VIRTUAL_ENV": str(folder)}
+    env["PATH"] = f"{folder}{os.pathsep}{env['PATH']}"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = ["bash", ROOT / "train.sh", *flags]
+    done = subprocess.run(command, cwd=cwd, env=env, timeout=120, **streams)
+    assert done.returncode == code, done.stdout
+    log = folder / "log"
+    return done.stdout, log.read_text().splitlines() if log.exists() else []
+
+
 @pytest.mark.parametrize(
     ("flags", "started"),
     [
@@ -31,16 +47,32 @@ esac
 def test_train_sh_shards_for_the_default_folder_once_the_settings_are_checked(
     tmp_path, flags, started
 ):
-    if shutil.which("bash") is None:
-        pytest.skip("needs bash")
-    (tmp_path / "python").write_text(PYTHON)
-    (tmp_path / "python").chmod(0o755)
-    env = {**environment(), "LOG": str(tmp_path / "log"), "VIRTUAL_ENV": str(tmp_path)}
-    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
     folders = ["--checkpoint_dir", str(tmp_path / "c"), "--log_dir", str(tmp_path / "l")]
-    command = ["bash", "train.sh", *flags, *folders]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (2 if "fast" in flags else 0), done.stderr
-    log = tmp_path / "log"
-    found = log.read_text().splitlines() if log.exists() else []
+    out, found = run_train_sh(tmp_path, [*flags, *folders], 2 if "fast" in flags else 0)
     assert [line.removesuffix(" " + " ".join(folders)) for line in found] == started
+    assert ("This was a dry run" in out) == ("--dry_run" in flags)
+    assert "relative paths" not in out
+
+
+@pytest.mark.parametrize("flags", [["--seed", "3"], ["--overwrite"], ["--resume=auto"]])
+def test_the_demo_goes_on_unless_it_is_told_to_begin_anew(tmp_path, flags):
+    out, started = run_train_sh(tmp_path, ["demo", *flags], cwd=tmp_path)
+    assert [line.split()[0] for line in started] == [
+        "data/fineweb-edu.py", "train.py", "plot.py", "sample.py"
+    ]  # fmt: skip
+    resumed = "--resume auto " if "--seed" in flags else ""
+    assert started[1].endswith(f"--sample_every 0 {resumed}{' '.join(flags)}")
+    assert f"note: relative paths begin at {ROOT}" in out
+
+
+def test_the_demo_plans_helps_and_refuses_other_folders_without_work(tmp_path):
+    out, started = run_train_sh(tmp_path, ["demo", "--dry_run"])
+    assert "1,200 steps" in out and not started
+    assert run_train_sh(tmp_path, ["demo", "--seed", "3", "-h"])[1] == ["train.py --help"]
+    for flag in ("--checkpoint_dir", "--log-dir", "--data_dir=x"):
+        out, started = run_train_sh(tmp_path, ["demo", flag, "x"], 2)
+        assert (
+            out
+            == "error: the demo uses runs/demo and data/stdlib; for other folders run train.py\n"
+        )
+        assert len(started) == 1
