@@ -1,5 +1,6 @@
 """Train on a text and report nats per character; scripts/shakespeare.sh says how to run it."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -19,9 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "runs" / "shakespeare"
 TARGET = 1.886  # nats per character after nanoGPT's documented run for a CPU
 SETTINGS = {
-    "data_dir": RUN / "data",
-    "checkpoint_dir": RUN / "checkpoints",
-    "log_dir": RUN / "logs",
     "recipe": "modern,momentum_warmup=1000",
     "n_layer": 4,
     "n_head": 2,
@@ -57,10 +55,13 @@ def write_shards(text: bytes, folder: Path) -> None:
 
 
 def main() -> None:
-    began, text, *flags = sys.argv[1:]
-    write_shards(Path(text).read_bytes(), RUN / "data")
-    command = [sys.executable, str(ROOT / "train.py"), "--overwrite"]
-    for name, value in SETTINGS.items():
+    began, path, *flags = sys.argv[1:]
+    text = Path(path).read_bytes()
+    data_dir = RUN / f"data-{hashlib.sha256(text).hexdigest()[:8]}"  # other texts have others
+    write_shards(text, data_dir)
+    folders = {"data_dir": data_dir, "checkpoint_dir": RUN / "checkpoints", "log_dir": RUN / "logs"}
+    command = [sys.executable, str(ROOT / "train.py")]
+    for name, value in (folders | SETTINGS).items():
         command += [f"--{name}", str(value)]
     seconds_to_target, loss = None, None
     with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as run:
@@ -72,6 +73,8 @@ def main() -> None:
                     seconds_to_target = round(time.time() - float(began), 1)
     if run.returncode:
         sys.exit(run.returncode)
+    if loss is None:  # --help, --dry_run
+        return
     result = {"nats_per_character": loss, "seconds": round(time.time() - float(began), 1)}
     print(json.dumps({**result, f"seconds_to_{TARGET}": seconds_to_target}))
 

@@ -5,8 +5,10 @@
 #
 #   bash scripts/shakespeare.sh tinyshakespeare.txt [FLAGS of train.py]
 #
+# Everything is written to runs/shakespeare; --overwrite replaces an earlier race there.
+#
 # The last line of output is JSON: nats per character, seconds since the start of this command, and
-# seconds until the target was reached.
+# seconds until the target was reached. Without a validation, as with --dry_run, there is no such line.
 set -euo pipefail
 began=$(date +%s.%N)
 [ -f "${1:-}" ] || { echo "error: give a text file: bash scripts/shakespeare.sh FILE" >&2; exit 2; }

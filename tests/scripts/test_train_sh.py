@@ -1,10 +1,13 @@
+import json
 import os
 import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, documents, environment
+
+from scripts import shakespeare
 
 # dry runs are real; what else train.sh would start is logged
 PYTHON = f"""#!/usr/bin/env bash
@@ -76,3 +79,25 @@ def test_the_demo_plans_helps_and_refuses_other_folders_without_work(tmp_path):
             == "error: the demo uses runs/demo and data/stdlib; for other folders run train.py\n"
         )
         assert len(started) == 1
+
+
+def test_the_shakespeare_race_replaces_neither_a_race_nor_the_shards_of_another_text(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(shakespeare, "RUN", tmp_path / "run")
+    small = "--max_steps 2 --n_layer 1 --n_embd 16 --dtype float32".split()
+
+    def race(name, *flags):
+        monkeypatch.setattr(sys, "argv", ["shakespeare.py", "0", str(tmp_path / name), *flags])
+        shakespeare.main()
+        return capfd.readouterr().out.splitlines()[-1]
+
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name + "".join(documents()))
+    assert "nats_per_character" in json.loads(race("a", *small))
+    with pytest.raises(SystemExit):
+        race("b", *small)
+    assert "replace it with --overwrite" in capfd.readouterr().err
+    assert len(list((tmp_path / "run").glob("data-????????/train_000000.npy"))) == 2
+    assert "nats_per_character" in json.loads(race("b", *small, "--overwrite"))
+    assert "nats_per_character" not in race("b", "--help")
