@@ -11,6 +11,7 @@ from typing import IO
 
 TEXTS = (".txt", ".py", ".md")
 HEAD = 2**16  # bytes that tell text from other content
+BLOCK = io.DEFAULT_BUFFER_SIZE  # compressed bytes that are read at a time
 BOMS = {  # byte order marks; that of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -20,8 +21,66 @@ BOMS = {  # byte order marks; that of UTF-32 begins with that of UTF-16
 }
 
 
+class StreamReader(io.RawIOBase):
+    """Content of a file of one or more bz2 or xz streams.
+
+    bz2.open and lzma.open end where something else than a stream follows the first one; here the
+    decompressor raises its error.
+    """
+
+    def __init__(
+        self,
+        file: IO[bytes],
+        new_stream: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor],
+    ) -> None:
+        self.file, self.new_stream = file, new_stream
+        self.stream = new_stream()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill the buffer as far as one block allows; return the number of bytes, 0 at the end."""
+        data = b""
+        while not data:
+            block = b""
+            if self.stream.eof:
+                if not (block := self.next_block()):
+                    return 0
+                self.stream = self.new_stream()
+            elif self.stream.needs_input and not (block := self.file.read(BLOCK)):
+                raise EOFError("the file ends within a stream")
+            data = self.stream.decompress(block, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def next_block(self) -> bytes:
+        """Return the first bytes of the next stream, b"" at the end of the file."""
+        block = self.stream.unused_data or self.file.read(BLOCK)
+        if self.new_stream is not lzma.LZMADecompressor:
+            return block
+        zeros = 0  # xz pads its streams to a multiple of four bytes
+        while block and not block.strip(b"\0"):
+            zeros += len(block)
+            block = self.file.read(BLOCK)
+        start = block.lstrip(b"\0")
+        if (zeros + len(block) - len(start)) % 4:
+            raise lzma.LZMAError("stream padding is not a multiple of four bytes")
+        return start
+
+
+def open_bz2(file: IO[bytes]) -> IO[bytes]:
+    """Return the content of a bz2 file."""
+    return io.BufferedReader(StreamReader(file, bz2.BZ2Decompressor))
+
+
+def open_xz(file: IO[bytes]) -> IO[bytes]:
+    """Return the content of an xz file."""
+    return io.BufferedReader(StreamReader(file, lzma.LZMADecompressor))
+
+
 def open_zstd(file: IO[bytes]) -> IO[bytes]:
-    """Return the content of a zstd file; gzip, bz2 and lzma of Python do this for theirs."""
+    """Return the content of a zstd file."""
     import pyarrow
 
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
@@ -29,8 +88,8 @@ def open_zstd(file: IO[bytes]) -> IO[bytes]:
 
 COMPRESSIONS: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {
     ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
+    ".bz2": open_bz2,
+    ".xz": open_xz,
     ".zst": open_zstd,
 }
 

@@ -45,10 +45,9 @@ def read(path, column="text"):
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_compressed_files_are_read_as_what_they_hold(tmp_path, suffix):
-    data = ROWS if suffix == "xz" else ROWS[:20]  # in two parts, as pigz and zstd -T write
-    parts = [data, ROWS[len(data) :]]
+    parts = [ROWS[:20], ROWS[20:]]  # as pigz, pbzip2 and zstd -T write
     path = tmp_path / f"B.JSONL.{suffix}"
-    path.write_bytes(b"".join(COMPRESS[suffix](part) for part in parts if part))
+    path.write_bytes(b"".join(COMPRESS[suffix](part) for part in parts))
     assert read(path) == TEXTS
     (tmp_path / f"a.txt.{suffix}").write_bytes(COMPRESS[suffix](b"plain\r\ntext"))
     shard(tmp_path, tmp_path / "out", "--val_fraction", 0)  # in a folder, too
@@ -56,6 +55,22 @@ def test_compressed_files_are_read_as_what_they_hold(tmp_path, suffix):
     path.write_bytes(path.read_bytes()[:-9])
     done = shard(path, tmp_path / "cut", code=2)
     assert f"B.JSONL.{suffix} cannot be read" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_second_part_that_is_damaged_is_not_taken_for_the_end(tmp_path, suffix):
+    path = tmp_path / f"a.jsonl.{suffix}"
+    first, second = (COMPRESS[suffix](part) for part in (ROWS[:20], ROWS[20:]))
+    for rest in (b"no stream", second[:-9], b"X" + second[1:], second + b"no stream"):
+        path.write_bytes(first + rest)
+        with pytest.raises(DataError, match=f"a.jsonl.{suffix} cannot be read"):
+            read(path)
+    if suffix == "xz":
+        path.write_bytes(first + bytes(20_000) + second + bytes(4))  # the padding of xz
+        assert read(path) == TEXTS
+        path.write_bytes(first + bytes(3) + second)
+        with pytest.raises(DataError, match="padding is not a multiple of four bytes"):
+            read(path)
 
 
 def test_csv_and_json_are_read_and_an_array_is_refused_with_the_command_that_helps(tmp_path):
