@@ -61,7 +61,7 @@ def import_model(config: ConvertConfig) -> None:
         tokenizer=tokenizer,
         train_tokens=0,
         train_config=settings.to_dict(),
-        **TrainState.start(settings.skip_spikes, None).to_checkpoint(),
+        **TrainState.start(settings, None).to_checkpoint(),
     )
     ckpt.save_checkpoint(config.out, state)
 

@@ -72,7 +72,7 @@ def main() -> None:
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
 
     # model, optimizers and progress: new, pre-trained or resumed
-    state = TrainState.start(config.skip_spikes, saved, val.stream.checksum)
+    state = TrainState.start(config, saved, val)
     start, steps = state.step, range(state.step, config.max_steps)
     model = build_model(config, saved, train.stream.vocab_size)
     engine = ParallelModel(model, config, process, dtype)

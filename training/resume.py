@@ -21,6 +21,7 @@ from training.initial_model import initial_shape
 from training.options import parse_options, should_compile
 from training.run_folders import best_loss, check_folders
 from training.schedule import stable_steps
+from training.state import has_same_validation
 from utils.cli import given_options, parse
 from utils.distributed import Process
 from utils.logger import require_package
@@ -147,11 +148,11 @@ def run_warnings(
             f"warning: {config.data_dir} is not whole: sharding was interrupted; run its command "
             "again"
         )
-    return notes + resume_warnings(config, saved, train.stream, val.stream)
+    return notes + resume_warnings(config, saved, train.stream, val)
 
 
 def resume_warnings(
-    config: TrainConfig, saved: dict | None, train: TokenStream, val: TokenStream
+    config: TrainConfig, saved: dict | None, train: TokenStream, val: Sequences
 ) -> list[str]:
     """Return sentences on what differs from the checkpoint and changes the result: the order of
     data or of sums, the recipe, the validation text."""
@@ -169,10 +170,10 @@ def resume_warnings(
         changed.append(f"there were {saved['train_tokens']:,} train tokens")
     end = "the data order changes from here on, so this epoch may repeat or miss sequences"
     notes = [f"warning: when the checkpoint was written {what}; {end}" for what in changed]
-    if saved.get("val_checksum", val.checksum) != val.checksum:
+    if not has_same_validation(config, saved, val):
         notes.append(
-            "warning: the validation text is another one: the best loss starts anew, and "
-            f"{BEST} is replaced at the next validation"
+            "warning: the validation text is another one, or more or less of it: the best loss "
+            f"starts anew, and {BEST} is replaced at the next validation"
         )
     if then.get("max_steps") != config.max_steps and not config.resolved_recipe.schedule == "wsd":
         notes.append(

@@ -33,7 +33,8 @@ def best_loss(folder: Path, saved: dict) -> float:
     except CheckpointError:
         return math.inf
     same = all(best.get(name) == saved.get(name) for name in ("run_id", "val_checksum"))
-    return best["best_loss"] if same else math.inf
+    tokens = [state["train_config"].get("val_tokens") for state in (best, saved)]
+    return best["best_loss"] if same and tokens[0] == tokens[1] else math.inf
 
 
 def check_folders(

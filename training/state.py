@@ -4,9 +4,20 @@ import math
 import uuid
 from dataclasses import dataclass, field
 
+from config import TrainConfig
+from data.loader import Sequences
 from training.guard import PATIENCE, Guard
 
 SAVED = ("step", "tokens", "best_loss", "run_id")
+
+
+def has_same_validation(config: TrainConfig, saved: dict, val: Sequences) -> bool:
+    """Return whether the losses in the checkpoint `saved` are means over the same validation tokens
+    as those of this run."""
+    checksum, now = val.stream.checksum, config.val_tokens
+    tokens = (saved["train_config"].get("val_tokens", now), now)
+    sequences = {min(len(val), max(1, n // val.block_size)) for n in tokens}
+    return saved.get("val_checksum", checksum) == checksum and len(sequences) == 1
 
 
 @dataclass
@@ -27,14 +38,16 @@ class TrainState:
 
     @classmethod
     def start(
-        cls, skip_spikes: float | None, saved: dict | None, val_checksum: int = 0
+        cls, config: TrainConfig, saved: dict | None, val: Sequences | None = None
     ) -> "TrainState":
         """Return the state of a new run, or the one in the checkpoint `saved`; losses on other
         validation tokens do not count as the best."""
+        val_checksum = val.stream.checksum if val else 0
         if saved is None:
-            return cls(Guard(skip_spikes, {}), val_checksum=val_checksum)
-        state = cls(Guard(skip_spikes, saved["guard"]), **{name: saved[name] for name in SAVED})
-        if saved.get("val_checksum", val_checksum) != val_checksum:
+            return cls(Guard(config.skip_spikes, {}), val_checksum=val_checksum)
+        guard = Guard(config.skip_spikes, saved["guard"])
+        state = cls(guard, **{name: saved[name] for name in SAVED})
+        if val and not has_same_validation(config, saved, val):
             state.best_loss = math.inf
         state.val_checksum = val_checksum
         return state

@@ -215,3 +215,19 @@ def test_the_best_loss_is_not_compared_between_validation_texts(shards, trained,
     )
     before = load_checkpoint(trained / "checkpoints/model_best.pt")["val_checksum"]
     assert last == best != before
+
+
+def test_the_best_loss_is_not_compared_between_numbers_of_validation_tokens(
+    trained, shards, tmp_path
+):
+    run, old = tmp_path / "run", load_checkpoint(trained / "checkpoints/model_best.pt")["best_loss"]
+    best = run / "checkpoints/model_best.pt"
+    shutil.copytree(trained, run)
+    args = train_args(shards, run, 21, "--resume", "auto", "--max_lr", 5, "--eval_every", 0)
+    done = script(*args, "--val_tokens", 4097)  # the same sequences
+    assert "starts anew" not in done.stdout and load_checkpoint(best)["best_loss"] == old
+    for steps in (22, 23):
+        done = script(*args, "--val_tokens", 64, "--max_steps", steps)
+        assert ("more or less of it: the best loss starts anew" in done.stdout) == (steps == 22)
+        assert load_checkpoint(best)["best_loss"] > old
+        shutil.copy(trained / "checkpoints/model_best.pt", best)  # as before a validation
