@@ -19,7 +19,7 @@ from training.checkpoint_folder import (
 )
 from training.initial_model import initial_shape
 from training.options import parse_options, should_compile
-from training.run_folders import best_loss, check_folders
+from training.run_folders import best_loss, check_encoding, check_folders
 from training.schedule import stable_steps
 from training.state import has_same_validation
 from utils.cli import given_options, parse
@@ -39,6 +39,7 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
         )
     if config.resume and config.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
+    check_encoding(config.checkpoint_dir)
     path = Path(config.resume) if config.resume else None
     if config.resume == "auto":
         path = find_newest(config.checkpoint_dir)

@@ -37,6 +37,17 @@ def best_loss(folder: Path, saved: dict) -> float:
     return best["best_loss"] if same and tokens[0] == tokens[1] else math.inf
 
 
+def check_encoding(folder: Path) -> None:
+    """Raise ConfigError for a folder whose checkpoints torch.load could not map from disk."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"--checkpoint_dir {str(folder)!a} is not valid UTF-8, so PyTorch could not read the "
+            "checkpoints again; give another folder"
+        ) from error
+
+
 def check_folders(
     config: TrainConfig, saved: dict | None, path: Path | None, given: set[str]
 ) -> None:
