@@ -30,7 +30,7 @@ from data.documents import warn
 from data.merge import merge
 from data.sharder import Sharder, output_folder
 from data.shards import MANIFEST, DataError
-from data.source import Source
+from data.source import Source, check_unchanged
 from data.tokenizer import Tokenizer, load_tokenizer
 from utils.cli import given_options, run
 
@@ -152,6 +152,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
     tokenizer = load_tokenizer(config.tokenizer)
     worker = {"worker_index": config.worker_index, "worker_count": config.worker_count}
     source = Source(config.input, config.dataset, config.remote_name, config.text_column, **worker)
+    files = source.file_states()
     settings = {
         "format_version": 2,
         "tokenizer": tokenizer.name,
@@ -174,6 +175,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         sharder.reopen()
         before = sharder.tokens
         complete = not sharder.full and write_shards(config, source, sharder, tokenizer)
+        check_unchanged(files, config.local_dir)
         if complete and not sharder.manifest["documents"] and config.worker_count == 1:
             skipped = describe_skipped(sharder.manifest)
             raise DataError(f"{' '.join(source.name[:3])} holds no text; {skipped}")

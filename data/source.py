@@ -92,6 +92,23 @@ def fingerprint(name: str) -> tuple[int, int] | None:
         return size, zlib.crc32(file.read(ENDS), zlib.crc32(head))
 
 
+def size_and_time(name: str) -> tuple[int, int]:
+    """Return the size of a file in bytes and its modification time in nanoseconds."""
+    found = os.stat(name)
+    return found.st_size, found.st_mtime_ns
+
+
+def check_unchanged(files: dict[str, tuple[int, int]], folder: Path) -> None:
+    """Raise DataError if a file has another size or time than in `files`, from when the shards of
+    `folder` were begun; one that was removed has been read."""
+    for name, before in files.items():
+        if os.path.exists(name) and size_and_time(name) != before:
+            raise DataError(
+                f"{name} was changed while it was read; once nothing writes to it any more, empty "
+                f"{folder} and run the same command again"
+            )
+
+
 def drop_repeated(files: list[str]) -> list[str]:
     """Return the names without further names of one file, whose text would be read twice."""
     first: dict[object, str] = {}
@@ -170,6 +187,15 @@ class Source:
         found = [(name, fingerprint(name)) for name in files]
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
+    def share(self) -> list[str]:
+        """Return this worker's files and URLs, none for a dataset of the hub."""
+        files = list_files(self.inputs)[0] if self.inputs else []
+        return files[self.worker_index :: self.worker_count]
+
+    def file_states(self) -> dict[str, tuple[int, int]]:
+        """Return size and modification time of this worker's files, URLs left out."""
+        return {name: size_and_time(name) for name in self.share() if "://" not in name}
+
     def newest_commit(self) -> str | None:
         """Return the newest commit of the dataset on the hub, None for local text."""
         if self.inputs or Path(self.dataset).exists():
@@ -181,8 +207,7 @@ class Source:
     def open_stream(self, commit: str | None):
         """Return this worker's documents: rows of a streaming dataset, or texts of files."""
         if self.inputs:
-            share = list_files(self.inputs)[0][self.worker_index :: self.worker_count]
-            return DocumentStream(share, self.text_column)
+            return DocumentStream(self.share(), self.text_column)
         import datasets  # slow to import, so only after the command line is checked
 
         datasets.config.STREAMING_READ_MAX_RETRIES = 1  # `batches` retries, with a message

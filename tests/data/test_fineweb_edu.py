@@ -230,6 +230,21 @@ def test_input_that_changed_is_not_mixed_with_what_it_was(corpus, tmp_path):
     assert "are not those" in shard(source, out, code=2).stderr and digests(out) == before
 
 
+def test_a_file_that_changes_while_it_is_read_is_named(corpus, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(corpus.read_bytes())
+    written = fineweb_edu.write_shards
+
+    def write_shards(*args):
+        with (tmp_path / "a.jsonl").open("a") as file:
+            file.write('{"text": "late"}\n')
+        return written(*args)
+
+    monkeypatch.setattr(fineweb_edu, "write_shards", write_shards)
+    with pytest.raises(DataError, match="a.jsonl was changed while it was read; once nothing"):
+        in_process(monkeypatch, str(tmp_path / "a.jsonl"), tmp_path / "out", [])
+    assert not json.loads((tmp_path / "out" / "manifest.json").read_text())["complete"]
+
+
 def test_text_that_the_tokenizer_gives_up_on_is_skipped(tmp_path):
     try:
         load_tokenizer("gpt2")
