@@ -158,6 +158,11 @@ def main(config: SamplingConfig) -> None:
     check(config)
     if config.interactive and (config.json or config.prompt):
         raise ConfigError("--interactive asks for prompts: leave out --prompt and --json")
+    if sys.stdin is None and (config.interactive or config.prompt == "-"):
+        raise ConfigError(
+            "--interactive and --prompt - read standard input, which is closed; give --prompt TEXT "
+            "or --prompt @FILE"
+        )
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     refuse_both_sources(sys.argv[1:])

@@ -65,6 +65,12 @@ def test_a_prompt_that_is_no_text_is_a_sentence(trained):
     assert b"cannot be read as text" in done.stderr and b"Traceback" not in done.stderr
 
 
+def test_a_standard_input_that_is_closed_is_a_sentence(trained):
+    for flags in (["--prompt", "-"], ["--interactive"]):
+        done = sample(trained, *flags, code=2, preexec_fn=lambda: os.close(0))
+        assert done.stderr.startswith("error: --interactive and --prompt - read standard input,")
+
+
 def test_bad_settings_are_sentences(trained, tmp_path):
     for extra, message in (
         (["--prompt", "x" * 33], "the prompt is 33 tokens long; this model reads at most 32"),
