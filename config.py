@@ -432,7 +432,8 @@ class SamplingConfig:
     json: bool = False
     """Write one line of JSON per text."""
     max_new_tokens: int = 200
-    """Longest continuation in tokens; end of text ends it sooner."""
+    """Longest continuation in tokens; end of text ends it sooner. Where the context is full,
+    its older half is dropped."""
     temperature: float = 0.8
     """Sampling temperature; 0: always the likeliest token."""
     top_k: int | None = None

@@ -37,6 +37,7 @@ OPTIONS = {  # type, least and greatest value; --interactive can change these op
     "num_samples": (int, 1, 2**16 - 1),
     "seed": (int, 0, 2**31 - 1),
 }
+LEAST_TEMPERATURE = 1e-6  # beside 0; logits that are divided by less overflow
 NANOGPT_OPTIONS = {
     "start": "--prompt is the text to continue, --prompt @FILE that of a file",
     "out_dir": "--checkpoint is a checkpoint or a folder of them",
@@ -67,6 +68,11 @@ def check(config: SamplingConfig, prefix: str = "--") -> None:
         value = getattr(config, name)
         if value is not None and not least <= value <= greatest:
             raise ConfigError(f"{prefix}{name} {value} must be from {least} to {greatest}")
+    if 0 < config.temperature < LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"{prefix}temperature {config.temperature} must be at least {LEAST_TEMPERATURE}, or 0 "
+            "for the likeliest tokens"
+        )
 
 
 def write_samples(

@@ -77,6 +77,7 @@ def test_bad_settings_are_sentences(trained, tmp_path):
         (["--prompt", f"@{tmp_path}/none"], "cannot be read"),
         (["--top_p", 0], "--top_p"),
         (["--temperature", -1], "--temperature"),
+        (["--temperature", 1e-38], "--temperature 1e-38 must be at least 1e-06, or 0"),
         (["--temperature", "nan"], "--temperature"),
         (["--seed", 10**20], "--seed"),
         (["--prompt", b"caf\xe9"], "cannot be read as text"),
