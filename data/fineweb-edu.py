@@ -234,6 +234,15 @@ def report(folder: Path, manifest: dict, new: int, seconds: float) -> None:
         f"{'' if new else ', as the shards were there already'}; see {MANIFEST}"
     )
     warn_of_split(tokens["train"], tokens["val"], manifest["val_fraction"])
+    if not tokens["val"] and (manifest["worker_count"] == 1 or not manifest["val_fraction"]):
+        warn(f"there are no validation shards, which train.py needs: {validation_remedy(manifest)}")
+
+
+def validation_remedy(manifest: dict) -> str:
+    """Return what gives a folder without validation shards some."""
+    if manifest["complete"] or "merged" in manifest or not manifest["val_fraction"]:
+        return f"shard again with --val_fraction above {manifest['val_fraction']:g}"
+    return "run the same command without --max_shards"
 
 
 def warn_of_split(train: int, val: int, val_fraction: float) -> None:

@@ -186,7 +186,10 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         if is_interrupted(folder):
             make = "sharding was interrupted: run its command again"
         elif split == "val" and shard_paths(folder):
-            make = "shard again, with a larger --val_fraction, more text, or one --worker_count"
+            make = (
+                "shard again with a larger --val_fraction or, where --max_shards ended sharding "
+                "early, run the same command without it"
+            )
         raise DataError(f"{folder} holds no {split} shards (.npy or .bin); {make}")
     if len({path.suffix for path in paths}) > 1:
         raise DataError(f"{folder} holds {split} shards as .npy and as .bin; remove one of the two")

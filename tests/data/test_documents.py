@@ -330,6 +330,23 @@ def test_few_documents_that_divide_badly_are_told(tmp_path):
     assert "only 2 validation tokens: give --val_fraction above 0.01, or name" in done.stderr
 
 
+def test_a_folder_without_validation_shards_says_how_to_get_some(tmp_path):
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents()[:50])
+    (tmp_path / "a.jsonl").write_text(rows)
+    none = "warning: there are no validation shards, which train.py needs: "
+    done = shard(tmp_path / "a.jsonl", tmp_path / "none", "--val_fraction", 0)
+    assert f"{none}shard again with --val_fraction above 0\n" in done.stderr
+    early = [tmp_path / "a.jsonl", tmp_path / "out", "--shard_size", 1000]
+    done = shard(*early, "--max_shards", 1)
+    assert f"{none}run the same command without --max_shards\n" in done.stderr
+    for refused in (
+        script(*train_args(tmp_path / "out", tmp_path / "run", 3), code=2),
+        script("data/verify.py", "--data_dir", tmp_path / "out", code=2),
+    ):
+        assert "shard again with a larger --val_fraction or, where --max_shards" in refused.stderr
+    assert "no validation shards" not in shard(*early).stderr
+
+
 def test_shards_that_are_gone_or_cut_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("Some text. " * 500)
     shard(tmp_path / "a.txt", tmp_path / "out")
