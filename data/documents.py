@@ -160,6 +160,11 @@ class DocumentStream:
         self.files, self.column = files, column
         self.file, self.row = 0, 0  # the next document's
 
+    @property
+    def place(self) -> str:
+        """File and number of the row that was read last."""
+        return f"{self.files[self.file]}, row {self.row}"
+
     def state_dict(self) -> dict[str, int]:
         """Return the position of the next document."""
         return {"file": self.file, "row": self.row}

@@ -37,6 +37,7 @@ from utils.cli import given_options, run
 MAX_PENDING_CHARS = 50_000_000  # text that is read but not yet written
 SECONDS_PER_LINE = 60  # where there is no terminal for a progress bar
 FEW = 1024  # validation tokens that give a rough loss at best
+UNUSABLE = ("not valid Unicode", "not tokenizable")  # reasons to skip a text
 PIECE_CHARS = 1_000_000  # a longer document is tokenized in pieces
 
 
@@ -67,9 +68,9 @@ def tokenize(
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         parts = [np.array([tokenizer.eot], np.uint16), *map(tokenizer.encode, split_text(text))]
     except UnicodeEncodeError:
-        return "not valid Unicode", None
+        return UNUSABLE[0], None
     except ValueError:  # tiktoken fails on a million spaces in a row
-        return "not tokenisable", None
+        return UNUSABLE[1], None
     in_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
     return "val" if in_val else "train", np.concatenate(parts)
 
@@ -82,20 +83,29 @@ def tokenize_batches(
     def tokenize_batch(texts: list[str | None]) -> list[tuple[str, np.ndarray | None]]:
         return [tokenize(tokenizer, config.val_fraction, text) for text in texts]
 
-    pending: deque[tuple[dict, int, Future]] = deque()
+    def result(task: Future, origins: list[str]) -> list[tuple[str, np.ndarray | None]]:
+        documents = task.result()
+        for origin, (reason, _) in zip(origins, documents, strict=True):
+            if reason in UNUSABLE and reason not in named:
+                warn(f"{origin}: a text that is {reason} is skipped; further ones are only counted")
+                named.add(reason)
+        return documents
+
+    named: set[str] = set()
+    pending: deque[tuple[dict, list[str], int, Future]] = deque()
     workers = ThreadPoolExecutor(config.num_workers)  # tiktoken releases the GIL
     try:
-        for before, texts in source.batches(state):
+        for before, texts, origins in source.batches(state):
             chars = sum(len(text or "") for text in texts)
-            pending.append((before, chars, workers.submit(tokenize_batch, texts)))
+            pending.append((before, origins, chars, workers.submit(tokenize_batch, texts)))
             while (
                 len(pending) > 3 * config.num_workers
-                or sum(chars for _, chars, _ in pending) > MAX_PENDING_CHARS
+                or sum(chars for _, _, chars, _ in pending) > MAX_PENDING_CHARS
             ):
-                before, _, task = pending.popleft()
-                yield before, task.result()
-        for before, _, task in pending:
-            yield before, task.result()
+                before, origins, _, task = pending.popleft()
+                yield before, result(task, origins)
+        for before, origins, _, task in pending:
+            yield before, result(task, origins)
     finally:
         workers.shutdown(cancel_futures=True)
 

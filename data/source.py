@@ -218,9 +218,9 @@ class Source:
         share = stream.shard(self.worker_count, self.worker_index, contiguous=False)
         return share.select_columns([self.text_column])
 
-    def batches(self, state: dict | None) -> Iterator[tuple[dict, list[str | None]]]:
-        """Yield batches of texts, None for a row without text, each with the state before it, from
-        which it can be read again.
+    def batches(self, state: dict | None) -> Iterator[tuple[dict, list[str | None], list[str]]]:
+        """Yield batches: the state before it, from which it can be read again; its texts, None for
+        a row without text; and where each text stands, for messages.
 
         Continues from `state` at the same commit of the dataset. Retries failed downloads with
         growing pauses; raises DataError if they keep failing.
@@ -233,16 +233,18 @@ class Source:
                 stream = self.open_stream(commit)
                 if place is not None:
                     stream.load_state_dict(place)
-                place, texts, chars = stream.state_dict(), [], 0
+                place, texts, origins, chars = stream.state_dict(), [], [], 0
                 for row in stream:
                     text = row if self.inputs else row[self.text_column]
+                    origins.append(stream.place if self.inputs else " ".join(self.name))
                     texts.append(text if isinstance(text, str) else None)
                     chars += len(texts[-1] or "")
                     if chars >= BATCH_CHARS or len(texts) == BATCH_TEXTS:
-                        yield {"revision": commit, "place": place}, texts
-                        place, texts, chars, failures = stream.state_dict(), [], 0, 0
+                        yield {"revision": commit, "place": place}, texts, origins
+                        place, texts, origins, chars = stream.state_dict(), [], [], 0
+                        failures = 0
                 if texts:
-                    yield {"revision": commit, "place": place}, texts
+                    yield {"revision": commit, "place": place}, texts, origins
                 return
             except DataError:
                 raise

@@ -91,7 +91,8 @@ def data_tiktoken(job: Job) -> Repeat:
     import tiktoken
 
     encoding = tiktoken.get_encoding("gpt2")
-    texts = [t for _, texts in Source(tuple(job.files), "", "").batches(None) for t in texts if t]
+    batches = Source(tuple(job.files), "", "").batches(None)
+    texts = [text for _, texts, _ in batches for text in texts if text]
 
     def repeat() -> int:
         documents = encoding.encode_ordinary_batch(texts, num_threads=job.threads)

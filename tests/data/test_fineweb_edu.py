@@ -250,10 +250,14 @@ def test_text_that_the_tokenizer_gives_up_on_is_skipped(tmp_path):
         load_tokenizer("gpt2")
     except ValueError as error:
         pytest.skip(str(error))
-    rows = ["fine", "table" + " " * 1_000_000 + "end", "fine too"]
+    rows = ["fine", "table" + " " * 1_000_000 + "end", "\ud800", "\ud800", "fine too"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in rows))
     args = ["--input", tmp_path / "a.jsonl", "--local_dir", tmp_path / "out", "--val_fraction", 0]
-    assert "skipped: 1 not tokenisable" in script("data/fineweb-edu.py", *args).stdout
+    done = script("data/fineweb-edu.py", *args)
+    assert "skipped: 1 not tokenizable, 2 not valid Unicode" in done.stdout
+    for row, reason in ((2, "not tokenizable"), (3, "not valid Unicode")):
+        assert f"a.jsonl, row {row}: a text that is {reason} is skipped; further" in done.stderr
+    assert "row 4" not in done.stderr
     assert sum(len(s.open()) for s in find_shards(tmp_path / "out", "train")) == 2 + 3
 
 
