@@ -388,11 +388,11 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         if self.total_batch_size % micro:
             share = self.total_batch_size / (self.block_size * world_size)  # of a process
             fitting = [n for n in range(self.micro_batch_size, 0, -1) if share % n == 0]
-            smaller = f"give --micro_batch_size {fitting[0]}, or " if fitting else ""
+            smaller = f"--micro_batch_size {fitting[0]}, or " if fitting else ""
             raise ConfigError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by "
                 f"{self.micro_batch_size} sequences x {self.block_size} tokens x {world_size} "
-                f"processes = {micro:,}; {smaller}--total_batch_size "
+                f"processes = {micro:,}; give {smaller}--total_batch_size "
                 f"{max(1, round(self.total_batch_size / micro)) * micro:,}"
             )
         return self.total_batch_size // self.block_size

@@ -121,6 +121,8 @@ def lock_folders(
             held = (folder / name for name in (LAST, BEST))
             held_bytes = sum(path.stat().st_size for path in held if path.exists())
             check_space(folder, 3 * checkpoint_bytes - held_bytes, "saving this run")
+        except FileExistsError:
+            problem = ConfigError(f"--checkpoint_dir {folder} is a file; give a folder")
         except OSError as error:
             problem = ConfigError(f"--checkpoint_dir {folder} cannot be written: {error.strerror}")
         except UserError as error:

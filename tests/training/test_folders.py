@@ -45,6 +45,8 @@ def test_a_folder_or_disk_that_cannot_take_the_checkpoints_is_found_at_the_start
         *train_args(shards, tmp_path, 9), "--checkpoint_dir", tmp_path / "file" / "x", code=2
     )
     assert "cannot be written: Not a directory" in done.stderr and not rows_written(tmp_path)
+    done = script(*train_args(shards, tmp_path, 9, "--checkpoint_dir", tmp_path / "file"), code=2)
+    assert f"--checkpoint_dir {tmp_path / 'file'} is a file; give a folder" in done.stderr
     folder = os.fsencode(tmp_path / "caf") + b"\xe9"
     done = script(*train_args(shards, tmp_path, 9, "--checkpoint_dir"), folder, code=2)
     assert "is not valid UTF-8" in done.stderr and not os.path.exists(folder)
