@@ -181,7 +181,7 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     written.
     """
     runs = [read_run(*pair) for pair in zip(paths, run_labels(paths), strict=True)]
-    if empty := [run.label for run in runs if not run.log.get("train")]:
+    if empty := [path for path, run in zip(paths, runs, strict=True) if not run.log.get("train")]:
         raise LogError(f"{empty[0]} has no training step yet")
     scored = any(run.log.get(task) for run in runs for task in ACCURACIES)
     figure, panels = plt.subplot_mosaic(

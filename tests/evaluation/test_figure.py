@@ -109,6 +109,12 @@ def test_a_config_that_is_old_or_damaged_does_not_keep_a_log_from_being_drawn(tm
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+def test_an_empty_log_is_named(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(figure.LogError, match=f"^{tmp_path}/empty.txt has no training step yet$"):
+        draw([write_run(tmp_path / "run", [4, 2]), tmp_path / "empty.txt"], tmp_path / "a.png")
+
+
 def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypatch):
     out, run = tmp_path / "a.png", write_run(tmp_path / "run", [4, 2])
     draw([run], out)
