@@ -93,9 +93,14 @@ def checked_files(config: EvalConfig) -> dict[str, Path | None]:
     tasks = [task for task in config.tasks if task != "val"]
     if not config.tasks or len(set(config.tasks)) < len(config.tasks):
         raise ConfigError(f"--tasks {' '.join(config.tasks)}: give each task once")
+    if config.data and not tasks:
+        raise ConfigError(
+            "--data gives the files of benchmarks, and --tasks names none; leave it out, and give "
+            "the shards of the task val by --data_dir"
+        )
     if config.data and len(config.data) != len(tasks):
         raise ConfigError(
-            f"--data has {len(config.data)} files for the benchmarks {' '.join(tasks) or 'none'}; "
+            f"--data has {len(config.data)} files for the benchmarks {' '.join(tasks)}; "
             "give one for each, in that order"
         )
     for name in ("limit", "val_tokens", "batch_size"):
@@ -117,6 +122,11 @@ def open_validation(config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved:
     folder = config.data_dir
     if folder is None and saved:
         folder = TrainConfig.from_dict(saved["train_config"]).data_dir
+        if not folder.is_dir():
+            raise ConfigError(
+                f"there is no folder {folder}, the --data_dir stored in the checkpoint; give the "
+                "folder of its shards by --data_dir"
+            )
     if folder is None:
         raise ConfigError("the task val needs --data_dir, a folder of shards")
     stream = TokenStream(folder, "val")

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SHARED, environment, script, torchrun
+from conftest import ROOT, SHARED, environment, script, torchrun, train_args
 from pyarrow import parquet
 
 from config import parse_recipe
@@ -268,6 +268,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         (["--tasks", "val", "val"], "once"),
         (["--tasks", "val", "--dump", tmp_path / "d.jsonl"], "--tasks has none"),
         (["--tasks", "lambada", "--data", tmp_path, tmp_path], "2 files"),
+        (["--tasks", "val", "--data", tmp_path], "leave it out, and give the shards of the task"),
         (["--model", exported, "--tasks", "val"], "needs --data_dir"),
         (["--model", tmp_path, "--tasks", "val"], "cannot be loaded as GPT-2"),
         (["--limit", 0], "--limit"),
@@ -277,6 +278,16 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         )
         done = script("evaluate.py", *source, *extra, code=2)
         assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_stored_shards_that_are_not_there_are_said_to_be_stored(shards, tmp_path):
+    (tmp_path / "tokens").symlink_to(shards)
+    name, *args = train_args("tokens", tmp_path / "run", 1)
+    script(ROOT / name, *args, cwd=tmp_path)
+    command = ["evaluate.py", "--checkpoint", tmp_path / "run", "--tasks", "val", "--device", "cpu"]
+    done = script(*command, code=2)
+    assert "no folder tokens, the --data_dir stored in the checkpoint; give the" in done.stderr
+    script(*command, "--data_dir", shards)
 
 
 def test_no_file_but_its_own_is_written_over(trained, exported, tmp_path):
