@@ -52,9 +52,9 @@ def read_prompt(prompt: str) -> str:
     """Return the text of --prompt: a literal, the content of @FILE, or standard input for "-"."""
     try:
         if prompt == "-":
-            return sys.stdin.buffer.read().decode()
+            return sys.stdin.buffer.read().decode("utf-8-sig")
         if prompt.startswith("@"):
-            return Path(prompt[1:]).read_bytes().decode()
+            return Path(prompt[1:]).read_bytes().decode("utf-8-sig")
         prompt.encode()  # raises for bytes of the command line that are not UTF-8
     except (OSError, UnicodeError) as error:
         hint = "; to write after an @, give the text by --prompt -" if prompt[:1] == "@" else ""

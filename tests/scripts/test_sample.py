@@ -31,7 +31,7 @@ def test_the_same_seed_gives_the_same_text_and_another_another(trained):
 
 
 def test_prompts_come_from_files_and_standard_input(trained, tmp_path):
-    (tmp_path / "prompt.txt").write_text("naïve")
+    (tmp_path / "prompt.txt").write_text("naïve", "utf-8-sig")  # its mark is no text
     given = sample(trained, "--prompt", "naïve", "--temperature", 0).stdout
     assert (
         sample(trained, "--prompt", f"@{tmp_path}/prompt.txt", "--temperature", 0).stdout == given
