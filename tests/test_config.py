@@ -32,7 +32,7 @@ def test_a_misspelt_flag_gets_a_suggestion():
 
 def test_a_batch_that_does_not_divide_says_what_would():
     config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
-    with pytest.raises(ConfigError, match="--total_batch_size 2,048"):
+    with pytest.raises(ConfigError, match="; give --total_batch_size 2,048"):
         config.sequences_per_step(world_size=2)
     assert TrainConfig().sequences_per_step(8) == 512
 
@@ -59,8 +59,10 @@ def test_a_run_keeps_the_recipe_that_it_began_with(monkeypatch):
 def test_devices_that_are_not_here_are_named():
     assert pick_device("cpu") == torch.device("cpu")
     for name in ("cuda:99", "tpu", "cpu:x"):
-        with pytest.raises(DeviceError, match=name):
+        with pytest.raises(DeviceError, match=f"--device {name} is not available; this machine"):
             pick_device(name)
+    with pytest.raises(DeviceError, match="--device tpu is not available to local rank 3; this"):
+        pick_device("tpu", local_rank=3)
 
 
 def test_a_processor_without_bfloat16_is_known(monkeypatch):

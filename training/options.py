@@ -7,7 +7,7 @@ from pathlib import Path
 
 from config import PER_LAUNCH, ConfigError, TrainConfig, mistyped
 from utils.cli import parse
-from utils.devices import pick_device
+from utils.devices import DeviceError, pick_device
 from utils.errors import did_you_mean
 from utils.gpus import NAMED_GPUS
 
@@ -50,7 +50,10 @@ def should_compile(config: TrainConfig, given: set[str]) -> bool:
     the command line, --config or a checkpoint; else on CUDA alone."""
     if given & {"use_torch_compile", "no_use_torch_compile"}:
         return config.use_torch_compile
-    return config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
+    try:
+        return config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
+    except DeviceError as error:
+        raise DeviceError(f"{error}; --dry_run also knows {', '.join(NAMED_GPUS)}") from error
 
 
 def read_config_file(path: Path) -> dict:

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from utils.errors import UserError
-from utils.gpus import NAMED_GPUS
 
 
 class DeviceError(UserError):
@@ -25,10 +24,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     number = int(index) if index.isdigit() else local_rank if kind == "cuda" else 0
     if (index and not index.isdigit()) or number >= counts.get(kind, 0):
         found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        raise DeviceError(
-            f"--device {name} is not available to local rank {local_rank}; this machine has "
-            f"{found}; train.py --dry_run knows {', '.join(NAMED_GPUS)}"
-        )
+        rank = f" to local rank {local_rank}" if local_rank else ""
+        raise DeviceError(f"--device {name} is not available{rank}; this machine has {found}")
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
 

@@ -198,6 +198,8 @@ def test_a_dry_run_says_that_a_model_does_not_fit_and_which_micro_batch_would(tm
 def test_a_gpu_by_name_is_for_dry_runs_alone():
     done = script("train.py", "--device", "h100", code=2)
     assert "--device h100 is for --dry_run" in done.stderr and done.stderr.count("\n") == 1
+    done = script("train.py", "--device", "h1000", "--dry_run", code=2)
+    assert "--device h1000 is not available; this" in done.stderr and "knows b200" in done.stderr
 
 
 @pytest.mark.parametrize(
