@@ -68,6 +68,9 @@ class DataConfig:
     """Merge the folders of all workers into --local_dir instead of reading text."""
 
 
+SHARES = ("decay", "momentum", "normuon")  # fields of a recipe that are at most 1
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule.
@@ -93,8 +96,12 @@ class Recipe:
     """Muon: decay only weights that the update makes smaller."""
     normuon: float = 0.0
     """NorMuon: decay of each row's mean squared update, by which it is divided; 0: Muon."""
+    momentum: float = 0.95
+    """Muon: momentum."""
     momentum_warmup: int = 0
-    """Muon: steps in which momentum rises from 0.85 to 0.95."""
+    """Muon: steps in which momentum rises to its value from 0.1 less."""
+    zero_init: bool = False
+    """Initialize the projections into the residual stream to zero."""
     schedule: str = "cosine"
     """Decay after warmup: cosine, linear or wsd."""
     decay: float = 0.2
@@ -108,7 +115,7 @@ class Recipe:
             if (value := getattr(self, name)) not in allowed:
                 raise ModelError(f"{name}={value} in a recipe must be one of {', '.join(allowed)}")
         for f in fields(self):
-            value, most = getattr(self, f.name), 1.0 if f.name == "decay" else sys.float_info.max
+            value, most = getattr(self, f.name), 1.0 if f.name in SHARES else sys.float_info.max
             if type(value) in (int, float) and not 0 <= value <= most:
                 raise ModelError(f"{f.name}={value} in a recipe must be between 0 and {most:g}")
 
@@ -118,16 +125,19 @@ MODERN = Recipe(
     model=LLAMA | {"activation": "relu2", "qk_norm": True},
     optimizer="muon",
     max_lr=0.012,
+    embedding_rate=0.5,
+    head_rate=0.5,
     cautious=True,
     normuon=0.95,
-    momentum_warmup=300,
+    momentum=0.9,
+    zero_init=True,
     schedule="linear",
     to_zero=True,
 )
 RECIPES = {
     "gpt2": Recipe(),
     "modern": MODERN,
-    "speedrun": replace(MODERN, model=MODERN.model | {"ngrams": 4}),
+    "speedrun": replace(MODERN, model=MODERN.model | {"ngrams": 5}),
     "llama": Recipe(model=LLAMA),
 }
 

@@ -63,7 +63,7 @@ class GPTConfig:
     """Share one table between the token embedding and the head."""
     ngrams: int = 1
     """Longest n-gram whose embedding is added to the token's; 1: none."""
-    ngram_rows: int = 32_768
+    ngram_rows: int = 65_536
     """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ def test_a_run_keeps_the_recipe_that_it_began_with(monkeypatch):
     monkeypatch.setitem(RECIPES, "modern", later)
     del saved["resolved_recipe"]["normuon"]  # as of a version without it
     again = TrainConfig.from_dict(saved)
-    assert again.recipe == "modern,normuon=0.0,momentum_warmup=300,qk_norm=True"
+    assert again.recipe == "modern,normuon=0.0,momentum_warmup=0,qk_norm=True"
     assert again.resolved_recipe.max_lr == 0.02
 
 

@@ -33,6 +33,10 @@ def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT
     model = GPT(config.model_config(vocab_size))
     if saved:
         ckpt.load_weights(model, saved, exact=True)
+    elif config.resolved_recipe.zero_init:  # each block begins as the identity
+        for block in model.transformer.h:
+            torch.nn.init.zeros_(block.attn.c_proj.weight)
+            torch.nn.init.zeros_(block.mlp.c_proj.weight)
     return model
 
 

@@ -48,10 +48,10 @@ def wsd_stable_step(config: TrainConfig) -> int | None:
     return max(config.resolved_warmup, stable_steps(config.max_steps, recipe.decay))
 
 
-def momentum(step: int, warmup_steps: int) -> float:
-    """Return Muon's momentum of update `step`: 0.85 rising to 0.95 over `warmup_steps` updates
-    (Jordan et al. 2024)."""
-    return 0.95 - 0.1 * max(0.0, 1 - step / warmup_steps) if warmup_steps else 0.95
+def momentum(step: int, final: float, warmup_steps: int) -> float:
+    """Return Muon's momentum of update `step`: `final`, to which it rises from 0.1 less over
+    `warmup_steps` updates (Jordan et al. 2024)."""
+    return final - 0.1 * max(0.0, 1 - step / warmup_steps) if warmup_steps else final
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], config: TrainConfig, step: int) -> float:
@@ -64,5 +64,5 @@ def set_rates(optimizers: list[torch.optim.Optimizer], config: TrainConfig, step
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = lr * group["lr_scale"]
         if "momentum" in group:
-            group["momentum"] = momentum(step, recipe.momentum_warmup)
+            group["momentum"] = momentum(step, recipe.momentum, recipe.momentum_warmup)
     return lr

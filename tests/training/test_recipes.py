@@ -9,11 +9,12 @@ import transformers
 from conftest import ROOT, launch, losses, script, torchrun, train_args, weights
 
 import sweep
-from config import RECIPES, ConfigError, Recipe, parse_recipe
+from config import RECIPES, ConfigError, Recipe, TrainConfig, parse_recipe
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from sweep import SweepConfig, grid_points, to_markdown
+from training.initial_model import build_model
 from utils.log_files import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
@@ -184,6 +185,15 @@ def test_scripts_take_a_checkpoint_of_a_recipe(shards, recipe, trained, tmp_path
     min_lr = ["--init_from", best, "--min_lr", 0.002]  # above the max_lr of gpt2, not of modern
     done = script(*train_args(shards, tmp_path / "tuned", 1, *min_lr))
     assert "recipe modern" in done.stdout
+
+
+def test_blocks_of_modern_begin_as_the_identity():
+    model = build_model(
+        TrainConfig(recipe="modern", n_layer=2, n_head=2, n_embd=32, block_size=16), None, 257
+    )
+    idx = torch.randint(0, 257, (2, 16))
+    x = model.transformer.wte(idx)
+    torch.testing.assert_close(model.hidden(idx), model.transformer.ln_f(x))
 
 
 def test_another_optimizer_s_state_is_refused(shards, recipe, trained, tmp_path):

@@ -45,5 +45,6 @@ def test_runs_of_one_step_or_shorter_than_warmup(schedule):
 
 
 def test_momentum_warms_up_to_its_constant():
-    assert momentum(0, 100) == pytest.approx(0.85) and momentum(50, 100) == pytest.approx(0.9)
-    assert momentum(100, 100) == momentum(10_000, 100) == momentum(0, 0) == 0.95
+    assert momentum(0, 0.9, 100) == pytest.approx(0.8)
+    assert momentum(50, 0.9, 100) == pytest.approx(0.85)
+    assert momentum(100, 0.9, 100) == momentum(10_000, 0.9, 100) == momentum(0, 0.9, 0) == 0.9
