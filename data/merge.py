@@ -1,7 +1,7 @@
 """Merging of the folders of several workers into one folder of shards.
 
-Full shards are linked under new names if the file system supports it, else copied. The manifest is
-written last, so a merge that is killed at any moment can be run again.
+Full shards are linked under new names if the file system supports it, else copied. Until all are
+there, the manifest says that the folder is unfinished. A merge that is killed can be run again.
 """
 
 import contextlib
@@ -110,9 +110,13 @@ def merge(folders: tuple[Path, ...], out: Path) -> dict:
         check_same_run(workers)
         shards = renumber_shards(workers)
         manifest = merged_manifest(list(workers.values()), [entry for _, entry in shards])
-        foreign = {path.name for path in shard_paths(out)} - {entry["file"] for _, entry in shards}
-        if foreign or read_manifest(out) not in (None, manifest):
+        unfinished = manifest | IN_PROGRESS
+        found, held = read_manifest(out), {path.name for path in shard_paths(out)}
+        own = {entry["file"] for _, entry in shards} if found else set()
+        if held - own or found not in (None, unfinished, manifest):
             raise DataError(f"{out} holds other shards already; merge into an empty folder")
+        if found is None:
+            write_manifest(out, unfinished)
         for source, entry in tqdm(shards, unit="shard", disable=None):
             full = entry["tokens"] == manifest["shard_size"]
             merge_shard(source, out / entry["file"], entry["sha256"], full)

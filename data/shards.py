@@ -205,11 +205,14 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
             f"{folder / extra[0]} is not in {MANIFEST}: move it away, or run data/fineweb-edu.py "
             "again if it was killed"
         )
+    remedy = "copy it again or shard into an empty folder"
+    if "merged" in manifest and is_interrupted(folder):
+        remedy = "--merge was interrupted: run the same command again"
     for entry in listed:
         if found.get(entry["file"]) != entry["tokens"]:
             raise DataError(
                 f"{folder / entry['file']} is missing or not the {entry['tokens']:,} tokens that "
-                f"{MANIFEST} lists; copy it again or shard into an empty folder"
+                f"{MANIFEST} lists; {remedy}"
             )
     return shards
 

@@ -12,7 +12,7 @@ from config import DataConfig
 from data import merge as module
 from data.merge import merge
 from data.sharder import Sharder, locked
-from data.shards import DataError
+from data.shards import DataError, find_shards, is_interrupted
 from utils.errors import UserError
 
 
@@ -87,11 +87,31 @@ def test_killed_at_any_shard_and_run_again_ends_the_same(workers, tmp_path, monk
         monkeypatch.setattr(module, "link_or_copy", link_or_copy)
         with pytest.raises(StopIteration):
             merge(tuple(workers), out)
-        assert not (out / "manifest.json").exists()
+        assert is_interrupted(out)
         monkeypatch.setattr(module, "link_or_copy", real)
         assert merge(tuple(workers), out) == merge(tuple(workers), out) == expected
         assert digests(out) == digests(tmp_path / "whole")
         assert {s["file"]: s["sha256"] for s in expected["shards"]} == digests(out)
+
+
+def test_a_part_of_a_killed_merge_is_refused(parts, workers, tmp_path, monkeypatch):
+    real, linked = module.link_or_copy, []
+
+    def link_or_copy(source, target, full):  # one shard of each split, then the kill
+        if len({path.name.partition("_")[0] for path in linked}) == 2:
+            raise KeyboardInterrupt
+        real(source, target, full)
+        linked.append(target)
+
+    monkeypatch.setattr(module, "link_or_copy", link_or_copy)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        merge(tuple(workers), out)
+    with pytest.raises(DataError, match="--merge was interrupted: run the same command again"):
+        [find_shards(out, split) for split in ("train", "val")]
+    verified = script("data/verify.py", "--data_dir", out, "--block_size", 64, code=2)
+    assert "run the same command again" in verified.stderr
+    assert "cannot be continued" in shard(parts, out, code=2).stderr
 
 
 def test_a_worker_that_goes_on_leaves_the_merged_folder_as_it_was(parts, tmp_path):
