@@ -19,7 +19,7 @@ from training.checkpoint_folder import (
 )
 from training.initial_model import initial_shape
 from training.options import parse_options, should_compile
-from training.run_folders import best_loss, check_encoding, check_folders
+from training.run_folders import best_loss, check_encoding, check_folders, check_not_copied
 from training.schedule import stable_steps
 from training.state import has_same_validation
 from utils.cli import given_options, parse
@@ -40,6 +40,10 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     if config.resume and config.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
     check_encoding(config.checkpoint_dir)
+    given = given_options(sys.argv[1:])
+    of_a_run = config.config is not None and config.config.suffix != ".toml"
+    if of_a_run and config.resume == "auto":
+        check_not_copied(config.config, file, given)
     path = Path(config.resume) if config.resume else None
     if config.resume == "auto":
         path = find_newest(config.checkpoint_dir)
@@ -61,13 +65,13 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
         saved["best_loss"] = min(saved["best_loss"], best_loss(config.checkpoint_dir, saved))
     elif config.init_from:
         initial_shape(config)  # before the checks: the recipe says which rates are allowed
-    given = {*file, *given_options(sys.argv[1:])}
     before = saved["train_config"].keys() if saved else set()
-    config.use_torch_compile = should_compile(config, given | before)
+    config.use_torch_compile = should_compile(config, given | file.keys() | before)
     config.check()
     check_extras(config)
     if not config.overwrite:
-        check_folders(config, saved, path, given)
+        # the folders in a config.json are those of its run
+        check_folders(config, saved, path, given if of_a_run else given | file.keys())
     return config, saved
 
 

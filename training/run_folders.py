@@ -48,6 +48,18 @@ def check_encoding(folder: Path) -> None:
         ) from error
 
 
+def check_not_copied(path: Path, file: dict, given: set[str]) -> None:
+    """Raise ConfigError if a config.json of the options `file` is a copy, whose folders are those
+    of the original run, and one of them was not `given` on the command line."""
+    log_dir = Path(file.get("log_dir", path.parent))
+    missing = [name for name in ("checkpoint_dir", "log_dir") if name not in given]
+    if missing and path.resolve().parent != log_dir.resolve():
+        raise ConfigError(
+            f"{path} is not in {log_dir}, where its run wrote: give --{missing[0]}, so that it is "
+            f"clear where to continue, as --checkpoint_dir FOLDER --log_dir {path.parent}"
+        )
+
+
 def check_folders(
     config: TrainConfig, saved: dict | None, path: Path | None, given: set[str]
 ) -> None:

@@ -156,6 +156,25 @@ def test_a_copy_of_a_run_does_not_write_over_the_original(shards, trained, tmp_p
     assert max(losses(copy)) == 23
 
 
+def test_the_config_of_a_copied_run_does_not_lead_into_the_original(shards, tmp_path):
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    script(*train_args(shards, run, 4))
+    shutil.copytree(run, copy)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    args = ["train.py", "--config", copy / "logs/config.json", "--max_steps", 5, "--resume"]
+    done = script(*args, "auto", code=2)
+    assert f"is not in {run}/logs, where its run wrote: give --checkpoint_dir" in done.stderr
+    done = script(*args, "auto", "--log_dir", copy / "logs", code=2)
+    assert "give --checkpoint_dir" in done.stderr
+    done = script(*args, copy, code=2)
+    assert f"is not in {run}/checkpoints, where its run wrote: give --" in done.stderr
+    assert all(path.read_bytes() == data for path, data in before.items())
+    folders = ["--checkpoint_dir", copy / "checkpoints", "--log_dir", copy / "logs"]
+    script(*args, "auto", *folders)
+    script("train.py", "--config", run / "logs/config.json", "--max_steps", 6, "--resume", "auto")
+    assert max(losses(copy)) == 5 and max(losses(run)) == 6
+
+
 def test_the_log_of_another_run_is_refused_when_resuming(shards, trained, tmp_path):
     script(*train_args(shards, tmp_path / "b", 2, "--seed", 7))
     shutil.copytree(trained, tmp_path / "a")
