@@ -53,10 +53,15 @@ def checkpoint_to_start_from(init_from: str) -> Path | None:
 
 def initial_shape(config: TrainConfig) -> GPTConfig:
     """Return the architecture of the model that --init_from names, with the context and dropout of
-    the options."""
+    the options; raise ConfigError where --overwrite would remove its checkpoint."""
     path = checkpoint_to_start_from(config.init_from)
     if path is None:
         return adopt_shape(config, read_config(find_folder(config.init_from)))
+    if config.overwrite and path.resolve().parent == config.checkpoint_dir.resolve():
+        raise ConfigError(
+            f"--overwrite would remove {path}, the weights of --init_from; give another "
+            "--checkpoint_dir"
+        )
     return adopt_shape(config, ckpt.model_config(ckpt.load_checkpoint(path), path))
 
 

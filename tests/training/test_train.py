@@ -263,6 +263,15 @@ def test_what_a_run_is_begun_from_is_not_ignored(shards, trained, tmp_path):
     assert "--recipe gpt2" in script(*start, "--recipe", "gpt2", code=2).stderr
 
 
+def test_the_weights_to_begin_from_are_not_overwritten(shards, trained, tmp_path):
+    run, link = tmp_path / "run", tmp_path / "link"
+    shutil.copytree(trained, run)
+    link.symlink_to(run / "checkpoints")
+    for source in (run, link, link / "model_best.pt"):
+        args = train_args(shards, run, 3, "--init_from", source, "--overwrite")
+        bad(args, "the weights of --init_from; give another --checkpoint_dir", run)
+
+
 def test_another_batch_from_a_checkpoint_is_warned_of_and_counted_right(shards, tmp_path):
     script(*train_args(shards, tmp_path, 4))
     done = script(*train_args(shards, tmp_path, 6, "--resume", "auto", "--total_batch_size", 1024))
