@@ -34,7 +34,7 @@ from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
 from training import resume
 from training.checkpoint import config_values
-from training.checkpoint_folder import BEST, LAST, STABLE
+from training.checkpoint_folder import BEST, LAST, STABLE, remove_all
 from training.dry_run import dry_run, resolve_micro_batch
 from training.guard import PATIENCE, TrainingError
 from training.initial_model import build_model
@@ -85,6 +85,8 @@ def main() -> None:
     evaluator = open_evaluator(config, model, val, process, dtype, notes)
     check_readable(train, val, slicing, config.seed, steps)
     notes += lock_folders(config, start, process, 12 * model.num_parameters())
+    if config.overwrite and process.is_main:
+        remove_all(config.checkpoint_dir)  # before the log, lest --resume auto continue the old run
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     logger = open_log(config, state, model, train, slicing, process, dtype, notes)
     saver = Saver(config, model, optimizers, train.stream, process, logger.print)

@@ -103,6 +103,12 @@ def continues_log(config: TrainConfig, saved: dict | None, moved: bool, log: dic
     return bool(saved and not moved) or (config.resume is not None and same_folder)
 
 
+def check_writable(folder: Path) -> None:
+    """Raise PermissionError unless files can be made in a folder."""
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def lock_folders(
     config: TrainConfig, step: int, process: Process, checkpoint_bytes: int
 ) -> list[str]:
@@ -120,10 +126,10 @@ def lock_folders(
         try:
             with catch_write_errors(config.log_dir):
                 lock_folder(config.log_dir, "writing the log in")
+                check_writable(config.log_dir)
             if folder.resolve() != config.log_dir.resolve():
                 lock_folder(folder, "training into")
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            check_writable(folder)
             newest = find_newest(folder)
             if config.resume and newest == Path(config.resume) and newest.name == LAST:
                 if ckpt.load_checkpoint(newest)["step"] != step:

@@ -11,7 +11,7 @@ from config import TrainConfig
 from data.loader import TokenStream
 from model.gpt import GPT
 from training import checkpoint as ckpt
-from training.checkpoint_folder import LAST, keep_numbered, remove_all
+from training.checkpoint_folder import LAST, keep_numbered
 from training.parallel import gather_state
 from training.state import TrainState
 from utils.distributed import Process
@@ -33,7 +33,6 @@ class Saver:
 
     A step waits for the copy of its state to the host, and for the write before it. A failed write
     is logged and tried again, at last by the next save; the run continues, the older file is whole.
-    With --overwrite the checkpoints of an earlier run are removed first.
     """
 
     config: TrainConfig
@@ -46,10 +45,6 @@ class Saver:
     thread: threading.Thread = field(default_factory=threading.Thread)
     errors: dict[str, Exception] = field(default_factory=dict)
     """Error of the newest save, by file name."""
-
-    def __post_init__(self) -> None:
-        if self.config.overwrite and self.process.is_main:
-            remove_all(self.config.checkpoint_dir)
 
     def save(self, name: str, state: TrainState) -> None:
         """Copy the state of the run and have it written as `name`; every process must call it."""

@@ -186,6 +186,22 @@ def test_a_best_checkpoint_alone_is_another_run_s_and_overwriting_removes_all(sh
     assert all(load_checkpoint(path)["run_id"] != old for path in folder.glob("*.pt"))
 
 
+@pytest.mark.parametrize("dies_in", ["Logger", "write_run_config"])
+def test_a_killed_run_that_overwrites_leaves_no_checkpoint_to_resume(shards, tmp_path, dies_in):
+    run, killed = tmp_path / "run", tmp_path / "killed.py"
+    args = train_args(shards, run, 4)
+    script(*args)
+    killed.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+        f"train.{dies_in} = lambda *args, **kwargs: os._exit(9)\ntrain.main()\n"
+    )
+    script(killed, *args[1:], "--overwrite", code=9)
+    assert not list((run / "checkpoints").glob("*.pt"))
+    assert "resumed at step" not in script(*args, "--resume", "auto", "--seed", 8).stdout
+    rows = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").open()]
+    assert rows[-1]["step"] == max(losses(run)) == 4
+
+
 def files(run):
     return {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
 
