@@ -49,6 +49,11 @@ def read_rows(task: str, path: Path | None = None) -> list[dict]:
     for number, row in enumerate(rows, 1):
         try:
             valid = _is_valid(task, row)
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{source}, item {number}, holds the lone surrogate {error.object[error.start]!a}, "
+                "which is no character; correct or remove that item"
+            ) from error
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
             valid = False
         if not valid:
@@ -84,7 +89,8 @@ def _is_valid(task: str, row: dict) -> bool:
     else:
         texts = [row["question"], *row["sentences"], *row["options"]]
         valid = "XXXXX" in row["question"] and row["answer"] in row["options"]
-    return valid and all(isinstance(text, str) for text in texts)
+    "".join(texts).encode()  # raises TypeError, or UnicodeEncodeError for a lone surrogate
+    return valid
 
 
 def _hub_rows(task: str) -> list[dict]:

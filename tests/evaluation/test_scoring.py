@@ -204,6 +204,20 @@ def test_files_of_another_kind_are_named(tmp_path):
         parse_cbt("1 a\n3 b\n")
 
 
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("lambada", {"text": "a \ud83d b"}),
+        ("hellaswag", {"ctx": "a", "endings": ["b", "\ud83d"], "label": "1"}),
+    ],
+)
+def test_a_lone_surrogate_is_named_with_its_item(tmp_path, task, row):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(DataError, match=r"x.jsonl, item 1, holds the lone surrogate '.ud83d'"):
+        read_rows(task, path)
+
+
 @pytest.fixture(scope="module")
 def exported(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
