@@ -27,11 +27,12 @@ from config import ConfigError, TrainConfig
 from data.loader import TokenStream
 from data.shards import find_shards
 from evaluation.figure import draw_sweep
+from training.checkpoint_folder import LAST
 from training.options import parse_options
 from training.resume import check_extras
 from utils.cli import run
 from utils.errors import UserError, did_you_mean
-from utils.log_files import read_metrics
+from utils.log_files import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parent
 RESERVED = ("seed", "checkpoint_dir", "log_dir", "resume", "overwrite", "dry_run")
@@ -160,11 +161,16 @@ def grid_points(config: SweepConfig) -> list[dict[str, str]]:
 
 
 def finished_log(folder: Path) -> dict[str, list[dict]] | None:
-    """Return a run's rows by split if its last validation was at its last step, else None."""
+    """Return a run's rows by split if its last validation was at its last step, else None; raise
+    ConfigError if it has saved steps that its log lacks."""
     logs = folder / "logs"
+    log = read_metrics(logs) if (logs / METRICS).exists() else {}
+    if (folder / "checkpoints" / LAST).exists() and not log.keys() & {"train", "skipped"}:
+        raise ConfigError(
+            f"{logs / METRICS} has lost the training steps; remove {folder} to train that run again"
+        )
     if not (logs / "config.json").exists():
         return None
-    log = read_metrics(logs)
     last_step = read_json(logs / "config.json").get("train_config", {}).get("max_steps")
     return log if log.get("val") and log["val"][-1]["step"] == last_step else None
 

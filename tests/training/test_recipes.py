@@ -233,6 +233,12 @@ def test_a_sweep_trains_a_grid_once(shards, tmp_path):
     again = script(*command)
     assert "recipe=gpt2 seed=1:" not in again.stdout and table in again.stdout
     assert rows == (tmp_path / "out" / "recipe=gpt2 seed=1" / "logs/metrics.jsonl").read_bytes()
+    log = tmp_path / "out" / "recipe=gpt2 seed=1" / "logs/metrics.jsonl"
+    for lose in (log.unlink, log.touch):  # deleted, and emptied
+        lose()
+        lost = script(*command, code=2).stderr
+        assert f"has lost the training steps; remove {log.parents[1]} to train that" in lost
+    log.write_bytes(rows)
     other = script(*command, "weight_decay 0.2", code=2)
     assert "runs with other --fixed options" in other.stderr
 
