@@ -30,7 +30,7 @@ from evaluation.figure import draw_sweep
 from training.checkpoint_folder import LAST
 from training.options import parse_options
 from training.resume import check_extras
-from utils.cli import run
+from utils.cli import expand_home, run
 from utils.errors import UserError, did_you_mean
 from utils.log_files import METRICS, read_metrics
 
@@ -132,7 +132,8 @@ def read_json(path: Path) -> dict:
 def check_same_data(out: Path, points: list[dict[str, str]], fixed: dict[str, list[str]]) -> None:
     """Raise ConfigError if a folder of shards holds other tokens than when the sweep began."""
     options = {" ".join(fixed.get("data_dir", ())), *(p.get("data_dir", "") for p in points)} - {""}
-    found = {name: TokenStream(name, "train").checksum for name in sorted(options)}
+    folders = {name: expand_home(Path(name)) for name in sorted(options)}
+    found = {name: TokenStream(folder, "train").checksum for name, folder in folders.items()}
     path = out / "data.json"
     before = read_json(path) if path.exists() else {}
     if changed := [name for name in found if before.get(name, found[name]) != found[name]]:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, make_dataclass
 from itertools import zip_longest
+from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, TypeVar, get_origin, get_type_hints
 
@@ -35,9 +36,9 @@ def parse(
     Raises UserError for a value given to a switch, and for the names in `hints`, which say what
     options of other projects are called here.
 
-    Options that are not given come from `default`. With `positional`, required options are
-    positional arguments. Dataclasses named ...Options that `config_class` inherits from are the
-    groups of --help, the last one first.
+    Options that are not given come from `default`. A ~ that begins a path becomes the home folder.
+    With `positional`, required options are positional arguments. Dataclasses named ...Options that
+    `config_class` inherits from are the groups of --help, the last one first.
     """
     check_habits(config_class, hints, sys.argv[1:] if args is None else args)
     import tyro  # here, so that importing this module does not require it
@@ -46,7 +47,8 @@ def parse(
     options["config"] = (tyro.conf.PositionalRequiredArgs,) if positional else ()
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
-        return tyro.cli(config_class, default=default, **options)
+        found = vars(tyro.cli(config_class, default=default, **options))
+        return config_class(**{k: expand_home(v) for k, v in found.items()})
     parts = [
         (group.__name__.removesuffix("Options").lower(), tyro.conf.OmitArgPrefixes[group])
         for group in groups
@@ -56,8 +58,16 @@ def parse(
     start = vars(config_class() if default is None else default)
     assert start.keys() == {f.name for group in groups for f in fields(group)}, "add it to a group"
     values = [group(**{f.name: start[f.name] for f in fields(group)}) for group in groups]
-    found = tyro.cli(grouped, default=grouped(*values), **options)
-    return config_class(**{k: v for part in vars(found).values() for k, v in vars(part).items()})
+    filled = tyro.cli(grouped, default=grouped(*values), **options)
+    found = {k: v for part in vars(filled).values() for k, v in vars(part).items()}
+    return config_class(**{k: expand_home(v) for k, v in found.items()})
+
+
+def expand_home(value: object) -> object:
+    """Return the value of an option with the home folder for ~ in a path, or in each of several."""
+    if isinstance(value, tuple):
+        return tuple(map(expand_home, value))
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def given_options(args: list[str]) -> set[str]:
@@ -71,8 +81,9 @@ def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) 
     --config, an option without a value, as an unset variable of a shell gives, and a list that is
     given in two parts, of which the first would be lost."""
     kinds = get_type_hints(config_class)
-    if "config" in kinds and args and args[0].endswith((".py", ".toml", ".json")):
-        raise UserError(f"{args[0]}: a file of options is given by --config FILE, a .toml or .json")
+    first = args[0] if args and not args[0].startswith("--") else ""
+    if "config" in kinds and first.endswith((".py", ".toml", ".json")):
+        raise UserError(f"{first}: a file of options is given by --config FILE, a .toml or .json")
     lists = [name for name, kind in kinds.items() if get_origin(kind) is tuple]
     flags = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in args]
     if twice := [name for name in lists if flags.count(name) > 1]:

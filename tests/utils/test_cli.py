@@ -1,4 +1,5 @@
 import errno
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ import torch._dynamo.exc
 import torch._inductor.exc
 
 from config import DataConfig, SamplingConfig, TrainConfig
-from utils.cli import check_habits, user_message
+from training.options import parse_options
+from utils.cli import check_habits, parse, user_message
 from utils.errors import UserError
 
 
@@ -34,6 +36,15 @@ def test_a_file_that_may_not_be_read_is_not_said_to_be_written(tmp_path):
     for name, verb in (("a.txt", "open"), ("b.txt", "write")):
         error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
         assert f"cannot {verb} {tmp_path / name}" in user_message(error)
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.toml").write_text('data_dir = "~/data"')
+    config, _ = parse_options(["--config=~/a.toml", "--checkpoint_dir=~/x", "--log_dir", "a~"])
+    found = (config.data_dir, config.checkpoint_dir, config.log_dir)
+    assert found == (tmp_path / "data", tmp_path / "x", Path("a~"))
+    assert parse(DataConfig, args=["--merge", "~/b", "c"]).merge == (tmp_path / "b", Path("c"))
 
 
 @pytest.mark.parametrize(
