@@ -149,8 +149,10 @@ def user_message(error: Exception) -> str | None:
         return str(error)
     unwritable = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
     if isinstance(error, OSError) and error.errno in unwritable:
-        exists = error.errno == errno.EACCES and os.path.isfile(error.filename or "")
-        verb = "open" if exists else "write"  # a file that is there may lack either right
+        path = error.filename or ""
+        # what is there may lack either right, and a closed folder hides what is in it
+        found = os.path.exists(path) or not os.access(os.path.dirname(path) or ".", os.X_OK)
+        verb = "open" if error.errno == errno.EACCES and found else "write"
         return f"cannot {verb} {error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"

@@ -1,4 +1,5 @@
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,13 @@ def test_what_a_user_or_a_machine_causes_is_a_sentence(error, message):
     assert "of memory" not in text or "--micro_batch_size" in text
 
 
-def test_a_file_that_may_not_be_read_is_not_said_to_be_written(tmp_path):
+def test_what_may_not_be_read_is_not_said_to_be_written(tmp_path, monkeypatch):
     (tmp_path / "a.txt").touch()
-    for name, verb in (("a.txt", "open"), ("b.txt", "write")):
+    (tmp_path / "folder").mkdir()
+    access = os.access  # which allows root everything
+    monkeypatch.setattr(os, "access", lambda p, mode: "closed" not in p and access(p, mode))
+    verbs = {"a.txt": "open", "folder": "open", "closed/a.txt": "open", "b.txt": "write"}
+    for name, verb in verbs.items():
         error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
         assert f"cannot {verb} {tmp_path / name}" in user_message(error)
 
