@@ -164,8 +164,9 @@ def hellaswag_items(rows: list[dict], *, clean: bool) -> list[Item]:
 
 
 def lambada_items(rows: list[dict]) -> list[Item]:
-    """Return each passage with its last word to predict, as lm-evaluation-harness splits it."""
-    parts = [row["text"].rpartition(" ") for row in rows]
+    """Return each passage with its last word to predict, as lm-evaluation-harness splits it, but
+    without the white space after the word, which OpenAI's file does not have."""
+    parts = [row["text"].rstrip().rpartition(" ") for row in rows]
     return [Item(context, (" " + word,)) for context, _, word in parts]
 
 

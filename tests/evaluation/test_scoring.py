@@ -153,8 +153,9 @@ def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
 
 
 def test_lambada_asks_for_the_last_word():
-    (item,) = lambada_items([{"text": "He said\n\nyes to it"}])
-    assert (item.context, item.choices) == ("He said\n\nyes to", (" it",))
+    for end in ("", " ", " \n"):
+        (item,) = lambada_items([{"text": "He said\n\nyes to it" + end}])
+        assert (item.context, item.choices) == ("He said\n\nyes to", (" it",))
 
 
 def test_cbt_in_its_original_format_scores_as_by_hand(model, tmp_path):
