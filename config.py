@@ -5,6 +5,7 @@ scripts declare their options themselves.
 """
 
 import ast
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -344,9 +345,13 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
 
     @property
     def resolved_recipe(self) -> Recipe:
-        """Recipe with the options of the command line. Raises ModelError if there is none such."""
+        """Recipe with the options of the command line. Raises ModelError if there is none such, and
+        ConfigError for an option out of range."""
         names = ("max_lr", "weight_decay", "schedule")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for name, value in given.items():
+            if name != "schedule" and not 0 <= value < math.inf:
+                raise ConfigError(f"--{name} {value} must be at least 0 and finite")
         return replace(parse_recipe(self.recipe), **given)
 
     @property

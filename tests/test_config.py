@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,13 @@ def test_a_batch_that_does_not_divide_says_what_would():
     with pytest.raises(ConfigError, match="; give --total_batch_size 2,048"):
         config.sequences_per_step(world_size=2)
     assert TrainConfig().sequences_per_step(8) == 512
+
+
+@pytest.mark.parametrize("name", ["max_lr", "weight_decay"])
+def test_an_option_that_is_not_finite_is_named_as_the_user_gave_it(name):
+    for value in (math.inf, math.nan):
+        with pytest.raises(ConfigError, match=f"--{name} {value} must be at least 0"):
+            TrainConfig(**{name: value}).check()
 
 
 def test_settings_survive_the_checkpoint():

@@ -75,7 +75,11 @@ def read_config_file(path: Path) -> dict:
         value = values[wrong[0]]
         raise ConfigError(f"--config {path}: {wrong[0]} = {value!r} is of a wrong type; see --help")
     known = [f.name for f in fields(TrainConfig)]
-    for name in values:
+    for name, value in values.items():
+        if value == "":
+            raise ConfigError(
+                f'--config {path}: {name} = "" has no value; give one, or leave it out'
+            )
         if path.suffix == ".toml" and name in PER_LAUNCH:
             raise ConfigError(f"--config {path}: give --{name} on the command line")
         if name not in (*known, "resolved_recipe", "chosen"):

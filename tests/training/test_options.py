@@ -81,6 +81,7 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
         ("n_layers = 2", "did you mean n_layer"),
         ("n_layer = two", "neither TOML"),
         ("n_layer = 'two'", "n_layer = 'two' is of a wrong type"),
+        ("data_dir = ''", 'data_dir = "" has no value; give one, or leave it out'),
     ],
 )
 def test_a_file_with_a_wrong_option_is_named(tmp_path, text, message):
