@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "runs" / "shakespeare"
 TARGET = 1.886  # nats per character after nanoGPT's documented run for a CPU
 SETTINGS = {
-    "recipe": "modern,momentum_warmup=1000",
+    "recipe": "modern",
     "n_layer": 4,
     "n_head": 2,
     "n_embd": 128,

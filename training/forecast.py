@@ -35,7 +35,7 @@ class Memory:
     gradients: int
     """Float32 gradients."""
     optimizer: int
-    """Float32 moments, two for AdamW and one for Muon."""
+    """Float32 moments: two for AdamW, one for Muon, and one number a row for NorMuon."""
     activations: int
     """Activations of one micro-batch that the backward pass needs."""
     work: int
@@ -142,8 +142,10 @@ def state_bytes(
         compute_weights = e * matrices if e < 4 and config.activation_checkpointing == "none" else 0
     whole_gradients = sharding == "zero1" and accumulation > 1
     gradients = 4 * (total if whole_gradients else total // shards)
-    muon = config.resolved_recipe.optimizer == "muon"
-    moments = 8 * total - (4 * matrices if muon else 0)
+    moments, recipe = 8 * total, config.resolved_recipe
+    if recipe.optimizer == "muon":
+        rows = L * sum(matrix[0] for matrix in block_matrices(shape).values())
+        moments -= 4 * matrices - (4 * rows if recipe.normuon else 0)
     return 4 * (total // shards), compute_weights, gradients, moments // shards, 4 * total + moments
 
 
