@@ -85,8 +85,6 @@ def main() -> None:
     evaluator = open_evaluator(config, model, val, process, dtype, notes)
     check_readable(train, val, slicing, config.seed, steps)
     notes += lock_folders(config, start, process, 12 * model.num_parameters())
-    if config.overwrite and process.is_main:
-        remove_all(config.checkpoint_dir)  # before the log, lest --resume auto continue the old run
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     logger = open_log(config, state, model, train, slicing, process, dtype, notes)
     saver = Saver(config, model, optimizers, train.stream, process, logger.print)
@@ -197,7 +195,10 @@ def open_log(
     dtype: torch.dtype,
     notes: list[str],
 ) -> Logger:
-    """Open the log, write config.json, print a summary of the run."""
+    """Open the log, write config.json, print a summary of the run; first remove the checkpoints
+    that --overwrite replaces, lest a killed run leave them to --resume auto."""
+    if config.overwrite and process.is_main:
+        remove_all(config.checkpoint_dir)
     logger = Logger(
         config.log_dir,
         start=state.step,
