@@ -1,7 +1,7 @@
 """Hashed n-grams: which rows of the n-gram table belong to a token and the tokens before it.
 
 An embedding of the last n tokens tells the first block what stands around a token, before any
-attention (modded-nanogpt's hashed bigrams; n-grams up to 4 share one table here).
+attention (after modded-nanogpt's hashed bigrams). N-grams of all lengths share one table.
 """
 
 import torch
