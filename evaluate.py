@@ -145,7 +145,7 @@ def validation(
     options |= {"tokens": config.val_tokens, "token_bytes": bytes_per_token(tokenizer)}
     scores = validation_loss(model, sequences, **options)
     scores["perplexity"] = math.exp(scores["loss"])
-    n = min(len(sequences), max(1, config.val_tokens // sequences.block_size))
+    n = sequences.count_within(config.val_tokens)
     corpus = corpus_name(sequences.stream.shards[0].path.parent)
     return [Result("val", corpus, key, n * sequences.block_size, x) for key, x in scores.items()]
 

@@ -105,6 +105,10 @@ class Sequences:
     def __len__(self) -> int:
         return (len(self.stream) - 1) // self.block_size
 
+    def count_within(self, tokens: int) -> int:
+        """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
+        return min(len(self), max(1, tokens // self.block_size))
+
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
         T = self.block_size

@@ -46,7 +46,7 @@ def validation_loss(
     2.77 nats = 4 bits give 1 bit per byte.
     """
     model.eval()
-    n = min(len(sequences), max(1, tokens // sequences.block_size))
+    n = sequences.count_within(tokens)
     batches = np.array_split(np.arange(n), range(batch_size, n, batch_size))
     sums = torch.zeros(2, len(batches), dtype=torch.float64)  # nats and bytes of each batch
     for turn in range(0, len(batches), process.world_size):

@@ -16,7 +16,7 @@ def has_same_validation(config: TrainConfig, saved: dict, val: Sequences) -> boo
     as those of this run."""
     checksum, now = val.stream.checksum, config.val_tokens
     tokens = (saved["train_config"].get("val_tokens", now), now)
-    sequences = {min(len(val), max(1, n // val.block_size)) for n in tokens}
+    sequences = {val.count_within(n) for n in tokens}
     return saved.get("val_checksum", checksum) == checksum and len(sequences) == 1
 
 
