@@ -413,9 +413,9 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         return self.total_batch_size // self.block_size
 
 
-def mistyped(values: dict) -> list[str]:
-    """Return the names of options of train.py whose values are of a wrong type."""
-    kinds = get_type_hints(TrainConfig)
+def mistyped(values: dict, config_class: type = TrainConfig) -> list[str]:
+    """Return the names of options whose values, as to_dict writes them, are of a wrong type."""
+    kinds = get_type_hints(config_class)
     return [name for name, x in values.items() if name in kinds and not has_type(x, kinds[name])]
 
 
@@ -444,6 +444,8 @@ class SamplingConfig:
     """Texts to write; the first is shown as it is made."""
     interactive: bool = False
     """Ask for prompts, and for options between them."""
+    chat: bool = False
+    """Answer as the assistant of a chat; without --prompt, talk with the keyboard."""
     json: bool = False
     """Write one line of JSON per text."""
     max_new_tokens: int = 200

@@ -14,10 +14,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from config import ConfigError, TrainConfig, recipe_of
+from data.chat import CHAT_TEMPLATE
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.huggingface import save_pretrained
 from training import checkpoint as ckpt
-from training.checkpoint_folder import find_best, open_model
+from training.checkpoint_folder import is_chat, open_model
 from training.state import TrainState
 from utils.cli import run
 
@@ -36,11 +37,11 @@ class ConvertConfig:
 
 def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers."""
-    model, saved = ckpt.load_model(find_best(config.checkpoint), exact=True)
-    tokenizer = load_tokenizer(saved["tokenizer"])
+    model, name, saved = open_model(config.checkpoint, None, exact=True)
+    tokenizer, template = load_tokenizer(name), CHAT_TEMPLATE if is_chat(saved) else None
     try:
         save_pretrained(model, config.out)
-        save_tokenizer(tokenizer, config.out, model.config.block_size)
+        save_tokenizer(tokenizer, config.out, model.config.block_size, template)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{config.out} could not be written: {error}; remove it") from error
 

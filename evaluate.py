@@ -1,8 +1,9 @@
-"""Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test.
+"""Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test, own questions.
 
     python evaluate.py --checkpoint checkpoints/model_best.pt --tasks val hellaswag lambada
     python evaluate.py --model gpt2 --tasks hellaswag --data hellaswag_val.jsonl --limit 1000
     torchrun --standalone --nproc_per_node=8 evaluate.py --tasks hellaswag lambada cbt_cn cbt_ne
+    python evaluate.py --checkpoint runs/sft --tasks questions.jsonl    # rows of prompt and answer
 
 Prints a table (task, protocol, metric, number of examples, value with its standard error, published
 value of OpenAI's GPT-2 of that size) and writes it as JSON. The number of correct answers depends
@@ -16,12 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
 from tqdm import tqdm
 
 from config import ConfigError, TrainConfig
+from data.chat import read_rows
 from data.loader import Sequences, TokenStream
 from data.shards import corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
+from evaluation.answers import QUESTION, Questions
 from evaluation.metrics import Result, check_lengths, score_benchmark, validation_loss
 from evaluation.scoring import score_items
 from evaluation.table import (
@@ -37,25 +41,27 @@ from evaluation.tasks import read_rows_on_all
 from model import cpu
 from model.gpt import GPT
 from training.checkpoint import checksum
-from training.checkpoint_folder import find_best, open_model, refuse_both_sources
+from training.checkpoint_folder import find_best, is_chat, open_model, refuse_both_sources
 from utils import distributed, malloc
 from utils.cli import run
 from utils.devices import pick_dtype
+from utils.distributed import Process
+from utils.errors import did_you_mean
 
-Task = Literal["val", "hellaswag", "lambada", "cbt_cn", "cbt_ne"]
+TASKS = ("val", "hellaswag", "lambada", "cbt_cn", "cbt_ne")
 Protocol = Literal["build-nanogpt", "lm-eval"]
 
 
 @dataclass
 class EvalConfig:
-    """Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test."""
+    """Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test, questions."""
 
     checkpoint: Path = Path("checkpoints")
     """Checkpoint of train.py, or a folder: its best one, else its newest."""
     model: str | None = None
     """Score a Hugging Face GPT-2 instead: its name (gpt2, gpt2-medium, ...) or folder."""
-    tasks: tuple[Task, ...] = ("hellaswag", "lambada")
-    """Tasks to score."""
+    tasks: tuple[str, ...] = ("hellaswag", "lambada")
+    """val, hellaswag, lambada, cbt_cn, cbt_ne, or .jsonl files of questions: prompt and answer."""
     data: tuple[Path, ...] = ()
     """Files in the original formats, one per benchmark of --tasks in order; else from the hub."""
     data_dir: Path | None = None
@@ -66,6 +72,16 @@ class EvalConfig:
     """Score only the first examples of each benchmark."""
     val_tokens: int = 10_485_760
     """Validation tokens; all if there are fewer."""
+    num_samples: int = 8
+    """Completions of a question for pass@k; 0: none."""
+    max_new_tokens: int = 64
+    """Longest completion of a question in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature of pass@k."""
+    seed: int = 1337
+    """Seed of the completions of pass@k."""
+    chat: bool = False
+    """Ask questions as in a chat; on for a model that finetune.py taught to."""
     batch_size: int = 16
     """Examples in a forward pass."""
     out: Path | None = None
@@ -90,7 +106,11 @@ def default_out(config: EvalConfig) -> Path:
 
 def checked_files(config: EvalConfig) -> dict[str, Path | None]:
     """Return the file of each benchmark, None for the hub; raise ConfigError for a wrong option."""
-    tasks = [task for task in config.tasks if task != "val"]
+    tasks = [task for task in config.tasks if task in TASKS and task != "val"]
+    for task in config.tasks:
+        if task not in TASKS and not task.endswith(".jsonl"):
+            hint = did_you_mean(task, TASKS)
+            raise ConfigError(f"--tasks has no {task}{hint}: {', '.join(TASKS)} or FILE.jsonl")
     if not config.tasks or len(set(config.tasks)) < len(config.tasks):
         raise ConfigError(f"--tasks {' '.join(config.tasks)}: give each task once")
     if config.data and not tasks:
@@ -103,14 +123,14 @@ def checked_files(config: EvalConfig) -> dict[str, Path | None]:
             f"--data has {len(config.data)} files for the benchmarks {' '.join(tasks)}; "
             "give one for each, in that order"
         )
-    for name in ("limit", "val_tokens", "batch_size"):
+    for name in ("limit", "val_tokens", "batch_size", "max_new_tokens"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
     if config.dump and config.dump.resolve() == config.out.resolve():
         raise ConfigError(f"--out and --dump are both {config.out}; give two files")
     check_replaceable(config.out, "--out", is_table)
-    if config.dump and not tasks:
+    if config.dump and set(config.tasks) == {"val"}:
         raise ConfigError("--dump has a row per example of a benchmark, and --tasks has none")
     if config.dump:
         check_replaceable(config.dump, "--dump", is_dump)
@@ -136,6 +156,29 @@ def open_validation(config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved:
             f"{tokenizer.name} tokens; give another --data_dir"
         )
     return Sequences(stream, model.config.block_size)
+
+
+def open_questions(
+    config: EvalConfig,
+    path: Path,
+    chat: bool,
+    tokenizer: Tokenizer,
+    block_size: int,
+    process: Process,
+    dtype: torch.dtype,
+) -> Questions:
+    """Return the rows of a file of questions, of which the first --limit are asked."""
+    return Questions(
+        read_rows(path, QUESTION)[: config.limit],
+        path,
+        tokenizer,
+        process,
+        chat=chat,
+        block_size=block_size,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=config.batch_size,
+        dtype=dtype,
+    )
 
 
 def validation(
@@ -166,6 +209,13 @@ def main(config: EvalConfig) -> None:
         check_lengths(task, items[: config.limit], tokenizer, model.config.block_size)
     weights = f"{checksum(model.state_dict()):08x}"
     dtype = pick_dtype(config.dtype, process.device)
+    chat = config.chat or is_chat(saved)
+    setup = (tokenizer, model.config.block_size, process, dtype)
+    questions = {
+        task: open_questions(config, Path(task), chat, *setup)
+        for task in config.tasks
+        if task not in TASKS
+    }
     model.to(process.device)
     if process.device.type == "cpu":
         cpu.for_inference(model, dtype, rows=2048)
@@ -178,6 +228,13 @@ def main(config: EvalConfig) -> None:
             results += validation(config, model, tokenizer, val, process=process, **options)
             continue
         with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
+            if task in questions:
+                names = ("num_samples", "temperature", "seed")
+                sampling = {name: getattr(config, name) for name in names}
+                found, more = questions[task].score(model, **sampling, progress=bar.update)
+                results += found
+                examples += more
+                continue
             score = partial(score_items, model, tokenizer, process, progress=bar.update, **options)
             chosen, protocols = rows[task][: config.limit], config.hellaswag_protocols
             found, more = score_benchmark(task, chosen, score, tokenizer, protocols)

@@ -3,6 +3,7 @@
     python sample.py --checkpoint checkpoints/model_best.pt --prompt "Once upon a time"
     cat story.txt | python sample.py --prompt -
     python sample.py --model gpt2 --interactive
+    python sample.py --checkpoint runs/sft --chat
 
 Architecture and tokenizer are read from the checkpoint. All samples are generated as one batch: the
 first is printed while it is generated, the others after it. The same seed gives the same text.
@@ -21,11 +22,12 @@ from pathlib import Path
 import torch
 
 from config import ConfigError, SamplingConfig
+from data.chat import Messages, fit_history
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import cpu
 from model.generate import generate
 from model.gpt import GPT
-from training.checkpoint_folder import open_model, refuse_both_sources
+from training.checkpoint_folder import is_chat, open_model, refuse_both_sources
 from utils.cli import run
 from utils.devices import autocast, pick_device, pick_dtype
 
@@ -45,6 +47,7 @@ NANOGPT_OPTIONS = {
     "compile": "--use_torch_compile compiles the forward pass of one token",
 }
 Show = Callable[[str], None]  # takes each piece of the output
+CHAT_HELP = 'say something, "/" for the options, "/new" for a new chat, "/quit"\n'
 HELP = 'enter a prompt to continue, "/" for the options, "/top_k 50" to change one, "/quit"\n'
 
 
@@ -76,11 +79,21 @@ def check(config: SamplingConfig, prefix: str = "--") -> None:
 
 
 def write_samples(
-    model: GPT, tokenizer: Tokenizer, text: str, config: SamplingConfig, show: Show
+    model: GPT,
+    tokenizer: Tokenizer,
+    text: str,
+    config: SamplingConfig,
+    show: Show,
+    history: Messages | None = None,
 ) -> list[dict]:
-    """Continue a prompt; pass the first sample to `show` while it is generated, then the others.
-    Return prompt, text, number of tokens and reason of the end ("finish") of each sample."""
-    prompt = tokenizer.encode(text).tolist() or [tokenizer.eot]
+    """Continue a prompt, or with --chat answer it as the newest of the messages in `history`; pass
+    the first sample to `show` while it is generated, then the others. Return prompt, text, number
+    of tokens and reason of the end ("finish") of each sample."""
+    prompt, heading = tokenizer.encode(text).tolist() or [tokenizer.eot], text
+    if config.chat:
+        messages = [*(history or []), {"role": "user", "content": text}]
+        size, heading = model.config.block_size, ""
+        prompt = fit_history(messages, tokenizer, size, config.max_new_tokens)
     if len(prompt) > model.config.block_size:
         raise ConfigError(
             f"the prompt is {len(prompt):,} tokens long; this model reads at most "
@@ -93,7 +106,7 @@ def write_samples(
     samples = [{"sample": i, **start} for i in range(config.num_samples)]
     # incremental, because a character can span several tokens
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in samples]
-    show(text)
+    show(heading)
     with autocast(device, pick_dtype(config.dtype, device)):
         for tokens in generate(model, [prompt] * config.num_samples, **options):
             for sample, decoder, token in zip(samples, decoders, tokens.tolist(), strict=True):
@@ -101,6 +114,8 @@ def write_samples(
                     sample["finish"] = "end of text"
                 if sample["finish"] == "length":
                     piece = decoder.decode(tokenizer.decode_bytes([token]))
+                    if config.chat and not sample["text"]:
+                        piece = piece.removeprefix(" ")  # after "Assistant:"
                     sample["text"] += piece
                     sample["tokens"] += 1
                     if sample is samples[0]:
@@ -110,7 +125,7 @@ def write_samples(
     for sample, decoder in zip(samples, decoders, strict=True):
         tail = decoder.decode(b"", final=True)
         sample["text"] += tail
-        rule = f"\n{'-' * 80}\n{text}{sample['text']}"
+        rule = f"\n{'-' * 80}\n{heading}{sample['text']}"
         show((tail if sample is samples[0] else rule) + "\n")
     return samples
 
@@ -131,10 +146,12 @@ def with_option(config: SamplingConfig, command: str) -> SamplingConfig:
 
 
 def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Show) -> None:
-    """Continue prompts from the keyboard until the input ends; Ctrl-C ends a sample."""
+    """Continue prompts from the keyboard, or answer them with --chat, until the input ends; Ctrl-C
+    ends a sample."""
     with contextlib.suppress(ImportError):  # a Python built without it
         import readline  # noqa: F401  line editing and history for input()
-    show(HELP)
+    show(CHAT_HELP if config.chat else HELP)
+    history: Messages = []
     while True:
         try:
             line = input("> ")
@@ -143,11 +160,15 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Sho
             if line.strip() == "/":
                 values = [f"/{name} {getattr(config, name)}" for name in OPTIONS]
                 show("  ".join(values).lower() + "\n")
+            elif line.strip() == "/new" and config.chat:
+                history = []
             elif line.startswith("/"):
                 config = with_option(config, line)
             elif line:
                 line.encode()
-                write_samples(model, tokenizer, line, config, show)
+                answer, *_ = write_samples(model, tokenizer, line, config, show, history)
+                history += [{"role": "user", "content": line}]
+                history += [{"role": "assistant", "content": answer["text"]}]
                 config = replace(config, seed=(config.seed + 1) % 2**31)  # another text next time
         except ConfigError as error:
             show(f"{error}\n")
@@ -162,6 +183,8 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Sho
 
 def main(config: SamplingConfig) -> None:
     check(config)
+    if config.chat and not config.prompt:
+        config = replace(config, interactive=True)
     if config.interactive and (config.json or config.prompt):
         raise ConfigError("--interactive asks for prompts: leave out --prompt and --json")
     if sys.stdin is None and (config.interactive or config.prompt == "-"):
@@ -172,7 +195,10 @@ def main(config: SamplingConfig) -> None:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     refuse_both_sources(sys.argv[1:])
-    model, name, _ = open_model(config.checkpoint, config.model, exact=dtype is torch.float32)
+    exact = dtype is torch.float32
+    model, name, saved = open_model(config.checkpoint, config.model, exact=exact)
+    if config.chat and saved and not is_chat(saved):
+        print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     tokenizer = load_tokenizer(name)
     model.to(device)
     if device.type == "cpu" and not config.use_torch_compile:

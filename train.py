@@ -87,7 +87,8 @@ def main() -> None:
     notes += lock_folders(config, start, process, 12 * model.num_parameters())
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     logger = open_log(config, state, model, train, slicing, process, dtype, notes)
-    saver = Saver(config, model, optimizers, train.stream, process, logger.print)
+    about = {"tokenizer": train.stream.tokenizer, "train_tokens": len(train.stream)}
+    saver = Saver(config, model, optimizers, about, process, logger.print)
     peak = peak_flops(process.device, dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
     profiler = start_profiler(config, process, logger)

@@ -99,7 +99,9 @@ def bytes_per_token(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer, folder: Path, block_size: int, chat_template: str | None = None
+) -> None:
     """Write vocab.json, merges.txt and tokenizer_config.json for transformers' AutoTokenizer."""
     ranks, characters = tokenizer.ranks(), byte_characters()
     names = {token: "".join(characters[b] for b in token) for token in ranks}
@@ -107,6 +109,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
     merges = "".join(f"{names[left]} {names[right]}\n" for left, right in byte_pair_merges(ranks))
     config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
     config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    config |= {"chat_template": chat_template} if chat_template else {}
     (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -82,7 +82,7 @@ class Evaluator:
         options = {"max_new_tokens": length, "temperature": 0.8, "seed": self.config.seed + step}
         self.model.eval()
         with autocast(self.process.device, self.dtype), self.uncompiled():
-            (tokens,) = complete(self.model, [tokenizer.eot], tokenizer.eot, **options)
+            (tokens,) = complete(self.model, [[tokenizer.eot]], tokenizer.eot, **options)
         self.model.train()
         return tokenizer.decode_bytes(tokens).decode(errors="replace")
 

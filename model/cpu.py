@@ -169,9 +169,10 @@ class TiedEmbedding(torch.autograd.Function):
 class CPUTrainingGPT(GPT):
     """GPT whose tied embedding and head share one gradient table."""
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        if targets is None or not self.config.tied or self.config.ngrams > 1:
-            return super().forward(idx, targets)
+    def forward(self, idx: Tensor, targets: Tensor | None = None, **options) -> Tensor:
+        separate = self.config.has_own_head or self.config.ngrams > 1
+        if targets is None or separate or options:
+            return super().forward(idx, targets, **options)
         x, weight = TiedEmbedding.apply(idx, self.head_weight)
         return self.loss(self.trunk(x).flatten(0, 1), weight, targets.flatten())
 

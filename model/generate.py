@@ -1,6 +1,6 @@
 """Sampling from a GPT with a key/value cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
@@ -42,28 +42,24 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    first_row: int = 0,
     use_cache: bool = True,
     use_torch_compile: bool = False,
 ) -> Iterator[Tensor]:
     """Yield the next token ids (B,) of B prompts, each of one token or more, `max_new_tokens`
     times, without a host sync.
 
-    Row i draws its random numbers from (seed, i), whatever the other rows. Where the context is
-    full, its older half is dropped and the rest read again; a prompt longer than the context keeps
-    its end. `use_cache=False` reads the whole context for each token and gives the same tokens.
-    `use_torch_compile` compiles the forward of one token, in static shapes: the number of prompts
-    and the capacity of the cache, a multiple of 64.
+    Row i draws its random numbers from (seed, first_row + i), whatever the other rows. Where the
+    context is full, its older half is dropped and the rest read again; a prompt longer than the
+    context keeps its end. `use_cache=False` reads the whole context for each token and gives the
+    same tokens. `use_torch_compile` compiles the forward of one token, in static shapes: the number
+    of prompts and the capacity of the cache, a multiple of 64.
     """
     T, device = model.config.block_size, model.transformer.wte.weight.device
     one_token = torch.compile(next_logits) if use_torch_compile else None
-    uniforms = torch.stack(
-        [
-            torch.rand(
-                max_new_tokens, generator=torch.Generator().manual_seed(seed * 1_000_003 + i)
-            )
-            for i in range(len(prompts))
-        ]
-    ).to(device)
+    seeds = range(seed * 1_000_003 + first_row, seed * 1_000_003 + first_row + len(prompts))
+    sources = [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
+    uniforms = torch.stack([torch.rand(max_new_tokens, generator=g) for g in sources]).to(device)
     prompts = [prompt[-T:] for prompt in prompts]
     longest = max(map(len, prompts))
     pads = [longest - len(prompt) for prompt in prompts]  # on the left, so that all end together
@@ -113,11 +109,22 @@ def positions_and_mask(first: Tensor, end: int, unread: Tensor, width: int) -> d
     return {"positions": (query - first).clamp(min=0), "mask": mask[:, None]}
 
 
-def complete(model: GPT, prompt: list[int], eot: int, rows: int = 1, **options) -> list[list[int]]:
-    """Return `rows` continuations of a prompt, each up to its end of text; options of generate."""
-    texts: list[list[int]] = [[] for _ in range(rows)]
-    tokens = generate(model, [prompt] * rows, **options)
-    while any(eot not in text for text in texts) and (some := list(islice(tokens, CHUNK))):
+def complete(
+    model: GPT,
+    prompts: list[list[int]],
+    eot: int,
+    all_done: Callable[[bool], bool] = lambda done: done,
+    **options,
+) -> list[list[int]]:
+    """Return what follows each prompt up to its end of text, without it; options of generate.
+
+    Where forward passes are collectives, `all_done` tells whether every process is done.
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    tokens = generate(model, prompts, **options)
+    while some := list(islice(tokens, CHUNK)):
         for text, more in zip(texts, torch.stack(some, 1).tolist(), strict=True):
             text += more
+        if all_done(all(eot in text for text in texts)):
+            break
     return [text[: text.index(eot)] if eot in text else text for text in texts]

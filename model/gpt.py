@@ -189,7 +189,9 @@ class GPT(nn.Module):
         parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(parts)
-        if not config.tied:
+        if config.reward_head:
+            self.reward_head = nn.Linear(config.n_embd, 1, bias=False)
+        elif not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.loss = HeadCrossEntropy(config.vocab_size)
         self.apply(self._init_weights)
@@ -207,12 +209,14 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight (padded V, C) of the head."""
+        """Weight (padded V, C) of the head, (1, C) of a reward model's."""
+        if self.config.reward_head:
+            return self.reward_head.weight
         return self.transformer.wte.weight if self.config.tied else self.lm_head.weight
 
     def num_parameters(self) -> int:
         """Return the number of trained values; a tied head counts once, padded rows do not."""
-        tables = 1 if self.config.tied else 2
+        tables = 1 if self.config.tied or self.config.reward_head else 2
         padding = tables * (self.config.padded_vocab_size - self.config.vocab_size)
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
@@ -221,7 +225,7 @@ class GPT(nn.Module):
         rows = 0
         if self.config.position == "learned":
             rows += self.config.block_size
-        if not self.config.tied:
+        if self.config.has_own_head:
             rows += self.config.vocab_size
         if self.config.ngrams > 1:
             rows += self.config.ngram_rows
@@ -292,15 +296,27 @@ class GPT(nn.Module):
         """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary."""
         return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V); with targets (B, T), their mean cross-entropy in nats.
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """Return logits (B, T, V), or the reward (B, T, 1) of the text so far; with targets (B, T),
+        their mean cross-entropy in nats, or with the reduction "none" that of each (B, T).
 
-        Targets of -1 are left out of the mean.
+        Targets of -1 do not count. `positions` and `mask` are those of `hidden`.
         """
-        x = self.trunk(self.embed(idx))
+        x = self.hidden(idx, positions=positions, mask=mask)
         if targets is None:
             return self.logits(x)
-        return self.loss(x.flatten(0, 1), self.head_weight, targets.flatten())
+        if reduction == "mean":
+            return self.loss(x.flatten(0, 1), self.head_weight, targets.flatten())
+        losses = self.loss.of_each(x.flatten(0, 1), self.head_weight, targets.flatten())
+        return losses.view_as(targets)
 
 
 def with_context(model: GPT, config: GPTConfig) -> GPT:

@@ -9,7 +9,9 @@ from functools import cache
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 ChunkFunction = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
@@ -131,3 +133,16 @@ class HeadCrossEntropy(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,)."""
         return ChunkedCrossEntropy.apply(x, weight, targets, self, torch.is_grad_enabled())
+
+    def of_each(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy (N,) in nats of each target, 0 for -1. The backward pass
+        computes the logits again, chunk by chunk."""
+        rows = rows_within(self.logits_bytes, 4 * len(weight))
+        chunks = zip(x.split(rows), targets.split(rows), strict=True)
+        parts = [checkpoint(self.of_chunk, a, weight, b, use_reentrant=False) for a, b in chunks]
+        return torch.cat(parts)
+
+    def of_chunk(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy (n,) of each target in a chunk of n tokens."""
+        logits = F.linear(x, weight)[:, : self.vocab_size].float()
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")

@@ -89,13 +89,26 @@ def load_hugging_face(name: str) -> GPT:
     return load_pretrained(name)
 
 
+def is_chat(saved: dict) -> bool:
+    """Return whether a checkpoint is of a model that finetune.py taught to chat."""
+    options = saved.get("finetune")
+    return type(options) is dict and options.get("plain") is False
+
+
 def open_model(
-    checkpoint: Path, pretrained: str | None, *, exact: bool = False
+    checkpoint: Path, pretrained: str | None, *, exact: bool = False, rewards: bool = False
 ) -> tuple[GPT, str, dict]:
     """Return a model in evaluation mode, its tokenizer's name, and the file: find_best(checkpoint),
-    or none for the Hugging Face name or folder `pretrained`."""
+    or none for the Hugging Face name or folder `pretrained`. Raises ModelError for a reward model
+    unless `rewards` is set."""
     if pretrained is None:
-        model, state = load_model(find_best(checkpoint), exact=exact)
+        path = find_best(checkpoint)
+        model, state = load_model(path, exact=exact)
+        if model.config.reward_head and not rewards:
+            raise ModelError(
+                f"{path} is a reward model, which rates text and writes none; finetune.py takes it "
+                "as --reward"
+            )
         return model, state["tokenizer"], state
     model = load_hugging_face(pretrained)
     for name, kind in TOKENIZERS.items():

@@ -24,7 +24,7 @@ def make_optimizers(
     adamw_decay = 0.0 if muon else decay
     matrices = [p for p in model.transformer.h.parameters() if p.dim() >= 2]
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    head = [] if model.config.tied else [model.lm_head.weight]
+    head = [model.head_weight] if model.config.has_own_head else []
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
         {"params": [] if muon else matrices, "lr_scale": 1.0, "weight_decay": adamw_decay},

@@ -10,6 +10,7 @@ zero1 to zero3 are FSDP2 (torch.distributed.fsdp.fully_shard), named as in Rajbh
 """
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -148,10 +149,16 @@ class ParallelModel:
     def micro_step(self, idx: Tensor, targets: Tensor, of: int = 1, *, last: bool = True) -> Tensor:
         """Run forward and backward on one of `of` micro-batches of a step; return its share of the
         loss. Gradients are reduced over processes in the last one."""
+        return self.backward(lambda model: model(idx, targets) / of, last=last)
+
+    def backward(self, loss_of: Callable[[nn.Module], Tensor], *, last: bool = True) -> Tensor:
+        """Run forward and backward of the loss that a function returns for the model, one forward
+        pass of it; return the loss. Gradients are reduced over processes in the `last` one of a
+        step."""
         distributed.count_progress()
         with sync_gradients(self.wrapped, self.sharding, last=last):
             with autocast(self.process.device, self.dtype, keep_weights=False):
-                loss = self.wrapped(idx, targets) / of
+                loss = loss_of(self.wrapped)
             distributed.count_progress()
             loss.backward()
         return loss.detach()

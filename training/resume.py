@@ -54,6 +54,11 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     saved = None
     if path is not None:
         saved = ckpt.load_checkpoint(path)
+        if "finetune" in saved:
+            raise ConfigError(
+                f"{path} was written by finetune.py, which continues it; train.py begins from its "
+                f"weights by --init_from {path}"
+            )
         init_from, config = config.init_from, resumed_config(saved, path, file)
         begun_from = saved["train_config"].get("init_from")
         if init_from and Path(init_from).resolve() != Path(begun_from or "").resolve():

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from config import TrainConfig
-from data.loader import TokenStream
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training.checkpoint_folder import LAST, keep_numbered
@@ -38,8 +37,8 @@ class Saver:
     config: TrainConfig
     model: GPT
     optimizers: list[torch.optim.Optimizer]
-    stream: TokenStream
-    """Train tokens, whose tokenizer and length go into the file."""
+    about: dict
+    """Further entries of the file: tokenizer, train_tokens, ..."""
     process: Process
     log: Callable[[str], None]
     thread: threading.Thread = field(default_factory=threading.Thread)
@@ -56,9 +55,8 @@ class Saver:
                 "optimizer": moments,
                 "seed": self.config.seed,
                 "model_config": ckpt.config_values(self.model.config),
-                "tokenizer": self.stream.tokenizer,
-                "train_tokens": len(self.stream),
                 "train_config": self.config.to_dict(),
+                **self.about,
                 **state.to_checkpoint(),
             }
             self.thread = threading.Thread(

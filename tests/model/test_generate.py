@@ -154,7 +154,7 @@ def test_no_uniform_number_falls_off_the_end():
 
 
 def test_completion_ends_before_end_of_text(model):
-    (free,) = complete(model, [3], eot=-1, max_new_tokens=30, seed=2)
+    (free,) = complete(model, [[3]], eot=-1, max_new_tokens=30, seed=2)
     assert len(free) == 30
-    (cut,) = complete(model, [3], eot=free[10], max_new_tokens=30, seed=2)
+    (cut,) = complete(model, [[3]], eot=free[10], max_new_tokens=30, seed=2)
     assert cut == free[: free.index(free[10])]

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from config import TrainConfig
-from data.loader import TokenStream
 from model.config import GPTConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt
@@ -27,14 +26,14 @@ def said():
 
 
 @pytest.fixture
-def saver(tmp_path, shards, said, monkeypatch):
+def saver(tmp_path, said, monkeypatch):
     monkeypatch.setattr(saver_module, "PAUSES", (0.01, 0.01))
     torch.manual_seed(0)
     config = TrainConfig(checkpoint_dir=tmp_path, keep_last=2)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     (optimizer,) = make_optimizers(model, config)
-    stream = TokenStream(shards, "train")
-    return Saver(config, model, [optimizer], stream, ALONE, said.append)
+    about = {"tokenizer": "gpt2", "train_tokens": 100}
+    return Saver(config, model, [optimizer], about, ALONE, said.append)
 
 
 def save(saver, step):

@@ -1,0 +1,350 @@
+"""Fine-tune a model on dialogs, preferences or rewards.
+
+    python finetune.py --method sft --init_from checkpoints --data chat.jsonl
+    python finetune.py --method dpo --init_from runs/sft --data pairs.jsonl
+    python finetune.py --method grpo --init_from runs/sft --data questions.jsonl --reward exact
+
+docs/FINETUNING.md has the formats and formulas. Data order, checkpoints, signals, --sharding and
+--resume are as in train.py: a resumed run equals one that was never stopped, completions included.
+"""
+
+import json
+import signal
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from config import ConfigError, TrainConfig
+from data.chat import ChatData, read_rows
+from data.loader import Slicing, step_sequences
+from data.tokenizer import Tokenizer, load_tokenizer
+from evaluation.answers import QUESTION, Questions
+from evaluation.live_plot import draw_picture
+from evaluation.periodic import is_due
+from model.gpt import GPT
+from training.checkpoint_folder import BEST, LAST, remove_all
+from training.finetune_options import FinetuneConfig, resolve_run
+from training.guard import PATIENCE, TrainingError
+from training.initial_model import build_finetuned, open_init
+from training.methods import (
+    Batch,
+    DirectPreference,
+    GroupRelativePolicy,
+    Method,
+    RewardModeling,
+    Rollout,
+    SupervisedTuning,
+)
+from training.optim import make_optimizers
+from training.parallel import ParallelModel, clip_grad_norm, load_optimizer_state
+from training.rewards import load_reward
+from training.run_folders import check_folders, lock_folders
+from training.saver import Saver, finish_writing
+from training.schedule import set_rates
+from training.state import TrainState
+from utils import distributed, malloc
+from utils.cli import given_options, run_and_exit
+from utils.devices import pick_dtype
+from utils.distributed import Process
+from utils.files import atomic_write
+from utils.log_files import CONFIG
+from utils.logger import Logger, catch_write_errors
+from utils.signals import StopSignal
+from utils.throughput import StepTimer, peak_flops
+
+FIELDS = {  # of a row
+    "sft": ("messages", "prompt", "completion"),
+    "dpo": ("prompt", "chosen", "rejected"),
+    "reward": ("prompt", "chosen", "rejected"),
+    "grpo": ("prompt",),
+}
+
+
+def main() -> None:
+    options, saved = resolve_run()
+    process = distributed.start(options.device, before_exit=finish_writing)
+    stop = StopSignal(announce=process.is_main)
+    dtype = pick_dtype(options.dtype, process.device)
+
+    # model: resumed, or of --init_from; the method reads the rows and keeps a reference model
+    model, origin = build_finetuned(options, saved)
+    tokenizer, block_size = load_tokenizer(origin["tokenizer"]), model.config.block_size
+    setup = (tokenizer, block_size, process, dtype)
+    method = open_method(options, options.data, *setup)
+    held_out = open_method(options, options.eval_data, *setup) if options.eval_data else None
+    questions = open_questions(options, *setup) if options.questions else None
+    slicing = slice_steps(options, method, process)
+    if options.max_steps is None:
+        options.max_steps = -(-len(method) // options.batch_size)
+    config = options.train_config(model.config, origin["data_dir"])
+    if not options.overwrite:
+        check_folders(config, saved, saved and Path(options.resume), given_options(sys.argv[1:]))
+
+    # progress, optimizer, log and checkpoints
+    torch.manual_seed(options.seed)
+    state = TrainState.start(config, saved)
+    start = state.step
+    engine = ParallelModel(model, config, process, dtype)
+    optimizers = make_optimizers(model, config, dtype)
+    load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
+    saved = None  # closes the file, which is mapped from disk
+    notes = lock_folders(config, start, process, 12 * model.num_parameters())
+    logger = open_log(options, config, method, state, process, notes)
+    about = {name: origin[name] for name in ("tokenizer", "train_tokens")}
+    about["finetune"] = options.to_dict()
+    saver = Saver(config, model, optimizers, about, process, logger.print)
+    peak = peak_flops(process.device, dtype)
+    timer, stopping = StepTimer(model.flops_per_token(), peak, process.world_size), False
+
+    while True:
+        # once in a while: save, evaluate, answer questions; every process takes part
+        step, last = state.step, state.step == options.max_steps
+        if step > start and (last or stopping or is_due(options.save_every, step)):
+            saver.save(LAST, state)
+        if stopping:
+            break
+        if held_out and (last or is_due(options.eval_every, step)):
+            scores = held_out.evaluate(model)
+            if "loss" in scores:
+                logger.log_validation(scores, step)
+                if state.record_validation(scores["loss"]):
+                    saver.save(BEST, state)
+            else:
+                logger.log_benchmark("held_out", scores, step)
+        if questions and (last or is_due(options.eval_every, step)):
+            exact = questions.hits(questions.texts(model, temperature=0))
+            logger.log_benchmark("answers", {"n": len(exact), "exact": np.mean(exact)}, step)
+        if last:
+            break
+
+        # one step, then its log
+        row, skip_reason, stopping = train_step(
+            engine, optimizers, method, slicing, options, config, state, timer, stop
+        )
+        if skip_reason is None:
+            logger.log_train(row, state.step)
+        else:
+            ids = step_sequences(step, options.batch_size, len(method), options.seed)
+            logger.log_skip(skip_reason, ids.tolist(), state.guard.skipped, state.step)
+        if isinstance(method, GroupRelativePolicy) and is_due(options.sample_every, state.step):
+            logger.log_sample(method.describe_newest(), state.step)
+        if state.guard.in_a_row == PATIENCE:
+            end_run(saver, state, options)
+        if state.step == start + 1:
+            malloc.reuse_freed_memory()
+
+    saver.finish()
+    finish(logger, options, model, process, stop if stopping else None)
+
+
+def train_step(
+    engine: ParallelModel,
+    optimizers: list[torch.optim.Optimizer],
+    method: Method,
+    slicing: Slicing,
+    options: FinetuneConfig,
+    config: TrainConfig,
+    state: TrainState,
+    timer: StepTimer,
+    stop: StopSignal,
+) -> tuple[dict, str | None, bool]:
+    """Run one step, of one update or more, and count it in `state`.
+
+    Returns the row for the log, why an update was skipped if one was, and whether a process was
+    told to stop.
+    """
+    timer.start()
+    lr = set_rates(optimizers, config, state.step)
+    torch.manual_seed((options.seed << 32) + state.step * 65_536 + engine.process.rank)
+    ids = step_sequences(state.step, options.batch_size, len(method), options.seed)
+    grid = slicing.rank_ids(np.arange(slicing.batch))  # (micro-steps, micro-batch)
+    batches, figures = method.micro_batches(engine.wrapped, state.step, ids, grid)
+    skip_reasons = []
+    for _ in range(options.updates):
+        sums = run_micro_batches(engine, method, batches, method.total(ids))
+        grad_norm = clip_grad_norm(engine.wrapped, options.grad_clip)
+        row = mean_over_processes(sums, grad_norm, stop, engine.process)
+        skip_reasons.append(state.guard.check(row["loss"], row["grad_norm"]))
+        for optimizer in optimizers:
+            if skip_reasons[-1] is None:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    tokens, stopped = round(row.pop("tokens")) * options.updates, row.pop("stopped") > 0
+    state.advance(tokens)
+    times = timer.stop(tokens)
+    if "rollout_ms" in figures:
+        figures["update_ms"] = times["ms"] - figures["rollout_ms"] - figures["scoring_ms"]
+    skip_reason = next(filter(None, skip_reasons), None)
+    return {**row, "lr": lr, "tokens": state.tokens, **figures, **times}, skip_reason, stopped
+
+
+def run_micro_batches(
+    engine: ParallelModel, method: Method, batches: list[Batch], total: int
+) -> Counter:
+    """Run forward and backward on the batches of an update; return the sums of their shares."""
+    sums = Counter()
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        shares = method.shares(model, batch, total)
+        sums.update({name: share.detach() for name, share in shares.items()})
+        return shares["loss"] * engine.process.world_size  # gradients are means over processes
+
+    for number, batch in enumerate(batches, 1):
+        engine.backward(partial(loss_of, batch=batch), last=number == len(batches))
+        sums["tokens"] += batch["idx"].numel()
+    return sums
+
+
+def mean_over_processes(
+    sums: Counter, grad_norm: Tensor, stop: StopSignal, process: Process
+) -> dict[str, float]:
+    """Return the figures of an update over all processes, by the one host sync of the update."""
+    sums["grad_norm"] = grad_norm / process.world_size
+    sums["stopped"] = float(stop.signal != 0)
+    values = [torch.as_tensor(x, dtype=torch.float32, device=process.device) for x in sums.values()]
+    return dict(zip(sums, process.sum(torch.stack(values)).tolist(), strict=True))
+
+
+def open_method(
+    options: FinetuneConfig,
+    path: Path,
+    tokenizer: Tokenizer,
+    block_size: int,
+    process: Process,
+    dtype: torch.dtype,
+) -> Method:
+    """Return the method of the run on the rows of a file."""
+    fields = FIELDS[options.method]
+    if options.method == "grpo" and options.reward == "exact":
+        fields = QUESTION
+    reference = None
+    if options.method == "dpo" or (options.method == "grpo" and options.kl):
+        reference, *_ = open_init(options)
+        reference.eval().requires_grad_(False).to(process.device)
+    data = ChatData(read_rows(path, fields), path, tokenizer, not options.plain, block_size)
+    setup = (data, process, dtype, options.micro_batch_size)
+    if options.method == "sft":
+        return SupervisedTuning(*setup)
+    if options.method == "reward":
+        return RewardModeling(*setup)
+    if options.method == "dpo":
+        return DirectPreference(*setup, reference=reference, beta=options.beta)
+    names = ("group_size", "max_new_tokens", "temperature", "seed", "updates")
+    rollout = Rollout(**{name: getattr(options, name) for name in names})
+    reward = load_reward(options.reward, path, tokenizer.name, process.device, dtype)
+    objective = {"clip": options.clip, "kl": options.kl}
+    return GroupRelativePolicy(
+        *setup, rollout=rollout, reward=reward, reference=reference, **objective
+    )
+
+
+def open_questions(
+    options: FinetuneConfig,
+    tokenizer: Tokenizer,
+    block_size: int,
+    process: Process,
+    dtype: torch.dtype,
+) -> Questions:
+    """Return the rows of --questions."""
+    return Questions(
+        read_rows(options.questions, QUESTION),
+        options.questions,
+        tokenizer,
+        process,
+        chat=not options.plain,
+        block_size=block_size,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.micro_batch_size,
+        dtype=dtype,
+    )
+
+
+def slice_steps(options: FinetuneConfig, method: Method, process: Process) -> Slicing:
+    """Return the division of a step into micro-batches; ConfigError where it does not divide."""
+    items = options.batch_size * method.items_per_example
+    if items % (options.micro_batch_size * process.world_size):
+        of = f" x --group_size {options.group_size}" if options.method == "grpo" else ""
+        raise ConfigError(
+            f"--batch_size {options.batch_size}{of} does not divide by --micro_batch_size "
+            f"{options.micro_batch_size} x {process.world_size} processes; change one of them"
+        )
+    return Slicing(items, options.micro_batch_size, process.rank, process.world_size)
+
+
+def open_log(
+    options: FinetuneConfig,
+    config: TrainConfig,
+    method: Method,
+    state: TrainState,
+    process: Process,
+    notes: list[str],
+) -> Logger:
+    """Open the log, write config.json, print a summary of the run; first remove the checkpoints
+    that --overwrite replaces."""
+    if options.overwrite and process.is_main:
+        remove_all(options.checkpoint_dir)
+    logger = Logger(
+        options.log_dir,
+        start=state.step,
+        total=options.max_steps,
+        is_main=process.is_main,
+        overwrite=options.overwrite,
+    )
+    if process.is_main:
+        run = {"command": sys.argv, "run_id": state.run_id, "finetune": options.to_dict()}
+        run["train_config"] = config.to_dict()
+        with catch_write_errors(options.log_dir), atomic_write(options.log_dir / CONFIG) as file:
+            file.write(json.dumps(run, indent=1).encode())
+    data = method.data
+    logger.print(
+        f"{options.method} of {options.init_from} on {len(data.rows):,} rows of {data.path}: "
+        f"{options.max_steps:,} steps of {options.batch_size} {method.unit}"
+        + (f"; resumed at step {state.step}" if state.step else "")
+    )
+    if data.num_cut:
+        logger.print(f"warning: {data.num_cut:,} texts are cut to {data.block_size} tokens")
+    for note in notes:
+        logger.print(note)
+    return logger
+
+
+def end_run(saver: Saver, state: TrainState, options: FinetuneConfig) -> None:
+    """Save the state before the steps without a finite gradient, and raise TrainingError."""
+    message = state.guard.failure_message(state.step, options.batch_size)
+    state.rewind(0)
+    saver.save(LAST, state)
+    saver.finish()
+    raise TrainingError(message)
+
+
+def finish(
+    logger: Logger,
+    options: FinetuneConfig,
+    model: GPT,
+    process: Process,
+    stop: StopSignal | None,
+) -> None:
+    """Print how the run ended, draw its curves, and exit with 128 + the signal if one came."""
+    if stop:
+        logger.print(
+            "stopped by a signal; continue with --resume auto, or "
+            f"--resume {options.checkpoint_dir} alone"
+        )
+    else:
+        logger.print(f"done: see {options.checkpoint_dir}")
+    logger.close()
+    if process.is_main and not stop:
+        draw_picture(options.log_dir, model.config.size)
+    distributed.stop()
+    if stop:
+        sys.exit(128 + (stop.signal or signal.SIGTERM))
+
+
+if __name__ == "__main__":
+    run_and_exit(main, before_exit=finish_writing)

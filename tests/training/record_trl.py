@@ -1,0 +1,244 @@
+"""Record losses and gradients of trl's trainers, which test_objectives.py compares with ours.
+
+Writes trl.json beside this file; run by hand, in an environment of its own:
+
+    pip install torch==2.13.0 trl transformers
+    python tests/training/record_trl.py
+
+trl's trainers tokenize, collate, score and compute the losses; the weights, the texts, the sampled
+completions and their rewards are fixed.
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+FILE = Path(__file__).with_name("trl.json")
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 257}
+BLOCK_SIZE, PAD, END = 32, 0, 256
+POLICY, OLD, REFERENCE = 0.0, 0.5, 1.0  # phases of the weights of the three models
+BETA, CLIP, KL, GROUP = 0.1, 0.2, 0.04, 4
+GRADIENTS = ("wpe.weight", "h.0.attn.c_proj.weight", "ln_f.weight", "score.weight")
+
+PAIRS = [
+    {"prompt": "5 9 77", "chosen": " 12 200 3", "rejected": " 8 41 97 101 5"},
+    {"prompt": "31 4", "chosen": " 18 18 250 6 30", "rejected": " 7"},
+    {"prompt": "90 33 61 2 14", "chosen": " 140", "rejected": " 55 139"},
+]
+PROMPTS = ["3 1 4 1", "2 7 18 28", "100 50 25 12"]  # of equal length: GPT-2 would shift padded ones
+COMPLETIONS = [
+    [[20, 21, 22, END], [20, END], [23, 9, 7, 40, 41, END], [60, 61, 62, 63, 64, 65]],
+    [[17, END], [18, 19, 20, END], [99, 98, 97, 96, 95, END], [11, 12, 13, 14, 15, 16]],
+    [[6, 5, 4, END], [130, END], [131, 132, END], [END]],
+]
+REWARDS = [[1.0, 0.0, 0.5, -2.0], [0.0, 0.0, 0.0, 1.0], [0.25, 0.25, 0.25, 0.25]]
+
+
+def filled(shapes: dict[str, Sequence[int]], phase: float) -> dict[str, Tensor]:
+    """Return float32 weights of the given shapes that depend on names and `phase` alone: 0.1
+    sin(i^2 + phase) with i counting through all of them by name, plus 1 in gains of norms."""
+    weights, start = {}, 0
+    for name in sorted(shapes):
+        i = torch.arange(start, start + math.prod(shapes[name]), dtype=torch.float64)
+        gain = 1.0 if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")) else 0.0
+        weights[name] = (gain + 0.1 * (i**2 + phase).sin()).float().reshape(*shapes[name])
+        start += len(i)
+    return weights
+
+
+def fill(model: nn.Module, phase: float) -> None:
+    """Give a model of transformers the weights of a phase."""
+    parameters = dict(model.named_parameters())
+    for name, x in filled({name: p.shape for name, p in parameters.items()}, phase).items():
+        parameters[name].data.copy_(x)
+
+
+def make_model(kind: type, phase: float) -> nn.Module:
+    """Return a tiny GPT-2 of transformers, of the class `kind`, with the weights of a phase."""
+    from transformers import GPT2Config
+
+    dropouts = dict.fromkeys(
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0
+    )
+    tokens = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": END}
+    model = kind(GPT2Config(**SHAPE, n_positions=BLOCK_SIZE, num_labels=1, **dropouts, **tokens))
+    fill(model, phase)
+    return model
+
+
+def make_tokenizer() -> object:
+    """Return a tokenizer of numbers between spaces: "7" is the token 7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", *map(str, range(1, END)), "<end>"]
+    words = Tokenizer(models.WordLevel(dict(zip(names, range(257), strict=True)), "<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+
+
+def options(folder: str) -> dict:
+    """Return the options of all trainers: float32 on the CPU, and nothing logged."""
+    quiet = {"output_dir": folder, "report_to": "none", "disable_tqdm": True}
+    return {**quiet, "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+
+
+def rounded(x: Tensor) -> list | float:
+    """Return the values of a tensor to 9 significant digits, zeros as 0."""
+    if x.dim():
+        return [rounded(row) for row in x]
+    return float(f"{x.item():.9g}") or 0
+
+
+def measure(trainer: object, inputs: dict[str, Tensor]) -> dict:
+    """Return trl's loss of a batch with gradients: of some parameters, and the norm of all."""
+    model = trainer.model.train()
+    model.zero_grad()
+    loss = trainer.compute_loss(model, dict(inputs))
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+    some = {name: rounded(grad) for name, grad in grads.items() if name.endswith(GRADIENTS)}
+    return {"loss": rounded(loss.detach()), "norm": rounded(norm), "gradients": some}
+
+
+def batch(ids: Tensor, attention: Tensor, learned: Tensor) -> dict:
+    """Return token ids (N, T) with their masks: of what is no padding, and of completions."""
+    masks = {"attention_mask": attention.int().tolist(), "learned": learned.int().tolist()}
+    return {"input_ids": ids.tolist(), **masks}
+
+
+def record_sft(folder: str) -> dict:
+    """Record SFTTrainer on the chosen completions of the pairs."""
+    from datasets import Dataset
+    from transformers import GPT2LMHeadModel
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+    trainer = SFTTrainer(
+        model=make_model(GPT2LMHeadModel, POLICY),
+        args=SFTConfig(**options(folder), max_length=None),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=make_tokenizer(),
+    )
+    inputs = trainer.data_collator(list(trainer.train_dataset))
+    learned = inputs["labels"] != -100
+    return batch(inputs["input_ids"], inputs["attention_mask"], learned) | measure(trainer, inputs)
+
+
+def record_dpo(folder: str) -> dict:
+    """Record DPOTrainer on the pairs: the chosen completions, then the rejected ones."""
+    from datasets import Dataset
+    from transformers import GPT2LMHeadModel
+    from trl import DPOConfig, DPOTrainer
+
+    trainer = DPOTrainer(
+        model=make_model(GPT2LMHeadModel, POLICY),
+        ref_model=make_model(GPT2LMHeadModel, REFERENCE),
+        args=DPOConfig(**options(folder), beta=BETA, max_length=None),
+        train_dataset=Dataset.from_list(PAIRS),
+        processing_class=make_tokenizer(),
+    )
+    inputs = trainer.data_collator(list(trainer.train_dataset))
+    given = batch(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
+    return {**given, "beta": BETA, **measure(trainer, inputs)}
+
+
+def record_reward(folder: str) -> dict:
+    """Record RewardTrainer on the pairs: the chosen texts, then the rejected ones."""
+    from datasets import Dataset
+    from transformers import GPT2ForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    trainer = RewardTrainer(
+        model=make_model(GPT2ForSequenceClassification, POLICY),
+        args=RewardConfig(**options(folder), max_length=None),
+        train_dataset=Dataset.from_list(PAIRS),
+        processing_class=make_tokenizer(),
+    )
+    inputs = trainer.data_collator(list(trainer.train_dataset))
+    mask = inputs["attention_mask"]
+    return batch(inputs["input_ids"], mask, torch.zeros_like(mask)) | measure(trainer, inputs)
+
+
+def roll_out(prompts: list[str], trainer: object) -> dict:
+    """Return the given completions, in place of sampled ones."""
+    prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    return {"prompt_ids": prompt_ids, "completion_ids": sum(COMPLETIONS, []), "logprobs": None}
+
+
+def reward(completions: list[str], **_: object) -> list[float]:
+    """Return the given rewards, one per completion."""
+    return sum(REWARDS, [])
+
+
+def record_grpo(folder: str) -> dict:
+    """Record GRPOTrainer with the options of Shao et al. 2024, in the second of two steps on the
+    same completions: the old model scores them, then the policy is another one. trl loads the
+    reference from the folder of the policy."""
+    from datasets import Dataset
+    from transformers import GPT2LMHeadModel
+    from trl import GRPOConfig, GRPOTrainer
+
+    make_model(GPT2LMHeadModel, REFERENCE).save_pretrained(folder)
+    size = GROUP * len(PROMPTS)
+    paper = {"loss_type": "grpo", "scale_rewards": "group", "epsilon": CLIP, "beta": KL}
+    paper["use_bias_correction_kl"] = False  # else the KL term is multiplied by the ratio
+    steps = {"per_device_train_batch_size": size, "steps_per_generation": 1, "num_iterations": 2}
+    trainer = GRPOTrainer(
+        model=GPT2LMHeadModel.from_pretrained(folder),
+        reward_funcs=reward,
+        args=GRPOConfig(**options(folder), **paper, **steps, num_generations=GROUP),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        processing_class=make_tokenizer(),
+        rollout_func=roll_out,
+    )
+    trainer.current_gradient_accumulation_steps = 1  # which train() would set
+    trainer.model.train()
+    fill(trainer.model, OLD)
+    rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
+    inputs = trainer._generate_and_score_completions(rows)
+    fill(trainer.model, POLICY)
+    parts = {
+        name: torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1)
+        for name in ("ids", "mask")
+    }
+    prompt, mask = inputs["prompt_mask"], inputs["completion_mask"]
+    learned = torch.cat([torch.zeros_like(prompt), mask], 1)
+    scored = {
+        f"{name}_logprobs": rounded(inputs[f"{name}_per_token_logps"][mask.bool()])
+        for name in ("old", "ref")
+    }
+    measured = measure(trainer, inputs)
+    clipped = trainer._metrics["train"]["clip_ratio/region_mean"][-1]
+    return {
+        **batch(parts["ids"], parts["mask"], learned),
+        **scored,
+        **{"clip": CLIP, "kl": KL, "rewards": REWARDS, "clipped": clipped},
+        "advantages": rounded(inputs["advantages"]),
+        **measured,
+    }
+
+
+def main() -> None:
+    """Write trl.json."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    import transformers
+    import trl
+
+    found: dict = {"trl": trl.__version__, "transformers": transformers.__version__}
+    found["torch"] = torch.__version__
+    for record in (record_sft, record_dpo, record_reward, record_grpo):
+        with tempfile.TemporaryDirectory() as folder:
+            found[record.__name__.removeprefix("record_")] = record(folder)
+    FILE.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

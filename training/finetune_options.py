@@ -1,0 +1,217 @@
+"""Options of finetune.py: the command line over those of the checkpoint that it resumes."""
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from config import ConfigError, TrainConfig, mistyped
+from model.config import GPTConfig
+from training import checkpoint as ckpt
+from training.checkpoint_folder import checkpoint_folder, find_newest
+from training.run_folders import best_loss, check_encoding
+from utils.cli import parse
+
+PATHS = ("data", "eval_data", "questions", "checkpoint_dir", "log_dir")
+PER_LAUNCH = {"resume": None, "overwrite": False}
+
+
+# default learning rates after warmup, those of trl
+LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-5, "grpo": 1e-6}
+
+
+@dataclass
+class FileOptions:
+    """What the run reads and writes."""
+
+    method: Literal["sft", "dpo", "reward", "grpo"] | None = None
+    """sft: dialogs; dpo: preferences; reward: a reward model; grpo: rewards of its own text."""
+    init_from: str | None = None
+    """Weights to start from: a checkpoint or its folder, or a Hugging Face name or folder."""
+    data: Path | None = None
+    """Rows to learn from, .jsonl. sft: messages, or prompt and completion; dpo, reward: prompt,
+    chosen, rejected; grpo: prompt."""
+    eval_data: Path | None = None
+    """Held-out rows of the same format."""
+    questions: Path | None = None
+    """Rows of prompt and answer, .jsonl: the share that is answered exactly is logged."""
+    plain: bool = False
+    """Texts are continued as they are, without User: and Assistant:."""
+    checkpoint_dir: Path | None = None
+    """Folder for checkpoints; default: runs/METHOD/checkpoints."""
+    log_dir: Path | None = None
+    """Folder for metrics.jsonl, samples.txt and config.json; default: runs/METHOD/logs."""
+    resume: str | None = None
+    """Checkpoint, or a folder with model_last.pt; auto: --checkpoint_dir, or else a new run."""
+    overwrite: bool = False
+    """Replace the checkpoints and logs of an earlier run."""
+
+
+@dataclass
+class ScheduleOptions:
+    """Batch size, learning rate and AdamW."""
+
+    max_steps: int | None = None
+    """Optimizer steps; default: one pass over the data."""
+    batch_size: int = 32
+    """Packed sequences (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes."""
+    micro_batch_size: int = 8
+    """Packed sequences, pairs or completions (grpo) per forward pass of a process."""
+    block_size: int | None = None
+    """Longest text in tokens; default: the model's context."""
+    dropout: float = 0.0
+    """Dropout probability."""
+    max_lr: float | None = None
+    """Learning rate after warmup, from which it falls linearly to --min_lr; default: 2e-5 for sft,
+    1e-5 for reward, 1e-6 for dpo and grpo."""
+    min_lr: float = 0.0
+    """Learning rate of the last step."""
+    warmup_steps: int | None = None
+    """Steps of linear warmup; default: a tenth of --max_steps."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices and embeddings."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: float = 0.999
+    """AdamW: decay of the second moment."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0: no clipping."""
+    skip_spikes: float | None = None
+    """Skip steps with loss or gradient norm this many standard deviations above the last 128."""
+
+
+@dataclass
+class MethodOptions:
+    """Preferences and rewards."""
+
+    beta: float = 0.1
+    """dpo: strength of the reference model."""
+    reward: str | None = None
+    """grpo: exact (1 for the row's "answer"), FILE.py:FUNCTION, or a reward model's checkpoint."""
+    group_size: int = 8
+    """grpo: completions of a prompt."""
+    max_new_tokens: int = 64
+    """Longest completion in tokens (grpo, --questions)."""
+    temperature: float = 1.0
+    """grpo: sampling temperature."""
+    clip: float = 0.2
+    """grpo: largest change of a probability ratio that is rewarded."""
+    kl: float = 0.04
+    """grpo: factor of the KL divergence from the model of --init_from; 0: none."""
+    updates: int = 1
+    """grpo: optimizer updates with the completions of a step."""
+
+
+@dataclass
+class EvaluationOptions:
+    """Evaluation and checkpoints."""
+
+    eval_every: int = 50
+    """Steps between evaluations on --eval_data and --questions; 0: only after the last step."""
+    save_every: int = 100
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_last: int = 0
+    """Numbered checkpoints (model_step_005000.pt) to keep beside the last and the best."""
+    sample_every: int = 10
+    """grpo: steps between completions with their rewards in samples.txt; 0: none."""
+
+
+@dataclass
+class MachineOptions:
+    """Device, precision, parallelism and memory."""
+
+    seed: int = 1337
+    """Seed of data order, dropout and completions."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of matmuls; weights stay float32. auto: bfloat16 where the processor has it."""
+    sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
+    """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
+    activation_checkpointing: Literal["none", "cheap", "block"] = "none"
+    """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
+
+
+@dataclass
+class FinetuneConfig(
+    MachineOptions, EvaluationOptions, MethodOptions, ScheduleOptions, FileOptions
+):
+    """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
+
+    def check(self) -> None:
+        """Raise ConfigError for the first option that is missing or out of range."""
+        for name in ("method", "init_from", "data"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"give --{name}; --help says what it takes")
+        if self.method == "grpo" and self.reward is None:
+            raise ConfigError(
+                "--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint"
+            )
+        least = {1: "batch_size micro_batch_size max_new_tokens updates", 2: "group_size"}
+        least[0] = "beta clip kl min_lr temperature"
+        for value, names in least.items():
+            for name in names.split():
+                if not getattr(self, name) >= value:
+                    raise ConfigError(f"--{name} {getattr(self, name)} must be at least {value}")
+
+    def to_dict(self) -> dict:
+        """Return plain values for checkpoints and config.json."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+
+    def train_config(self, shape: GPTConfig, data_dir: str) -> TrainConfig:
+        """Return the options of train.py under which a model of `shape` is optimized and saved
+        alike; `data_dir` are the shards that it was trained on before."""
+        names = [f.name for f in fields(TrainConfig) if hasattr(self, f.name)]
+        shared = {name: getattr(self, name) for name in names}
+        recipe = [f"{name}={getattr(shape, name)}" for name in shape.differs_from({})]
+        sizes = {name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd")}
+        config = TrainConfig(**shared | sizes | {"data_dir": Path(data_dir)})
+        config.recipe = ",".join(["gpt2", *recipe, "schedule=linear"])
+        config.block_size, config.dropout = shape.block_size, shape.dropout
+        config.total_batch_size = self.batch_size * shape.block_size
+        config.check()
+        return config
+
+
+def resolve_run() -> tuple[FinetuneConfig, dict | None]:
+    """Return the options of this run, and the checkpoint that it resumes, if any, which has the
+    options that are not on the command line."""
+    options, saved = parse(FinetuneConfig), None
+    if options.resume and options.overwrite:
+        raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
+    path = Path(options.resume) if options.resume else None
+    if options.resume == "auto":
+        path = find_newest(with_folders(options).checkpoint_dir)
+    elif path is not None and path.is_dir():
+        folder, path = path, find_newest(checkpoint_folder(path))
+        if path is None:
+            raise ConfigError(f"--resume {folder}: the folder holds no checkpoint")
+    if path is not None:
+        saved = ckpt.load_checkpoint(path)
+        options = parse(FinetuneConfig, default=saved_options(saved, path))
+        options.resume = str(path)
+    options = with_folders(options)
+    check_encoding(options.checkpoint_dir)
+    if saved:
+        saved["best_loss"] = min(saved["best_loss"], best_loss(options.checkpoint_dir, saved))
+    return options, saved
+
+
+def with_folders(options: FinetuneConfig) -> FinetuneConfig:
+    """Return options with the default folders of their method, checked."""
+    options.check()
+    run = Path("runs") / options.method
+    folders = options.checkpoint_dir or run / "checkpoints", options.log_dir or run / "logs"
+    lr = LEARNING_RATES[options.method] if options.max_lr is None else options.max_lr
+    return replace(options, checkpoint_dir=folders[0], log_dir=folders[1], max_lr=lr)
+
+
+def saved_options(saved: dict, path: Path) -> FinetuneConfig:
+    """Return the options in a checkpoint of finetune.py; raise ConfigError for another one."""
+    values = saved.get("finetune")
+    if type(values) is not dict:
+        raise ConfigError(f"{path} was written by train.py: begin from it by --init_from {path}")
+    known = {f.name: values[f.name] for f in fields(FinetuneConfig) if f.name in values}
+    if wrong := mistyped(known, FinetuneConfig):
+        raise ConfigError(f"{path}: the saved options are damaged: {', '.join(wrong)}")
+    paths = {name: Path(known[name]) for name in PATHS if known.get(name) is not None}
+    return FinetuneConfig(**{**known, **paths, **PER_LAUNCH})

@@ -1,0 +1,111 @@
+"""Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from numbers import Real
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from data.chat import Example, collate, is_exact
+from model.gpt import GPT
+from training.checkpoint import load_model
+from training.checkpoint_folder import find_best
+from utils.devices import autocast
+from utils.errors import UserError
+
+
+class Completion(NamedTuple):
+    """A completion of a row's prompt, and both as tokens, of which it is to be learned."""
+
+    row: dict
+    text: str
+    example: Example
+
+
+Reward = Callable[[list[Completion]], list[float]]
+
+
+class RewardError(UserError):
+    """A reward that cannot be computed."""
+
+
+def load_reward(
+    name: str, source: Path, tokenizer: str, device: torch.device, dtype: torch.dtype
+) -> Reward:
+    """Return the reward called `name`: "exact", FILE.py:FUNCTION, or a reward model's checkpoint.
+    `source` is the file of the rows, for messages. Raises RewardError if there is none such."""
+    if name == "exact":
+        return lambda completions: [float(is_exact(c.text, c.row["answer"])) for c in completions]
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py"):
+        return reward_of_function(load_function(Path(file), function), name, source)
+    model, saved = load_model(find_best(Path(name)), exact=True)
+    if not model.config.reward_head:
+        raise RewardError(f"--reward {name} is no reward model: make one by --method reward")
+    if saved["tokenizer"] != tokenizer:
+        raise RewardError(f"--reward {name} has {saved['tokenizer']} tokens, the model {tokenizer}")
+    return reward_of_model(model.to(device), dtype)
+
+
+def load_function(path: Path, name: str) -> Callable:
+    """Return a function of a Python file."""
+    if not path.is_file():
+        raise RewardError(f"--reward {path}:{name}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RewardError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RewardError(f"{path} has no function {name!r}; give --reward FILE.py:FUNCTION")
+    return function
+
+
+def reward_of_function(function: Callable, name: str, source: Path) -> Reward:
+    """Return a reward by function(prompt, completion, row) -> number."""
+
+    def reward(completions: list[Completion]) -> list[float]:
+        found = []
+        for row, text, _ in completions:
+            where = f"{name}, for {source}, line {row['line']}, and the completion {text!a}"
+            try:
+                value = function(row["prompt"], text, row)
+            except Exception as error:
+                raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise RewardError(f"{where}: returned {value!r}; expected a finite number")
+            found.append(float(value))
+        return found
+
+    return reward
+
+
+def reward_of_model(model: GPT, dtype: torch.dtype) -> Reward:
+    """Return a reward by a reward model, as of a text with its end."""
+
+    @torch.no_grad()
+    def reward(completions: list[Completion]) -> list[float]:
+        examples = [completion.example for completion in completions]
+        longest = max(len(example.tokens) for example in examples)
+        if longest > model.config.block_size:
+            raise RewardError(
+                f"a completion with its prompt is {longest} tokens long, more than the context of "
+                f"the reward model, {model.config.block_size}; lower --max_new_tokens"
+            )
+        device = model.transformer.wte.weight.device
+        batch = {k: torch.from_numpy(x).to(device) for k, x in collate(examples).items()}
+        with autocast(device, dtype):
+            return rewards_at_end(model, batch).tolist()
+
+    return reward
+
+
+def rewards_at_end(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the rewards (B,) in float32 of whole texts: those after the last token of each."""
+    rewards = model(batch["idx"]).float().squeeze(-1)  # (B, T)
+    return rewards.gather(1, batch["last"][:, None]).squeeze(1)
