@@ -27,11 +27,12 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from evaluation.answers import QUESTION, Questions
 from evaluation.live_plot import draw_picture
 from evaluation.periodic import is_due
+from model import cpu
 from model.gpt import GPT
 from training.checkpoint_folder import BEST, LAST, remove_all
 from training.finetune_options import FinetuneConfig, resolve_run
 from training.guard import PATIENCE, TrainingError
-from training.initial_model import build_finetuned, open_init
+from training.initial_model import build_finetuned, checkpoint_to_start_from, open_init
 from training.methods import (
     Batch,
     DirectPreference,
@@ -68,6 +69,7 @@ FIELDS = {  # of a row
 
 def main() -> None:
     options, saved = resolve_run()
+    options.init_from = str(checkpoint_to_start_from(options.init_from) or options.init_from)
     process = distributed.start(options.device, before_exit=finish_writing)
     stop = StopSignal(announce=process.is_main)
     dtype = pick_dtype(options.dtype, process.device)
@@ -227,6 +229,8 @@ def open_method(
     if options.method == "dpo" or (options.method == "grpo" and options.kl):
         reference, *_ = open_init(options)
         reference.eval().requires_grad_(False).to(process.device)
+        if process.device.type == "cpu":
+            cpu.for_training(reference)  # the modules that the model has, so that both round alike
     data = ChatData(read_rows(path, fields), path, tokenizer, not options.plain, block_size)
     setup = (data, process, dtype, options.micro_batch_size)
     if options.method == "sft":
@@ -271,7 +275,7 @@ def slice_steps(options: FinetuneConfig, method: Method, process: Process) -> Sl
     if items % (options.micro_batch_size * process.world_size):
         of = f" x --group_size {options.group_size}" if options.method == "grpo" else ""
         raise ConfigError(
-            f"--batch_size {options.batch_size}{of} does not divide by --micro_batch_size "
+            f"--batch_size {options.batch_size}{of} is not divisible by --micro_batch_size "
             f"{options.micro_batch_size} x {process.world_size} processes; change one of them"
         )
     return Slicing(items, options.micro_batch_size, process.rank, process.world_size)

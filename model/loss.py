@@ -135,9 +135,11 @@ class HeadCrossEntropy(nn.Module):
         return ChunkedCrossEntropy.apply(x, weight, targets, self, torch.is_grad_enabled())
 
     def of_each(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy (N,) in nats of each target, 0 for -1. The backward pass
-        computes the logits again, chunk by chunk."""
+        """Return the cross-entropy (N,) in nats of each target, 0 for -1. Where there are several
+        chunks, the backward pass computes the logits of each again."""
         rows = rows_within(self.logits_bytes, 4 * len(weight))
+        if len(x) <= rows:
+            return self.of_chunk(x, weight, targets)
         chunks = zip(x.split(rows), targets.split(rows), strict=True)
         parts = [checkpoint(self.of_chunk, a, weight, b, use_reentrant=False) for a, b in chunks]
         return torch.cat(parts)

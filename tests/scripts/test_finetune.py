@@ -1,0 +1,240 @@
+import json
+import re
+
+import pytest
+import torch
+from conftest import kill, rows_written, run_until, script, start, torchrun, train_args, weights
+
+from evaluation.answers import pass_at_k
+from utils.log_files import read_metrics
+
+SMALL = "--batch_size 4 --micro_batch_size 2 --max_lr 1e-3 --dtype float32 --device cpu --seed 3"
+METHODS = {
+    "sft": "",
+    "dpo": "",
+    "reward": "",
+    "grpo": "--reward letters.py:share --group_size 4 --max_new_tokens 8 --updates 2",
+}
+
+
+@pytest.fixture(scope="module")
+def base(shards, tmp_path_factory):
+    """A model of 64 tokens, and the folder of rows beside it."""
+    run = tmp_path_factory.mktemp("base")
+    script(*train_args(shards, run, 10, "--block_size", 64, "--recipe", "speedrun"))
+    rows = [
+        {
+            "prompt": f"{i}?",
+            "completion": f"say {i}",
+            "chosen": f"{i}",
+            "rejected": "no",
+            "answer": i,
+        }
+        for i in range(1, 13)
+    ]
+    (run / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "letters.py").write_text(
+        "def share(prompt, completion, row):\n"
+        "    return completion.count('e') / (1 + len(completion))\n"
+        "def wrong(prompt, completion, row):\n    return 'good'\n"
+        "def fails(prompt, completion, row):\n    return 1 / 0\n"
+    )
+    return run
+
+
+def finetune_args(base, run, method, *extra) -> list:
+    """The command line of a small run of finetune.py in the folder `run`."""
+    folders = ["--checkpoint_dir", run / "checkpoints", "--log_dir", run / "logs"]
+    options = METHODS[method].replace("letters.py", str(base / "letters.py")).split()
+    data = ["--init_from", base, "--data", base / "rows.jsonl"]
+    return ["finetune.py", "--method", method, *data, *folders, *SMALL.split(), *options, *extra]
+
+
+def rows(run, split="train") -> list[dict]:
+    """Rows of a log without times."""
+    times = ("ms", "per_s")
+    return [
+        {k: v for k, v in row.items() if not k.endswith(times)}
+        for row in read_metrics(run / "logs")[split]
+    ]
+
+
+def assert_close(run, other, tolerance=1e-4):
+    """Compare the losses and the weights of two runs."""
+    for a, b in zip(rows(run), rows(other), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=tolerance), (a, b)
+    theirs = weights(other)
+    for name, weight in weights(run).items():
+        torch.testing.assert_close(weight, theirs[name], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_run_continues_to_the_last_digit(base, tmp_path, method):
+    """Completions, losses and weights equal those of a run that was never stopped."""
+    steps = ("--max_steps", 8, "--save_every", 3, "--sample_every", 1, "--dropout", 0.1)
+    evaluations = ("--eval_data", base / "rows.jsonl", "--eval_every", 4)
+    args = [*steps, *evaluations]
+    script(*finetune_args(base, tmp_path / "whole", method, *args))
+    killed = finetune_args(base, tmp_path / "killed", method, *args, "--resume", "auto")
+    process = start(*killed)
+    run_until(process, lambda: rows_written(tmp_path / "killed") >= 4)
+    kill(process)
+    assert rows_written(tmp_path / "killed") < 8
+    script(*killed)
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    split = "held_out" if method == "grpo" else "val"
+    assert rows(tmp_path / "killed", split) == rows(tmp_path / "whole", split)
+    texts = [(tmp_path / run / "logs/samples.txt").read_bytes() for run in ("whole", "killed")]
+    assert texts[0] == texts[1] and (len(texts[0]) > 100) == (method == "grpo")
+    ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("method, sharding", [("sft", "zero2"), ("dpo", "none"), ("grpo", "zero2")])
+def test_two_processes_and_shardings_equal_one(base, tmp_path, method, sharding):
+    args = ("--max_steps", 4, "--eval_data", base / "rows.jsonl")
+    script(*finetune_args(base, tmp_path / "one", method, *args))
+    two = finetune_args(base, tmp_path / "two", method, *args, "--sharding", sharding)
+    torchrun(2, *two)
+    assert_close(tmp_path / "one", tmp_path / "two")
+    split = "held_out" if method == "grpo" else "val"
+    for a, b in zip(rows(tmp_path / "one", split), rows(tmp_path / "two", split), strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_micro_batches_change_only_the_rounding(base, tmp_path):
+    for size in (1, 4):
+        run = tmp_path / str(size)
+        script(*finetune_args(base, run, "sft", "--max_steps", 3, "--micro_batch_size", size))
+    assert_close(tmp_path / "1", tmp_path / "4", 1e-5)
+
+
+def test_rewards_are_learned(base, tmp_path):
+    """The share of a letter in the completions rises."""
+    options = ("--max_steps", 30, "--batch_size", 8, "--micro_batch_size", 32, "--kl", 0)
+    script(*finetune_args(base, tmp_path, "grpo", *options, "--max_lr", 3e-3))
+    rewards = [row["reward"] for row in rows(tmp_path)]
+    assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
+    row = read_metrics(tmp_path / "logs")["train"][-1]
+    parts = row["rollout_ms"] + row["scoring_ms"] + row["update_ms"]
+    assert parts == pytest.approx(row["ms"]) and row["rollout_tokens_per_s"] > 0
+
+
+def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
+    trained = tmp_path / "reward"
+    options = ("--max_steps", 20, "--eval_data", base / "rows.jsonl", "--max_lr", 3e-3)
+    script(*finetune_args(base, trained, "reward", *options))
+    assert rows(trained, "val")[-1]["accuracy"] > 0.9
+    options = ("--reward", trained, "--max_steps", 2)
+    script(*finetune_args(base, tmp_path / "grpo", "grpo", *options))
+    assert len({row["reward"] for row in rows(tmp_path / "grpo")}) == 2
+    for command in (("sample.py",), ("evaluate.py", "--tasks", base / "rows.jsonl")):
+        found = script(*command, "--checkpoint", trained, code=2)
+        assert "is a reward model" in found.stderr
+    found = script("convert.py", "--checkpoint", trained, "--out", tmp_path / "hf", code=2)
+    assert "is a reward model" in found.stderr
+
+
+def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
+    """The exact matches that are logged are those of evaluate.py."""
+    questions = ("--questions", base / "rows.jsonl", "--max_new_tokens", 8)
+    options = ("--max_steps", 60, "--max_lr", 1e-2, "--save_every", 0)
+    pairs = [{"prompt": f"{i}?", "completion": str(i)} for i in range(1, 13)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    args = finetune_args(base, tmp_path, "sft", *questions, *options)
+    args[args.index(base / "rows.jsonl")] = tmp_path / "data.jsonl"
+    script(*args)
+    logged = read_metrics(tmp_path / "logs")["answers"][-1]
+    command = ("evaluate.py", "--checkpoint", tmp_path, "--tasks", base / "rows.jsonl")
+    options = ("--max_new_tokens", 8, "--out", tmp_path / "t.json", "--dump", tmp_path / "d.jsonl")
+    script(*command, *options)
+    results = {r["metric"]: r for r in json.loads((tmp_path / "t.json").read_text())["results"]}
+    assert results["exact match"]["value"] == logged["exact"] > 0.5
+    assert list(results) == ["exact match", "pass@1", "pass@2", "pass@4", "pass@8"]
+    values = [results[f"pass@{k}"]["value"] for k in (1, 2, 4, 8)]
+    assert values == sorted(values) and 0 < values[0] < 1
+    dumped = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    assert sum(row["exact"] for row in dumped) == 12 * logged["exact"]
+    assert sum(row["right_samples"] for row in dumped) / 96 == pytest.approx(values[0])
+    said = script(
+        "sample.py", "--checkpoint", tmp_path, "--chat", "--prompt", "7?", "--temperature", 0
+    )
+    assert said.stdout.strip() == dumped[6]["completion"]
+    talk = "7?\n8?\n/new\n7?\n/quit\n"
+    out = script("sample.py", "--checkpoint", tmp_path, "--chat", "--temperature", 0, input=talk)
+    assert out.stdout.count(f"> {dumped[6]['completion']}\n") >= 2
+
+
+def test_a_chat_is_exported_with_its_template(base, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    args = finetune_args(base, tmp_path / "sft", "sft", "--max_steps", 1)
+    args[args.index(base)] = gpt2 = tmp_path / "gpt2.pt"
+    from model.config import GPTConfig
+    from model.gpt import GPT
+    from model.huggingface import save_pretrained
+
+    shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 64}
+    save_pretrained(GPT(GPTConfig(vocab_size=257, **shape)), tmp_path / "hf")
+    script("convert.py", "--model", tmp_path / "hf", "--out", gpt2)
+    script(*args)
+    script("convert.py", "--checkpoint", tmp_path / "sft", "--out", tmp_path / "chat")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "chat")
+    messages = [{"role": "user", "content": "7?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|endoftext|>User: 7?<|endoftext|>Assistant:"
+
+
+@pytest.mark.parametrize(
+    "extra, problem",
+    [
+        ("--method sft --data {base}/none.jsonl", "none.jsonl cannot be read"),
+        ("--method dpo --data {base}/bad.jsonl", 'bad.jsonl, line 1: there is no "chosen"'),
+        ("--method grpo --reward exact --data {base}/bad.jsonl", 'line 1: there is no "answer"'),
+        ("--method grpo", "needs --reward"),
+        ("--method grpo --reward {base}/letters.py:none", "has no function 'none'"),
+        (
+            "--method grpo --reward {base}/letters.py:wrong --max_new_tokens 8",
+            "line [0-9]+.*returned 'good'",
+        ),
+        (
+            "--method grpo --reward {base}/letters.py:fails --max_new_tokens 8",
+            "line [0-9]+.*ZeroDivisionError",
+        ),
+        ("--method grpo --reward {base}", "is no reward model"),
+        ("--method grpo --reward exact --max_new_tokens 60", "line 1: a prompt of .* exceeds"),
+        ("--method sft --block_size 16", "line 1: the prompt has 20 tokens"),
+        ("--method sft --block_size 128", "--block_size 128 is more than the context"),
+        ("--method sft --batch_size 3", "--batch_size 3 is not divisible by --micro_batch_size 2"),
+        ("--method sft --max_lr -1", "--max_lr"),
+        ("--method sft --resume {base}", "written by train.py"),
+        ("--init_from {base}", "give --method"),
+        ("--method sft --data {base}/empty.jsonl", "holds no rows"),
+        ("--method ppo", "ppo"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(base, tmp_path, extra, problem):
+    (base / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    (base / "empty.jsonl").write_text("")
+    given = extra.format(base=base, short="--max_new_tokens 8").split()
+    defaults = {"--init_from": base, "--data": base / "rows.jsonl"}
+    defaults = [x for k, v in defaults.items() if k not in given for x in (k, v)]
+    folders = ["--checkpoint_dir", tmp_path / "c", "--log_dir", tmp_path / "l"]
+    small = zip(SMALL.split()[::2], SMALL.split()[1::2], strict=True)
+    small = [x for k, v in small if k not in given for x in (k, v)]
+    found = script("finetune.py", *small, *defaults, *folders, *given, code=2)
+    assert re.search(problem, found.stderr), found.stderr
+    assert "Traceback" not in found.stderr and len(found.stderr.strip().splitlines()) <= 12
+
+
+def test_another_tokenizer_and_other_scripts_are_refused(base, tmp_path):
+    script(*finetune_args(base, tmp_path / "sft", "sft", "--max_steps", 1))
+    found = script("train.py", "--resume", tmp_path / "sft", code=2)
+    assert "was written by finetune.py" in found.stderr
+    again = script(*finetune_args(base, tmp_path / "sft", "sft", "--max_steps", 1), code=2)
+    assert "holds the checkpoints of another run" in again.stderr
+    script(*finetune_args(base, tmp_path / "sft", "sft", "--max_steps", 1, "--overwrite"))
+
+
+def test_pass_at_k_is_the_chance_that_one_of_k_draws_is_right():
+    assert pass_at_k(8, 0, 8) == 0 and pass_at_k(8, 1, 8) == 1
+    assert pass_at_k(4, 1, 1) == 0.25 and pass_at_k(4, 1, 2) == pytest.approx(0.5)
