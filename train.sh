@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # bash train.sh demo     a small GPT on the Python standard library's source: offline, any machine,
 #                        minutes; needs pip alone
+# bash train.sh chat_demo  teaches a small model sums, then to answer questions, by fine-tuning and by
+#                        rewards: offline, any machine, minutes
 # bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on every
 #                        visible GPU; FLAGS go to train.py (with another --data_dir it shards
 #                        nothing). NPROC=2 chooses the number of processes.
 #
-# Killed, both continue where they were; --overwrite begins anew.
+# Killed, all continue where they were; --overwrite begins anew.
 set -euo pipefail
 called_from=$PWD
 cd "$(dirname "$0")"
 . scripts/env.sh requirements.txt
 
+if [ "${1:-}" = chat_demo ]; then exec python -m scripts.chat_demo "${@:2}"; fi
 case " $* " in *" --help "* | *" -h "*) exec python train.py --help ;; esac
 [ . -ef "$called_from" ] || echo "note: relative paths begin at $PWD"
 demo="" dry_run=""

@@ -1,8 +1,8 @@
 """Teach a small model to answer questions: bash train.sh chat_demo, or python -m scripts.chat_demo.
 
-Three stages on sums made on the spot. Training on worked sums teaches to add, but not to answer; a
-hundred questions with answers teach the form of an answer, but few right ones; rewards for right
-answers do the rest. --preferences instead compares DPO and a reward model on a preference: to show
+Three stages on sums made on the spot. Training on worked sums teaches to add, but not to answer; 32
+questions with answers teach the form of an answer, but few right ones; rewards for right answers do
+the rest. --preferences instead compares DPO and a reward model on a preference: to show
 the work. Killed, it continues where it was.
 """
 
@@ -38,11 +38,15 @@ SETTINGS = {
     "train": "--recipe modern --n_layer 4 --n_head 4 --n_embd 128 --block_size 96 --beta2 0.99 "
     "--micro_batch_size 32 --total_batch_size 3072 --max_steps 500 --warmup_steps 50 "
     "--eval_every 100 --sample_every 0 --save_every 250 --val_tokens 49152",
-    "sft": "--batch_size 4 --micro_batch_size 4 --max_steps 40 --max_lr 1e-3 --eval_every 20",
-    "grpo": "--reward exact --batch_size 16 --group_size 8 --micro_batch_size 128 --kl 0.01 "
-    "--max_steps 80 --max_lr 3e-4 --eval_every 20",
-    "dpo": "--batch_size 16 --micro_batch_size 16 --max_steps 40 --max_lr 1e-4 --eval_every 20",
-    "reward": "--batch_size 16 --micro_batch_size 16 --max_steps 40 --max_lr 3e-4 --eval_every 20",
+    "sft": "--method sft --batch_size 4 --micro_batch_size 4 --max_steps 24 --max_lr 5e-4 "
+    "--eval_every 12",
+    "grpo": "--method grpo --reward exact --batch_size 16 --group_size 8 --micro_batch_size 128 "
+    "--kl 0.01 --max_steps 80 --max_lr 3e-4 --eval_every 20",
+    "mixed": "--method sft --batch_size 4 --micro_batch_size 4 --max_steps 60 --max_lr 1e-3",
+    "dpo": "--method dpo --batch_size 16 --micro_batch_size 16 --max_steps 40 --max_lr 1e-4 "
+    "--eval_every 20",
+    "reward": "--method reward --batch_size 16 --micro_batch_size 16 --max_steps 40 "
+    "--max_lr 3e-4 --eval_every 20",
 }
 
 
@@ -91,7 +95,7 @@ def write_data(folder: Path, seed: int) -> None:
     answered = questions(known[:200])
     write_rows(
         folder / "dialogs.jsonl",
-        [{"prompt": row["prompt"], "completion": row["answer"]} for row in answered[:100]],
+        [{"prompt": row["prompt"], "completion": row["answer"]} for row in answered[:32]],
     )
     # of two answers to each question one shows its work; the first stage sees both equally often
     short = [row["answer"].split()[-1] for row in answered]
@@ -135,14 +139,14 @@ def train(out: Path, seed: int) -> None:
 
 
 def finetune(
-    out: Path, seed: int, method: str, init_from: str, rows: str, *options: str | Path
+    out: Path, seed: int, stage: str, init_from: str, rows: str, *options: str | Path
 ) -> None:
-    """Fine-tune the model of a stage on rows; the stage that it gives is called by its method."""
-    folders = ["--checkpoint_dir", out / method / "checkpoints", "--log_dir", out / method / "logs"]
+    """Fine-tune the model of the stage `init_from` on rows."""
+    folders = ["--checkpoint_dir", out / stage / "checkpoints", "--log_dir", out / stage / "logs"]
     call(
-        *("finetune.py", "--method", method, "--init_from", out / init_from),
+        *("finetune.py", *SETTINGS[stage].split(), "--init_from", out / init_from),
         *("--data", out / "data" / f"{rows}.jsonl", *folders, "--max_new_tokens", "32"),
-        *("--seed", str(seed), "--resume", "auto", *SETTINGS[method].split(), *options),
+        *("--seed", str(seed), "--resume", "auto", *options),
     )
 
 
@@ -166,7 +170,7 @@ def teach(config: DemoConfig) -> None:
     stages = {"trained on sums": accuracies(out, "sums", "held_out", "--chat")}
     held_out = ("--questions", out / "data/held_out.jsonl")
     finetune(out, seed, "sft", "sums", "dialogs", *held_out)
-    stages["100 dialogs"] = accuracies(out, "sft", "held_out")
+    stages["32 dialogs"] = accuracies(out, "sft", "held_out")
     finetune(out, seed, "grpo", "sft", "questions", *held_out)
     stages["rewards"] = accuracies(out, "grpo", "held_out")
     draw(stages, out)
@@ -214,11 +218,11 @@ def prefer(config: DemoConfig) -> None:
     pairs."""
     out, seed = config.out, config.seed
     train(out, seed)
-    finetune(out, seed, "sft", "sums", "mixed")
+    finetune(out, seed, "mixed", "sums", "mixed")
     held_out = ("--eval_data", out / "data/held_out_pairs.jsonl")
     for method in ("dpo", "reward"):
-        finetune(out, seed, method, "sft", "pairs", *held_out)
-    before, _ = preferred_share(out, "sft", seed)
+        finetune(out, seed, method, "mixed", "pairs", *held_out)
+    before, _ = preferred_share(out, "mixed", seed)
     after, kl = preferred_share(out, "dpo", seed)
     ranked = read_metrics(out / "reward/logs")["val"][-1]["accuracy"]
     print(f"\nSampled answers that show the work: {before:.1%} before DPO, {after:.1%} after it")
@@ -233,7 +237,7 @@ def preferred_share(out: Path, stage: str, seed: int) -> tuple[float, float]:
     mean log-probability in nats beyond that by the model before DPO: the KL divergence."""
     alone, path = Process(0, 0, 1, torch.device("cpu")), out / "data/held_out.jsonl"
     rows, tokenizer = read_rows(path, QUESTION), ByteTokenizer()
-    model, before = (open_model(out / name, None, exact=True)[0] for name in (stage, "sft"))
+    model, before = (open_model(out / name, None, exact=True)[0] for name in (stage, "mixed"))
     size = model.config.block_size
     options = {"chat": True, "block_size": size, "max_new_tokens": 32, "batch_size": len(rows)}
     asked = Questions(rows, path, tokenizer, alone, dtype=torch.float32, **options)
