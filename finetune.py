@@ -11,6 +11,7 @@ docs/FINETUNING.md has the formats and formulas. Data order, checkpoints, signal
 import json
 import signal
 import sys
+import zlib
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from evaluation.live_plot import draw_picture
 from evaluation.periodic import is_due
 from model import cpu
 from model.gpt import GPT
+from training import checkpoint as ckpt
 from training.checkpoint_folder import BEST, LAST, remove_all
 from training.finetune_options import FinetuneConfig, resolve_run
 from training.guard import PATIENCE, TrainingError
@@ -74,17 +76,22 @@ def main() -> None:
     stop = StopSignal(announce=process.is_main)
     dtype = pick_dtype(options.dtype, process.device)
 
-    # model: resumed, or of --init_from; the method reads the rows and keeps a reference model
+    # model: resumed, or of --init_from; the method reads the rows
     model, origin = build_finetuned(options, saved)
+    reference = open_reference(options, process)
     tokenizer, block_size = load_tokenizer(origin["tokenizer"]), model.config.block_size
     setup = (tokenizer, block_size, process, dtype)
-    method = open_method(options, options.data, *setup)
-    held_out = open_method(options, options.eval_data, *setup) if options.eval_data else None
+    method = open_method(options, options.data, reference, *setup)
+    held_out = None
+    if options.eval_data:
+        held_out = open_method(options, options.eval_data, reference, *setup)
     questions = open_questions(options, *setup) if options.questions else None
     slicing = slice_steps(options, method, process)
     if options.max_steps is None:
         options.max_steps = -(-len(method) // options.batch_size)
     config = options.train_config(model.config, origin["data_dir"])
+    checksums = input_checksums(options, reference)
+    notes = changed_inputs(options, saved, checksums)
     if not options.overwrite:
         check_folders(config, saved, saved and Path(options.resume), given_options(sys.argv[1:]))
 
@@ -96,10 +103,10 @@ def main() -> None:
     optimizers = make_optimizers(model, config, dtype)
     load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
     saved = None  # closes the file, which is mapped from disk
-    notes = lock_folders(config, start, process, 12 * model.num_parameters())
+    notes += lock_folders(config, start, process, 12 * model.num_parameters())
     logger = open_log(options, config, method, state, process, notes)
     about = {name: origin[name] for name in ("tokenizer", "train_tokens")}
-    about["finetune"] = options.to_dict()
+    about["finetune"] = options.to_dict() | {"checksums": checksums}
     saver = Saver(config, model, optimizers, about, process, logger.print)
     peak = peak_flops(process.device, dtype)
     timer, stopping = StepTimer(model.flops_per_token(), peak, process.world_size), False
@@ -213,9 +220,44 @@ def mean_over_processes(
     return dict(zip(sums, process.sum(torch.stack(values)).tolist(), strict=True))
 
 
+def open_reference(options: FinetuneConfig, process: Process) -> GPT | None:
+    """Return the model of --init_from, fixed, for the methods that compare with it."""
+    if options.method != "dpo" and not (options.method == "grpo" and options.kl):
+        return None
+    reference, *_ = open_init(options)
+    reference.eval().requires_grad_(False).to(process.device)
+    if process.device.type == "cpu":
+        cpu.for_training(reference)  # the modules that the model has, so that both round alike
+    return reference
+
+
+def input_checksums(options: FinetuneConfig, reference: GPT | None) -> dict[str, int]:
+    """Return checksums of --data and, if the method needs it, of the weights of --init_from."""
+    checksums = {"data": zlib.crc32(options.data.read_bytes())}
+    if reference is not None:
+        checksums["init_from"] = ckpt.checksum(reference.state_dict())
+    return checksums
+
+
+def changed_inputs(
+    options: FinetuneConfig, saved: dict | None, checksums: dict[str, int]
+) -> list[str]:
+    """Return a sentence if --data has changed since the checkpoint; raise ConfigError if the
+    reference model has."""
+    before = saved["finetune"].get("checksums", {}) if saved else {}
+    changed = [name for name in checksums if before.get(name, checksums[name]) != checksums[name]]
+    if "init_from" in changed:
+        raise ConfigError(
+            f"{options.init_from} has changed since this run began, which compares with the model "
+            "that was there: put it back, or begin anew with --overwrite"
+        )
+    return [f"warning: {options.data} has changed: the order of its rows is another"] * len(changed)
+
+
 def open_method(
     options: FinetuneConfig,
     path: Path,
+    reference: GPT | None,
     tokenizer: Tokenizer,
     block_size: int,
     process: Process,
@@ -225,12 +267,6 @@ def open_method(
     fields = FIELDS[options.method]
     if options.method == "grpo" and options.reward == "exact":
         fields = QUESTION
-    reference = None
-    if options.method == "dpo" or (options.method == "grpo" and options.kl):
-        reference, *_ = open_init(options)
-        reference.eval().requires_grad_(False).to(process.device)
-        if process.device.type == "cpu":
-            cpu.for_training(reference)  # the modules that the model has, so that both round alike
     data = ChatData(read_rows(path, fields), path, tokenizer, not options.plain, block_size)
     setup = (data, process, dtype, options.micro_batch_size)
     if options.method == "sft":

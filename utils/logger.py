@@ -118,6 +118,8 @@ class Logger:
             return
         mfu = "" if metrics["mfu"] is None else f"  mfu {metrics['mfu']:.1%}"
         loss, speed = f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tok/s{mfu}"
+        if "reward" in metrics:
+            loss = f"reward {metrics['reward']:.4f}  {loss}"
         if not self.bar.disable:
             self.bar.set_postfix_str(f"{loss}  {speed}", refresh=False)
             self.bar.update(step - self.bar.n)

@@ -1,11 +1,13 @@
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from conftest import kill, rows_written, run_until, script, start, torchrun, train_args, weights
 
 from evaluation.answers import pass_at_k
+from training.checkpoint import checksum, load_checkpoint, save_checkpoint
 from utils.log_files import read_metrics
 
 SMALL = "--batch_size 4 --micro_batch_size 2 --max_lr 1e-3 --dtype float32 --device cpu --seed 3"
@@ -226,7 +228,31 @@ def test_a_mistake_gets_one_sentence(base, tmp_path, extra, problem):
     assert "Traceback" not in found.stderr and len(found.stderr.strip().splitlines()) <= 12
 
 
+def test_a_run_does_not_continue_with_another_reference_model(base, tmp_path):
+    """Another file of rows is a warning."""
+    start_from, rows = tmp_path / "start.pt", tmp_path / "rows.jsonl"
+    shutil.copy(base / "checkpoints/model_best.pt", start_from)
+    shutil.copy(base / "rows.jsonl", rows)
+    args = finetune_args(base, tmp_path, "dpo", "--init_from", start_from, "--data", rows)
+    script(*args, "--max_steps", 2)
+    rows.write_text(rows.read_text() * 2)
+    again = ("finetune.py", "--resume", tmp_path, "--max_steps")
+    assert "rows.jsonl has changed" in script(*again, 3).stdout
+    state = load_checkpoint(start_from)
+    state["model"]["transformer.wte.weight"][0, 0] += 1
+    state["checksums"]["model"] = checksum(state["model"])
+    save_checkpoint(tmp_path / "other.pt", state)
+    (tmp_path / "other.pt").replace(start_from)
+    assert "start.pt has changed since this run began" in script(*again, 4, code=2).stderr
+
+
 def test_another_tokenizer_and_other_scripts_are_refused(base, tmp_path):
+    trained = tmp_path / "reward"
+    script(*finetune_args(base, trained, "reward", "--max_steps", 1))
+    state = load_checkpoint(trained / "checkpoints/model_last.pt")
+    save_checkpoint(tmp_path / "gpt2.pt", state | {"tokenizer": "gpt2"})
+    args = finetune_args(base, tmp_path / "grpo", "grpo", "--reward", tmp_path / "gpt2.pt")
+    assert "has gpt2 tokens, the model bytes" in script(*args, code=2).stderr
     script(*finetune_args(base, tmp_path / "sft", "sft", "--max_steps", 1))
     found = script("train.py", "--resume", tmp_path / "sft", code=2)
     assert "was written by finetune.py" in found.stderr
