@@ -69,7 +69,7 @@ class DataConfig:
     """Merge the folders of all workers into --local_dir instead of reading text."""
 
 
-SHARES = ("decay", "momentum", "normuon")  # fields of a recipe that are at most 1
+SHARES = ("decay", "momentum", "normuon", "window_share")  # fields of a recipe that are at most 1
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,19 @@ class Recipe:
     """Muon: steps in which momentum rises to its value from 0.1 less."""
     zero_init: bool = False
     """Initialize the projections into the residual stream to zero."""
+    window_share: float = 0.0
+    """Share of the context that the first half of the blocks attend to; 0: all of it."""
     schedule: str = "cosine"
     """Decay after warmup: cosine, linear or wsd."""
     decay: float = 0.2
     """Share of the steps in which wsd decays."""
     to_zero: bool = False
     """Decay to 0 instead of a tenth of max_lr."""
+
+    def shape(self, block_size: int) -> dict:
+        """Return the fields of GPTConfig that differ from GPT-2's, for a context."""
+        window = round(self.window_share * block_size)
+        return ({"window": window} if window else {}) | self.model
 
     def __post_init__(self) -> None:
         choices = {"optimizer": ("adamw", "muon"), "schedule": ("cosine", "linear", "wsd")}
@@ -132,6 +139,7 @@ MODERN = Recipe(
     normuon=0.95,
     momentum=0.9,
     zero_init=True,
+    window_share=0.125,
     schedule="linear",
     to_zero=True,
 )
@@ -186,6 +194,9 @@ def recorded_recipe(values: dict) -> str:
 def recipe_of(shape: GPTConfig) -> str:
     """Return the recipe that builds this architecture, with as few changed fields as there are."""
     misfits = {name: shape.differs_from(recipe.model) for name, recipe in RECIPES.items()}
+    for name, recipe in RECIPES.items():
+        if recipe.window_share and "window" not in misfits[name]:
+            misfits[name].append("window")
     name = min(misfits, key=lambda name: len(misfits[name]))
     return ",".join([name, *(f"{field}={getattr(shape, field)}" for field in misfits[name])])
 
@@ -394,7 +405,7 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         """Return the architecture: the recipe's, the named size and the options over it."""
         size = SIZES[self.model_type]
         given = {k: getattr(self, k) for k in size if getattr(self, k) is not None}
-        shape = {**size, **given, **self.resolved_recipe.model}
+        shape = {**size, **given, **self.resolved_recipe.shape(self.block_size)}
         return GPTConfig(self.block_size, vocab_size, dropout=self.dropout, **shape)
 
     def sequences_per_step(self, world_size: int) -> int:

@@ -65,13 +65,15 @@ class GPTConfig:
     """Longest n-gram whose embedding is added to the token's; 1: none."""
     ngram_rows: int = 65_536
     """Rows of the table that all n-grams share by their hash."""
+    window: int | None = None
+    """Newest tokens that the first half of the blocks attend to; None: all."""
     reward_head: bool = False
     """A head of one output, the reward of the text so far, instead of one per token."""
 
     def __post_init__(self) -> None:
         for name in COUNTS:
             self.check_count(name)
-        for name in ("n_kv_head", "n_inner"):
+        for name in ("n_kv_head", "n_inner", "window"):
             if getattr(self, name) is not None:
                 self.check_count(name)
         if self.n_embd % self.n_head:
@@ -136,6 +138,10 @@ class GPTConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 (50257 -> 50304), for fast matmuls."""
         return -(-self.vocab_size // 64) * 64
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many of the newest tokens a block attends to, None for all."""
+        return self.window if layer < self.n_layer // 2 else None
 
     @property
     def has_own_head(self) -> bool:

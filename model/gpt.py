@@ -79,6 +79,11 @@ def make_norm(config: GPTConfig) -> nn.Module:
     return RMSNorm(config.n_embd)
 
 
+def last_attended(mask: Tensor, count: int) -> Tensor:
+    """Return the mask (..., S) with only the last `count` tokens of each row that it attends to."""
+    return mask & (mask.flip(-1).cumsum(-1).flip(-1) <= count)
+
+
 class ScaledDotProduct(nn.Module):
     """softmax(q k^T / sqrt(D)) v, by the kernel that PyTorch chooses."""
 
@@ -233,9 +238,11 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> int:
         """Return forward and backward FLOPs per token of a full context: 6 N + 12 L C T (Chowdhery
-        et al. 2022, appendix B). Attention counts without causal mask, as there and in nanoGPT."""
+        et al. 2022, appendix B). Attention counts without causal mask, as there and in nanoGPT, but
+        within its window."""
         c = self.config
-        return 6 * self.num_matmul_parameters() + 12 * c.n_layer * c.n_embd * c.block_size
+        widths = [min(c.window_of(i) or c.block_size, c.block_size) for i in range(c.n_layer)]
+        return 6 * self.num_matmul_parameters() + 12 * c.n_embd * sum(widths)
 
     def hidden(
         self,
@@ -285,9 +292,14 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe(positions)
         else:
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
-        x = self.transformer.drop(x)
-        for block in self.transformer.h:
-            x = block(x, angles, cache, mask)
+        x, near = self.transformer.drop(x), mask
+        if self.config.window is not None:
+            if near is None:
+                S = T if cache is None else cache.length + T
+                near = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+            near = last_attended(near, self.config.window)
+        for layer, block in enumerate(self.transformer.h):
+            x = block(x, angles, cache, near if self.config.window_of(layer) else mask)
         if cache is not None:
             cache.advance(T)
         return self.transformer.ln_f(x)

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 def tiny(recipe="gpt2"):
     torch.manual_seed(0)
-    fields = parse_recipe(recipe).model
+    fields = parse_recipe(recipe).shape(32)
     return GPT(GPTConfig(16, 257, 2, 2, 32, **fields))
 
 

@@ -107,7 +107,9 @@ def test_a_model_of_the_hub_is_downloaded_and_used(exported, tmp_path):
         assert "me/other is no folder" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "llama", "modern,qk_norm=False,n_kv_head=1"])
+@pytest.mark.parametrize(
+    "recipe", ["gpt2", "modern", "llama", "modern,qk_norm=False,window=None,n_kv_head=1"]
+)
 def test_each_kind_of_model_is_read_back_from_its_folder_by_every_script(shards, tmp_path, recipe):
     run, hf = tmp_path / "run", tmp_path / "hf"
     script(*train_args(shards, run, 5, "--recipe", recipe))

@@ -11,7 +11,7 @@ from conftest import ROOT, launch, losses, script, torchrun, train_args, weights
 import sweep
 from config import RECIPES, ConfigError, Recipe, TrainConfig, parse_recipe
 from model.config import GPTConfig, ModelError
-from model.gpt import GPT
+from model.gpt import GPT, last_attended
 from model.huggingface import save_pretrained
 from sweep import SweepConfig, grid_points, to_markdown
 from training.initial_model import build_model
@@ -54,12 +54,12 @@ def test_a_recipe_that_is_none_is_named(text, message):
         ("llama,n_kv_head=2,n_inner=96,rope_base=500000.0,tied=True", "LlamaForCausalLM"),
         ("modern", "Qwen3ForCausalLM"),
         ("modern,n_kv_head=2,n_inner=96,tied=True", "Qwen3ForCausalLM"),
-        ("modern,qk_norm=False", "LlamaForCausalLM"),
+        ("modern,qk_norm=False,window=None", "LlamaForCausalLM"),
     ],
 )
 def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
     torch.manual_seed(0)
-    ours = GPT(GPTConfig(32, 257, 3, 4, 64, **parse_recipe(recipe).model)).eval()
+    ours = GPT(GPTConfig(32, 257, 3, 4, 64, **parse_recipe(recipe).shape(32))).eval()
     for p in ours.parameters():
         torch.nn.init.normal_(p, std=0.2)  # gains too
     torch.nn.init.normal_(ours.transformer.wte.weight, std=0.003)  # where a norm's epsilon counts
@@ -71,6 +71,21 @@ def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
     x = torch.randint(0, 257, (2, 32))
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs.eval()(x).logits, atol=1e-4, rtol=0)
+
+
+def test_a_window_hides_older_tokens_from_the_first_half_of_the_blocks():
+    causal = torch.ones(16, 16, dtype=torch.bool).tril()
+    assert last_attended(causal, 4).sum(1).tolist() == [1, 2, 3, *[4] * 13]
+    shape = parse_recipe("modern").shape(32)
+    assert shape["window"] == 4
+    model = GPT(GPTConfig(16, 257, 2, 2, 32, **shape)).eval()
+    first, hidden = model.transformer.h[0], []
+    torch.nn.init.normal_(first.attn.c_proj.weight)
+    first.register_forward_hook(lambda block, inputs, output: hidden.append(output[0, 11:]))
+    x = torch.randint(0, 257, (1, 16))
+    changed = torch.cat([(x[:, :8] + 1) % 257, x[:, 8:]], dim=1)
+    assert not torch.allclose(model(x)[0, 11:], model(changed)[0, 11:])  # the second block sees all
+    torch.testing.assert_close(*hidden)
 
 
 def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
