@@ -20,7 +20,7 @@ CHOICES = {
     "activation": ("gelu", "relu2", "swiglu"),
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
-COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows")
+COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "conv", "ngrams", "ngram_rows")
 SWITCHES = ("qk_norm", "bias", "tied", "reward_head")
 
 
@@ -55,6 +55,9 @@ class GPTConfig:
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
     qk_norm: bool = False
     """Normalise queries and keys to a root mean square of 1."""
+    conv: int = 1
+    """Newest tokens that a causal convolution mixes, channel by channel, before attention and MLP;
+    1: none."""
     activation: str = "gelu"
     """Activation of the MLP: gelu, relu2 (squared ReLU) or swiglu (gated SiLU)."""
     bias: bool = True

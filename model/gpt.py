@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from model.cache import KVCache
 from model.config import GPTConfig, ModelError
 from model.loss import HeadCrossEntropy
-from model.ngrams import ngram_rows, previous_tokens
+from model.ngrams import ngram_rows, previous_columns, previous_tokens
 
 RMS_EPS = 1e-5
 
@@ -157,14 +157,50 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
+class ShortConv(nn.Module):
+    """Add to each token a causal depthwise convolution of it and those before it; it begins at
+    zero. `index` counts the convolutions of a model."""
+
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__()
+        self.index, self.width = index, config.conv
+        shape = config.conv * config.n_embd if config.conv > 1 else 0
+        self.weight = nn.Parameter(torch.zeros(shape)) if shape else None  # a vector: no Muon
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        if self.weight is None:
+            return x
+        taps = self.weight.view(self.width, -1)  # (width, C): of the token, of the one before, ...
+        if cache is None and mask is None:
+            return self.convolve(x, taps)
+        inputs = x if cache is None else cache.append_inputs(self.index, x)  # (B, S, C)
+        columns = previous_columns(x, inputs.size(1), cache, mask, self.width - 1)
+        inputs = F.pad(inputs, (0, 0, self.width - 1, 0))
+        y = x * (1 + taps[0])
+        for tap, column in zip(taps[1:], columns.unbind(-1), strict=True):
+            y = y + tap * inputs.gather(1, column[..., None].expand_as(x))
+        return y
+
+    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
+        """Return x (B, T, C) plus its convolution; each token follows the one in the row before."""
+        y = x * (1 + taps[0])
+        for n, tap in enumerate(taps[1:], 1):
+            y = y + tap * F.pad(x, (0, 0, n, 0))[:, : x.size(1)]
+        return y
+
+
 class Block(nn.Module):
     """Transformer block with pre-norm."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.ln_1 = make_norm(config)
+        self.conv_1 = ShortConv(config, 2 * layer)
         self.attn = Attention(config, layer)
         self.ln_2 = make_norm(config)
+        self.conv_2 = ShortConv(config, 2 * layer + 1)
         self.mlp = MLP(config)
 
     def forward(
@@ -173,9 +209,11 @@ class Block(nn.Module):
         angles: tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
+        near: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), angles, cache, mask)
-        x = x + self.mlp(self.ln_2(x))
+        """Return x (B, T, C) after the block, which attends by the mask `near`."""
+        x = x + self.attn(self.conv_1(self.ln_1(x), cache, mask), angles, cache, near)
+        x = x + self.mlp(self.conv_2(self.ln_2(x), cache, mask))
         return x
 
 
@@ -299,7 +337,7 @@ class GPT(nn.Module):
                 near = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
             near = last_attended(near, self.config.window)
         for layer, block in enumerate(self.transformer.h):
-            x = block(x, angles, cache, near if self.config.window_of(layer) else mask)
+            x = block(x, angles, cache, mask, near if self.config.window_of(layer) else mask)
         if cache is not None:
             cache.advance(T)
         return self.transformer.ln_f(x)

@@ -31,15 +31,23 @@ def previous_tokens(
     They are the last ones that a token attends to: those before it in its row and in the cache, or
     where `mask` (B, 1, T, S) allows it. `missing` stands where there are fewer.
     """
-    T = idx.size(1)
     tokens = idx if cache is None else cache.append_tokens(idx)  # (B, S)
-    S = tokens.size(1)
+    columns = previous_columns(idx, tokens.size(1), cache, mask, count)
     tokens = F.pad(tokens, (count, 0), value=missing)
-    if mask is None:
-        return tokens.unfold(1, count, 1)[:, S - T : S].flip(-1)
-    columns = torch.arange(S, device=idx.device)
+    return tokens.gather(1, columns.flatten(1)).view_as(columns)
+
+
+def previous_columns(
+    x: Tensor, S: int, cache: KVCache | None, mask: Tensor | None, count: int
+) -> Tensor:
+    """Return the columns (B, T, count) of the `count` tokens before each of x (B, T, ...), nearest
+    first, in rows of S columns with `count` more in front for those that are missing."""
+    B, T = x.shape[:2]
+    columns = torch.arange(S, device=x.device)
     own = columns[S - T :] if cache is None or cache.slots is None else cache.slots  # (T,)
+    if mask is None:
+        back = torch.arange(1, count + 1, device=x.device)
+        return (own[:, None] + count - back).expand(B, T, count)
     attended = F.pad(mask[:, 0] & (columns < own[:, None]), (count, 0), value=True)
-    columns = torch.arange(count + S, device=idx.device)
-    nearest = columns.where(attended, -1).topk(count).values  # (B, T, count)
-    return tokens.gather(1, nearest.flatten(1)).view_as(nearest)
+    columns = torch.arange(count + S, device=x.device)
+    return columns.where(attended, -1).topk(count).values

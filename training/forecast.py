@@ -77,6 +77,7 @@ def block_activations(shape: GPTConfig, e: int, checkpointing: str, device: str)
     # float32: input of both norms (RMSNorm: output), mean and deviation (scale); logsumexp
     norms = 2 * (C + (2 if shape.norm == "layer" else 1)) + H
     norms += (H + shape.kv_heads) * shape.qk_norm
+    norms += 2 * C * (shape.conv > 1)  # outputs of the convolutions
     # compute dtype: inputs of the linear layers, of the activation and of the gate's product
     linears = 3 * C + inner + fc + inner * swiglu
     # attention: q and k after RMSNorm and after rotation; keys and values repeated for query heads;

@@ -67,9 +67,12 @@ def test_packs_hold_each_example_once_and_waste_little(seed):
 def test_packed_examples_do_not_see_each_other(ngrams, position):
     torch.manual_seed(0)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "position": position, "ngrams": ngrams}
+    shape |= {"conv": 3, "window": 4} if ngrams > 1 else {}
     model = GPT(GPTConfig(block_size=64, vocab_size=257, **shape)).eval()
     if ngrams > 1:
         torch.nn.init.normal_(model.transformer.ngrams.weight, std=0.1)
+        for block in model.transformer.h:
+            torch.nn.init.normal_(block.conv_1.weight, std=0.3)
     examples = [encode_completion("a" * n, "b" * n, BYTES, chat=False) for n in (3, 9, 5)]
     packed = {k: torch.from_numpy(x) for k, x in collate_packed([examples], 64).items()}
     losses = model(**packed, reduction="none").flatten()

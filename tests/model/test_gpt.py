@@ -21,6 +21,9 @@ def plain(recipe="gpt2", **changes):
     model = GPT(GPTConfig(**{**shape, **parse_recipe(recipe).shape(32), **changes})).eval()
     if model.config.ngrams > 1:
         torch.nn.init.normal_(model.transformer.ngrams.weight, std=0.02)  # 0 would hide mistakes
+    for block in model.transformer.h if model.config.conv > 1 else ():
+        torch.nn.init.normal_(block.conv_1.weight, std=0.3)
+        torch.nn.init.normal_(block.conv_2.weight, std=0.3)
     return model
 
 
