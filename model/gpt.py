@@ -360,7 +360,7 @@ class GPT(nn.Module):
 
         Targets of -1 do not count. `positions` and `mask` are those of `hidden`.
         """
-        x = self.hidden(idx, positions=positions, mask=mask)
+        x = self.trunk(self.embed(idx, mask=mask), positions=positions, mask=mask)
         if targets is None:
             return self.logits(x)
         if reduction == "mean":

@@ -70,10 +70,11 @@ def block_activations(shape: GPTConfig, e: int, checkpointing: str, device: str)
     qk = (H + shape.kv_heads) * shape.head_size
     qkv, fc = (block_matrices(shape)[f"{name}.weight"][0] for name in ("attn.c_attn", "mlp.c_fc"))
     attention_e = 4 if device == "cpu" and shape.block_size <= cpu.SHORT else e
+    shifted = e * C * (shape.conv > 1 and device == "cuda")  # inputs of compiled convolutions
     if checkpointing == "block":  # the block's input in float32
         return 4 * C
     if checkpointing == "cheap":  # and the outputs of linear layers and attention, its logsumexp
-        return 4 * C + e * (qkv + C + fc + C) + attention_e * C + 4 * H
+        return 4 * C + e * (qkv + C + fc + C) + attention_e * C + 4 * H + 9 * shifted
     # float32: input of both norms (RMSNorm: output), mean and deviation (scale); logsumexp
     norms = 2 * (C + (2 if shape.norm == "layer" else 1)) + H
     norms += (H + shape.kv_heads) * shape.qk_norm
@@ -86,7 +87,7 @@ def block_activations(shape: GPTConfig, e: int, checkpointing: str, device: str)
     values = qkv - qk if steps and attention_e != e else qkv
     attention = steps * qk + (2 * C if grouped else 0) + (0 if grouped and steps else values)
     attention += C if attention_e != e else 0
-    return 4 * norms + e * linears + attention_e * attention
+    return 4 * norms + e * linears + attention_e * attention + shifted
 
 
 def head_bytes(tokens: int, n_embd: int, vocab: int, e: int, device: str) -> int:
