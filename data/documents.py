@@ -6,6 +6,7 @@ The format follows from the suffix below that of the compression: a.jsonl.gz hol
 import csv
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -150,6 +151,28 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
+class FileError(DataError):
+    """File of a DocumentStream that cannot be read to its end; `file` is its index."""
+
+    def __init__(self, message: str, file: int) -> None:
+        super().__init__(message)
+        self.file = file
+
+
+@dataclass(frozen=True)
+class Place:
+    """Document of a DocumentStream: its file, its number from 1 on, and a checksum of the documents
+    of that file up to it, None where that is unknown."""
+
+    name: str
+    file: int
+    row: int
+    checksum: int | None
+
+    def __str__(self) -> str:
+        return f"{self.name}, row {self.row}"
+
+
 class DocumentStream:
     """The documents of files, one after another, with a position to continue from.
 
@@ -159,40 +182,49 @@ class DocumentStream:
     def __init__(self, files: list[str], column: str) -> None:
         self.files, self.column = files, column
         self.file, self.row = 0, 0  # the next document's
+        self.checksum: int | None = 0  # of the documents before it in the file
 
     @property
-    def place(self) -> str:
-        """File and number of the row that was read last."""
-        return f"{self.files[self.file]}, row {self.row}"
+    def place(self) -> Place:
+        """Place of the document that was read last."""
+        return Place(self.files[self.file], self.file, self.row, self.checksum)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | None]:
         """Return the position of the next document."""
-        return {"file": self.file, "row": self.row}
+        return {"file": self.file, "row": self.row, "checksum": self.checksum}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a position; raise DataError for one of another reader."""
-        if set(state) != {"file", "row"}:
+        if not {"file", "row"} <= set(state) <= {"file", "row", "checksum"}:
             raise DataError(
                 "these shards were begun by an earlier version; use another --local_dir"
             )
         self.file, self.row = state["file"], state["row"]
+        self.checksum = state.get("checksum")  # older manifests have none
+
+    def count(self, text: str | NoText) -> None:
+        """Count a document of the current file, and add it to the checksum."""
+        self.row += 1
+        if self.checksum is not None:
+            data = text.encode(errors="surrogatepass") if isinstance(text, str) else b"\0"
+            self.checksum = zlib.crc32(b"\n", zlib.crc32(data, self.checksum))
 
     def __iter__(self) -> Iterator[str | None]:
         while self.file < len(self.files):
             name, without, first = self.files[self.file], 0, ""
             try:
                 for text in read_documents(name, self.column, self.row):
-                    self.row += 1
+                    self.count(text)
                     if isinstance(text, NoText):
                         without, first = without + 1, first or text.why
                     yield text if isinstance(text, str) else None
-            except DataError:
-                raise
+            except DataError as error:
+                raise FileError(str(error), self.file) from error
             except Exception as error:  # of a decompressor or parser
                 if "://" in name:  # may be the network: the caller tries again
                     raise
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-                raise DataError(f"{name} cannot be read ({reason})") from error
+                raise FileError(f"{name} cannot be read ({reason})", self.file) from error
             if without:
                 warn(f"{name}: {without:,} rows without text are skipped; the first: {first}")
-            self.file, self.row = self.file + 1, 0
+            self.file, self.row, self.checksum = self.file + 1, 0, 0

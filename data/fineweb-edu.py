@@ -26,11 +26,12 @@ import numpy as np
 from tqdm import tqdm
 
 from config import ConfigError, DataConfig
-from data.documents import warn
+from data.documents import FileError, Place, warn
+from data.input_files import InputFiles, digest_of
 from data.merge import merge
 from data.sharder import Sharder, output_folder
 from data.shards import MANIFEST, DataError
-from data.source import Source, check_unchanged
+from data.source import Source
 from data.tokenizer import Tokenizer, load_tokenizer
 from utils.cli import given_options, run
 
@@ -78,21 +79,23 @@ def tokenize(
 def tokenize_batches(
     config: DataConfig, source: Source, tokenizer: Tokenizer, state: dict | None
 ) -> Iterator[tuple[dict, list]]:
-    """Yield source state and tokenized texts of each batch in order, computed by a thread pool."""
+    """Yield source state and texts of each batch in order, computed by a thread pool: for a text,
+    what `tokenize` returns and its place."""
 
     def tokenize_batch(texts: list[str | None]) -> list[tuple[str, np.ndarray | None]]:
         return [tokenize(tokenizer, config.val_fraction, text) for text in texts]
 
-    def result(task: Future, origins: list[str]) -> list[tuple[str, np.ndarray | None]]:
-        documents = task.result()
-        for origin, (reason, _) in zip(origins, documents, strict=True):
+    def result(task: Future, origins: list[Place | str]) -> list[tuple]:
+        documents = []
+        for origin, (reason, tokens) in zip(origins, task.result(), strict=True):
             if reason in UNUSABLE and reason not in named:
                 warn(f"{origin}: a text that is {reason} is skipped; further ones are only counted")
                 named.add(reason)
+            documents.append((reason, tokens, origin))
         return documents
 
     named: set[str] = set()
-    pending: deque[tuple[dict, list[str], int, Future]] = deque()
+    pending: deque[tuple[dict, list[Place | str], int, Future]] = deque()
     workers = ThreadPoolExecutor(config.num_workers)  # tiktoken releases the GIL
     try:
         for before, texts, origins in source.batches(state):
@@ -111,7 +114,7 @@ def tokenize_batches(
 
 
 def write_shards(
-    config: DataConfig, source: Source, sharder: Sharder, tokenizer: Tokenizer
+    config: DataConfig, source: Source, files: InputFiles, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full.
 
@@ -126,7 +129,7 @@ def write_shards(
     last = None  # the newest document, written once the next one is there
     skipped: Counter[str] = Counter()  # after it: a run that continues at `last` counts them again
     for before, documents in tokenize_batches(config, source, tokenizer, state["source"]):
-        for n, (split, tokens) in enumerate(documents[skip:], skip):
+        for n, (split, tokens, place) in enumerate(documents[skip:], skip):
             if tokens is None:  # `split` is the reason
                 skipped[split] += 1
                 continue
@@ -138,7 +141,8 @@ def write_shards(
             if bar.disable and time.monotonic() - said > SECONDS_PER_LINE:  # no terminal
                 said = time.monotonic()
                 print(f"{manifest['documents']:,} documents, {sharder.tokens:,} tokens", flush=True)
-            last = split, tokens, written, {"source": before, "documents": n}
+            read = files.record(place) if source.inputs else None
+            last = split, tokens, written, {"source": before, "documents": n, "read": read}
             written = 0
         skip = 0
     hold_out = last and config.val_fraction and config.worker_count == 1
@@ -162,14 +166,15 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
     tokenizer = load_tokenizer(config.tokenizer)
     worker = {"worker_index": config.worker_index, "worker_count": config.worker_count}
     source = Source(config.input, config.dataset, config.remote_name, config.text_column, **worker)
-    files = source.file_states()
+    fingerprints = source.fingerprints()
+    files = InputFiles({name: fingerprints[name] for name in source.share(list(fingerprints))})
     settings = {
         "format_version": 2,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "source": source.name,
-        "files_digest": source.files_digest(),
+        "files_digest": digest_of(fingerprints) if fingerprints else None,
         "text_column": config.text_column,
         **worker,
         "shard_size": config.shard_size,
@@ -177,15 +182,18 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         "val_fraction": config.val_fraction,
     }
     with output_folder(config.local_dir):
-        sharder = Sharder(config.local_dir, settings, config.max_shards)
+        sharder = Sharder(config.local_dir, settings, config.max_shards, files)
         sharder.check_shards()
         if sharder.done:
             return sharder.manifest, 0
         sharder.check_room(source.known_tokens)
         sharder.reopen()
         before = sharder.tokens
-        complete = not sharder.full and write_shards(config, source, sharder, tokenizer)
-        check_unchanged(files, config.local_dir)
+        try:
+            complete = not sharder.full and write_shards(config, source, files, sharder, tokenizer)
+        except FileError as error:
+            raise DataError(f"{error}{sharder.file_remedy(error.file)}") from error
+        files.check_unchanged(config.local_dir)
         if complete and not sharder.manifest["documents"] and config.worker_count == 1:
             skipped = describe_skipped(sharder.manifest)
             raise DataError(f"{' '.join(source.name[:3])} holds no text; {skipped}")

@@ -36,9 +36,10 @@ def check_same_run(workers: dict[Path, dict]) -> None:
     for folder, other in others:
         for key in COMMON_KEYS:
             if other.get(key) != manifest.get(key):
+                again = "; run each worker's command again" if key == "files_digest" else ""
                 raise DataError(
                     f"{folder} was made with {key} {other.get(key)}, but {first} with "
-                    f"{manifest.get(key)}; only workers of one run can be merged"
+                    f"{manifest.get(key)}; only workers of one run can be merged{again}"
                 )
     sources = [(m.get("state") or {}).get("source") or {} for m in workers.values()]
     commits = {source.get("revision") for source in sources} - {None}  # None: not of the hub

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.input_files import InputFiles, is_record
 from data.shard_writer import ShardWriter
 from data.shards import (
     MANIFEST,
@@ -21,6 +22,7 @@ from utils.files import check_space, lock_folder
 
 # defaults for manifests without these
 DEFAULTS = {"worker_index": 0, "worker_count": 1, "text_column": "text"}
+ORIGIN = ("source", "files_digest")  # settings that tell where the text comes from
 # complete: the source has ended; stopped: max_shards are full
 IN_PROGRESS = {"complete": False, "stopped": False}
 INITIAL_STATE = {"source": None, "documents": 0, "tokens": 0, "open": {}}  # state of a new folder
@@ -72,6 +74,7 @@ def is_resumable(manifest: dict) -> bool:
         counts += manifest["skipped"].values()
         counts += [at[key] for at in state["open"].values() for key in ("index", "tokens")]
         valid = set(state["open"]) <= {"train", "val"} and type(manifest["complete"]) is bool
+        valid &= state.get("read") is None or is_record(state["read"])
     except (KeyError, TypeError, AttributeError):
         return False
     return valid and all(map(is_count, counts))
@@ -81,11 +84,18 @@ class Sharder:
     """Appends documents to the train and val shards of a folder.
 
     `settings` are saved in the manifest, among them shard_size (tokens) and format ("npy" or
-    "bin"). Raises DataError if the folder holds shards with other settings or of another origin.
+    "bin"); `files` are those of a local source. Raises DataError if the folder holds shards with
+    other settings, of other files or of another origin.
     """
 
-    def __init__(self, folder: Path, settings: dict, max_shards: int | None) -> None:
-        self.folder, self.max_shards = folder, max_shards
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict,
+        max_shards: int | None,
+        files: InputFiles | None = None,
+    ) -> None:
+        self.folder, self.max_shards, self.files = folder, max_shards, files
         self.size, self.suffix = settings["shard_size"], f".{settings['format']}"
         self.open: dict[str, ShardWriter] = {}  # by split
         found = read_manifest(folder)
@@ -100,27 +110,60 @@ class Sharder:
             write_manifest(folder, found)
         self.manifest = {**DEFAULTS, **found}
         self.check_manifest(settings)
+        self.adopt_files(settings)
 
     def check_manifest(self, settings: dict) -> None:
         """Raise DataError unless the manifest has these settings and can be continued."""
+        other = "give another --local_dir or empty that one"
         for key, value in settings.items():
             found = self.manifest.get(key)
-            if found != value:
+            if found != value and key not in ORIGIN:
                 made = f"made with {key} {found!a:.300}, not {value!a:.300}"
-                if key == "source" and type(found) is list:
-                    made = describe_difference(found, value)
-                if key == "files_digest":
-                    made = "of files that are not those of --input, or were changed or renamed"
-                raise DataError(
-                    f"{self.folder} holds shards {made}; give another --local_dir or empty that one"
-                )
+                raise DataError(f"{self.folder} holds shards {made}; {other}")
         if not is_resumable(self.manifest):
             raise DataError(f"{self.folder / MANIFEST} is damaged; shard into an empty folder")
+        same = all(self.manifest.get(key) == settings.get(key) for key in ORIGIN)
+        if not same and not self.has_read_files():
+            made = "of files that are not those of --input, or were changed since; restore these"
+            if (found := self.manifest.get("source")) != settings["source"]:
+                made = describe_difference(found or [], settings["source"])
+            raise DataError(f"{self.folder} holds shards {made}; {other}")
         if "merged" in self.manifest and not self.full:
             raise DataError(
                 f"{self.folder} was merged from {self.manifest['merged']} workers' folders and "
                 "cannot be continued; continue those and merge them into another folder"
             )
+
+    def has_read_files(self) -> bool:
+        """Return whether the files of this run are those that the shards are made of: all of them
+        once the source has ended, else the ones that were read. Their folder may be another."""
+        if self.files is None or not self.files.names:
+            return False  # a dataset of the hub is known by its name
+        if self.manifest.get("share_digest") == self.files.digest:
+            return True
+        ended = self.manifest["complete"] or "held_out" in self.manifest
+        read, column = self.state.get("read"), self.manifest["text_column"]
+        return not ended and read is not None and self.files.begin_with(read, column)
+
+    def adopt_files(self, settings: dict) -> None:
+        """Write into the manifest which files this run has, as those not yet read may be others."""
+        if self.files is not None and "merged" not in self.manifest:
+            origin = {key: settings[key] for key in ORIGIN}
+            self.manifest |= {**origin, "share_digest": self.files.digest}
+            write_manifest(self.folder, self.manifest)
+
+    def file_remedy(self, file: int) -> str:
+        """Return what to do about a file that cannot be read, as the end of a sentence."""
+        read = self.state.get("read")
+        if read and file == read["file"]:
+            return (
+                f"; {read['documents']:,} of its documents are in shards already: repair it so "
+                "that it begins with these and run the same command again, or shard into an empty "
+                "folder"
+            )
+        # without a file, several workers would divide the others in another way
+        remove = "" if self.manifest["worker_count"] > 1 else " or remove"
+        return f"; repair{remove} it and run the same command again to continue"
 
     @property
     def state(self) -> dict:

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import hashlib
 import lzma
 import os
 import re
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from data.documents import ROWS, DocumentStream
+from data.documents import ROWS, DocumentStream, Place
+from data.input_files import fingerprint
 from data.shards import DataError
 from data.text_files import COMPRESSIONS, is_text, suffixes
 
@@ -23,7 +23,6 @@ IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # formats that are read in f
 EXCLUDED = re.compile(r"/(\.|site-packages/)")  # hidden files and folders, installed packages
 SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 10**10}  # tokens
 SAMPLED = ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb")
-ENDS = 2**16  # bytes at either end of a file that tell it from another one
 BATCH_CHARS, BATCH_TEXTS = 250_000, 1000  # a batch ends when it reaches one of these
 # names of the hub's errors after which a retry is pointless
 PERMANENT = re.compile("(Dataset|DataFiles|Repository)NotFound|GatedRepo|OfflineModeIsEnabled")
@@ -80,33 +79,6 @@ def walk(folder: Path) -> list[Path]:
         folders[:] = sorted(x for x in folders if not EXCLUDED.search(f"/{x}/"))
         found += [Path(parent, x) for x in names if not EXCLUDED.search(f"/{x}")]
     return sorted(found)
-
-
-def fingerprint(name: str) -> tuple[int, int] | None:
-    """Return the size of a file and a checksum of its first and last ENDS bytes, None for a URL."""
-    if "://" in name:
-        return None
-    with open(name, "rb") as file:
-        head, size = file.read(ENDS), file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - ENDS))
-        return size, zlib.crc32(file.read(ENDS), zlib.crc32(head))
-
-
-def size_and_time(name: str) -> tuple[int, int]:
-    """Return the size of a file in bytes and its modification time in nanoseconds."""
-    found = os.stat(name)
-    return found.st_size, found.st_mtime_ns
-
-
-def check_unchanged(files: dict[str, tuple[int, int]], folder: Path) -> None:
-    """Raise DataError if a file has another size or time than in `files`, from when the shards of
-    `folder` were begun; one that was removed has been read."""
-    for name, before in files.items():
-        if os.path.exists(name) and size_and_time(name) != before:
-            raise DataError(
-                f"{name} was changed while it was read; once nothing writes to it any more, empty "
-                f"{folder} and run the same command again"
-            )
 
 
 def drop_repeated(files: list[str]) -> list[str]:
@@ -173,28 +145,20 @@ class Source:
                 f"--worker_count to {files} for all workers"
             )
 
-    def files_digest(self) -> str | None:
-        """Return a hash of names, sizes and ends of all files, None for a dataset of the hub.
-
-        Raises DataError if this worker gets none of the files.
-        """
+    def fingerprints(self) -> dict[str, tuple[int, int] | None]:
+        """Return the fingerprints of the files and URLs of all workers, none for a dataset of the
+        hub, and tell which files are left out. Raises DataError if this worker gets none."""
         if not self.inputs:
-            return None  # the commit of the dataset is saved with the position
+            return {}
         files, others = list_files(self.inputs)
         if others:
             print(f"left out: {count_suffixes(others)}; name a file to read it", file=sys.stderr)
         self.check_share(len(files))
-        found = [(name, fingerprint(name)) for name in files]
-        return hashlib.sha256(repr(found).encode()).hexdigest()
+        return {name: fingerprint(name) for name in files}
 
-    def share(self) -> list[str]:
-        """Return this worker's files and URLs, none for a dataset of the hub."""
-        files = list_files(self.inputs)[0] if self.inputs else []
+    def share(self, files: list[str]) -> list[str]:
+        """Return this worker's part of all files."""
         return files[self.worker_index :: self.worker_count]
-
-    def file_states(self) -> dict[str, tuple[int, int]]:
-        """Return size and modification time of this worker's files, URLs left out."""
-        return {name: size_and_time(name) for name in self.share() if "://" not in name}
 
     def newest_commit(self) -> str | None:
         """Return the newest commit of the dataset on the hub, None for local text."""
@@ -207,7 +171,7 @@ class Source:
     def open_stream(self, commit: str | None):
         """Return this worker's documents: rows of a streaming dataset, or texts of files."""
         if self.inputs:
-            return DocumentStream(self.share(), self.text_column)
+            return DocumentStream(self.share(list_files(self.inputs)[0]), self.text_column)
         import datasets  # slow to import, so only after the command line is checked
 
         datasets.config.STREAMING_READ_MAX_RETRIES = 1  # `batches` retries, with a message
@@ -218,9 +182,11 @@ class Source:
         share = stream.shard(self.worker_count, self.worker_index, contiguous=False)
         return share.select_columns([self.text_column])
 
-    def batches(self, state: dict | None) -> Iterator[tuple[dict, list[str | None], list[str]]]:
+    def batches(
+        self, state: dict | None
+    ) -> Iterator[tuple[dict, list[str | None], list[Place | str]]]:
         """Yield batches: the state before it, from which it can be read again; its texts, None for
-        a row without text; and where each text stands, for messages.
+        a row without text; and the place of each text, of the hub only for messages.
 
         Continues from `state` at the same commit of the dataset. Retries failed downloads with
         growing pauses; raises DataError if they keep failing.

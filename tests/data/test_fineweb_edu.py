@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import http.server
 import importlib
@@ -220,14 +221,103 @@ def test_broken_parquet_is_a_sentence(tmp_path):
     assert "bad.parquet cannot be read" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.fixture
+def small_batches(monkeypatch):
+    """Let a read run ahead of the shards by a few documents only."""
+    monkeypatch.setattr("data.source.BATCH_TEXTS", 5)
+
+
+def prepare(*inputs, out, **options):
+    """Shard in this process as `shard` does."""
+    settings = {"tokenizer": "bytes", "shard_size": 20_001, "val_fraction": 0.1, **options}
+    settings |= {"num_workers": 1}
+    return fineweb_edu.prepare(DataConfig(out, input=tuple(map(str, inputs)), **settings))
+
+
 def test_input_that_changed_is_not_mixed_with_what_it_was(corpus, tmp_path):
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
-    (source / "a.jsonl").write_bytes(corpus.read_bytes())
-    shard(source, out, "--max_shards", 2)
+    rows = corpus.read_bytes()
+    (source / "a.jsonl").write_bytes(rows)
+    (source / "b.txt").write_text("of the end")
+    prepare(source, out=out, max_shards=2)
     before = digests(out)
-    (source / "b.txt").write_text("more")
-    assert "are not those" in shard(source, out, code=2).stderr and digests(out) == before
+    (source / "a.jsonl").write_bytes(rows.replace(b"text", b"TEXT", 1))
+    with pytest.raises(DataError, match="not those of --input, or were changed since; restore"):
+        prepare(source, out=out)
+    (source / "a.jsonl").write_bytes(rows)
+    (source / "0.txt").write_text("before what was read")
+    with pytest.raises(DataError, match="not those of --input"):
+        prepare(source, out=out)
+    (source / "0.txt").unlink()
+    assert digests(out) == before
+    prepare(source, out=out)
+    (source / "c.txt").write_text("after the end")
+    with pytest.raises(DataError, match="not those of --input"):
+        prepare(source, out=out)
+
+
+@pytest.mark.parametrize("remedy", ["repair", "remove", "replace"])
+def test_a_damaged_file_that_is_repaired_or_removed_costs_no_shard(tmp_path, small_batches, remedy):
+    source, out, whole = tmp_path / "in", tmp_path / "out", tmp_path / "whole"
+    source.mkdir()
+    rows = [json.dumps({"text": text}) + "\n" for text in documents()]
+    for i in range(6):
+        (source / f"{i}.jsonl.gz").write_bytes(gzip.compress("".join(rows[i::6]).encode()))
+    good = (source / "4.jsonl.gz").read_bytes()
+    (source / "4.jsonl.gz").write_bytes(good[:80])
+    with pytest.raises(DataError, match="4.jsonl.gz cannot be read .*; repair or remove it"):
+        prepare(source, out=out)
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*_??????.npy")}
+    assert len(kept) > 3
+    if remedy == "remove":
+        (source / "4.jsonl.gz").unlink()
+        (source / "5.jsonl.gz").rename(source / "6.jsonl.gz")
+    else:
+        (source / "4.jsonl.gz").write_bytes(good if remedy == "repair" else gzip.compress(b""))
+    prepare(*sorted(source.iterdir()), out=out)  # as a shell lists them
+    prepare(source, out=whole)
+    assert digests(out) == digests(whole)
+    assert all((out / name).stat().st_mtime_ns == at for name, at in kept.items())
+
+
+def test_a_file_that_is_partly_in_shards_may_only_be_repaired_behind_these(tmp_path, small_batches):
+    source, out, whole = tmp_path / "a.jsonl.gz", tmp_path / "out", tmp_path / "whole"
+    rows = [json.dumps({"text": text}) + "\n" for text in documents()]
+    good = gzip.compress("".join(rows).encode())
+    source.write_bytes(good[: len(good) // 2])
+    with pytest.raises(DataError, match="cannot be read .* are in shards already: repair it so"):
+        prepare(source, out=out)
+    shards = len(list(out.glob("train_??????.npy")))
+    source.write_bytes(gzip.compress("".join(["{}\n", *rows[1:]]).encode()))
+    with pytest.raises(DataError, match="were changed since; restore"):
+        prepare(source, out=out)
+    source.write_bytes(good)
+    for limit in (shards + 1, None):
+        prepare(source, out=out, max_shards=limit)
+    prepare(source, out=whole)
+    assert digests(out) == digests(whole)
+
+
+def test_the_same_folder_may_be_spelled_in_another_way(parts, tmp_path, monkeypatch):
+    prepare(f"{parts}/", out=tmp_path / "out", max_shards=2)
+    prepare(parts, out=tmp_path / "out", max_shards=3)
+    monkeypatch.chdir(parts)
+    prepare(".", out=tmp_path / "out")
+    prepare(parts, out=tmp_path / "whole")
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert prepare(f"{parts}/.", out=tmp_path / "out")[1] == 0
+
+
+def test_a_manifest_from_before_it_told_what_was_read_is_continued(corpus, plain, tmp_path):
+    prepare(corpus, out=tmp_path, max_shards=2)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    del manifest["share_digest"], manifest["state"]["read"]
+    del manifest["state"]["source"]["place"]["checksum"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    prepare(corpus, out=tmp_path, max_shards=3)
+    prepare(corpus, out=tmp_path)
+    assert digests(tmp_path) == digests(plain)
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(corpus, tmp_path, monkeypatch):
