@@ -72,6 +72,14 @@ class TokenStream:
         ends = (self.tokens(start, length) for start in (0, len(self) - length))
         return zlib.crc32(np.concatenate([*ends, [len(self)]]).tobytes())
 
+    @property
+    def has_low_ids(self) -> bool:
+        """Whether the first million tokens are far below the vocabulary of GPT-2 that a folder
+        without a manifest is read with, as those of a smaller tokenizer would be."""
+        head = self.tokens(0, min(len(self), 10**6))
+        is_gpt2 = self.tokenizer == GPT2Tokenizer.name
+        return is_gpt2 and len(head) >= 1000 and int(head.max()) < 10_000
+
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise DataError for a bad id."""
         assert 0 <= start and start + length <= len(self)

@@ -29,6 +29,7 @@ NPY_PARSERS = {
 # raised by NumPy for a damaged header, which is a Python literal
 BAD_HEADER = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, RecursionError)
 MANIFEST = "manifest.json"
+NANOGPT_CHARACTERS = "meta.pkl"  # written beside the tokens of a character-level data set
 SPLITS = ("train", "val")
 
 
@@ -193,9 +194,14 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         raise DataError(f"{folder} holds no {split} shards (.npy or .bin); {make}")
     if len({path.suffix for path in paths}) > 1:
         raise DataError(f"{folder} holds {split} shards as .npy and as .bin; remove one of the two")
+    manifest = read_manifest(folder)
+    if manifest is None and (folder / NANOGPT_CHARACTERS).exists():
+        raise DataError(
+            f"{folder} holds {NANOGPT_CHARACTERS}: its tokens are characters that nanoGPT has "
+            "numbered, not GPT-2's; shard the text with --tokenizer bytes, into another folder"
+        )
     shards = [inspect_shard(path) for path in paths]
     found = {shard.path.name: shard.tokens for shard in shards}
-    manifest = read_manifest(folder)
     if manifest is None:
         check_gpt2_tokens(shards[0])
         return shards

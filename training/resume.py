@@ -158,6 +158,11 @@ def run_warnings(
             f"warning: {config.data_dir} is not whole: sharding was interrupted; run its command "
             "again"
         )
+    if train.stream.has_low_ids:
+        notes.append(
+            f"warning: {config.data_dir} is read as GPT-2 tokens, but its first ids are all below "
+            "10,000: with another tokenizer, shard the text by data/fineweb-edu.py"
+        )
     return notes + resume_warnings(config, saved, train.stream, val)
 
 

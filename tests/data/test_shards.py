@@ -4,6 +4,7 @@ import shutil
 import numpy as np
 import pytest
 
+from data.loader import TokenStream
 from data.shard_writer import ShardWriter
 from data.shards import (
     DataError,
@@ -150,3 +151,23 @@ def test_a_name_is_of_one_split(name, split):
 def test_a_name_of_both_splits_is_refused():
     with pytest.raises(DataError, match="train_val_0.npy is named as train and as val"):
         split_of("train_val_0.npy")
+
+
+def test_characters_numbered_by_nanogpt_are_not_read_as_tokens_of_gpt2(tmp_path):
+    write(tmp_path, "train", 0, range(5000))
+    assert find_shards(tmp_path, "train") and TokenStream(tmp_path, "train").has_low_ids
+    (tmp_path / "meta.pkl").touch()
+    with pytest.raises(DataError, match="holds meta.pkl: .* --tokenizer bytes, into another"):
+        find_shards(tmp_path, "train")
+    np.arange(5000, dtype=np.uint16).tofile(tmp_path / "train.bin")  # as nanoGPT writes it
+    (tmp_path / "train_000000.npy").unlink()
+    with pytest.raises(DataError, match="holds meta.pkl"):
+        find_shards(tmp_path, "train")
+
+
+def test_only_ids_far_below_a_vocabulary_of_gpt2_are_low(tmp_path, shards):
+    write(tmp_path, "train", 0, [*range(5000), 13_000])
+    assert not TokenStream(tmp_path, "train").has_low_ids
+    write(tmp_path, "val", 0, range(999))  # too few to tell
+    assert not TokenStream(tmp_path, "val").has_low_ids
+    assert not TokenStream(shards, "train").has_low_ids  # bytes, as its manifest says
