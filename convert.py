@@ -64,6 +64,7 @@ def import_model(config: ConvertConfig) -> None:
         train_config=settings.to_dict(),
         **TrainState.start(settings, None).to_checkpoint(),
     )
+    config.out.parent.mkdir(parents=True, exist_ok=True)
     ckpt.save_checkpoint(config.out, state)
 
 

@@ -102,20 +102,32 @@ def verify(state: dict, path: Path, *parts: str) -> None:
 
 def save_checkpoint(path: Path, state: dict) -> None:
     """Write a file atomically: `path` is the old file or the whole new one. Raises CheckpointError
-    if it cannot be written; a disk that is too full is found before."""
+    if it cannot be written, also where its folder is gone; a disk that is too full is found before.
+    """
     moments = [x for values in state["optimizer"].values() for x in values.values()]
     tensors = [*state["model"].values(), *state["model_low"].values(), *moments]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # left by a killed run
         check_space(path.parent, sum(1000 + x.nbytes for x in tensors), path.name)
         with atomic_write(path) as file:
             torch.save(state, file)
     except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to torch
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         kept = "; the one before it is untouched" if path.exists() else ""
-        again = "continue with --resume auto"
-        raise CheckpointError(f"{path} could not be written: {reason}{kept}; {again}") from error
+        reason = failure_reason(error, path.parent)
+        raise CheckpointError(f"{path} could not be written: {reason}{kept}") from error
+
+
+def failure_reason(error: Exception, folder: Path) -> str:
+    """Return why a file could not be written to a folder. PyTorch raises an error of its own while
+    it handles that of the system."""
+    if not folder.is_dir():
+        return f"the folder {folder} was moved or removed; move it back"
+    if isinstance(error, UserError):
+        return str(error)
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+        cause = cause.__context__
+    return cause.strerror if cause else "the file is too large for its disk, or the disk is full"
 
 
 def load_checkpoint(path: Path) -> dict:

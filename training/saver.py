@@ -10,7 +10,7 @@ import torch
 from config import TrainConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt
-from training.checkpoint_folder import LAST, keep_numbered
+from training.checkpoint_folder import LAST, find_newest, keep_numbered
 from training.parallel import gather_state
 from training.state import TrainState
 from utils.distributed import Process
@@ -95,4 +95,7 @@ class Saver:
         self.process.wait_for_main()
         problem = next(iter(self.errors.values()), None)
         if not self.process.all_agree(problem is None):
-            raise problem or ckpt.CheckpointError("the main process could not save")
+            left = find_newest(self.config.checkpoint_dir)
+            remedy = f"; --resume auto continues from {left.name}" if left else ""
+            reason = problem or "the main process could not save"
+            raise ckpt.CheckpointError(f"{reason}{remedy}") from problem

@@ -145,7 +145,8 @@ def test_a_disk_that_fills_during_a_save_leaves_the_previous_checkpoint(shards, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
     done = script(*args, "--max_steps", 8, "--resume", "auto", code=2, preexec_fn=small_files)
-    assert "could not be written" in done.stderr and "untouched" in done.stderr
+    assert "could not be written: File too large; the one before it is untouched" in done.stderr
+    assert "auto" not in done.stdout and "--resume auto continues from model_last" in done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "c" / "model_last.pt").read_bytes() == before
     assert not list((tmp_path / "c").glob("*.tmp"))

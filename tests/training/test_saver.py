@@ -57,7 +57,7 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
     weights = saver.model.state_dict()
     for name, high in state["model"].items():
         assert torch.equal(ckpt.join_float32(high, state["model_low"][name]), weights[name])
-    assert state["step"] == 1 and state["tokenizer"] == "bytes"
+    assert state["step"] == 1 and state["tokenizer"] == "gpt2"
 
 
 def test_at_most_one_write_is_in_flight_and_none_is_lost(saver, tmp_path, monkeypatch):
@@ -118,3 +118,29 @@ def test_a_write_that_stays_failed_leaves_the_run_and_the_file_before_it(
     save(saver, 4)
     with pytest.raises(CheckpointError, match="full"):
         saver.finish()
+
+
+def test_a_folder_that_is_moved_is_not_made_anew(saver, said, tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    folder.mkdir()
+    saver.config.checkpoint_dir = folder
+    save(saver, 1)
+    saver.wait()
+    folder.rename(moved)
+    save(saver, 2)
+    with pytest.raises(CheckpointError, match=r"run was moved or removed; move it back$"):
+        saver.finish()
+    assert len(said) == 3 and not folder.exists()
+    moved.rename(folder)
+    save(saver, 3)
+    saver.finish()
+    assert ckpt.load_checkpoint(folder / LAST)["step"] == 3
+
+
+def test_pytorch_s_error_of_a_full_disk_is_explained(saver, tmp_path, monkeypatch):
+    def save(state, file):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(CheckpointError, match="the file is too large .* or the disk is full$"):
+        ckpt.save_checkpoint(tmp_path / LAST, {"model": {}, "model_low": {}, "optimizer": {}})
