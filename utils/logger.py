@@ -20,16 +20,18 @@ SECONDS_PER_LINE = 10  # least time between two lines on a console without a pro
 
 
 @contextlib.contextmanager
-def catch_write_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a LogError about the log in `folder`."""
+def catch_write_errors(folder: Path, *, begun: bool = False) -> Iterator[None]:
+    """Turn an OSError into a LogError about the log in `folder`; `begun`: the run has steps."""
     try:
         yield
     except FileExistsError as error:
         raise LogError(f"--log_dir {folder} is a file; give a folder") from error
     except OSError as error:
+        remedy = "make it writable" + (
+            " and continue with --resume auto" if begun else ", or give another --log_dir"
+        )
         raise LogError(
-            f"the log in {folder} could not be written: {error.strerror}; make it writable and "
-            "continue with --resume auto"
+            f"the log in {folder} could not be written: {error.strerror}; {remedy}"
         ) from error
 
 
@@ -101,7 +103,7 @@ class Logger:
         """Write one row; `metrics` holds its "split"."""
         if not self.is_main:
             return
-        with catch_write_errors(self.folder):
+        with catch_write_errors(self.folder, begun=True):
             self.file.write(json.dumps({"step": step, **metrics}) + "\n")
         split = metrics["split"]
         values = {f"{split}/{k}": v for k, v in metrics.items() if isinstance(v, int | float)}
@@ -164,7 +166,7 @@ class Logger:
     def log_sample(self, text: str, step: int) -> None:
         """Append a generated text to samples.txt."""
         if self.is_main:
-            with catch_write_errors(self.folder):
+            with catch_write_errors(self.folder, begun=True):
                 self.samples.write(f"--- step {step}\n{text}\n")
 
     def print(self, message: str) -> None:

@@ -116,3 +116,15 @@ def test_an_absent_package_is_a_sentence_with_the_line_that_installs_it(tmp_path
         write(tmp_path, 0, [], 1.0, wandb={})
     with pytest.raises(LogError, match="pip install tensorboard"):
         write(tmp_path, 0, [], 1.0, tensorboard=True)
+
+
+def test_a_log_that_cannot_be_written_says_how_to_begin_or_to_go_on(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(LogError, match="make it writable, or give another --log_dir$"):
+        write(tmp_path, 0, [], 1.0)
+    (tmp_path / "metrics.jsonl").rmdir()
+    logger = Logger(tmp_path, start=0, total=9, is_main=True)
+    logger.file.close()
+    logger.file = open("/dev/full", "w", buffering=1)
+    with pytest.raises(LogError, match="No space left .* writable and continue with --resume auto"):
+        logger.log_train(ROW, 1)
