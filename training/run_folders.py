@@ -69,6 +69,7 @@ def check_folders(
     here = path.resolve().parent if path else None
     was = Path(saved["train_config"].get("checkpoint_dir", "")) if saved else None
     moved = was is not None and here != was.resolve()
+    remedy: list[str] = []
     for name in ("checkpoint_dir", "log_dir") if moved else ():
         if name not in given:
             raise ConfigError(
@@ -85,10 +86,12 @@ def check_folders(
     elif log is not None and not continues_log(config, saved, moved, log):
         found, flag = f"{config.log_dir} holds the log of another run", "--log_dir"
         if not log:
-            found += f", as far as can be told without its {config.log_dir / CONFIG}"
+            path, remedy = config.log_dir / CONFIG, ["restore it"]
+            state = "damaged" if path.exists() else "missing"
+            found = f"{path} is {state}, which says what run the log beside it is of"
     else:
         return
-    ways = [] if config.resume else ["continue it with --resume auto"]
+    ways = remedy if config.resume else [*remedy, "continue it with --resume auto"]
     ways.append(f"give another {flag}")
     ways += [] if config.resume else ["replace it with --overwrite"]
     raise ConfigError(f"{found}; {', or '.join(ways)}")

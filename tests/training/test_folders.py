@@ -183,7 +183,11 @@ def test_the_log_of_another_run_is_refused_when_resuming(shards, trained, tmp_pa
     assert "b/logs holds the log of another run; give another --log_dir\n" in done.stderr
     (tmp_path / "a/logs/config.json").unlink()  # moved, and nothing says whose log it is
     done = script("train.py", "--resume", "auto", *folders[:3], tmp_path / "a/logs", code=2)
-    assert f"as far as can be told without its {tmp_path}/a/logs/config.json; give" in done.stderr
+    missing = f"{tmp_path}/a/logs/config.json is missing, which says what run the log beside it is"
+    assert f"{missing} of; restore it, or give another --log_dir\n" in done.stderr
+    (tmp_path / "a/logs/config.json").write_text("{")
+    done = script("train.py", "--resume", "auto", *folders[:3], tmp_path / "a/logs", code=2)
+    assert "a/logs/config.json is damaged, which says" in done.stderr
 
 
 def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_path):
