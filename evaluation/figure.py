@@ -158,7 +158,11 @@ def save_figure(figure: plt.Figure, unit: str, out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(out) as file:
             figure.savefig(file, format=out.suffix[1:] or None, dpi=130)
-    except (OSError, ValueError) as error:  # ValueError: a file type unknown to matplotlib
+    except IsADirectoryError as error:
+        raise LogError(f"{out} is a folder; give a file, as {out / 'log_plot.png'}") from error
+    except OSError as error:
+        raise LogError(f"{out} could not be written: {error.strerror}") from error
+    except ValueError as error:  # a file type unknown to matplotlib
         raise LogError(f"{out} could not be written: {error}") from error
     finally:
         plt.close(figure)

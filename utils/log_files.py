@@ -8,6 +8,8 @@ from utils.errors import UserError
 
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.txt", "config.json"
 
+METRIC_FILE = f"the {METRICS} of a run, or its folder"
+
 
 class LogError(UserError):
     """Log that cannot be read or written; the message names its path."""
@@ -37,7 +39,9 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     if path.is_dir():
         path = path / METRICS
     if not path.is_file():
-        raise LogError(f"there is no {path}; give the metrics.jsonl of a run, or its folder")
+        runs = sorted(path.parent.glob(f"*/logs/{METRICS}"))  # of a sweep
+        several = f": {path.parent}/*/logs has {len(runs)}" if runs else ""
+        raise LogError(f"there is no {path}; give {METRIC_FILE}{several}")
     splits: dict[str, dict[int, dict]] = {}
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -47,6 +51,8 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
                 row = None
             if row is None and not line.endswith("\n"):
                 break  # a writer was killed, or still writes
+            if number == 1 and path.name != METRICS and not is_row(row):
+                raise LogError(f"{path} is not a {METRICS}; give {METRIC_FILE}")
             if not is_row(row):
                 raise LogError(
                     f"{path}, line {number}, is not a row of metrics; remove that line to go on"

@@ -1,3 +1,4 @@
+import shutil
 import sys
 
 import pytest
@@ -71,11 +72,18 @@ def test_plot_draws_runs_over_each_other(trained, tmp_path):
     out = tmp_path / "plots" / "a.png"
     script("plot.py", "--log", trained / "logs", trained / "logs" / "metrics.jsonl", "--out", out)
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
-    assert "there is no" in script("plot.py", "--log", tmp_path / "none", code=2).stderr
+    no_log = ["plot.py", "--log"]
+    assert "there is no" in script(*no_log, tmp_path / "none", code=2).stderr
     bad = ["plot.py", "--log", trained / "logs", "--out"]
     assert "not supported" in script(*bad, tmp_path / "a.xyz", code=2).stderr
     assert "could not be written" in script(*bad, out / "a.png", code=2).stderr
-    assert "is not a row" in script("plot.py", "--log", out, code=2).stderr
+    assert "a.png is not a metrics.jsonl; give the" in script(*no_log, out, code=2).stderr
+    (tmp_path / "sweep" / "a" / "logs").mkdir(parents=True)
+    shutil.copy(trained / "logs" / "metrics.jsonl", tmp_path / "sweep" / "a" / "logs")
+    sweep = script(*no_log, tmp_path / "sweep", code=2)
+    assert f"or its folder: {tmp_path}/sweep/*/logs has 1" in sweep.stderr
+    folder = script(*bad, out.parent, code=2)
+    assert f"error: {out.parent} is a folder; give a file" in folder.stderr
 
 
 def test_the_picture_is_redrawn_after_validations_between_start_and_end(tmp_path):
