@@ -30,6 +30,7 @@ def job(tmp_path):
         env = os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "FAIL": fail,
             "SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2",
+            "SLURM_CPUS_PER_TASK": "64",
         }  # fmt: skip
         command = ["bash", ROOT / "scripts/train.slurm", "--sharding", "zero2"]
         return subprocess.Popen(command, env=env)
@@ -54,6 +55,7 @@ def test_a_warning_saves_and_then_queues_the_job_again(job, signals):
     command, *after = lines(log)
     assert after == ["scancel --signal=TERM 42", "saved", "requeue 42"]
     assert command.endswith("train.py --resume auto --sharding zero2")
+    assert command.startswith("--cpus-per-task=64 torchrun ")
     assert "--nnodes=2 --nproc_per_node=8" in command and "node0:29500" in command
 
 
