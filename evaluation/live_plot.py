@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-PICTURE = "log_plot.png"
 SECONDS = 60  # least time between the starts of two drawings
 
 
@@ -49,6 +48,7 @@ def draw_picture(log_dir: Path, size: str | None) -> None:
     """Draw the picture of a log in its folder, if matplotlib is installed."""
     with contextlib.suppress(ModuleNotFoundError):
         from evaluation.figure import draw_if_possible  # takes a second
+        from utils.log_files import PICTURE
 
         draw_if_possible([log_dir], log_dir / PICTURE, size)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from utils.errors import UserError
 
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.txt", "config.json"
+PICTURE = "log_plot.png"  # of the run, beside its log
 
 METRIC_FILE = f"the {METRICS} of a run, or its folder"
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from utils.files import atomic_write
-from utils.log_files import METRICS, SAMPLES, LogError, read_metrics
+from utils.log_files import METRICS, PICTURE, SAMPLES, LogError, read_metrics
 
 SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
 
@@ -52,10 +52,10 @@ class Plot(Protocol):
 class Logger:
     """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`.
 
-    With `overwrite` the files begin empty. Otherwise rows are appended after one that marks the
-    step `start`, and read_metrics drops the earlier rows of later steps. `tensorboard` and `wandb`
-    (options of wandb.init) log there too; `plot` is redrawn after validations. Raises LogError if
-    the folder cannot be written or a package is missing.
+    With `overwrite` the files begin empty, and an old picture is removed. Otherwise rows come after
+    one that marks the step `start`, and read_metrics drops the earlier rows of later steps.
+    `tensorboard` and `wandb` (options of wandb.init) log there too; `plot` is redrawn after
+    validations. Raises LogError if the folder cannot be written or a package is missing.
     """
 
     def __init__(
@@ -80,6 +80,8 @@ class Logger:
             if resuming:  # a killed process may have left half a row
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
                 keep_samples(folder / SAMPLES, start)
+            if overwrite:
+                (folder / PICTURE).unlink(missing_ok=True)
             self.file = open(path, mode, buffering=1, encoding="utf-8")
             self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
             self.tensorboard = self.wandb = None

@@ -34,7 +34,9 @@ def test_half_a_row_left_by_a_kill_is_dropped(tmp_path):
 
 def test_overwrite_starts_the_file_anew_and_other_ranks_write_nothing(tmp_path):
     write(tmp_path, 0, range(1, 4), 1.0)
+    (tmp_path / "log_plot.png").touch()
     write(tmp_path, 0, range(1, 2), 2.0, overwrite=True)
+    assert not (tmp_path / "log_plot.png").exists()
     assert [r["loss"] for r in read_metrics(tmp_path)["train"]] == [2.0]
     silent = Logger(tmp_path / "none", start=0, total=1, is_main=False)
     silent.log_train(ROW, 1)
