@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from data.loader import (
     step_sequences,
     train_batches,
 )
-from data.shards import corpus_name
+from data.shards import DataError, corpus_name
 from evaluation.live_plot import LivePlot, draw_picture
 from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
@@ -116,9 +117,12 @@ def main() -> None:
             break
 
         # one step, then its log
-        row, skip_reason, stopping = train_step(
-            engine, optimizers, batches, slicing.micro_steps, config, state, timer, stop
-        )
+        try:
+            row, skip_reason, stopping = train_step(
+                engine, optimizers, batches, slicing.micro_steps, config, state, timer, stop
+            )
+        except DataError as error:
+            end_at_bad_data(saver, state, start, process, error)
         if profiler:
             profiler.step()
         if skip_reason is None:
@@ -264,6 +268,20 @@ def end_run(saver: Saver, state: TrainState, config: TrainConfig, batch: int) ->
     saver.save(LAST, state)
     saver.finish()
     raise TrainingError(message)
+
+
+def end_at_bad_data(
+    saver: Saver, state: TrainState, start: int, process: Process, error: DataError
+) -> NoReturn:
+    """Save the steps before one whose tokens cannot be read, and raise the error. With several
+    processes the others do not know of it, so these steps are lost."""
+    if process.world_size > 1 or state.step == start:
+        raise error
+    saver.save(LAST, state)
+    saver.finish()
+    raise DataError(
+        f"{error}; saved at step {state.step}, from where --resume auto continues"
+    ) from error
 
 
 def finish(

@@ -76,9 +76,9 @@ class TokenStream:
     def has_low_ids(self) -> bool:
         """Whether the first million tokens are far below the vocabulary of GPT-2 that a folder
         without a manifest is read with, as those of a smaller tokenizer would be."""
-        head = self.tokens(0, min(len(self), 10**6))
-        is_gpt2 = self.tokenizer == GPT2Tokenizer.name
-        return is_gpt2 and len(head) >= 1000 and int(head.max()) < 10_000
+        if self.tokenizer != GPT2Tokenizer.name or len(self) < 1000:
+            return False
+        return int(self.tokens(0, min(len(self), 10**6)).max()) < 10_000
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise DataError for a bad id."""
@@ -90,8 +90,10 @@ class TokenStream:
             part = self._open(i)[offset : offset + length]
             if len(part) and part.max() >= self.vocab_size:
                 raise DataError(
-                    f"{shard.path} holds token id {part.max()}, outside the vocabulary of "
-                    f"{self.vocab_size:,} ({self.tokenizer}); make the shard again"
+                    f"{shard.path} holds token id {part.max()} at position "
+                    f"{offset + int(part.argmax()):,}, outside the vocabulary of "
+                    f"{self.vocab_size:,} ({self.tokenizer}); make or copy the shard again; "
+                    f"python data/verify.py --data_dir {shard.path.parent} checks them all"
                 )
             parts.append(part)
             start, length, i = start + len(part), length - len(part), i + 1

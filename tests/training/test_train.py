@@ -26,6 +26,7 @@ from conftest import (
     weights,
 )
 
+from data.loader import Sequences, TokenStream, step_sequences
 from data.shards import header
 from training.checkpoint import load_checkpoint
 
@@ -373,3 +374,16 @@ def test_the_plain_modules_train_as_those_for_cpus(shards, tmp_path, recipe):
         fast, plain = losses(tmp_path / "cpu", split), losses(tmp_path / "plain", split)
         assert fast.keys() == plain.keys()
         assert all(abs(fast[step] - plain[step]) < 1e-5 for step in fast)
+
+
+def test_a_token_outside_the_vocabulary_costs_no_step(shards, tmp_path):
+    shutil.copytree(shards, tmp_path / "data")
+    n = len(Sequences(TokenStream(shards, "train"), 32))
+    at = 32 * int(step_sequences(3, 16, n, 7).min()) + 9  # of the fourth step
+    tokens = np.load(shard := tmp_path / "data/train_000000.npy")
+    tokens[at] = 300
+    np.save(shard, tokens)
+    done = script(*train_args(tmp_path / "data", tmp_path, 9), code=2)
+    assert f"holds token id 300 at position {at:,}, outside" in done.stderr
+    assert "data checks them all; saved at step 3, from where --resume auto" in done.stderr
+    assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 3
