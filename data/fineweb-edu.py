@@ -13,6 +13,7 @@ shards do not depend on kills or on the number of threads.
 """
 
 import hashlib
+import math
 import sys
 import time
 from collections import Counter, deque
@@ -251,7 +252,7 @@ def report(folder: Path, manifest: dict, new: int, seconds: float) -> None:
         f"{new:,} tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)"
         f"{'' if new else ', as the shards were there already'}; see {MANIFEST}"
     )
-    warn_of_split(tokens["train"], tokens["val"], manifest["val_fraction"])
+    warn_of_split(manifest, tokens["train"], tokens["val"])
     if not tokens["val"] and (manifest["worker_count"] == 1 or not manifest["val_fraction"]):
         warn(f"there are no validation shards, which train.py needs: {validation_remedy(manifest)}")
 
@@ -263,14 +264,18 @@ def validation_remedy(manifest: dict) -> str:
     return "run the same command without --max_shards"
 
 
-def warn_of_split(train: int, val: int, val_fraction: float) -> None:
+def warn_of_split(manifest: dict, train: int, val: int) -> None:
     """Warn if few documents have given a split far fewer or more tokens than were asked for."""
-    share = val / max(1, train + val)
+    val_fraction, share = manifest["val_fraction"], val / max(1, train + val)
     if val and val_fraction and val < FEW:
-        warn(
-            f"only {val:,} validation tokens: give --val_fraction above {val_fraction:g}, or name "
-            "a longer text last in --input"
-        )
+        fraction = FEW / (train + val)
+        if "held_out" not in manifest:
+            fraction = max(fraction, val_fraction * FEW / val)
+        elif manifest["documents"] > 1:
+            fraction = 1.0  # half of a short last text is all that can be held out
+        fraction = math.ceil(100 * fraction) / 100
+        give = f"give --val_fraction {fraction} or more, or " if fraction < 0.5 else ""
+        warn(f"only {val:,} validation tokens: {give}name a longer text last in --input")
     elif share > max(0.2, 2 * val_fraction):
         warn(
             f"{share:.0%} of the tokens are for validation, because the documents are few: give "

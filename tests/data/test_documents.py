@@ -327,7 +327,15 @@ def test_few_documents_that_divide_badly_are_told(tmp_path):
     (tmp_path / "a.txt").write_text("A long text. " * 500)
     (tmp_path / "z.txt").write_text("ok")
     done = shard(tmp_path, tmp_path / "out")
-    assert "only 2 validation tokens: give --val_fraction above 0.01, or name" in done.stderr
+    assert "only 2 validation tokens: name a longer text last in --input\n" in done.stderr
+
+
+def test_the_validation_fraction_that_a_short_text_is_told_gives_enough(tmp_path):
+    (tmp_path / "a.txt").write_text("A short text. " * 500)
+    done = shard(tmp_path, tmp_path / "out")
+    assert "only 701 validation tokens: give --val_fraction 0.15 or more, or name" in done.stderr
+    done = shard(tmp_path, tmp_path / "more", "--val_fraction", 0.15)
+    assert "validation tokens:" not in done.stderr
 
 
 def test_a_folder_without_validation_shards_says_how_to_get_some(tmp_path):
