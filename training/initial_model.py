@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from config import ConfigError, TrainConfig, recipe_of
-from model.config import GPTConfig
+from model.config import SIZES, GPTConfig
 from model.gpt import GPT, empty_gpt, with_context
 from model.huggingface import find_folder, read_config
 from training import checkpoint as ckpt
@@ -71,7 +71,9 @@ def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
     dropout; ConfigError where an option contradicts it."""
     named = config.model_type if config.model_type != "gpt2" else pretrained.size
     if named != pretrained.size:
-        raise ConfigError(f"--model_type {named}: {config.init_from} is a {pretrained}")
+        found = ", ".join(f"{name} {getattr(pretrained, name)}" for name in SIZES["gpt2"])
+        found = f"a {pretrained.size}" if pretrained.size else f"of another size: {found}"
+        raise ConfigError(f"--model_type {named}: {config.init_from} is {found}")
     if config.block_size > pretrained.block_size:
         raise ConfigError(
             f"--block_size {config.block_size} is more than the context of {config.init_from}: "
@@ -82,10 +84,11 @@ def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
         if getattr(config, name) not in (None, value):
             raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
         setattr(config, name, value)
-    if config.model_config(1).differs_from(pretrained.fields):
+    if differing := config.model_config(1).differs_from(pretrained.fields):
         if config.recipe != "gpt2" or "recipe" in given_options(sys.argv[1:]):
             raise ConfigError(
-                f"--recipe {config.recipe}: {config.init_from} is a {recipe_of(pretrained)}"
+                f"--recipe {config.recipe}: {config.init_from} is a {recipe_of(pretrained)}, which "
+                f"differs in {', '.join(differing)}; leave out --recipe"
             )
         config.recipe = recipe_of(pretrained)
     return replace(pretrained, block_size=config.block_size, dropout=config.dropout)

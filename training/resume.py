@@ -2,7 +2,7 @@
 
 import sys
 import zlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -72,6 +72,8 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
         initial_shape(config)  # before the checks: the recipe says which rates are allowed
     before = saved["train_config"].keys() if saved else set()
     config.use_torch_compile = should_compile(config, given | file.keys() | before)
+    if saved and "min_lr" not in given | file.keys():
+        check_saved_min_lr(config)
     config.check()
     check_extras(config)
     if not config.overwrite:
@@ -93,12 +95,25 @@ def resumed_config(saved: dict, path: Path, file: dict) -> TrainConfig:
     config = parse(TrainConfig, default=default)
     config.resume = str(path)
     shape = ckpt.model_config(saved, path)
-    if config.model_config(shape.vocab_size) != replace(shape, dropout=config.dropout):
+    was = asdict(replace(shape, dropout=config.dropout))
+    now = asdict(config.model_config(shape.vocab_size))
+    names = [name for name in was if was[name] != now[name]]
+    if changed := [f"{name} was {was[name]} and is {now[name]}" for name in names]:
         raise ConfigError(
-            f"{path} holds a model of another shape ({saved['model_config']}); leave out the "
-            "flags that change it, or start a new run in another --checkpoint_dir"
+            f"{path} holds a model of another shape: {', '.join(changed)}; leave out the options "
+            "that change it, or start a new run in another --checkpoint_dir"
         )
     return config
+
+
+def check_saved_min_lr(config: TrainConfig) -> None:
+    """Raise ConfigError if --min_lr, taken from the checkpoint, is above a lower --max_lr."""
+    max_lr = config.resolved_recipe.max_lr
+    if config.min_lr is not None and config.min_lr > max_lr:
+        raise ConfigError(
+            f"--min_lr {config.min_lr} of the checkpoint is above --max_lr {max_lr}: give --min_lr "
+            "as well"
+        )
 
 
 def check_extras(config: TrainConfig) -> None:
@@ -198,7 +213,9 @@ def resume_warnings(
     before = then.get("resolved_recipe", then.get("chosen", {}))  # older checkpoints: chosen
     for name, value in before.items():
         if value != (new := now["resolved_recipe"].get(name)):
-            notes.append(f"note: the recipe's {name} was {value} and is {new}")
+            given = any(options.get(name) is not None for options in (then, now))
+            what = f"--{name}" if given else f"the recipe's {name}"
+            notes.append(f"note: {what} was {value} and is {new}")
     if before.get("schedule") == "wsd" and config.max_steps > then["max_steps"]:
         if saved["step"] > stable_steps(then["max_steps"], before["decay"]):
             notes.append(

@@ -8,9 +8,11 @@ import torch
 from conftest import ROOT, losses, script, train_args
 
 from config import ConfigError, TrainConfig
+from data.loader import Sequences, TokenStream
 from training import options
+from training.checkpoint import load_checkpoint
 from training.options import NANOGPT_OPTIONS, read_config_file
-from training.resume import length_warnings
+from training.resume import check_saved_min_lr, length_warnings, resume_warnings
 from utils.cli import given_options
 from utils.devices import pick_dtype
 
@@ -137,3 +139,14 @@ def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda found=found: found)
         assert pick_dtype("auto", cpu) is dtype and pick_dtype("auto", mps) is torch.float32
         assert pick_dtype("float32", cpu) is torch.float32
+
+
+def test_options_that_a_resumed_run_did_not_give_are_told_from_those_it_gave(shards, trained):
+    with pytest.raises(ConfigError, match="--min_lr 0.001 of the checkpoint .* give --min_lr as w"):
+        check_saved_min_lr(TrainConfig(min_lr=1e-3, max_lr=1e-4))
+    check_saved_min_lr(TrainConfig(max_lr=1e-4))
+    saved = load_checkpoint(trained / "checkpoints/model_last.pt")
+    config = TrainConfig.from_dict({**saved["train_config"], "max_lr": 0.002, "grad_clip": 1.0})
+    val = Sequences(TokenStream(shards, "val"), 32)
+    notes = resume_warnings(config, saved, TokenStream(shards, "train"), val)
+    assert notes == ["note: --max_lr was 0.003 and is 0.002"]

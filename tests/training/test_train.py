@@ -231,7 +231,7 @@ def test_bad_settings_are_sentences(shards, trained, tmp_path):
     bad(args("--resume", tmp_path / "no.pt"), "there is no checkpoint")
     bad(args("--resume", shards / "manifest.json"), "damaged or not a checkpoint")
     last = trained / "checkpoints" / "model_last.pt"
-    bad(args("--resume", last, "--n_layer", 3), "another shape")
+    bad(args("--resume", last, "--n_layer", 3), "another shape: n_layer was 2 and is 3; leave out")
     assert not (tmp_path / "new").exists()
     bad(train_args(shards, trained, 4), "checkpoints of another run", trained)
     bad(args("--log_dir", shards / "manifest.json" / "logs"), "the log in")
