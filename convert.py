@@ -43,7 +43,10 @@ def export_checkpoint(config: ConvertConfig) -> None:
         save_pretrained(model, config.out)
         save_tokenizer(tokenizer, config.out, model.config.block_size, template)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{config.out} could not be written: {error}; remove it") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{config.out} could not be written whole: {reason}; choose another --out"
+        ) from error
 
 
 def import_model(config: ConvertConfig) -> None:
@@ -72,7 +75,7 @@ def main(config: ConvertConfig) -> None:
     if (config.checkpoint is None) == (config.model is None):
         raise ConfigError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
     if config.out.exists():
-        raise ConfigError(f"--out {config.out} exists already; remove it or choose another path")
+        raise ConfigError(f"--out {config.out} exists already; choose another path")
     (export_checkpoint if config.model is None else import_model)(config)
     print(f"wrote {config.out}")
 

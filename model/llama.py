@@ -72,8 +72,10 @@ def config_to_hf(config: GPTConfig) -> dict:
     wanted["activation"] = config.activation if known else "swiglu"
     if misfits := config.differs_from(wanted):
         fields = ", ".join(f"{name}={getattr(config, name)}" for name in misfits)
+        unlike = ", ".join(f"{name}={getattr(config, name)}" for name in config.differs_from({}))
         raise ModelError(
-            f"transformers has no class for this model: no GPT-2, and no LLaMA because of {fields}"
+            f"transformers has no class for this model: no GPT-2 because of {unlike}, and no LLaMA "
+            f"because of {fields}"
         )
     architecture, model_type = ("Qwen3", "qwen3") if config.qk_norm else ("Llama", "llama")
     kinds = [

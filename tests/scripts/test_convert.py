@@ -77,7 +77,11 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
     last = trained / "checkpoints" / "model_last.pt"
     for args, message in (
         (["convert.py", "--out", tmp_path / "x"], "give one of"),
-        (["convert.py", "--checkpoint", last, "--out", exported], "exists already"),
+        (["convert.py", "--checkpoint", last, "--out", exported], "exists already; choose another"),
+        (
+            ["convert.py", "--checkpoint", last, "--out", "/dev/null/x"],
+            "/dev/null/x could not be written whole: Not a directory; choose another --out",
+        ),
         (["convert.py", "--model", exported, "--out", tmp_path / "x"], "must end in .pt"),
         (
             ["convert.py", "--model", tmp_path, "--out", tmp_path / "x.pt"],

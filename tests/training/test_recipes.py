@@ -92,6 +92,9 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
     model = GPT(GPTConfig(32, 257, 1, 4, 64, **parse_recipe("modern,norm=layer,bias=True").model))
     with pytest.raises(ModelError, match="no LLaMA because of norm=layer, bias=True"):
         save_pretrained(model, tmp_path / "out")
+    model = GPT(GPTConfig(32, 257, 1, 4, 64, tied=False))
+    with pytest.raises(ModelError, match="no GPT-2 because of tied=False, and no LLaMA because of"):
+        save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
