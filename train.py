@@ -35,7 +35,7 @@ from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
 from training import resume
 from training.checkpoint import config_values
-from training.checkpoint_folder import BEST, LAST, STABLE, remove_all
+from training.checkpoint_folder import BEST, LAST, STABLE, remove_all, step_of_best
 from training.dry_run import dry_run, resolve_micro_batch
 from training.guard import PATIENCE, TrainingError
 from training.initial_model import build_model
@@ -139,7 +139,7 @@ def main() -> None:
     if profiler:
         profiler.stop()
     saver.finish()
-    finish(logger, config, state, model, process, stop if stopping else None)
+    finish(logger, config, state, start, model, process, stop if stopping else None)
 
 
 def check_readable(
@@ -288,6 +288,7 @@ def finish(
     logger: Logger,
     config: TrainConfig,
     state: TrainState,
+    start: int,
     model: GPT,
     process: Process,
     stop: StopSignal | None,
@@ -299,8 +300,12 @@ def finish(
             f"--resume {config.checkpoint_dir} alone"
         )
     else:
+        best = step_of_best(config.checkpoint_dir)
         logger.print(
-            f"done: best validation loss {state.best_loss:.4f}, see {config.checkpoint_dir}"
+            f"done: best validation loss {state.best_loss:.4f}"
+            + (f" at step {best}" if best is not None else "")
+            + f", see {config.checkpoint_dir}"
+            + resume.already_done(config, start)
         )
     logger.close()
     if process.is_main and not stop:

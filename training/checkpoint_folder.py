@@ -7,7 +7,7 @@ from data.tokenizer import TOKENIZERS, check_vocabulary
 from model.config import ModelError
 from model.gpt import GPT
 from model.huggingface import find_folder, load_pretrained
-from training.checkpoint import CheckpointError, load_model
+from training.checkpoint import CheckpointError, load_checkpoint, load_model
 from utils.cli import given_options
 from utils.distributed import is_main
 from utils.files import link_or_copy, sync_folder
@@ -46,6 +46,14 @@ def find_newest(folder: Path) -> Path | None:
     others = [path for path in (folder / STABLE, folder / BEST) if path.exists()]
     others.sort(key=lambda path: path.stat().st_mtime)
     return next(reversed(others + numbered_checkpoints(folder)), None)
+
+
+def step_of_best(folder: Path) -> int | None:
+    """Return the step of the best checkpoint of a folder, None if it holds none that is whole."""
+    try:
+        return load_checkpoint(folder / BEST)["step"]
+    except CheckpointError:
+        return None
 
 
 def checkpoint_folder(path: Path) -> Path:

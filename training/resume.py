@@ -116,6 +116,13 @@ def check_saved_min_lr(config: TrainConfig) -> None:
         )
 
 
+def already_done(config: TrainConfig, start: int) -> str:
+    """Return a clause for a run that began at `start`, its last step; "" for any other."""
+    if start < config.max_steps:
+        return ""
+    return f"; it was already at step {start} of {config.max_steps}: give a larger --max_steps"
+
+
 def check_extras(config: TrainConfig) -> None:
     """Raise ConfigError or LogError for benchmark files or packages that are missing."""
     for path in (config.hellaswag_data, config.lambada_data):

@@ -17,6 +17,7 @@ from training.checkpoint_folder import (
     find_newest,
     numbered_checkpoints,
     step_of,
+    step_of_best,
 )
 from utils.distributed import Process
 from utils.errors import UserError
@@ -178,7 +179,8 @@ def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
             ]
     for path in later:
         path.unlink()
-    kept.append(f"{BEST} until there is a lower loss")
+    if (best := step_of_best(folder)) is not None:
+        kept.append(f"{BEST}, of step {best}, stays until there is a lower loss")
     return [f"note: continuing at step {step}: {', '.join(kept)}", *notes]
 
 

@@ -199,6 +199,8 @@ def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_pa
     (folder / "model_step_000012.pt").unlink()
     done = script(*back, "--max_steps", 8)
     assert "model_last.pt is kept as model_kept_000012.pt" in done.stdout
+    assert ", model_best.pt, of step 12, stays until there is a lower loss\n" in done.stdout
+    assert " at step 12, see " in done.stdout
     kept = (folder / "model_kept_000012.pt").read_bytes()
     assert load_checkpoint(folder / "model_last.pt")["step"] == 8
     assert (folder / "model_best.pt").read_bytes() == best
@@ -222,8 +224,11 @@ def test_going_back_keeps_the_later_checkpoint_and_the_better_one(shards, tmp_pa
 
 def test_a_run_that_is_made_longer_keeps_its_best_checkpoint(shards, tmp_path):
     args = train_args(shards, tmp_path, 10, "--eval_every", 0)
-    script(*args)  # validated once, after model_last.pt was written
+    done = script(*args)  # validated once, after model_last.pt was written
+    assert f" at step 10, see {tmp_path}/checkpoints\n" in done.stdout
     best = (tmp_path / "checkpoints/model_best.pt").read_bytes()
+    done = script(*args, "--resume", "auto")
+    assert "; it was already at step 10 of 10: give a larger --max_steps\n" in done.stdout
     script(*args, "--resume", "auto", "--max_steps", 14, "--max_lr", 5)
     assert (tmp_path / "checkpoints/model_best.pt").read_bytes() == best
 
