@@ -20,6 +20,7 @@ from utils.errors import UserError
 
 Config = TypeVar("Config")
 NO_MEMORY = "can't allocate memory|CUDA (error: )?out of memory"
+PATH_OPTIONS = ("checkpoint", "log", "input", "data_dir")  # of a script, the first takes its paths
 OUT_OF_MEMORY = "lower --micro_batch_size or --num_samples"
 
 
@@ -40,7 +41,9 @@ def parse(
     With `positional`, required options are positional arguments. Dataclasses named ...Options that
     `config_class` inherits from are the groups of --help, the last one first.
     """
-    check_habits(config_class, hints, sys.argv[1:] if args is None else args)
+    check_habits(config_class, hints, words := sys.argv[1:] if args is None else args)
+    if not positional:
+        check_first_word(config_class, words)
     import tyro  # here, so that importing this module does not require it
 
     options = {"use_underscores": True, "console_outputs": distributed.is_main(), "args": args}
@@ -74,6 +77,16 @@ def given_options(args: list[str]) -> set[str]:
     """Return the names of the options on a command line, with no_ where one turns a switch off."""
     flags = (word.partition("=")[0] for word in args if word.startswith("--"))
     return {flag[2:].replace("-", "_") for flag in flags}
+
+
+def check_first_word(config_class: type, args: list[str]) -> None:
+    """Raise UserError for a path without the option that takes it."""
+    first, names = args[0] if args else "", get_type_hints(config_class).keys()
+    option = next((name for name in PATH_OPTIONS if name in names), None)
+    if "resume" in names and first.endswith(".pt"):
+        option = "resume"
+    if option and first and not first.startswith("-") and os.path.exists(first):
+        raise UserError(f"{first}: give it by --{option} {first}")
 
 
 def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) -> None:

@@ -7,7 +7,10 @@ import torch
 import torch._dynamo.exc
 import torch._inductor.exc
 
+from bench import BenchConfig
 from config import DataConfig, SamplingConfig, TrainConfig
+from data.verify import VerifyConfig
+from plot import PlotConfig
 from training.options import parse_options
 from utils.cli import check_habits, parse, user_message
 from utils.errors import UserError
@@ -82,3 +85,26 @@ def test_a_prompt_may_be_empty_and_a_number_negative():
 def test_a_bug_is_no_sentence():
     for error in (RuntimeError("shapes do not match"), AssertionError(), ZeroDivisionError()):
         assert user_message(error) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "option"),
+    [
+        (SamplingConfig, "runs", "--checkpoint"),
+        (DataConfig, "book.txt", "--input"),
+        (TrainConfig, "model_last.pt", "--resume"),
+        (VerifyConfig, "runs", "--data_dir"),
+        (PlotConfig, "runs", "--log"),
+    ],
+)
+def test_a_path_alone_is_told_its_option(options, name, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=f"{name}: give it by {option} {name}$"):
+        parse(options, args=[name])
+
+
+def test_a_word_that_a_script_expects_is_not_taken_for_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert parse(BenchConfig, args=["data"], positional=True).what == "data"
