@@ -58,6 +58,8 @@ def forecast_memory(config: TrainConfig, shape: GPTConfig, hardware: Hardware) -
 
 def dry_run(config: TrainConfig, saved: dict | None) -> None:
     """Print what would be trained and its forecast. Needs neither data nor memory for the model."""
+    if not distributed.is_main():
+        return  # the main process prints for all
     hardware, shape = planned_hardware(config), model_shape(config, saved)
     notes = choose_micro_batch(config, saved, shape, hardware)
     model, world_size = empty_gpt(shape), hardware.world_size

@@ -248,6 +248,8 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
     assert "= 32 x 16 x 1024 x 1 on cpu" in done.stdout
     assert f"\ndata_dir: {tmp_path / 'none'}\n" in done.stdout
     assert "there is no folder" in done.stdout
+    second = {**environment(), "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    assert script("train.py", "--dry_run", "--device", "cpu", env=second).stdout == ""
 
 
 def test_going_back_keeps_what_it_goes_back_to_and_what_comes_of_it(shards, tmp_path):
