@@ -69,10 +69,17 @@ def find_best(path: Path) -> Path:
     folder = checkpoint_folder(path)
     found = folder / BEST if (folder / BEST).exists() else find_newest(folder)
     if found is None:
-        raise CheckpointError(f"{folder} holds no checkpoint of train.py")
+        hint = f"; give a Hugging Face folder by --model {path}" if is_hugging_face(path) else ""
+        raise CheckpointError(f"{folder} holds no checkpoint of train.py{hint}")
     if is_main():
         print(f"reading {found}", file=sys.stderr)
     return found
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Return whether a folder holds a config.json and weights as transformers reads them."""
+    weights = [*folder.glob("*.safetensors*"), *folder.glob("pytorch_model*")]
+    return (folder / "config.json").exists() and bool(weights)
 
 
 def remove_all(folder: Path) -> None:
@@ -93,6 +100,9 @@ def load_hugging_face(name: str) -> GPT:
     of a tokenizer that is unknown here."""
     if Path(name).is_file():
         raise CheckpointError(f"--model {name} is a file: give a checkpoint by --checkpoint")
+    folder = Path(name)
+    if not is_hugging_face(folder) and find_newest(checkpoint_folder(folder)):
+        raise CheckpointError(f"--model {name} holds checkpoints: give it by --checkpoint {name}")
     check_vocabulary(find_folder(name))
     return load_pretrained(name)
 

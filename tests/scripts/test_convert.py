@@ -89,6 +89,11 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         ),
         (train_args(shards, tmp_path, 4, "--init_from", exported, "--n_layer", 3), "--n_layer 3"),
         (["sample.py", "--model", tmp_path / "none"], "is no folder"),
+        (["sample.py", "--checkpoint", exported], f"folder by --model {exported}"),
+        (
+            ["convert.py", "--model", trained, "--out", tmp_path / "x.pt"],
+            f"holds checkpoints: give it by --checkpoint {trained}",
+        ),
         (["train.py", "--dry_run", "--init_from", tmp_path], "holds no checkpoint"),
         (["train.py", "--dry_run", "--hellaswag_data", tmp_path / "x"], "there is no file"),
         (["train.py", "--dry_run", "--init_from", exported, "--model_type", "gpt2-xl"], "gpt2-xl"),
