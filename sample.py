@@ -70,7 +70,8 @@ def check(config: SamplingConfig, prefix: str = "--") -> None:
     for name, (_, least, greatest) in OPTIONS.items():
         value = getattr(config, name)
         if value is not None and not least <= value <= greatest:
-            raise ConfigError(f"{prefix}{name} {value} must be from {least} to {greatest}")
+            bounds = f"from {least} to {greatest}" if greatest < math.inf else f"at least {least}"
+            raise ConfigError(f"{prefix}{name} {value} must be {bounds}")
     if 0 < config.temperature < LEAST_TEMPERATURE:
         raise ConfigError(
             f"{prefix}temperature {config.temperature} must be at least {LEAST_TEMPERATURE}, or 0 "

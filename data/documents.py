@@ -103,7 +103,7 @@ def missing_column(name: str, column: str, names: list[str]) -> str:
     """Return an error for a file that does not have the column of texts once."""
     if column in names:
         return f"{name} has {names.count(column)} columns {column!r}; rename all but one"
-    shown = ", ".join(x if len(x) <= 40 else f"{x[:40]}..." for x in names)
+    shown = ", ".join(repr(x if len(x) <= 40 else f"{x[:40]}...") for x in names)
     return f"{name} has no column {column!r} but {shown}; choose one by --text_column"
 
 

@@ -100,9 +100,10 @@ def _hub_rows(task: str) -> list[dict]:
     try:
         return list(datasets.load_dataset(name, configuration, split=split))
     except Exception as error:  # datasets and its file systems raise many kinds
+        in_training = "" if task.startswith("cbt") else f" (train.py: --{task}_data)"
         raise DataError(
             f"{name} could not be downloaded from the hub ({type(error).__name__}); go online, or "
-            "give a file in the original format"
+            f"give a file in the original format by --data{in_training}"
         ) from error
 
 

@@ -80,7 +80,7 @@ def test_csv_and_json_are_read_and_an_array_is_refused_with_the_command_that_hel
     assert read(tmp_path / "a.csv", "body") == ['two\nlines, "quoted"', ""]
     assert read(tmp_path / "b.TSV", "body") == ["first"]
     assert read(tmp_path / "c.json") == TEXTS
-    with pytest.raises(DataError, match="no column 'text' but id, body; choose one by --text_col"):
+    with pytest.raises(DataError, match="no column 'text' but 'id', 'body'; choose one by --text"):
         read(tmp_path / "a.csv")
     (tmp_path / "d.json").write_text(json.dumps([{"text": "a"}]))
     with pytest.raises(DataError, match=r"one JSON array; .*jq -c '.\[\]' does"):
@@ -139,7 +139,7 @@ def test_another_text_column_is_read_and_rows_without_it_are_named(tmp_path):
     assert f"a.jsonl: 5 rows without text are skipped; {first}" in done.stderr
     assert "b.parquet: 1 rows without text are skipped; the first: row 2" in done.stderr
     done = shard(tmp_path / "b.parquet", tmp_path / "no", code=2)
-    assert "b.parquet has no column 'text' but id, content; choose one" in done.stderr
+    assert "b.parquet has no column 'text' but 'id', 'content'; choose one" in done.stderr
     done = shard(tmp_path / "a.jsonl", tmp_path / "no", "--text_column", "none", code=2)
     assert "a.jsonl holds no text; skipped: 7 without text" in done.stderr
     done = shard(tmp_path, tmp_path / "out", "--text_column", "id", "--val_fraction", 0, code=2)

@@ -406,3 +406,12 @@ def test_benchmarks_come_from_the_hub(exported, tmp_path):
     script(*args, tmp_path / "2.json", "--data", exported / "l.jsonl")
     one, two = ((tmp_path / f"{n}.json").read_text() for n in (1, 2))
     assert json.loads(one)["results"] == json.loads(two)["results"]
+
+
+def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"format by --data \(train.py: --lambada_data\)$"):
+        read_rows("lambada", None)

@@ -75,7 +75,8 @@ def test_bad_settings_are_sentences(trained, tmp_path):
     for extra, message in (
         (["--prompt", "x" * 33], "the prompt is 33 tokens long; this model reads at most 32"),
         (["--prompt", f"@{tmp_path}/none"], "cannot be read"),
-        (["--top_p", 0], "--top_p"),
+        (["--top_p", 0], "--top_p 0.0 must be from 1e-09 to 1"),
+        (["--top_k", 0], "--top_k 0 must be at least 1\n"),
         (["--temperature", -1], "--temperature"),
         (["--temperature", 1e-38], "--temperature 1e-38 must be at least 1e-06, or 0"),
         (["--temperature", "nan"], "--temperature"),
