@@ -123,6 +123,8 @@ def checked_files(config: EvalConfig) -> dict[str, Path | None]:
             f"--data has {len(config.data)} files for the benchmarks {' '.join(tasks)}; "
             "give one for each, in that order"
         )
+    if config.num_samples < 0 or not 0 < config.temperature < math.inf:
+        raise ConfigError("--num_samples must be at least 0, --temperature above 0")
     for name in ("limit", "val_tokens", "batch_size", "max_new_tokens"):
         value = getattr(config, name)
         if value is not None and value < 1:

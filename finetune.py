@@ -9,9 +9,9 @@ docs/FINETUNING.md has the formats and formulas. Data order, checkpoints, signal
 """
 
 import json
+import math
 import signal
 import sys
-import zlib
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,16 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from evaluation.answers import QUESTION, Questions
 from evaluation.live_plot import draw_picture
 from evaluation.periodic import is_due
-from model import cpu
 from model.gpt import GPT
-from training import checkpoint as ckpt
 from training.checkpoint_folder import BEST, LAST, remove_all
+from training.finetune_model import (
+    build_finetuned,
+    changed_inputs,
+    input_checksums,
+    open_reference,
+)
 from training.finetune_options import FinetuneConfig, resolve_run
 from training.guard import PATIENCE, TrainingError
-from training.initial_model import build_finetuned, checkpoint_to_start_from, open_init
 from training.methods import (
     Batch,
     DirectPreference,
@@ -61,7 +64,7 @@ from utils.logger import Logger, catch_write_errors
 from utils.signals import StopSignal
 from utils.throughput import StepTimer, peak_flops
 
-FIELDS = {  # of a row
+FIELDS = {  # of a row, by method
     "sft": ("messages", "prompt", "completion"),
     "dpo": ("prompt", "chosen", "rejected"),
     "reward": ("prompt", "chosen", "rejected"),
@@ -71,13 +74,15 @@ FIELDS = {  # of a row
 
 def main() -> None:
     options, saved = resolve_run()
-    options.init_from = str(checkpoint_to_start_from(options.init_from) or options.init_from)
     process = distributed.start(options.device, before_exit=finish_writing)
     stop = StopSignal(announce=process.is_main)
     dtype = pick_dtype(options.dtype, process.device)
 
     # model: resumed, or of --init_from; the method reads the rows
     model, origin = build_finetuned(options, saved)
+    config = options.train_config(model.config, origin["data_dir"])
+    if not options.overwrite:
+        check_folders(config, saved, saved and Path(options.resume), given_options(sys.argv[1:]))
     reference = open_reference(options, process)
     tokenizer, block_size = load_tokenizer(origin["tokenizer"]), model.config.block_size
     setup = (tokenizer, block_size, process, dtype)
@@ -88,21 +93,21 @@ def main() -> None:
     questions = open_questions(options, *setup) if options.questions else None
     slicing = slice_steps(options, method, process)
     if options.max_steps is None:
-        options.max_steps = -(-len(method) // options.batch_size)
-    config = options.train_config(model.config, origin["data_dir"])
+        options.max_steps = config.max_steps = -(-len(method) // options.batch_size)
     checksums = input_checksums(options, reference)
-    notes = changed_inputs(options, saved, checksums)
-    if not options.overwrite:
-        check_folders(config, saved, saved and Path(options.resume), given_options(sys.argv[1:]))
+    changed = changed_inputs(options, saved, checksums)
 
     # progress, optimizer, log and checkpoints
     torch.manual_seed(options.seed)
     state = TrainState.start(config, saved)
+    if options.eval_data in changed:  # losses on other rows do not compare
+        state.best_loss = math.inf
     start = state.step
     engine = ParallelModel(model, config, process, dtype)
     optimizers = make_optimizers(model, config, dtype)
     load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
     saved = None  # closes the file, which is mapped from disk
+    notes = [f"warning: {path} has changed since the checkpoint was written" for path in changed]
     notes += lock_folders(config, start, process, 12 * model.num_parameters())
     logger = open_log(options, config, method, state, process, notes)
     about = {name: origin[name] for name in ("tokenizer", "train_tokens")}
@@ -149,7 +154,7 @@ def main() -> None:
             malloc.reuse_freed_memory()
 
     saver.finish()
-    finish(logger, options, model, process, stop if stopping else None)
+    finish(logger, options, state.step, model, process, stop if stopping else None)
 
 
 def train_step(
@@ -173,23 +178,26 @@ def train_step(
     torch.manual_seed((options.seed << 32) + state.step * 65_536 + engine.process.rank)
     ids = step_sequences(state.step, options.batch_size, len(method), options.seed)
     grid = slicing.rank_ids(np.arange(slicing.batch))  # (micro-steps, micro-batch)
-    batches, figures = method.micro_batches(engine.wrapped, state.step, ids, grid)
-    skip_reasons = []
-    for _ in range(options.updates):
+    batches, figures = method.micro_batches(engine.model, state.step, ids, grid)
+    for update in range(options.updates):
         sums = run_micro_batches(engine, method, batches, method.total(ids))
         grad_norm = clip_grad_norm(engine.wrapped, options.grad_clip)
         row = mean_over_processes(sums, grad_norm, stop, engine.process)
-        skip_reasons.append(state.guard.check(row["loss"], row["grad_norm"]))
+        if update == 0:  # the guard counts steps
+            skip_reason = state.guard.check(row["loss"], row["grad_norm"])
+        elif not math.isfinite(row["loss"] + row["grad_norm"]):
+            skip_reason = f"loss {row['loss']}, gradient norm {row['grad_norm']} in a later update"
         for optimizer in optimizers:
-            if skip_reasons[-1] is None:
+            if skip_reason is None:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    tokens, stopped = round(row.pop("tokens")) * options.updates, row.pop("stopped") > 0
-    state.advance(tokens)
+        if skip_reason:
+            break
+    tokens, stopped = round(row.pop("tokens")) * (update + 1), row.pop("stopped") > 0
+    state.advance(0 if skip_reason else tokens)
     times = timer.stop(tokens)
     if "rollout_ms" in figures:
         figures["update_ms"] = times["ms"] - figures["rollout_ms"] - figures["scoring_ms"]
-    skip_reason = next(filter(None, skip_reasons), None)
     return {**row, "lr": lr, "tokens": state.tokens, **figures, **times}, skip_reason, stopped
 
 
@@ -220,40 +228,6 @@ def mean_over_processes(
     return dict(zip(sums, process.sum(torch.stack(values)).tolist(), strict=True))
 
 
-def open_reference(options: FinetuneConfig, process: Process) -> GPT | None:
-    """Return the model of --init_from, fixed, for the methods that compare with it."""
-    if options.method != "dpo" and not (options.method == "grpo" and options.kl):
-        return None
-    reference, *_ = open_init(options)
-    reference.eval().requires_grad_(False).to(process.device)
-    if process.device.type == "cpu":
-        cpu.for_training(reference)  # the modules that the model has, so that both round alike
-    return reference
-
-
-def input_checksums(options: FinetuneConfig, reference: GPT | None) -> dict[str, int]:
-    """Return checksums of --data and, if the method needs it, of the weights of --init_from."""
-    checksums = {"data": zlib.crc32(options.data.read_bytes())}
-    if reference is not None:
-        checksums["init_from"] = ckpt.checksum(reference.state_dict())
-    return checksums
-
-
-def changed_inputs(
-    options: FinetuneConfig, saved: dict | None, checksums: dict[str, int]
-) -> list[str]:
-    """Return a sentence if --data has changed since the checkpoint; raise ConfigError if the
-    reference model has."""
-    before = saved["finetune"].get("checksums", {}) if saved else {}
-    changed = [name for name in checksums if before.get(name, checksums[name]) != checksums[name]]
-    if "init_from" in changed:
-        raise ConfigError(
-            f"{options.init_from} has changed since this run began, which compares with the model "
-            "that was there: put it back, or begin anew with --overwrite"
-        )
-    return [f"warning: {options.data} has changed: the order of its rows is another"] * len(changed)
-
-
 def open_method(
     options: FinetuneConfig,
     path: Path,
@@ -275,9 +249,9 @@ def open_method(
         return RewardModeling(*setup)
     if options.method == "dpo":
         return DirectPreference(*setup, reference=reference, beta=options.beta)
-    names = ("group_size", "max_new_tokens", "temperature", "seed", "updates")
+    names = ("group_size", "max_new_tokens", "seed", "updates")
     rollout = Rollout(**{name: getattr(options, name) for name in names})
-    reward = load_reward(options.reward, path, tokenizer.name, process.device, dtype)
+    reward = load_reward(options.reward, data, process.device, dtype)
     objective = {"clip": options.clip, "kl": options.kl}
     return GroupRelativePolicy(
         *setup, rollout=rollout, reward=reward, reference=reference, **objective
@@ -366,6 +340,7 @@ def end_run(saver: Saver, state: TrainState, options: FinetuneConfig) -> None:
 def finish(
     logger: Logger,
     options: FinetuneConfig,
+    step: int,
     model: GPT,
     process: Process,
     stop: StopSignal | None,
@@ -373,13 +348,13 @@ def finish(
     """Print how the run ended, draw its curves, and exit with 128 + the signal if one came."""
     if stop:
         logger.print(
-            "stopped by a signal; continue with --resume auto, or "
-            f"--resume {options.checkpoint_dir} alone"
+            f"stopped by a signal; saved at step {step}: continue with --resume auto, or --resume "
+            f"{options.checkpoint_dir} alone"
         )
     else:
         logger.print(f"done: see {options.checkpoint_dir}")
     logger.close()
-    if process.is_main and not stop:
+    if process.is_main and not stop and options.method != "grpo":  # its loss says nothing
         draw_picture(options.log_dir, model.config.size)
     distributed.stop()
     if stop:

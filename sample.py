@@ -115,7 +115,7 @@ def write_samples(
                     sample["finish"] = "end of text"
                 if sample["finish"] == "length":
                     piece = decoder.decode(tokenizer.decode_bytes([token]))
-                    if config.chat and not sample["text"]:
+                    if config.chat and sample["tokens"] == 0:
                         piece = piece.removeprefix(" ")  # after "Assistant:"
                     sample["text"] += piece
                     sample["tokens"] += 1
@@ -184,6 +184,8 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Sho
 
 def main(config: SamplingConfig) -> None:
     check(config)
+    if config.chat and config.json and not config.prompt:
+        raise ConfigError("--chat --json needs --prompt, the message to answer")
     if config.chat and not config.prompt:
         config = replace(config, interactive=True)
     if config.interactive and (config.json or config.prompt):

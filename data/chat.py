@@ -26,6 +26,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 Messages = list[dict[str, str]]
+LINE = "\0line"  # key of a row's line number; no field of JSON is likely to have that name
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Example:
 
 
 def read_rows(path: Path, fields: Sequence[str]) -> list[dict]:
-    """Return the rows of a .jsonl file, each with its "line"; raise DataError naming file and line
+    """Return the rows of a .jsonl file, each with its LINE; raise DataError naming file and line
     for one that is no object, or whose `fields` are missing or not of the types of this module."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -55,7 +56,7 @@ def read_rows(path: Path, fields: Sequence[str]) -> list[dict]:
             raise DataError(f"{path}, line {number}, is not JSON: {error}") from error
         if problem := find_problem(row, fields):
             raise DataError(f"{path}, line {number}: {problem}")
-        rows.append({**row, "line": number})
+        rows.append({**row, LINE: number})
     if not rows:
         raise DataError(f"{path} holds no rows; give one JSON object per line")
     return rows
@@ -140,8 +141,6 @@ def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> l
     if chat:
         opening = tokenizer.encode(f"{ROLES['assistant']}:").tolist()
         return encode_messages(as_messages(prompt), tokenizer).tokens + opening
-    if not isinstance(prompt, str):
-        raise DataError("a prompt of messages is of a chat; leave out --plain")
     return [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
 
 
@@ -217,11 +216,12 @@ def collate_packed(packs: list[list[Example]], block_size: int) -> dict[str, np.
     return {"idx": idx, "targets": targets, "positions": positions, "mask": mask}
 
 
-def collate(examples: list[Example]) -> dict[str, np.ndarray]:
+def collate(examples: list[Example], block_size: int) -> dict[str, np.ndarray]:
     """Return tokens and targets (B, T) of examples, one per row, and the index (B,) of the last
     token of each. Padding on the right is never seen by causal attention. The target of a token is
     the one after it, -1 where that is not learned."""
-    T = -(-max(len(example.tokens) for example in examples) // 8) * 8  # few different shapes
+    longest = max(len(example.tokens) for example in examples)
+    T = min(-(-longest // 8) * 8, block_size)  # few different shapes
     idx, targets = np.zeros((len(examples), T), np.int64), np.full((len(examples), T), -1)
     last = np.array([len(example.tokens) - 1 for example in examples])
     for b, example in enumerate(examples):
@@ -246,6 +246,13 @@ class ChatData:
     num_cut: int = 0
     """Examples that were cut to the context."""
 
+    def __post_init__(self) -> None:
+        for row in () if self.chat else self.rows:
+            if "messages" in row or not isinstance(row["prompt"], str):
+                raise DataError(
+                    f"{self.path}, line {row[LINE]}: messages are of a chat, and this is plain text"
+                )
+
     def dialogs(self) -> list[Example]:
         """Return the messages, or else prompt and completion, of each row."""
         return [
@@ -266,7 +273,7 @@ class ChatData:
             tokens = encode_prompt(row["prompt"], self.tokenizer, self.chat)
             if len(tokens) + max_new_tokens > self.block_size:
                 raise DataError(
-                    f"{self.path}, line {row['line']}: a prompt of {len(tokens)} tokens with "
+                    f"{self.path}, line {row[LINE]}: a prompt of {len(tokens)} tokens with "
                     f"--max_new_tokens {max_new_tokens} exceeds the context of {self.block_size}"
                 )
             found.append(tokens)
@@ -282,7 +289,7 @@ class ChatData:
         T = self.block_size
         if not any(example.learned[:T]):
             raise DataError(
-                f"{self.path}, line {row['line']}: the prompt has {example.learned.index(True)} "
+                f"{self.path}, line {row[LINE]}: the prompt has {example.learned.index(True)} "
                 f"tokens, as many as the context of {T} or more; shorten it"
             )
         self.num_cut += len(example.tokens) > T

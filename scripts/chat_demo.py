@@ -1,6 +1,6 @@
 """Teach a small model to answer questions: bash train.sh chat_demo, or python -m scripts.chat_demo.
 
-Three stages on sums made on the spot. Training on worked sums teaches to add, but not to answer; 32
+Three stages on sums made on the spot. Training on worked sums teaches to add, but not to answer; 8
 questions with answers teach the form of an answer, but few right ones; rewards for right answers do
 the rest. --preferences instead compares DPO and a reward model on a preference: to show
 the work. Killed, it continues where it was.
@@ -27,6 +27,7 @@ from training.checkpoint_folder import open_model
 from training.methods import token_logprobs
 from utils.cli import run
 from utils.distributed import Process
+from utils.errors import UserError
 from utils.log_files import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,8 +39,8 @@ SETTINGS = {
     "train": "--recipe modern --n_layer 4 --n_head 4 --n_embd 128 --block_size 96 --beta2 0.99 "
     "--micro_batch_size 32 --total_batch_size 3072 --max_steps 500 --warmup_steps 50 "
     "--eval_every 100 --sample_every 0 --save_every 250 --val_tokens 49152",
-    "sft": "--method sft --batch_size 4 --micro_batch_size 4 --max_steps 24 --max_lr 5e-4 "
-    "--eval_every 12",
+    "sft": "--method sft --batch_size 4 --micro_batch_size 4 --max_steps 20 --max_lr 5e-4 "
+    "--eval_every 10",
     "grpo": "--method grpo --reward exact --batch_size 16 --group_size 8 --micro_batch_size 128 "
     "--kl 0.01 --max_steps 80 --max_lr 3e-4 --eval_every 20",
     "mixed": "--method sft --batch_size 4 --micro_batch_size 4 --max_steps 60 --max_lr 1e-3",
@@ -77,6 +78,9 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 def write_data(folder: Path, seed: int) -> None:
     """Write texts, questions and pairs; no stage sees the sums of the held-out questions."""
+    seed_file = folder / "seed"
+    if seed_file.exists() and seed_file.read_text() != str(seed):
+        raise UserError(f"{folder} is of --seed {seed_file.read_text()}; give another --out")
     numbers = random.Random(seed)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     numbers.shuffle(sums)
@@ -86,6 +90,7 @@ def write_data(folder: Path, seed: int) -> None:
         return [{"prompt": f"What is {a}+{b}?", "answer": worked_sum(a, b)} for a, b in some]
 
     folder.mkdir(parents=True, exist_ok=True)
+    seed_file.write_text(str(seed))
     texts = [{"text": f"{a}+{b}: {worked_sum(a, b)}"} for _ in range(6) for a, b in known]
     write_rows(folder / "sums.jsonl", texts)
     plain = [{"prompt": f"{a}+{b}: ", "answer": worked_sum(a, b)} for a, b in held_out]
@@ -95,7 +100,7 @@ def write_data(folder: Path, seed: int) -> None:
     answered = questions(known[:200])
     write_rows(
         folder / "dialogs.jsonl",
-        [{"prompt": row["prompt"], "completion": row["answer"]} for row in answered[:32]],
+        [{"prompt": row["prompt"], "completion": row["answer"]} for row in answered[:8]],
     )
     # of two answers to each question one shows its work; the first stage sees both equally often
     short = [row["answer"].split()[-1] for row in answered]
@@ -170,7 +175,7 @@ def teach(config: DemoConfig) -> None:
     stages = {"trained on sums": accuracies(out, "sums", "held_out", "--chat")}
     held_out = ("--questions", out / "data/held_out.jsonl")
     finetune(out, seed, "sft", "sums", "dialogs", *held_out)
-    stages["32 dialogs"] = accuracies(out, "sft", "held_out")
+    stages["8 dialogs"] = accuracies(out, "sft", "held_out")
     finetune(out, seed, "grpo", "sft", "questions", *held_out)
     stages["rewards"] = accuracies(out, "grpo", "held_out")
     draw(stages, out)
@@ -244,7 +249,7 @@ def preferred_share(out: Path, stage: str, seed: int) -> tuple[float, float]:
     texts = asked.texts(model, temperature=1.0, seed=seed)
     pairs = zip(rows, texts, strict=True)
     examples = [encode_completion(row["prompt"], text, tokenizer, True) for row, text in pairs]
-    batch = {name: torch.from_numpy(x) for name, x in collate(examples).items()}
+    batch = {name: torch.from_numpy(x) for name, x in collate(examples, size).items()}
     with torch.no_grad():
         nats = token_logprobs(model, batch).sum(1) - token_logprobs(before, batch).sum(1)
     return sum("=" in text for text in texts) / len(texts), nats.mean().item()

@@ -8,6 +8,7 @@ from config import ConfigError, TrainConfig, mistyped
 from model.config import GPTConfig
 from training import checkpoint as ckpt
 from training.checkpoint_folder import checkpoint_folder, find_newest
+from training.initial_model import checkpoint_to_start_from
 from training.run_folders import best_loss, check_encoding
 from utils.cli import parse
 
@@ -16,7 +17,7 @@ PER_LAUNCH = {"resume": None, "overwrite": False}
 
 
 # default learning rates after warmup, those of trl
-LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-5, "grpo": 1e-6}
+LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}
 
 
 @dataclass
@@ -59,10 +60,10 @@ class ScheduleOptions:
     block_size: int | None = None
     """Longest text in tokens; default: the model's context."""
     dropout: float = 0.0
-    """Dropout probability."""
+    """sft, reward: dropout probability."""
     max_lr: float | None = None
     """Learning rate after warmup, from which it falls linearly to --min_lr; default: 2e-5 for sft,
-    1e-5 for reward, 1e-6 for dpo and grpo."""
+    1e-4 for reward, 1e-6 for dpo and grpo."""
     min_lr: float = 0.0
     """Learning rate of the last step."""
     warmup_steps: int | None = None
@@ -91,8 +92,6 @@ class MethodOptions:
     """grpo: completions of a prompt."""
     max_new_tokens: int = 64
     """Longest completion in tokens (grpo, --questions)."""
-    temperature: float = 1.0
-    """grpo: sampling temperature."""
     clip: float = 0.2
     """grpo: largest change of a probability ratio that is rewarded."""
     kl: float = 0.04
@@ -146,8 +145,16 @@ class FinetuneConfig(
             raise ConfigError(
                 "--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint"
             )
+        compares = self.method in ("dpo", "grpo")
+        wrong = {  # what a method has no use for
+            "dropout": self.dropout and compares,
+            "questions": self.questions and self.method == "reward",
+            "updates": self.updates != 1 and self.method != "grpo",
+        }
+        for name in (name for name in wrong if wrong[name]):
+            raise ConfigError(f"--method {self.method} has no use for --{name}: leave it out")
         least = {1: "batch_size micro_batch_size max_new_tokens updates", 2: "group_size"}
-        least[0] = "beta clip kl min_lr temperature"
+        least[0] = "beta clip kl min_lr"
         for value, names in least.items():
             for name in names.split():
                 if not getattr(self, name) >= value:
@@ -161,7 +168,7 @@ class FinetuneConfig(
         """Return the options of train.py under which a model of `shape` is optimized and saved
         alike; `data_dir` are the shards that it was trained on before."""
         names = [f.name for f in fields(TrainConfig) if hasattr(self, f.name)]
-        shared = {name: getattr(self, name) for name in names}
+        shared = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         recipe = [f"{name}={getattr(shape, name)}" for name in shape.differs_from({})]
         sizes = {name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd")}
         config = TrainConfig(**shared | sizes | {"data_dir": Path(data_dir)})
@@ -187,13 +194,30 @@ def resolve_run() -> tuple[FinetuneConfig, dict | None]:
             raise ConfigError(f"--resume {folder}: the folder holds no checkpoint")
     if path is not None:
         saved = ckpt.load_checkpoint(path)
-        options = parse(FinetuneConfig, default=saved_options(saved, path))
-        options.resume = str(path)
+        before = saved_options(saved, path)
+        options = parse(FinetuneConfig, default=before)
+        check_unchanged(before, options, path)
+        options.resume, options.init_from = str(path), before.init_from
+    elif options.init_from:
+        options.init_from = str(checkpoint_to_start_from(options.init_from) or options.init_from)
     options = with_folders(options)
     check_encoding(options.checkpoint_dir)
     if saved:
         saved["best_loss"] = min(saved["best_loss"], best_loss(options.checkpoint_dir, saved))
     return options, saved
+
+
+def check_unchanged(before: FinetuneConfig, now: FinetuneConfig, path: Path) -> None:
+    """Raise ConfigError if a resumed run is to have another method, model or kind of text."""
+    for name in ("method", "block_size", "dropout", "plain", "init_from"):
+        was, value = getattr(before, name), getattr(now, name)
+        if name == "init_from" and value != was:
+            value = str(checkpoint_to_start_from(value) or value)
+        if value != was:
+            raise ConfigError(
+                f"{path} is of a run with --{name} {was}, not {value}: leave it out, or begin "
+                "another run in another --checkpoint_dir"
+            )
 
 
 def with_folders(options: FinetuneConfig) -> FinetuneConfig:

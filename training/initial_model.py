@@ -8,11 +8,10 @@ import torch
 
 from config import ConfigError, TrainConfig, recipe_of
 from model.config import SIZES, GPTConfig
-from model.gpt import GPT, empty_gpt, with_context
+from model.gpt import GPT, with_context
 from model.huggingface import find_folder, read_config
 from training import checkpoint as ckpt
-from training.checkpoint_folder import find_best, load_hugging_face, open_model
-from training.finetune_options import FinetuneConfig
+from training.checkpoint_folder import find_best, load_hugging_face
 from utils.cli import given_options
 
 
@@ -92,51 +91,3 @@ def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
             )
         config.recipe = recipe_of(pretrained)
     return replace(pretrained, block_size=config.block_size, dropout=config.dropout)
-
-
-def build_finetuned(options: FinetuneConfig, saved: dict | None) -> tuple[GPT, dict]:
-    """Return the model of a run of finetune.py on the CPU, resumed or of --init_from, with the
-    tokenizer, train_tokens and data_dir of its pre-training."""
-    if saved:
-        path = Path(options.resume)
-        model = GPT(ckpt.model_config(saved, path))
-        ckpt.verify(saved, path, "model", "model_low", "optimizer")
-        ckpt.load_weights(model, saved, exact=True)
-        tokenizer, before = saved["tokenizer"], saved
-    else:
-        model, tokenizer, before = open_init(options)
-        if options.method == "reward" and not model.config.reward_head:
-            model = with_reward_head(model)
-    data_dir = before["train_config"]["data_dir"] if before else str(TrainConfig().data_dir)
-    origin = {"tokenizer": tokenizer, "train_tokens": before.get("train_tokens", 0)}
-    return model.train(), origin | {"data_dir": data_dir}
-
-
-def open_init(options: FinetuneConfig) -> tuple[GPT, str, dict]:
-    """Return the model of --init_from in the context of the options, its tokenizer's name, and its
-    checkpoint, {} if it is none."""
-    path = checkpoint_to_start_from(options.init_from)
-    if path and options.overwrite and path.resolve().parent == options.checkpoint_dir.resolve():
-        raise ConfigError(
-            f"--overwrite would remove {path}, the weights of --init_from; give another "
-            "--checkpoint_dir"
-        )
-    pretrained, rewards = None if path else options.init_from, options.method == "reward"
-    model, tokenizer, before = open_model(path, pretrained, exact=True, rewards=rewards)
-    block_size = options.block_size or model.config.block_size
-    if block_size > model.config.block_size:
-        raise ConfigError(
-            f"--block_size {block_size} is more than the context of {options.init_from}: give "
-            f"--block_size {model.config.block_size} or less"
-        )
-    shape = replace(model.config, block_size=block_size, dropout=options.dropout)
-    return with_context(model, shape), tokenizer, before
-
-
-def with_reward_head(model: GPT) -> GPT:
-    """Return a reward model with the blocks of a model and a head of zeros."""
-    weights = {name: x for name, x in model.state_dict().items() if name != "lm_head.weight"}
-    weights["reward_head.weight"] = torch.zeros(1, model.config.n_embd)
-    scorer = empty_gpt(replace(model.config, reward_head=True))
-    scorer.load_state_dict(weights, assign=True)
-    return scorer.requires_grad_()

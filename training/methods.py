@@ -6,6 +6,7 @@ over micro-batches and processes they are these means, whatever the number of ei
 
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,7 +128,8 @@ class PairMethod(Method):
 
     def batch(self, ids: np.ndarray) -> Batch:
         """Return the chosen completions of the pairs `ids`, then the rejected ones."""
-        return self.to_device(collate([self.pairs[i][side] for side in (0, 1) for i in ids]))
+        examples = [self.pairs[i][side] for side in (0, 1) for i in ids]
+        return self.to_device(collate(examples, self.data.block_size))
 
 
 class RewardModeling(PairMethod):
@@ -185,7 +187,6 @@ class Rollout:
 
     group_size: int
     max_new_tokens: int
-    temperature: float
     seed: int
     updates: int
 
@@ -208,10 +209,10 @@ class GroupRelativePolicy(Method):
     ) -> None:
         super().__init__(data, *setup)
         self.rollout, self.reward, self.reference = rollout, reward, reference
-        self.clip, self.kl = clip, kl if reference is not None else 0.0
+        self.clip, self.kl = clip, kl
         self.items_per_example = rollout.group_size
         self.prompts = data.prompts(rollout.max_new_tokens)
-        self.newest: list[Completion] = []
+        self.newest: list[tuple[float, Completion]] = []
 
     def micro_batches(
         self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
@@ -219,9 +220,8 @@ class GroupRelativePolicy(Method):
         """Return sampled completions as batches, with advantages and log-probabilities."""
         began, size = time.perf_counter(), self.rollout.group_size
         seed = zlib.crc32(f"{self.rollout.seed} {step}".encode())
-        options = {"temperature": self.rollout.temperature, "seed": seed}
         groups = [
-            self.complete(model, ids[some // size], first_row=int(some[0]), **options)
+            self.complete(model, ids[some // size], first_row=int(some[0]), seed=seed)
             for some in grid
         ]
         sampled = time.perf_counter()
@@ -230,7 +230,7 @@ class GroupRelativePolicy(Method):
         batches = [self.scored(model, group) for group in groups]
         for batch, some in zip(batches, grid, strict=True):
             batch["advantages"] = advantages[some].to(self.process.device)
-        self.newest = groups[0]
+        self.newest = list(zip(rewards[grid[0]].tolist(), groups[0], strict=True))
         tokens = torch.tensor([sum(sum(c.example.learned) for group in groups for c in group)])
         seconds = sampled - began
         figures = {
@@ -261,12 +261,14 @@ class GroupRelativePolicy(Method):
             completions.append(Completion(self.data.rows[i], text, example))
         return completions
 
-    def all_rewards(self, groups: list[list[Completion]], grid: np.ndarray, count: int) -> Tensor:
+    def all_rewards(
+        self, groups: list[list[Completion]], positions: Sequence[np.ndarray], count: int
+    ) -> Tensor:
         """Return the rewards (count,) of the completions of all processes, of which this one has
-        those at the positions of `grid`."""
+        `groups` at `positions`."""
         rewards, problem = torch.zeros(count, dtype=torch.float64), None
         try:
-            for some, group in zip(grid, groups, strict=True):
+            for some, group in zip(positions, groups, strict=True):
                 rewards[some] = torch.tensor(self.reward(group), dtype=torch.float64)
         except UserError as error:
             problem = error
@@ -277,8 +279,8 @@ class GroupRelativePolicy(Method):
     @torch.no_grad()
     def scored(self, model: GPT, completions: list[Completion]) -> Batch:
         """Return completions as a batch with the log-probabilities that the loss compares with."""
-        batch = self.to_device(collate([c.example for c in completions]))
-        compared = {"reference": self.reference if self.kl else None}
+        batch = self.to_device(collate([c.example for c in completions], self.data.block_size))
+        compared = {"reference": self.reference}  # None without a KL term
         compared["old"] = model if self.rollout.updates > 1 else None
         with autocast(self.process.device, self.dtype):
             scores = {k: token_logprobs(m, batch) for k, m in compared.items() if m is not None}
@@ -294,21 +296,23 @@ class GroupRelativePolicy(Method):
         return {"loss": losses.sum() / total, "kl": kl.sum() / total}
 
     def describe_newest(self) -> str:
-        """Return completions of the newest step with their rewards, for samples.txt."""
-        rewards = self.reward(self.newest)
-        lines = [f"{x:g}  {c.text!r}" for x, c in zip(rewards, self.newest, strict=True)]
-        return "\n".join([f"prompt: {self.newest[0].row['prompt']!r}", *lines])
+        """Return the first group of the newest step with its rewards, for samples.txt."""
+        group = self.newest[: self.rollout.group_size]
+        lines = [f"{reward:g}  {completion.text!r}" for reward, completion in group]
+        return "\n".join([f"prompt: {group[0][1].row['prompt']!r}", *lines])
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean reward of the likeliest completion of each prompt."""
-        batches, total = self.in_order(), 0.0
+        batches, groups, positions = self.in_order(), [], []
         for turn in range(0, len(batches), self.process.world_size):
             mine = turn + self.process.rank
-            found = self.complete(model, batches[min(mine, len(batches) - 1)], temperature=0)
-            total += sum(self.reward(found)) if mine < len(batches) else 0.0
-        total = self.process.sum_float64(torch.tensor(total, dtype=torch.float64)).item()
-        return {"reward": total / len(self)}
+            ids = batches[min(mine, len(batches) - 1)]
+            found = self.complete(model, ids, temperature=0)
+            if mine < len(batches):
+                groups.append(found)
+                positions.append(ids)
+        return {"reward": self.all_rewards(groups, positions, len(self)).mean().item()}
 
 
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:

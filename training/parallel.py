@@ -138,6 +138,7 @@ class ParallelModel:
         self, model: GPT, config: TrainConfig, process: Process, dtype: torch.dtype
     ) -> None:
         self.process, self.dtype, self.sharding = process, dtype, config.sharding
+        self.model = model  # shares the weights of `wrapped`
         if process.device.type == "cpu":
             cpu.for_training(model)
         compiled = config.use_torch_compile

@@ -75,6 +75,8 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     if saved and "min_lr" not in given | file.keys():
         check_saved_min_lr(config)
     config.check()
+    if config.resolved_recipe.model.get("reward_head"):
+        raise ConfigError("a reward model is trained by finetune.py --method reward")
     check_extras(config)
     if not config.overwrite:
         # the folders in a config.json are those of its run

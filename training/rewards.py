@@ -1,7 +1,7 @@
 """Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
 
 import importlib.util
-import math
+import sys
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from data.chat import Example, collate, is_exact
+from data.chat import LINE, ChatData, Example, collate, is_exact
 from model.gpt import GPT
 from training.checkpoint import load_model
-from training.checkpoint_folder import find_best
+from training.checkpoint_folder import find_best, is_chat
 from utils.devices import autocast
 from utils.errors import UserError
 
 
 class Completion(NamedTuple):
-    """A completion of a row's prompt, and both as tokens, of which it is to be learned."""
+    """A completion of a row's prompt: its text, and its tokens after those of the prompt."""
 
     row: dict
     text: str
@@ -26,27 +26,32 @@ class Completion(NamedTuple):
 
 
 Reward = Callable[[list[Completion]], list[float]]
+LARGEST = sys.float_info.max
 
 
 class RewardError(UserError):
     """A reward that cannot be computed."""
 
 
-def load_reward(
-    name: str, source: Path, tokenizer: str, device: torch.device, dtype: torch.dtype
-) -> Reward:
-    """Return the reward called `name`: "exact", FILE.py:FUNCTION, or a reward model's checkpoint.
-    `source` is the file of the rows, for messages. Raises RewardError if there is none such."""
+def load_reward(name: str, data: ChatData, device: torch.device, dtype: torch.dtype) -> Reward:
+    """Return the reward called `name`: "exact", FILE.py:FUNCTION, or a reward model's checkpoint,
+    for rows of `data`. Raises RewardError if it cannot be used."""
     if name == "exact":
         return lambda completions: [float(is_exact(c.text, c.row["answer"])) for c in completions]
     file, _, function = name.rpartition(":")
+    if name.endswith(".py"):
+        raise RewardError(f"--reward {name} names no function: give {name}:FUNCTION")
     if file.endswith(".py"):
-        return reward_of_function(load_function(Path(file), function), name, source)
+        return reward_of_function(load_function(Path(file), function), name, data.path)
     model, saved = load_model(find_best(Path(name)), exact=True)
     if not model.config.reward_head:
         raise RewardError(f"--reward {name} is no reward model: make one by --method reward")
-    if saved["tokenizer"] != tokenizer:
-        raise RewardError(f"--reward {name} has {saved['tokenizer']} tokens, the model {tokenizer}")
+    if saved["tokenizer"] != data.tokenizer.name:
+        tokenizers = f"{saved['tokenizer']} tokens, the model {data.tokenizer.name}"
+        raise RewardError(f"--reward {name} has {tokenizers}")
+    if is_chat(saved) != data.chat:
+        kinds = ("a chat", "plain text") if is_chat(saved) else ("plain text", "a chat")
+        raise RewardError(f"--reward {name} has learned {kinds[0]}, and this run is of {kinds[1]}")
     return reward_of_model(model.to(device), dtype)
 
 
@@ -54,11 +59,13 @@ def load_function(path: Path, name: str) -> Callable:
     """Return a function of a Python file."""
     if not path.is_file():
         raise RewardError(f"--reward {path}:{name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for their module there
+    sys.path.append(str(path.resolve().parent))  # what stands beside the file can be imported
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -72,12 +79,12 @@ def reward_of_function(function: Callable, name: str, source: Path) -> Reward:
     def reward(completions: list[Completion]) -> list[float]:
         found = []
         for row, text, _ in completions:
-            where = f"{name}, for {source}, line {row['line']}, and the completion {text!a}"
+            where = f"{name}, for {source}, line {row[LINE]}, and the completion {text!a}"
             try:
                 value = function(row["prompt"], text, row)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
-            if not isinstance(value, Real) or not math.isfinite(value):
+            if not isinstance(value, Real) or not -LARGEST <= value <= LARGEST:
                 raise RewardError(f"{where}: returned {value!r}; expected a finite number")
             found.append(float(value))
         return found
@@ -86,7 +93,7 @@ def reward_of_function(function: Callable, name: str, source: Path) -> Reward:
 
 
 def reward_of_model(model: GPT, dtype: torch.dtype) -> Reward:
-    """Return a reward by a reward model, as of a text with its end."""
+    """Return a reward by a reward model."""
 
     @torch.no_grad()
     def reward(completions: list[Completion]) -> list[float]:
@@ -98,7 +105,10 @@ def reward_of_model(model: GPT, dtype: torch.dtype) -> Reward:
                 f"the reward model, {model.config.block_size}; lower --max_new_tokens"
             )
         device = model.transformer.wte.weight.device
-        batch = {k: torch.from_numpy(x).to(device) for k, x in collate(examples).items()}
+        batch = {
+            k: torch.from_numpy(x).to(device)
+            for k, x in collate(examples, model.config.block_size).items()
+        }
         with autocast(device, dtype):
             return rewards_at_end(model, batch).tolist()
 

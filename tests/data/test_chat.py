@@ -6,6 +6,7 @@ import torch
 
 from data import chat
 from data.chat import (
+    LINE,
     Example,
     collate,
     collate_packed,
@@ -78,7 +79,7 @@ def test_packed_examples_do_not_see_each_other(ngrams, position):
     losses = model(**packed, reduction="none").flatten()
     apart = []
     for example in examples:
-        one = {k: torch.from_numpy(x) for k, x in collate([example]).items()}
+        one = {k: torch.from_numpy(x) for k, x in collate([example], 64).items()}
         found = model(one["idx"], one["targets"], reduction="none")[0, : len(example.tokens) - 1]
         apart.append(found)
     apart = torch.cat(apart)
@@ -127,7 +128,7 @@ def test_files_without_rows_are_refused(tmp_path):
 
 
 def test_a_long_example_is_cut_and_a_long_prompt_refused(tmp_path):
-    rows = [{"prompt": "ab", "completion": "c" * 30, "line": 1}]
+    rows = [{"prompt": "ab", "completion": "c" * 30, LINE: 1}]
     data = chat.ChatData(rows, tmp_path / "rows.jsonl", BYTES, False, 16)
     (example,) = data.dialogs()
     assert len(example.tokens) == 16 and data.num_cut == 1
@@ -148,6 +149,14 @@ def test_the_chat_template_gives_the_same_tokens():
 
 
 def test_targets_are_the_tokens_after_and_padding_has_none():
-    batch = collate([Example([5, 6, 7], [False, True, True]), Example([5], [False])])
+    batch = collate([Example([5, 6, 7], [False, True, True]), Example([5], [False])], 64)
     assert batch["idx"].shape == (2, 8) and batch["last"].tolist() == [2, 0]
     assert batch["targets"].tolist() == [[6, 7, *[-1] * 6], [-1] * 8]
+    assert collate([Example([5] * 11, [True] * 11)], 11)["idx"].shape == (1, 11)
+
+
+def test_messages_are_no_plain_text(tmp_path):
+    rows = [{"messages": ANSWERED, LINE: 7}, {"prompt": ASKED, LINE: 7}]
+    for row in rows:
+        with pytest.raises(DataError, match="line 7: messages are of a chat"):
+            chat.ChatData([row], tmp_path / "rows.jsonl", BYTES, False, 64)

@@ -40,6 +40,8 @@ def base(shards, tmp_path_factory):
         "    return completion.count('e') / (1 + len(completion))\n"
         "def wrong(prompt, completion, row):\n    return 'good'\n"
         "def fails(prompt, completion, row):\n    return 1 / 0\n"
+        "def huge(prompt, completion, row):\n    return 10**400\n"
+        "def leaves(prompt, completion, row):\n    raise SystemExit(0)\n"
     )
     return run
 
@@ -64,7 +66,9 @@ def rows(run, split="train") -> list[dict]:
 def assert_close(run, other, tolerance=1e-4):
     """Compare the losses and the weights of two runs."""
     for a, b in zip(rows(run), rows(other), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=tolerance), (a, b)
+        for name in ("loss", "grad_norm", "reward", "kl", "margin"):
+            if name in a:
+                assert a[name] == pytest.approx(b[name], abs=tolerance, rel=tolerance), (a, b)
     theirs = weights(other)
     for name, weight in weights(run).items():
         torch.testing.assert_close(weight, theirs[name], atol=tolerance, rtol=0)
@@ -73,7 +77,8 @@ def assert_close(run, other, tolerance=1e-4):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_killed_run_continues_to_the_last_digit(base, tmp_path, method):
     """Completions, losses and weights equal those of a run that was never stopped."""
-    steps = ("--max_steps", 8, "--save_every", 3, "--sample_every", 1, "--dropout", 0.1)
+    steps = ("--max_steps", 8, "--save_every", 3, "--sample_every", 1)
+    steps += ("--dropout", 0.1) if method in ("sft", "reward") else ()
     evaluations = ("--eval_data", base / "rows.jsonl", "--eval_every", 4)
     args = [*steps, *evaluations]
     script(*finetune_args(base, tmp_path / "whole", method, *args))
@@ -92,7 +97,10 @@ def test_a_killed_run_continues_to_the_last_digit(base, tmp_path, method):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("method, sharding", [("sft", "zero2"), ("dpo", "none"), ("grpo", "zero2")])
+@pytest.mark.parametrize(
+    "method, sharding",
+    [("sft", "zero2"), ("reward", "zero1"), ("dpo", "none"), ("grpo", "none"), ("grpo", "zero3")],
+)
 def test_two_processes_and_shardings_equal_one(base, tmp_path, method, sharding):
     args = ("--max_steps", 4, "--eval_data", base / "rows.jsonl")
     script(*finetune_args(base, tmp_path / "one", method, *args))
@@ -211,7 +219,13 @@ def test_a_chat_is_exported_with_its_template(base, tmp_path):
         ("--method sft --resume {base}", "written by train.py"),
         ("--init_from {base}", "give --method"),
         ("--method sft --data {base}/empty.jsonl", "holds no rows"),
-        ("--method ppo", "ppo"),
+        ("--method ppo", "invalid choice"),
+        ("--method sft --updates 2", "--method sft has no use for --updates"),
+        ("--method dpo --dropout 0.1", "--method dpo has no use for --dropout"),
+        ("--method reward --questions {base}/rows.jsonl", "has no use for --questions"),
+        ("--method grpo {short} --reward {base}/letters.py", "names no function"),
+        ("--method grpo {short} --reward {base}/letters.py:huge", "expected a finite number"),
+        ("--method grpo {short} --reward {base}/letters.py:leaves", "line [0-9]+.*SystemExit"),
     ],
 )
 def test_a_mistake_gets_one_sentence(base, tmp_path, extra, problem):
@@ -246,7 +260,30 @@ def test_a_run_does_not_continue_with_another_reference_model(base, tmp_path):
     assert "start.pt has changed since this run began" in script(*again, 4, code=2).stderr
 
 
-def test_another_tokenizer_and_other_scripts_are_refused(base, tmp_path):
+def test_a_resumed_run_keeps_its_method_and_forgets_the_best_loss_of_other_rows(base, tmp_path):
+    args = finetune_args(base, tmp_path, "sft", "--eval_data", base / "rows.jsonl")
+    script(*args, "--max_steps", 2)
+    again = ("finetune.py", "--resume", tmp_path, "--max_steps", 3)
+    for option in (("--method", "dpo"), ("--dropout", 0.5), ("--block_size", 40), ("--plain",)):
+        found = script(*again, *option, code=2)
+        assert f"is of a run with {option[0]}" in found.stderr
+    (tmp_path / "other.jsonl").write_text((base / "rows.jsonl").read_text().replace("say", "xqz"))
+    script(*again, "--eval_data", tmp_path / "other.jsonl")
+    best = load_checkpoint(tmp_path / "checkpoints/model_best.pt")
+    assert best["step"] == 3 and best["best_loss"] == rows(tmp_path, "val")[-1]["loss"]
+
+
+def test_steps_that_are_not_finite_end_a_run_before_them(base, tmp_path):
+    """Also with several updates a step."""
+    (tmp_path / "nan.py").write_text("def nan(prompt, completion, row):\n    return 1e308\n")
+    options = ("--reward", f"{tmp_path}/nan.py:nan", "--max_steps", 20)
+    found = script(*finetune_args(base, tmp_path, "grpo", *options), code=2)
+    assert "5 steps in a row had no finite loss" in found.stderr
+    state = load_checkpoint(tmp_path / "checkpoints/model_last.pt")
+    assert (state["step"], state["tokens"]) == (0, 0)
+
+
+def test_another_tokenizer_and_other_scripts_are_refused(base, shards, tmp_path):
     trained = tmp_path / "reward"
     script(*finetune_args(base, trained, "reward", "--max_steps", 1))
     state = load_checkpoint(trained / "checkpoints/model_last.pt")
@@ -254,6 +291,9 @@ def test_another_tokenizer_and_other_scripts_are_refused(base, tmp_path):
     args = finetune_args(base, tmp_path / "grpo", "grpo", "--reward", tmp_path / "gpt2.pt")
     assert "has gpt2 tokens, the model bytes" in script(*args, code=2).stderr
     script(*finetune_args(base, tmp_path / "sft", "sft", "--max_steps", 1))
+    small = ("--block_size", 64, "--data_dir", shards)
+    found = script("train.py", "--init_from", trained, *small, code=2)
+    assert "a reward model is trained by finetune.py" in found.stderr
     found = script("train.py", "--resume", tmp_path / "sft", code=2)
     assert "was written by finetune.py" in found.stderr
     again = script(*finetune_args(base, tmp_path / "sft", "sft", "--max_steps", 1), code=2)
