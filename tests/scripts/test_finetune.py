@@ -166,12 +166,12 @@ def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
     dumped = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
     assert sum(row["exact"] for row in dumped) == 12 * logged["exact"]
     assert sum(row["right_samples"] for row in dumped) / 96 == pytest.approx(values[0])
-    said = script(
-        "sample.py", "--checkpoint", tmp_path, "--chat", "--prompt", "7?", "--temperature", 0
-    )
+    chat = ("sample.py", "--checkpoint", tmp_path, "--chat", "--temperature", 0)
+    chat += ("--dtype", "float32")
+    said = script(*chat, "--prompt", "7?")
     assert said.stdout.strip() == dumped[6]["completion"]
     talk = "7?\n8?\n/new\n7?\n/quit\n"
-    out = script("sample.py", "--checkpoint", tmp_path, "--chat", "--temperature", 0, input=talk)
+    out = script(*chat, input=talk)
     assert out.stdout.count(f"> {dumped[6]['completion']}\n") >= 2
 
 
