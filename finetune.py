@@ -37,7 +37,6 @@ from training.finetune_model import (
     open_reference,
 )
 from training.finetune_options import FinetuneConfig, resolve_run
-from training.guard import PATIENCE, TrainingError
 from training.methods import (
     Batch,
     DirectPreference,
@@ -87,9 +86,7 @@ def main() -> None:
     tokenizer, block_size = load_tokenizer(origin["tokenizer"]), model.config.block_size
     setup = (tokenizer, block_size, process, dtype)
     method = open_method(options, options.data, reference, *setup)
-    held_out = None
-    if options.eval_data:
-        held_out = open_method(options, options.eval_data, reference, *setup)
+    held_out = options.eval_data and open_method(options, options.eval_data, reference, *setup)
     questions = open_questions(options, *setup) if options.questions else None
     slicing = slice_steps(options, method, process)
     if options.max_steps is None:
@@ -148,8 +145,7 @@ def main() -> None:
             logger.log_skip(skip_reason, ids.tolist(), state.guard.skipped, state.step)
         if isinstance(method, GroupRelativePolicy) and is_due(options.sample_every, state.step):
             logger.log_sample(method.describe_newest(), state.step)
-        if state.guard.in_a_row == PATIENCE:
-            end_run(saver, state, options)
+        saver.end_after_patience(state, 0, options.batch_size)
         if state.step == start + 1:
             malloc.reuse_freed_memory()
 
@@ -326,15 +322,6 @@ def open_log(
     for note in notes:
         logger.print(note)
     return logger
-
-
-def end_run(saver: Saver, state: TrainState, options: FinetuneConfig) -> None:
-    """Save the state before the steps without a finite gradient, and raise TrainingError."""
-    message = state.guard.failure_message(state.step, options.batch_size)
-    state.rewind(0)
-    saver.save(LAST, state)
-    saver.finish()
-    raise TrainingError(message)
 
 
 def finish(

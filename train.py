@@ -9,11 +9,11 @@ follows from it. SIGTERM, SIGINT and SIGUSR1 finish the step, save and exit; SIG
 since the last checkpoint. Either way a resumed run equals one that was never stopped.
 """
 
+import contextlib
 import json
 import signal
 import sys
 from collections.abc import Iterator
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from training import resume
 from training.checkpoint import config_values
 from training.checkpoint_folder import BEST, LAST, STABLE, remove_all, step_of_best
 from training.dry_run import dry_run, resolve_micro_batch
-from training.guard import PATIENCE, TrainingError
 from training.initial_model import build_model
 from training.optim import make_optimizers
 from training.parallel import ParallelModel, clip_grad_norm, load_optimizer_state
@@ -88,8 +87,7 @@ def main() -> None:
     notes += lock_folders(config, start, process, 12 * model.num_parameters())
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     logger = open_log(config, state, model, train, slicing, process, dtype, notes)
-    about = {"tokenizer": train.stream.tokenizer, "train_tokens": len(train.stream)}
-    saver = Saver(config, model, optimizers, about, process, logger.print)
+    saver = Saver(config, model, optimizers, train.stream.about, process, logger.print)
     peak = peak_flops(process.device, dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
     profiler = start_profiler(config, process, logger)
@@ -117,12 +115,10 @@ def main() -> None:
             break
 
         # one step, then its log
-        try:
+        with saving_at_bad_data(saver, state, start, process):
             row, skip_reason, stopping = train_step(
                 engine, optimizers, batches, slicing.micro_steps, config, state, timer, stop
             )
-        except DataError as error:
-            end_at_bad_data(saver, state, start, process, error)
         if profiler:
             profiler.step()
         if skip_reason is None:
@@ -130,8 +126,7 @@ def main() -> None:
         else:
             ids = step_sequences(step, batch, len(train), config.seed).tolist()
             logger.log_skip(skip_reason, ids, state.guard.skipped, state.step)
-        if state.guard.in_a_row == PATIENCE:
-            end_run(saver, state, config, batch)
+        saver.end_after_patience(state, config.total_batch_size, batch)
         if state.step == start + 1:
             malloc.reuse_freed_memory()  # weights and optimizer state are allocated now
             logger.log_start(seconds_since_start(), row["ms"], config.use_torch_compile, step + 1)
@@ -261,27 +256,22 @@ def start_profiler(config: TrainConfig, process: Process, logger: Logger) -> pro
     return profile_steps(config.log_dir / "trace.json", process.device, logger.print)
 
 
-def end_run(saver: Saver, state: TrainState, config: TrainConfig, batch: int) -> None:
-    """Save the state before the steps without a finite gradient, and raise TrainingError."""
-    message = state.guard.failure_message(state.step, batch)
-    state.rewind(config.total_batch_size)
-    saver.save(LAST, state)
-    saver.finish()
-    raise TrainingError(message)
-
-
-def end_at_bad_data(
-    saver: Saver, state: TrainState, start: int, process: Process, error: DataError
-) -> NoReturn:
-    """Save the steps before one whose tokens cannot be read, and raise the error. With several
-    processes the others do not know of it, so these steps are lost."""
-    if process.world_size > 1 or state.step == start:
-        raise error
-    saver.save(LAST, state)
-    saver.finish()
-    raise DataError(
-        f"{error}; saved at step {state.step}, from where --resume auto continues"
-    ) from error
+@contextlib.contextmanager
+def saving_at_bad_data(
+    saver: Saver, state: TrainState, start: int, process: Process
+) -> Iterator[None]:
+    """Save the steps before one whose tokens cannot be read. With several processes the others do
+    not know of it, so these steps are lost."""
+    try:
+        yield
+    except DataError as error:
+        if process.world_size > 1 or state.step == start:
+            raise
+        saver.save(LAST, state)
+        saver.finish()
+        raise DataError(
+            f"{error}; saved at step {state.step}, from where --resume auto continues"
+        ) from error
 
 
 def finish(

@@ -241,7 +241,7 @@ class ChatData:
     path: Path
     tokenizer: Tokenizer
     chat: bool
-    """Whether texts are turns of a chat, not plain text."""
+    """True for turns of a chat, False for plain text."""
     block_size: int
     num_cut: int = 0
     """Examples that were cut to the context."""

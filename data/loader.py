@@ -65,6 +65,11 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
+    @property
+    def about(self) -> dict:
+        """Entries of a checkpoint on the tokens that it was trained on."""
+        return {"tokenizer": self.tokenizer, "train_tokens": len(self)}
+
     @cached_property
     def checksum(self) -> int:
         """Number that tells this text from another one: of its length and both ends."""
@@ -74,7 +79,7 @@ class TokenStream:
 
     @property
     def has_low_ids(self) -> bool:
-        """Whether the first million tokens are far below the vocabulary of GPT-2 that a folder
+        """True if the first million tokens are far below the vocabulary of GPT-2 that a folder
         without a manifest is read with, as those of a smaller tokenizer would be."""
         if self.tokenizer != GPT2Tokenizer.name or len(self) < 1000:
             return False

@@ -22,7 +22,7 @@ LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}
 
 @dataclass
 class FileOptions:
-    """What the run reads and writes."""
+    """Files and folders."""
 
     method: Literal["sft", "dpo", "reward", "grpo"] | None = None
     """sft: dialogs; dpo: preferences; reward: a reward model; grpo: rewards of its own text."""

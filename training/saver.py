@@ -11,6 +11,7 @@ from config import TrainConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training.checkpoint_folder import LAST, find_newest, keep_numbered
+from training.guard import PATIENCE, TrainingError
 from training.parallel import gather_state
 from training.state import TrainState
 from utils.distributed import Process
@@ -79,6 +80,17 @@ class Saver:
                 again = "at the next save" if pause is None else f"in {pause} s"
                 self.log(f"{error}; trying again {again}")
                 time.sleep(pause or 0)
+
+    def end_after_patience(self, state: TrainState, tokens: int, batch: int) -> None:
+        """If PATIENCE steps in a row, of `tokens` tokens and `batch` sequences each, had no finite
+        gradient, save the state before them and raise TrainingError."""
+        if state.guard.in_a_row < PATIENCE:
+            return
+        message = state.guard.failure_message(state.step, batch)
+        state.rewind(tokens)
+        self.save(LAST, state)
+        self.finish()
+        raise TrainingError(message)
 
     def has(self, name: str) -> bool:
         """Return whether a checkpoint of that name is in the folder."""
