@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "runs" / "shakespeare"
 TARGET = 1.886  # nats per character after nanoGPT's documented run for a CPU
 SETTINGS = {
-    "recipe": "modern",
+    "recipe": "modern,conv=3",
     "n_layer": 4,
     "n_head": 2,
     "n_embd": 128,
-    "block_size": 130,  # the last tenth of tinyshakespeare.txt is 858 sequences of 130 characters
-    "micro_batch_size": 16,
-    "total_batch_size": 16 * 130,
+    "block_size": 220,  # the last tenth of tinyshakespeare.txt is 507 sequences of 220 characters
+    "micro_batch_size": 9,
+    "total_batch_size": 9 * 220,
     "max_steps": 1032,
     "warmup_steps": 20,
     "dtype": "bfloat16",
