@@ -146,7 +146,7 @@ MODERN = Recipe(
 RECIPES = {
     "gpt2": Recipe(),
     "modern": MODERN,
-    "speedrun": replace(MODERN, model=MODERN.model | {"ngrams": 5, "conv": 3}),
+    "speedrun": replace(MODERN, model=MODERN.model | {"ngrams": 5}),
     "llama": Recipe(model=LLAMA),
 }
 

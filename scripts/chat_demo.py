@@ -36,8 +36,8 @@ NEXT = """What to try next:
   python -m scripts.chat_demo --preferences                 DPO and a reward model
   python finetune.py --method sft --init_from gpt2 --data chat.jsonl    a chat of your own"""
 SETTINGS = {
-    "train": "--recipe modern --n_layer 4 --n_head 4 --n_embd 128 --block_size 96 --beta2 0.99 "
-    "--micro_batch_size 32 --total_batch_size 3072 --max_steps 500 --warmup_steps 50 "
+    "train": "--recipe modern,window=None --n_layer 4 --n_head 4 --n_embd 128 --block_size 96 "
+    "--micro_batch_size 32 --total_batch_size 3072 --max_steps 500 --warmup_steps 50 --beta2 0.99 "
     "--eval_every 100 --sample_every 0 --save_every 250 --val_tokens 49152",
     "sft": "--method sft --batch_size 4 --micro_batch_size 4 --max_steps 20 --max_lr 5e-4 "
     "--eval_every 10",

@@ -76,7 +76,7 @@ def by_hand(model, context, choice):
 
 
 @pytest.mark.parametrize(
-    "model", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"], indirect=True
+    "model", ["gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1"], indirect=True
 )
 def test_each_continuation_scores_as_if_it_stood_alone(model):
     for item, scores in zip(ITEMS, score(model, ITEMS), strict=True):

@@ -102,7 +102,7 @@ def test_the_loss_in_small_chunks_is_that_of_whole_logits(fast, dtype, compiled,
     torch.testing.assert_close(*found, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_for_training_learns_as_the_plain_one_under_its_names(recipe, dtype):
     plain = tiny(recipe)
@@ -139,7 +139,7 @@ def test_a_tied_embedding_learns_in_the_gradient_of_the_head():
     assert model.head_weight.grad is not None and not made
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
     if not cpu.has_onednn(dtype):

@@ -13,7 +13,7 @@ from model.gpt import GPT
 from utils.devices import autocast
 
 
-@pytest.fixture(scope="module", params=["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
+@pytest.fixture(scope="module", params=["gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1"])
 def model(request):
     torch.manual_seed(1)
     fields = parse_recipe(request.param).shape(32)

@@ -11,7 +11,7 @@ from model.cache import KVCache
 from model.config import SIZES, GPTConfig, ModelError
 from model.gpt import GPT
 
-RECIPES = ("gpt2", "modern", "speedrun", "llama,n_kv_head=1")
+RECIPES = ("gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1")
 TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
 
 

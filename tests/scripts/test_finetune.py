@@ -23,7 +23,7 @@ METHODS = {
 def base(shards, tmp_path_factory):
     """A model of 64 tokens, and the folder of rows beside it."""
     run = tmp_path_factory.mktemp("base")
-    script(*train_args(shards, run, 10, "--block_size", 64, "--recipe", "speedrun"))
+    script(*train_args(shards, run, 10, "--block_size", 64, "--recipe", "speedrun,conv=3"))
     rows = [
         {
             "prompt": f"{i}?",

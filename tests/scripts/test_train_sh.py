@@ -70,7 +70,7 @@ def test_the_demo_goes_on_unless_it_is_told_to_begin_anew(tmp_path, flags):
 
 def test_the_demo_plans_helps_and_refuses_other_folders_without_work(tmp_path):
     out, started = run_train_sh(tmp_path, ["demo", "--dry_run"])
-    assert "1,200 steps" in out and not started
+    assert "1,100 steps" in out and not started
     assert run_train_sh(tmp_path, ["demo", "--seed", "3", "-h"])[1] == ["train.py --help"]
     for flag in ("--checkpoint_dir", "--log-dir", "--data_dir=x"):
         out, started = run_train_sh(tmp_path, ["demo", flag, "x"], 2)

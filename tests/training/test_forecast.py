@@ -25,7 +25,7 @@ PEAK = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
     "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
 )
-RECIPES = ("gpt2", "modern", "speedrun", "llama", "llama,n_kv_head=2,n_inner=100")
+RECIPES = ("gpt2", "modern", "speedrun,conv=3", "llama", "llama,n_kv_head=2,n_inner=100")
 SHAPE = {"block_size": 256, "vocab_size": 300, "n_layer": 4, "n_head": 4, "n_embd": 256}
 
 

@@ -87,7 +87,7 @@ class Graphs:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "cheap"])
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun"])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun,conv=3"])
 def test_a_step_of_124M_has_one_graph_per_kind_of_block_and_keeps_what_is_forecast(
     compile_with, fake_tensors, recipe, checkpointing
 ):

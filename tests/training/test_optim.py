@@ -24,7 +24,7 @@ def test_matrices_decay_and_vectors_do_not():
     assert len(held) == len(set(held)) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1"])
 def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(recipe):
     model = GPT(GPTConfig(**SHAPE, **parse_recipe(recipe).model))
     rates = ",".join(f"{name}={rate}" for name, rate in RATES.items())

@@ -98,7 +98,7 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture(scope="module", params=["modern", "speedrun,ngram_rows=1000"])
+@pytest.fixture(scope="module", params=["modern", "speedrun,conv=3,ngram_rows=1000"])
 def recipe(request):
     return ("--recipe", request.param, "--max_lr", 0.02)
 
