@@ -161,7 +161,7 @@ def save_figure(figure: plt.Figure, unit: str, out: Path) -> None:
     except IsADirectoryError as error:
         raise LogError(f"{out} is a folder; give a file, as {out / 'log_plot.png'}") from error
     except OSError as error:
-        raise LogError(f"{out} could not be written: {error.strerror}") from error
+        raise LogError(f"{out} could not be written: {error.strerror or error}") from error
     except ValueError as error:  # a file type unknown to matplotlib
         raise LogError(f"{out} could not be written: {error}") from error
     finally:

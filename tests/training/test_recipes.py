@@ -200,7 +200,7 @@ def test_scripts_take_a_checkpoint_of_a_recipe(shards, recipe, trained, tmp_path
     hf = ["--init_from", tmp_path / "hf", "--recipe", "llama"]
     done = script(*train_args(shards, tmp_path, 1, *hf), code=2)
     assert "--recipe llama:" in done.stderr and "hf is a modern" in done.stderr
-    assert "which differs in qk_norm, activation; leave out --recipe" in done.stderr
+    assert "which differs in qk_norm, activation, window; leave out --recipe" in done.stderr
     large = ["--init_from", best, "--model_type", "gpt2-xl"]
     done = script(*train_args(shards, tmp_path, 1, *large), code=2)
     assert "model_best.pt is of another size: n_layer 2, n_head 2, n_embd 32\n" in done.stderr
