@@ -37,13 +37,12 @@ from training.finetune_model import (
     open_reference,
 )
 from training.finetune_options import FinetuneConfig, resolve_run
+from training.group_policy import GroupRelativePolicy, Rollout
 from training.methods import (
     Batch,
     DirectPreference,
-    GroupRelativePolicy,
     Method,
     RewardModeling,
-    Rollout,
     SupervisedTuning,
 )
 from training.optim import make_optimizers
