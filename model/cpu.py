@@ -13,7 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.gpt import GPT, RMS_EPS, RMSNorm, Rotary, ScaledDotProduct, ShortConv
+from model.gpt import GPT
+from model.layers import RMS_EPS, RMSNorm, Rotary, ScaledDotProduct, ShortConv
 from model.loss import HeadCrossEntropy, rows_within
 
 SHORT = 256  # tokens up to which a CPU attends faster in float32 than in bfloat16

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.config import GPTConfig, ModelError
-from model.gpt import RMS_EPS as EPS
+from model.layers import RMS_EPS as EPS
 
 # fields of GPTConfig in which every LLaMA differs from GPT-2, and those that it is free to choose
 CONSTANTS = {"position": "rotary", "norm": "rms", "bias": False}

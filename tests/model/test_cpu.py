@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config import parse_recipe
 from model import cpu
 from model.config import GPTConfig
-from model.gpt import GPT, RMSNorm, Rotary, ScaledDotProduct, rotary_angles
+from model.gpt import GPT
+from model.layers import RMSNorm, Rotary, ScaledDotProduct, rotary_angles
 from model.loss import HeadCrossEntropy, cross_entropy_
 from utils.devices import autocast
 

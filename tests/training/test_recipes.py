@@ -11,8 +11,9 @@ from conftest import ROOT, launch, losses, script, torchrun, train_args, weights
 import sweep
 from config import RECIPES, ConfigError, Recipe, TrainConfig, parse_recipe
 from model.config import GPTConfig, ModelError
-from model.gpt import GPT, last_attended
+from model.gpt import GPT
 from model.huggingface import save_pretrained
+from model.layers import last_attended
 from sweep import SweepConfig, grid_points, to_markdown
 from training.initial_model import build_model
 from utils.log_files import read_metrics
