@@ -17,15 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
 from tqdm import tqdm
 
 from config import ConfigError, TrainConfig
-from data.chat import read_rows
 from data.loader import Sequences, TokenStream
 from data.shards import corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from evaluation.answers import QUESTION, Questions
+from evaluation.answers import Questions
 from evaluation.metrics import Result, check_lengths, score_benchmark, validation_loss
 from evaluation.scoring import score_items
 from evaluation.table import (
@@ -45,7 +43,6 @@ from training.checkpoint_folder import find_best, is_chat, open_model, refuse_bo
 from utils import distributed, malloc
 from utils.cli import run
 from utils.devices import pick_dtype
-from utils.distributed import Process
 from utils.errors import did_you_mean
 
 TASKS = ("val", "hellaswag", "lambada", "cbt_cn", "cbt_ne")
@@ -160,29 +157,6 @@ def open_validation(config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved:
     return Sequences(stream, model.config.block_size)
 
 
-def open_questions(
-    config: EvalConfig,
-    path: Path,
-    chat: bool,
-    tokenizer: Tokenizer,
-    block_size: int,
-    process: Process,
-    dtype: torch.dtype,
-) -> Questions:
-    """Return the rows of a file of questions, of which the first --limit are asked."""
-    return Questions(
-        read_rows(path, QUESTION)[: config.limit],
-        path,
-        tokenizer,
-        process,
-        chat=chat,
-        block_size=block_size,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
-        dtype=dtype,
-    )
-
-
 def validation(
     config: EvalConfig, model: GPT, tokenizer: Tokenizer, sequences: Sequences, **options
 ) -> list[Result]:
@@ -213,8 +187,10 @@ def main(config: EvalConfig) -> None:
     dtype = pick_dtype(config.dtype, process.device)
     chat = config.chat or is_chat(saved)
     setup = (tokenizer, model.config.block_size, process, dtype)
+    names = ("max_new_tokens", "batch_size", "limit")
+    asking = {name: getattr(config, name) for name in names}
     questions = {
-        task: open_questions(config, Path(task), chat, *setup)
+        task: Questions(Path(task), *setup, chat=chat, **asking)
         for task in config.tasks
         if task not in TASKS
     }

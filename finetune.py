@@ -22,7 +22,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from config import ConfigError, TrainConfig
-from data.chat import ChatData, read_rows
+from data.chat_examples import ChatData
+from data.chat_rows import read_rows
 from data.loader import Slicing, step_sequences
 from data.tokenizer import Tokenizer, load_tokenizer
 from evaluation.answers import QUESTION, Questions
@@ -86,7 +87,7 @@ def main() -> None:
     setup = (tokenizer, block_size, process, dtype)
     method = open_method(options, options.data, reference, *setup)
     held_out = options.eval_data and open_method(options, options.eval_data, reference, *setup)
-    questions = open_questions(options, *setup) if options.questions else None
+    questions = open_questions(options, *setup)
     slicing = slice_steps(options, method, process)
     if options.max_steps is None:
         options.max_steps = config.max_steps = -(-len(method) // options.batch_size)
@@ -253,25 +254,12 @@ def open_method(
     )
 
 
-def open_questions(
-    options: FinetuneConfig,
-    tokenizer: Tokenizer,
-    block_size: int,
-    process: Process,
-    dtype: torch.dtype,
-) -> Questions:
-    """Return the rows of --questions."""
-    return Questions(
-        read_rows(options.questions, QUESTION),
-        options.questions,
-        tokenizer,
-        process,
-        chat=not options.plain,
-        block_size=block_size,
-        max_new_tokens=options.max_new_tokens,
-        batch_size=options.micro_batch_size,
-        dtype=dtype,
-    )
+def open_questions(options: FinetuneConfig, *setup) -> Questions | None:
+    """Return the rows of --questions, None without them; `setup` is that of Questions."""
+    if options.questions is None:
+        return None
+    sizes = {"max_new_tokens": options.max_new_tokens, "batch_size": options.micro_batch_size}
+    return Questions(options.questions, *setup, chat=not options.plain, **sizes)
 
 
 def slice_steps(options: FinetuneConfig, method: Method, process: Process) -> Slicing:

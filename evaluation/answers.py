@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.chat import ChatData, decode_completion, is_exact
+from data.chat import decode_completion, is_exact
+from data.chat_examples import ChatData
+from data.chat_rows import read_rows
 from data.tokenizer import Tokenizer
 from evaluation.metrics import Result, accuracy
 from model.generate import complete
@@ -26,7 +28,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 class Questions:
-    """Rows of prompt and answer, completed in batches that the processes share.
+    """The first `limit` rows of prompt and answer in a .jsonl file, completed in batches that the
+    processes share.
 
     Row i of sample s draws its random numbers from (seed, s * rows + i), so that the figures depend
     on the number of processes only as far as matmuls round.
@@ -34,22 +37,22 @@ class Questions:
 
     def __init__(
         self,
-        rows: list[dict],
         path: Path,
         tokenizer: Tokenizer,
+        block_size: int,
         process: Process,
+        dtype: torch.dtype,
         *,
         chat: bool,
-        block_size: int,
         max_new_tokens: int,
         batch_size: int,
-        dtype: torch.dtype,
+        limit: int | None = None,
     ) -> None:
-        self.rows, self.tokenizer, self.process, self.chat = rows, tokenizer, process, chat
-        self.max_new_tokens, self.batch_size, self.dtype = max_new_tokens, batch_size, dtype
-        data = ChatData(rows, path, tokenizer, chat, block_size)
+        self.tokenizer, self.process, self.dtype, self.chat = tokenizer, process, dtype, chat
+        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self.name, self.rows = path.stem, read_rows(path, QUESTION)[:limit]
+        data = ChatData(self.rows, path, tokenizer, chat, block_size)
         self.prompts = data.prompts(max_new_tokens)
-        self.name = path.stem
 
     def texts(self, model: GPT, sample: int = 0, **options) -> list[str]:
         """Return a completion of each prompt, on every process; options of generate."""

@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scri
 
 import torch
 
-from data.chat import collate, encode_completion, read_rows
+from data.chat import encode_completion
+from data.chat_examples import collate
 from data.tokenizer import ByteTokenizer
-from evaluation.answers import QUESTION, Questions
+from evaluation.answers import Questions
 from training.checkpoint_folder import open_model
 from training.methods import token_logprobs
 from utils.cli import run
@@ -241,15 +242,16 @@ def preferred_share(out: Path, stage: str, seed: int) -> tuple[float, float]:
     """Return the share of sampled answers to held-out questions that show their work, and their
     mean log-probability in nats beyond that by the model before DPO: the KL divergence."""
     alone, path = Process(0, 0, 1, torch.device("cpu")), out / "data/held_out.jsonl"
-    rows, tokenizer = read_rows(path, QUESTION), ByteTokenizer()
     model, before = (open_model(out / name, None, exact=True)[0] for name in (stage, "mixed"))
-    size = model.config.block_size
-    options = {"chat": True, "block_size": size, "max_new_tokens": 32, "batch_size": len(rows)}
-    asked = Questions(rows, path, tokenizer, alone, dtype=torch.float32, **options)
+    setup = (ByteTokenizer(), model.config.block_size, alone, torch.float32)
+    asked = Questions(path, *setup, chat=True, max_new_tokens=32, batch_size=256)
     texts = asked.texts(model, temperature=1.0, seed=seed)
-    pairs = zip(rows, texts, strict=True)
-    examples = [encode_completion(row["prompt"], text, tokenizer, True) for row, text in pairs]
-    batch = {name: torch.from_numpy(x) for name, x in collate(examples, size).items()}
+    examples = [
+        encode_completion(row["prompt"], text, asked.tokenizer, chat=True)
+        for row, text in zip(asked.rows, texts, strict=True)
+    ]
+    batch = collate(examples, model.config.block_size)
+    batch = {name: torch.from_numpy(values) for name, values in batch.items()}
     with torch.no_grad():
         nats = token_logprobs(model, batch).sum(1) - token_logprobs(before, batch).sum(1)
     return sum("=" in text for text in texts) / len(texts), nats.mean().item()

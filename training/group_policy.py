@@ -10,7 +10,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from data.chat import ChatData, Example, collate, decode_completion
+from data.chat import Example, decode_completion
+from data.chat_examples import ChatData, collate
 from model.generate import complete
 from model.gpt import GPT
 from training.methods import Batch, Method, Shares, token_logprobs

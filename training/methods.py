@@ -12,7 +12,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from data.chat import ChatData, Example, collate, collate_packed, pack
+from data.chat import Example
+from data.chat_examples import ChatData, collate, collate_packed, pack
 from model.gpt import GPT
 from training.objectives import dpo_loss, reward_loss
 from training.rewards import rewards_at_end

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from data.chat import LINE, ChatData, Example, collate, is_exact
+from data.chat import Example, is_exact
+from data.chat_examples import ChatData, collate
+from data.chat_rows import LINE
 from model.gpt import GPT
 from training.checkpoint import load_model
 from training.checkpoint_folder import find_best, is_chat

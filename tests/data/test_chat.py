@@ -4,19 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from data import chat
 from data.chat import (
-    LINE,
+    CHAT_TEMPLATE,
     Example,
-    collate,
-    collate_packed,
     encode_completion,
     encode_messages,
     encode_prompt,
     fit_history,
-    pack,
-    read_rows,
 )
+from data.chat_examples import ChatData, collate, collate_packed, pack
+from data.chat_rows import LINE, read_rows
 from data.shards import DataError
 from data.tokenizer import ByteTokenizer
 from model.config import GPTConfig
@@ -129,7 +126,7 @@ def test_files_without_rows_are_refused(tmp_path):
 
 def test_a_long_example_is_cut_and_a_long_prompt_refused(tmp_path):
     rows = [{"prompt": "ab", "completion": "c" * 30, LINE: 1}]
-    data = chat.ChatData(rows, tmp_path / "rows.jsonl", BYTES, False, 16)
+    data = ChatData(rows, tmp_path / "rows.jsonl", BYTES, False, 16)
     (example,) = data.dialogs()
     assert len(example.tokens) == 16 and data.num_cut == 1
     rows[0]["prompt"] = "a" * 40
@@ -141,7 +138,7 @@ def test_a_long_example_is_cut_and_a_long_prompt_refused(tmp_path):
 
 def test_the_chat_template_gives_the_same_tokens():
     jinja2 = pytest.importorskip("jinja2")
-    template = jinja2.Template(chat.CHAT_TEMPLATE)
+    template = jinja2.Template(CHAT_TEMPLATE)
     written = template.render(messages=ANSWERED, eos_token="|")
     assert written == text(encode_messages(ANSWERED, BYTES).tokens)
     opened = template.render(messages=ASKED, eos_token="|", add_generation_prompt=True)
@@ -159,4 +156,4 @@ def test_messages_are_no_plain_text(tmp_path):
     rows = [{"messages": ANSWERED, LINE: 7}, {"prompt": ASKED, LINE: 7}]
     for row in rows:
         with pytest.raises(DataError, match="line 7: messages are of a chat"):
-            chat.ChatData([row], tmp_path / "rows.jsonl", BYTES, False, 64)
+            ChatData([row], tmp_path / "rows.jsonl", BYTES, False, 64)

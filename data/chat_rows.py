@@ -1,0 +1,91 @@
+"""Rows of a .jsonl file for fine-tuning, checked for the fields that a method needs.
+
+docs/FINETUNING.md describes the fields.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.shards import DataError
+
+ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
+LINE = "\0line"  # key of a row's line number; no field of JSON is likely to have that name
+
+
+def read_rows(path: Path, fields: Sequence[str]) -> list[dict]:
+    """Return the rows of a .jsonl file, each with its LINE; raise DataError naming file and line
+    for one that is no object, or whose `fields` are missing or not of the types of this module."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: give a .jsonl file") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {number}, is not JSON: {error}") from error
+        if problem := find_problem(row, fields):
+            raise DataError(f"{path}, line {number}: {problem}")
+        rows.append({**row, LINE: number})
+    if not rows:
+        raise DataError(f"{path} holds no rows; give one JSON object per line")
+    return rows
+
+
+def find_problem(row: object, fields: Sequence[str]) -> str | None:
+    """Return what is wrong with a row, None if nothing is."""
+    if type(row) is not dict:
+        return 'expected a JSON object, as {"prompt": ..., ...}'
+    if "messages" in row and "messages" in fields:
+        if problem := find_problem_of_messages(row["messages"]):
+            return f'"messages" {problem}'
+        spoken = any(message["role"] == "assistant" for message in row["messages"])
+        return None if spoken else '"messages" has no turn of the role "assistant" to learn'
+    for name in fields:
+        if name == "messages":
+            continue
+        if name not in row:
+            found = ", ".join(map(str, row)) or "nothing"
+            either = ' ("messages", or all others)' if "messages" in fields else ""
+            needed = " and ".join(f'"{field}"' for field in fields)
+            return f'there is no "{name}"; a row needs {needed}{either}, and this one has {found}'
+        value = row[name]
+        if name == "prompt" and type(value) is list:
+            if problem := find_problem_of_messages(value):
+                return f'"prompt" {problem}'
+            if value[-1]["role"] == "assistant":
+                return '"prompt" ends with a turn of the assistant; it must end before it'
+        elif name == "answer" and type(value) in (int, float):
+            continue
+        elif problem := find_problem_of_text(value):
+            return f'"{name}" {problem}'
+    return None
+
+
+def find_problem_of_messages(messages: object) -> str | None:
+    """Return what is wrong with a list of messages, None if nothing is."""
+    if type(messages) is not list or not messages:
+        return 'must be a list of messages, as [{"role": "user", "content": "..."}]'
+    for message in messages:
+        if type(message) is not dict or message.get("role") not in ROLES:
+            return f'holds a message whose "role" is none of {", ".join(ROLES)}'
+        if problem := find_problem_of_text(message.get("content")):
+            return f'holds a message whose "content" {problem}'
+    return None
+
+
+def find_problem_of_text(text: object) -> str | None:
+    """Return what is wrong with a text, None if nothing is."""
+    if type(text) is not str:
+        return f"must be a text, not {type(text).__name__}"
+    try:
+        text.encode()
+    except UnicodeError:
+        return "holds a lone surrogate, which is no character"
+    return None
