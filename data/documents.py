@@ -80,7 +80,7 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
     if header.startswith("sep="):  # by Excel
         header = next(lines, "")
     delimiter = "\t" if ".tsv" in suffixes(name) else max(DELIMITERS, key=header.count)
-    reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
+    reader, joined = csv.reader(chain([header], lines), delimiter=delimiter, strict=True), 0
     try:
         names = next(reader, [])
         if names.count(column) != 1:
@@ -88,6 +88,8 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
         index = names.index(column)
         for row in islice(filter(None, reader), skip, None):
             where = f"line {reader.line_num}"
+            if delimiter == "\t" and any("\n" in value and "\t" in value for value in row):
+                joined += 1
             if len(row) == len(names):
                 yield text_of(row[index], where, column)
             else:
@@ -97,6 +99,11 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
             f"{name} is not valid CSV up to line {reader.line_num} ({error}): a quote inside a "
             "quoted field is written twice; .jsonl avoids this"
         ) from error
+    if joined:
+        warn(
+            f"{name}: {joined} quoted fields hold both tabs and line ends; quotes that begin a "
+            "field but do not quote it join rows, and .jsonl avoids this"
+        )
 
 
 def missing_column(name: str, column: str, names: list[str]) -> str:
@@ -133,7 +140,7 @@ def read_documents(name: str, column: str, skip: int) -> Documents:
         text = TextFile(file, newline="" if kind in (".csv", ".tsv") else None)
         if text.encoding is None:
             if skip == 0:
-                yield NoText("it is not text but holds NUL bytes")
+                yield NoText("it is not text but holds NUL bytes, or is compressed")
         elif kind in ROWS:
             yield from ROWS[kind](text, name, column, skip)
         elif skip == 0:

@@ -238,7 +238,8 @@ class Sharder:
         while start < len(tokens):
             if split not in self.open:
                 index = sum(s["split"] == split for s in self.manifest["shards"])
-                check_space(self.folder, 2 * self.size, f"shard {split}_{index:06d}{self.suffix}")
+                what = f"a shard ({split}_{index:06d}{self.suffix}) of --shard_size {self.size}"
+                check_space(self.folder, 2 * self.size, what)
                 self.open[split] = ShardWriter(self.folder, split, index, self.suffix)
             writer = self.open[split]
             part = tokens[start : start + self.size - writer.tokens]

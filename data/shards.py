@@ -180,6 +180,11 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         f"make shards first: python data/fineweb-edu.py --local_dir {folder} --input YOUR_TEXT, or "
         "without --input of FineWeb-Edu; or give another --data_dir"
     )
+    if folder.is_file():
+        raise DataError(
+            f"{folder} is a file; if it is text, make shards of it: python data/fineweb-edu.py "
+            f"--input {folder} --local_dir data/{folder.stem}, and give that folder"
+        )
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; {make}")
     paths = [path for path in shard_paths(folder) if split_of(path.name) == split]

@@ -54,7 +54,8 @@ def list_files(inputs: tuple[str, ...]) -> tuple[list[str], list[Path]]:
         elif path.exists():
             raise DataError(f"--input {name} is neither a file nor a folder; write it to a file")
         else:
-            raise DataError(f"--input {name} does not exist")
+            hint = "; the shell expands patterns where they are not quoted" if "*" in name else ""
+            raise DataError(f"--input {name} does not exist{hint}")
     if not files:
         kinds = f"{', '.join(IN_FOLDERS)} files, also as {', '.join(COMPRESSIONS)}"
         held = f"; it holds {count_suffixes(others)}; name files to read them" if others else ""

@@ -23,7 +23,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     kind, _, index = name.partition(":")
     number = int(index) if index.isdigit() else local_rank if kind == "cuda" else 0
     if (index and not index.isdigit()) or number >= counts.get(kind, 0):
-        found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        found = ", ".join(f"{n} {kind}".removeprefix("1 ") for kind, n in counts.items() if n)
         rank = f" to local rank {local_rank}" if local_rank else ""
         raise DeviceError(f"--device {name} is not available{rank}; this machine has {found}")
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)

@@ -287,6 +287,15 @@ def test_separators_of_csv_are_found_and_rows_of_another_width_are_counted(tmp_p
         read(path)
 
 
+def test_a_stray_quote_that_joins_rows_of_a_tsv_is_told(tmp_path, capsys):
+    path = tmp_path / "a.tsv"
+    path.write_text('id\ttext\n1\t"said he\n2\tmiddle\n3\tbye"\n4\tlast\n')
+    assert len(read(path)) == 2
+    assert "1 quoted fields hold both tabs and line ends" in capsys.readouterr().err
+    path.write_text('id\ttext\n1\t"said\nhe"\n')
+    assert read(path) == ["said\nhe"] and not capsys.readouterr().err
+
+
 def test_folders_that_are_linked_to_are_read_once(tmp_path):
     books, usb = tmp_path / "books", tmp_path / "usb"
     books.mkdir()
