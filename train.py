@@ -43,7 +43,7 @@ from training.parallel import ParallelModel, clip_grad_norm, load_optimizer_stat
 from training.run_folders import lock_folders
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates, wsd_stable_step
-from training.state import TrainState
+from training.state import TrainState, seed_step
 from utils import distributed, malloc
 from utils.cli import run_and_exit
 from utils.devices import is_emulated, pick_dtype
@@ -162,8 +162,7 @@ def train_step(
     """
     timer.start()
     lr = set_rates(optimizers, config, state.step)
-    # dropout follows from (seed, step, rank), so there is no random state to save
-    torch.manual_seed((config.seed << 32) + state.step * 65_536 + engine.process.rank)
+    seed_step(config.seed, state.step, engine.process.rank)  # of dropout
     loss = torch.zeros((), device=engine.process.device)
     for micro_step in range(micro_steps):
         with timer.waiting():

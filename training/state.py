@@ -2,7 +2,10 @@
 
 import math
 import uuid
+import zlib
 from dataclasses import dataclass, field
+
+import torch
 
 from config import TrainConfig
 from data.loader import Sequences
@@ -18,6 +21,12 @@ def has_same_validation(config: TrainConfig, saved: dict, val: Sequences) -> boo
     tokens = (saved["train_config"].get("val_tokens", now), now)
     sequences = {val.count_within(n) for n in tokens}
     return saved.get("val_checksum", checksum) == checksum and len(sequences) == 1
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make dropout a pure function of (seed, step, rank), so that no random state is saved. The
+    three are hashed, for PyTorch's generator for CPUs keeps 32 bits of a seed."""
+    torch.manual_seed(zlib.crc32(f"{seed} {step} {rank}".encode()))
 
 
 @dataclass
