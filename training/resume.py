@@ -19,11 +19,18 @@ from training.checkpoint_folder import (
 )
 from training.initial_model import initial_shape
 from training.options import parse_options, should_compile
-from training.run_folders import best_loss, check_encoding, check_folders, check_not_copied
+from training.run_folders import (
+    best_loss,
+    check_encoding,
+    check_folders,
+    check_not_copied,
+    run_to_begin_again,
+)
 from training.schedule import stable_steps
 from training.state import has_same_validation
 from utils.cli import given_options, parse
 from utils.distributed import Process
+from utils.log_files import CONFIG
 from utils.logger import require_package
 
 FEW = 16  # validation sequences that give a rough loss
@@ -47,6 +54,9 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     path = Path(config.resume) if config.resume else None
     if config.resume == "auto":
         path = find_newest(config.checkpoint_dir)
+        folders = config.checkpoint_dir, config.log_dir
+        if path is None and config.config is None and run_to_begin_again(*folders):
+            config, file = parse_options(["--config", str(config.log_dir / CONFIG), *sys.argv[1:]])
     elif path is not None and path.is_dir():
         folder, path = path, find_newest(checkpoint_folder(path))
         if path is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import math
 import os
 from itertools import chain, count
@@ -19,7 +20,7 @@ from training.checkpoint_folder import (
     step_of,
     step_of_best,
 )
-from utils.distributed import Process
+from utils.distributed import Process, is_main
 from utils.errors import UserError
 from utils.files import check_space, link_or_copy, lock_folder
 from utils.log_files import CONFIG, logged_run
@@ -36,6 +37,20 @@ def best_loss(folder: Path, saved: dict) -> float:
     same = all(best.get(name) == saved.get(name) for name in ("run_id", "val_checksum"))
     tokens = [state["train_config"].get("val_tokens") for state in (best, saved)]
     return best["best_loss"] if same and tokens[0] == tokens[1] else math.inf
+
+
+def run_to_begin_again(checkpoint_dir: Path, log_dir: Path) -> dict | None:
+    """Return the config.json of a run that was killed before its first checkpoint in a folder, and
+    print that its options are taken; None if there was none."""
+    path = log_dir / CONFIG
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        same = run["train_config"]["checkpoint_dir"] == str(checkpoint_dir)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if same and is_main():
+        print(f"no checkpoint in {checkpoint_dir}: beginning the run of {path} again")
+    return run if same else None
 
 
 def check_encoding(folder: Path) -> None:

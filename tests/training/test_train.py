@@ -29,6 +29,7 @@ from conftest import (
 from data.loader import Sequences, TokenStream, step_sequences
 from data.shards import header
 from training.checkpoint import load_checkpoint
+from training.state import seed_step
 
 GOLDEN_LOSS = 3.102  # of step 50, on the fixed documents of conftest.py
 
@@ -155,6 +156,28 @@ def test_dropout_resumes_to_the_bit(shards, tmp_path):
     assert losses(tmp_path) == whole and len(whole) == 10
 
 
+def test_seeds_have_other_dropout():
+    """PyTorch's generator for CPUs keeps 32 bits of a seed."""
+    masks = []
+    for seed, step, rank in ((1, 0, 0), (2, 0, 0), (1, 65_536, 0), (1, 0, 1), (1, 0, 0)):
+        seed_step(seed, step, rank)
+        masks.append(torch.rand(8).tolist())
+    assert masks[0] == masks[4] and len({str(mask) for mask in masks}) == 4
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_with_its_options(shards, tmp_path):
+    run = tmp_path / "run"
+    process = start(*train_args(shards, run, 400, "--eval_every", 0))
+    run_until(process, lambda: rows_written(run) >= 3)
+    kill(process)
+    assert not list((run / "checkpoints").glob("*.pt"))
+    folders = ("--checkpoint_dir", run / "checkpoints", "--log_dir", run / "logs")
+    found = script("train.py", *folders, "--resume", "auto", "--max_steps", 5)
+    assert f"beginning the run of {run}/logs/config.json again" in found.stdout
+    script(*train_args(shards, tmp_path / "whole", 5, "--eval_every", 0))
+    assert losses(run) == losses(tmp_path / "whole")
+
+
 def test_settings_not_given_come_from_the_checkpoint(shards, tmp_path):
     script(*train_args(shards, tmp_path, 4))
     last = tmp_path / "checkpoints" / "model_last.pt"
@@ -222,6 +245,7 @@ def test_bad_settings_are_sentences(shards, trained, tmp_path):
         return train_args(data, tmp_path / "new", 4, *extra)
 
     bad(args(data=tmp_path / "nothing"), "there is no folder")
+    bad(args(data=shards / "manifest.json"), "is a file; if it is text, make shards of it")
     bad(args("--total_batch_size", 500), "does not divide by")
     bad(args("--max_step", 5), "--max_steps")
     bad(args("--n_head", 5), "does not divide by n_head")
