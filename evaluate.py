@@ -110,6 +110,9 @@ def checked_files(config: EvalConfig) -> dict[str, Path | None]:
             raise ConfigError(f"--tasks has no {task}{hint}: {', '.join(TASKS)} or FILE.jsonl")
     if not config.tasks or len(set(config.tasks)) < len(config.tasks):
         raise ConfigError(f"--tasks {' '.join(config.tasks)}: give each task once")
+    names = [Path(task).stem for task in config.tasks]
+    if same := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"--tasks has two files called {same}: rename one, or score it alone")
     if config.data and not tasks:
         raise ConfigError(
             "--data gives the files of benchmarks, and --tasks names none; leave it out, and give "
@@ -185,7 +188,7 @@ def main(config: EvalConfig) -> None:
         check_lengths(task, items[: config.limit], tokenizer, model.config.block_size)
     weights = f"{checksum(model.state_dict()):08x}"
     dtype = pick_dtype(config.dtype, process.device)
-    chat = config.chat or is_chat(saved)
+    chat = config.chat or is_chat(saved, config.model)
     setup = (tokenizer, model.config.block_size, process, dtype)
     names = ("max_new_tokens", "batch_size", "limit")
     asking = {name: getattr(config, name) for name in names}

@@ -13,6 +13,7 @@ import math
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from training.finetune_model import (
     open_reference,
 )
 from training.finetune_options import FinetuneConfig, resolve_run
-from training.group_policy import GroupRelativePolicy, Rollout
+from training.group_policy import GroupRelativePolicy
 from training.methods import (
     Batch,
     DirectPreference,
@@ -52,7 +53,7 @@ from training.rewards import load_reward
 from training.run_folders import check_folders, lock_folders
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.state import TrainState
+from training.state import TrainState, seed_step
 from utils import distributed, malloc
 from utils.cli import given_options, run_and_exit
 from utils.devices import pick_dtype
@@ -63,11 +64,11 @@ from utils.logger import Logger, catch_write_errors
 from utils.signals import StopSignal
 from utils.throughput import StepTimer, peak_flops
 
-FIELDS = {  # of a row, by method
-    "sft": ("messages", "prompt", "completion"),
-    "dpo": ("prompt", "chosen", "rejected"),
-    "reward": ("prompt", "chosen", "rejected"),
-    "grpo": ("prompt",),
+METHODS: dict[str, type[Method]] = {
+    "sft": SupervisedTuning,
+    "dpo": DirectPreference,
+    "reward": RewardModeling,
+    "grpo": GroupRelativePolicy,
 }
 
 
@@ -78,25 +79,27 @@ def main() -> None:
     dtype = pick_dtype(options.dtype, process.device)
 
     # model: resumed, or of --init_from; the method reads the rows
-    model, origin = build_finetuned(options, saved)
-    config = options.train_config(model.config, origin["data_dir"])
+    model, about, data_dir = build_finetuned(options, saved)
+    config = options.train_config(model.config, data_dir)
     if not options.overwrite:
         check_folders(config, saved, saved and Path(options.resume), given_options(sys.argv[1:]))
     reference = open_reference(options, process)
-    tokenizer, block_size = load_tokenizer(origin["tokenizer"]), model.config.block_size
+    tokenizer, block_size = load_tokenizer(about["tokenizer"]), model.config.block_size
     setup = (tokenizer, block_size, process, dtype)
-    method = open_method(options, options.data, reference, *setup)
-    held_out = options.eval_data and open_method(options, options.eval_data, reference, *setup)
+    method, held_out = open_methods(options, reference, *setup)
     questions = open_questions(options, *setup)
     slicing = slice_steps(options, method, process)
     if options.max_steps is None:
-        options.max_steps = config.max_steps = -(-len(method) // options.batch_size)
+        options.max_steps = -(-len(method) // options.batch_size)
+    config.max_steps = options.max_steps + 1  # the learning rate reaches --min_lr after the run
     checksums = input_checksums(options, reference)
     changed = changed_inputs(options, saved, checksums)
+    reference = None  # frees DPO's, which has scored; GRPO's method holds it
 
     # progress, optimizer, log and checkpoints
     torch.manual_seed(options.seed)
     state = TrainState.start(config, saved)
+    state.val_checksum = checksums.get("eval_data", 0)
     if options.eval_data in changed:  # losses on other rows do not compare
         state.best_loss = math.inf
     start = state.step
@@ -107,7 +110,6 @@ def main() -> None:
     notes = [f"warning: {path} has changed since the checkpoint was written" for path in changed]
     notes += lock_folders(config, start, process, 12 * model.num_parameters())
     logger = open_log(options, config, method, state, process, notes)
-    about = {name: origin[name] for name in ("tokenizer", "train_tokens")}
     about["finetune"] = options.to_dict() | {"checksums": checksums}
     saver = Saver(config, model, optimizers, about, process, logger.print)
     peak = peak_flops(process.device, dtype)
@@ -122,15 +124,14 @@ def main() -> None:
             break
         if held_out and (last or is_due(options.eval_every, step)):
             scores = held_out.evaluate(model)
-            if "loss" in scores:
+            if method.has_loss:
                 logger.log_validation(scores, step)
                 if state.record_validation(scores["loss"]):
                     saver.save(BEST, state)
             else:
                 logger.log_benchmark("held_out", scores, step)
         if questions and (last or is_due(options.eval_every, step)):
-            exact = questions.hits(questions.texts(model, temperature=0))
-            logger.log_benchmark("answers", {"n": len(exact), "exact": np.mean(exact)}, step)
+            logger.log_benchmark("answers", questions.figures(model), step)
         if last:
             break
 
@@ -143,14 +144,14 @@ def main() -> None:
         else:
             ids = step_sequences(step, options.batch_size, len(method), options.seed)
             logger.log_skip(skip_reason, ids.tolist(), state.guard.skipped, state.step)
-        if isinstance(method, GroupRelativePolicy) and is_due(options.sample_every, state.step):
-            logger.log_sample(method.describe_newest(), state.step)
+        if is_due(options.sample_every, state.step) and (text := method.sample_text()) is not None:
+            logger.log_sample(text, state.step)
         saver.end_after_patience(state, 0, options.batch_size)
         if state.step == start + 1:
             malloc.reuse_freed_memory()
 
     saver.finish()
-    finish(logger, options, state.step, model, process, stop if stopping else None)
+    finish(logger, options, state.step, method, model, process, stop if stopping else None)
 
 
 def train_step(
@@ -171,45 +172,51 @@ def train_step(
     """
     timer.start()
     lr = set_rates(optimizers, config, state.step)
-    torch.manual_seed((options.seed << 32) + state.step * 65_536 + engine.process.rank)
+    seed_step(options.seed, state.step, engine.process.rank)  # of dropout
     ids = step_sequences(state.step, options.batch_size, len(method), options.seed)
     grid = slicing.rank_ids(np.arange(slicing.batch))  # (micro-steps, micro-batch)
     batches, figures = method.micro_batches(engine.model, state.step, ids, grid)
+    done, skip_reason = 0, None
     for update in range(options.updates):
-        sums = run_micro_batches(engine, method, batches, method.total(ids))
+        sums = run_micro_batches(engine, method, batches, len(grid), method.divisor(ids))
         grad_norm = clip_grad_norm(engine.wrapped, options.grad_clip)
-        row = mean_over_processes(sums, grad_norm, stop, engine.process)
+        newest = mean_over_processes(sums, grad_norm, stop, engine.process)
         if update == 0:  # the guard counts steps
-            skip_reason = state.guard.check(row["loss"], row["grad_norm"])
-        elif not math.isfinite(row["loss"] + row["grad_norm"]):
-            skip_reason = f"loss {row['loss']}, gradient norm {row['grad_norm']} in a later update"
+            skip_reason = state.guard.check(newest["loss"], newest["grad_norm"])
+        usable = skip_reason is None and math.isfinite(newest["loss"] + newest["grad_norm"])
         for optimizer in optimizers:
-            if skip_reason is None:
+            if usable:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if skip_reason:
+        if update == 0 or usable:
+            row = newest
+        if not usable:
             break
-    tokens, stopped = round(row.pop("tokens")) * (update + 1), row.pop("stopped") > 0
-    state.advance(0 if skip_reason else tokens)
-    times = timer.stop(tokens)
+        done += 1
+    tokens, stopped = round(row.pop("tokens")), row.pop("stopped") > 0
+    state.advance(done * tokens)
+    times = timer.stop(max(1, done) * tokens)
+    if options.updates > 1:
+        figures["updates"] = done
     if "rollout_ms" in figures:
         figures["update_ms"] = times["ms"] - figures["rollout_ms"] - figures["scoring_ms"]
     return {**row, "lr": lr, "tokens": state.tokens, **figures, **times}, skip_reason, stopped
 
 
 def run_micro_batches(
-    engine: ParallelModel, method: Method, batches: list[Batch], total: int
+    engine: ParallelModel, method: Method, batches: Iterable[Batch], count: int, divisor: int
 ) -> Counter:
-    """Run forward and backward on the batches of an update; return the sums of their shares."""
+    """Run forward and backward on the `count` batches of an update; return the sums of their
+    figures."""
     sums = Counter()
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        shares = method.shares(model, batch, total)
-        sums.update({name: share.detach() for name, share in shares.items()})
-        return shares["loss"] * engine.process.world_size  # gradients are means over processes
+        parts = method.partial_means(model, batch, divisor)
+        sums.update({name: part.detach() for name, part in parts.items()})
+        return parts["loss"] * engine.process.world_size  # gradients are means over processes
 
     for number, batch in enumerate(batches, 1):
-        engine.backward(partial(loss_of, batch=batch), last=number == len(batches))
+        engine.backward(partial(loss_of, batch=batch), last=number == count)
         sums["tokens"] += batch["idx"].numel()
     return sums
 
@@ -224,34 +231,30 @@ def mean_over_processes(
     return dict(zip(sums, process.sum(torch.stack(values)).tolist(), strict=True))
 
 
-def open_method(
+def open_methods(
     options: FinetuneConfig,
-    path: Path,
     reference: GPT | None,
     tokenizer: Tokenizer,
     block_size: int,
     process: Process,
     dtype: torch.dtype,
-) -> Method:
-    """Return the method of the run on the rows of a file."""
-    fields = FIELDS[options.method]
-    if options.method == "grpo" and options.reward == "exact":
-        fields = QUESTION
-    data = ChatData(read_rows(path, fields), path, tokenizer, not options.plain, block_size)
-    setup = (data, process, dtype, options.micro_batch_size)
-    if options.method == "sft":
-        return SupervisedTuning(*setup)
-    if options.method == "reward":
-        return RewardModeling(*setup)
-    if options.method == "dpo":
-        return DirectPreference(*setup, reference=reference, beta=options.beta)
-    names = ("group_size", "max_new_tokens", "seed", "updates")
-    rollout = Rollout(**{name: getattr(options, name) for name in names})
-    reward = load_reward(options.reward, data, process.device, dtype)
-    objective = {"clip": options.clip, "kl": options.kl}
-    return GroupRelativePolicy(
-        *setup, rollout=rollout, reward=reward, reference=reference, **objective
-    )
+) -> tuple[Method, Method | None]:
+    """Return the method of the run on the rows of --data, and on those of --eval_data if given."""
+    method, chat = METHODS[options.method], not options.plain
+    fields = QUESTION if options.reward == "exact" else method.fields
+    beside = {} if reference is None and options.method != "grpo" else {"reference": reference}
+    if options.method == "grpo":
+        beside["reward"] = load_reward(options.reward, tokenizer, chat, process.device, dtype)
+    methods = [
+        method(
+            ChatData(read_rows(path, fields), tokenizer, chat, block_size),
+            *(options, process, dtype),
+            **beside,
+        )
+        for path in (options.data, options.eval_data)
+        if path
+    ]
+    return methods[0], methods[1] if options.eval_data else None
 
 
 def open_questions(options: FinetuneConfig, *setup) -> Questions | None:
@@ -264,9 +267,10 @@ def open_questions(options: FinetuneConfig, *setup) -> Questions | None:
 
 def slice_steps(options: FinetuneConfig, method: Method, process: Process) -> Slicing:
     """Return the division of a step into micro-batches; ConfigError where it does not divide."""
-    items = options.batch_size * method.items_per_example
+    group_size = options.group_size if options.method == "grpo" else 1
+    items = options.batch_size * group_size
     if items % (options.micro_batch_size * process.world_size):
-        of = f" x --group_size {options.group_size}" if options.method == "grpo" else ""
+        of = f" x --group_size {group_size}" if options.method == "grpo" else ""
         raise ConfigError(
             f"--batch_size {options.batch_size}{of} is not divisible by --micro_batch_size "
             f"{options.micro_batch_size} x {process.world_size} processes; change one of them"
@@ -300,7 +304,7 @@ def open_log(
             file.write(json.dumps(run, indent=1).encode())
     data = method.data
     logger.print(
-        f"{options.method} of {options.init_from} on {len(data.rows):,} rows of {data.path}: "
+        f"{options.method} of {options.init_from} on {len(data.rows):,} rows of {options.data}: "
         f"{options.max_steps:,} steps of {options.batch_size} {method.unit}"
         + (f"; resumed at step {state.step}" if state.step else "")
     )
@@ -315,6 +319,7 @@ def finish(
     logger: Logger,
     options: FinetuneConfig,
     step: int,
+    method: Method,
     model: GPT,
     process: Process,
     stop: StopSignal | None,
@@ -328,7 +333,7 @@ def finish(
     else:
         logger.print(f"done: see {options.checkpoint_dir}")
     logger.close()
-    if process.is_main and not stop and options.method != "grpo":  # its loss says nothing
+    if process.is_main and not stop and method.has_loss:
         draw_picture(options.log_dir, model.config.size)
     distributed.stop()
     if stop:

@@ -200,7 +200,7 @@ def main(config: SamplingConfig) -> None:
     refuse_both_sources(sys.argv[1:])
     exact = dtype is torch.float32
     model, name, saved = open_model(config.checkpoint, config.model, exact=exact)
-    if config.chat and saved and not is_chat(saved):
+    if config.chat and not is_chat(saved, config.model):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     tokenizer = load_tokenizer(name)
     model.to(device)

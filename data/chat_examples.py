@@ -3,12 +3,11 @@
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from data.chat import Example, encode_completion, encode_messages, encode_prompt
-from data.chat_rows import LINE
+from data.chat_rows import Row
 from data.shards import DataError
 from data.tokenizer import Tokenizer
 
@@ -30,10 +29,10 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def collate_packed(packs: list[list[Example]], block_size: int) -> dict[str, np.ndarray]:
-    """Return inputs, targets and positions (B, T) of packed examples, and the mask (B, 1, T, T)
-    that keeps each from seeing the others. Targets are -1 where nothing is learned.
+    """Return inputs, targets and positions (B, T) of packed examples, and the number (B, T) of the
+    example that a token is of. Targets are -1 where they do not count in the loss.
 
-    The examples "a b c" and "d e" of which "b", "c" and "e" are learned become
+    The examples "a b c" and "d e" of which "b", "c" and "e" count become
 
         idx        a  b  d  0        targets    b  c  e -1
         positions  0  1  0  0        part       1  1  2  0
@@ -44,26 +43,29 @@ def collate_packed(packs: list[list[Example]], block_size: int) -> dict[str, np.
     for b, examples in enumerate(packs):
         start = 0
         for number, example in enumerate(examples, 1):
-            end = start + len(example.tokens) - 1
+            end = start + len(example) - 1
             idx[b, start:end], part[b, start:end] = example.tokens[:-1], number
-            targets[b, start:end] = np.where(example.learned[1:], example.tokens[1:], -1)
+            targets[b, start:end] = targets_of(example)
             positions[b, start:end] = np.arange(end - start)
             start = end
-    mask = np.tril(part[:, :, None] == part[:, None, :])[:, None]
-    return {"idx": idx, "targets": targets, "positions": positions, "mask": mask}
+    return {"idx": idx, "targets": targets, "positions": positions, "part": part}
+
+
+def targets_of(example: Example) -> np.ndarray:
+    """Return the token after each but the last, -1 where it does not count in the loss."""
+    return np.where(example.loss_mask[1:], example.tokens[1:].astype(np.int64), -1)
 
 
 def collate(examples: list[Example], block_size: int) -> dict[str, np.ndarray]:
     """Return tokens and targets (B, T) of examples, one per row, and the index (B,) of the last
-    token of each. Padding on the right is never seen by causal attention. The target of a token is
-    the one after it, -1 where that is not learned."""
-    longest = max(len(example.tokens) for example in examples)
+    token of each. Padding on the right is never seen by causal attention."""
+    longest = max(map(len, examples))
     T = min(-(-longest // 8) * 8, block_size)  # few different shapes
     idx, targets = np.zeros((len(examples), T), np.int64), np.full((len(examples), T), -1)
-    last = np.array([len(example.tokens) - 1 for example in examples])
+    last = np.array([len(example) - 1 for example in examples])
     for b, example in enumerate(examples):
         idx[b, : last[b] + 1] = example.tokens
-        targets[b, : last[b]] = np.where(example.learned[1:], example.tokens[1:], -1)
+        targets[b, : last[b]] = targets_of(example)
     return {"idx": idx, "targets": targets, "last": last}
 
 
@@ -74,8 +76,7 @@ class ChatData:
     Its methods raise DataError, naming file and line, for a prompt that leaves no room.
     """
 
-    rows: list[dict]
-    path: Path
+    rows: list[Row]
     tokenizer: Tokenizer
     chat: bool
     """True for turns of a chat, False for plain text."""
@@ -86,48 +87,47 @@ class ChatData:
     def __post_init__(self) -> None:
         for row in () if self.chat else self.rows:
             if "messages" in row or not isinstance(row["prompt"], str):
-                raise DataError(
-                    f"{self.path}, line {row[LINE]}: messages are of a chat, and this is plain text"
-                )
+                raise DataError(f"{row.where}: messages are of a chat, and this is plain text")
 
     def dialogs(self) -> list[Example]:
         """Return the messages, or else prompt and completion, of each row."""
         return [
-            self.fit(row, encode_messages(row["messages"], self.tokenizer))
+            self.truncate(row, encode_messages(row["messages"], self.tokenizer))
             if "messages" in row
-            else self.completion(row, "completion")
+            else self.encode(row, "completion")
             for row in self.rows
         ]
 
     def pairs(self) -> list[tuple[Example, Example]]:
         """Return the prompt of each row with the chosen and with the rejected completion."""
-        return [(self.completion(r, "chosen"), self.completion(r, "rejected")) for r in self.rows]
+        return [(self.encode(row, "chosen"), self.encode(row, "rejected")) for row in self.rows]
 
     def prompts(self, max_new_tokens: int) -> list[list[int]]:
-        """Return the tokens of each prompt, which leave room for so many new ones."""
+        """Return the tokens of each prompt; raise DataError for one that leaves no room for
+        `max_new_tokens`."""
         found = []
         for row in self.rows:
             tokens = encode_prompt(row["prompt"], self.tokenizer, self.chat)
             if len(tokens) + max_new_tokens > self.block_size:
                 raise DataError(
-                    f"{self.path}, line {row[LINE]}: a prompt of {len(tokens)} tokens with "
-                    f"--max_new_tokens {max_new_tokens} exceeds the context of {self.block_size}"
+                    f"{row.where}: a prompt of {len(tokens)} tokens with --max_new_tokens "
+                    f"{max_new_tokens} exceeds the context of {self.block_size}"
                 )
             found.append(tokens)
         return found
 
-    def completion(self, row: dict, field: str) -> Example:
-        """Return the prompt of a row with the completion in `field`."""
-        text = encode_completion(row["prompt"], row[field], self.tokenizer, self.chat)
-        return self.fit(row, text)
+    def encode(self, row: Row, field: str) -> Example:
+        """Return the prompt of a row, followed by the completion in `field`."""
+        example = encode_completion(row["prompt"], row[field], self.tokenizer, self.chat)
+        return self.truncate(row, example)
 
-    def fit(self, row: dict, example: Example) -> Example:
+    def truncate(self, row: Row, example: Example) -> Example:
         """Return an example cut to the context."""
         T = self.block_size
-        if not any(example.learned[:T]):
+        if not example.loss_mask[:T].any():
             raise DataError(
-                f"{self.path}, line {row[LINE]}: the prompt has {example.learned.index(True)} "
-                f"tokens, as many as the context of {T} or more; shorten it"
+                f"{row.where}: the prompt has {example.loss_mask.argmax()} tokens, as many as the "
+                f"context of {T} or more; shorten it"
             )
-        self.num_cut += len(example.tokens) > T
-        return Example(example.tokens[:T], example.learned[:T])
+        self.num_cut += len(example) > T
+        return Example(example.tokens[:T], example.loss_mask[:T])

@@ -10,29 +10,41 @@ from pathlib import Path
 from data.shards import DataError
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
-LINE = "\0line"  # key of a row's line number; no field of JSON is likely to have that name
 
 
-def read_rows(path: Path, fields: Sequence[str]) -> list[dict]:
-    """Return the rows of a .jsonl file, each with its LINE; raise DataError naming file and line
-    for one that is no object, or whose `fields` are missing or not of the types of this module."""
+class Row(dict):
+    """Fields of a line of a file; `where` names file and line."""
+
+    def __init__(self, fields: dict, where: str) -> None:
+        super().__init__(fields)
+        self.where = where
+
+
+def read_rows(path: Path, fields: Sequence[str]) -> list[Row]:
+    """Return the rows of a .jsonl file; raise DataError naming file and line for one that is no
+    object, or whose `fields` are missing or not of the types of this module."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: give a .jsonl file") from error
+        packed = path.suffix in (".gz", ".bz2", ".xz", ".zst")
+        remedy = "unpack it" if packed else "save it as UTF-8"
+        raise DataError(f"{path} is not UTF-8 text: {remedy}") from error
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}, is not JSON: {error}") from error
+            raise DataError(
+                f"{where}, is not JSON ({error}); give one object a line, as jq -c . writes them"
+            ) from error
         if problem := find_problem(row, fields):
-            raise DataError(f"{path}, line {number}: {problem}")
-        rows.append({**row, LINE: number})
+            raise DataError(f"{where}: {problem}")
+        rows.append(Row(row, where))
     if not rows:
         raise DataError(f"{path} holds no rows; give one JSON object per line")
     return rows
@@ -41,7 +53,8 @@ def read_rows(path: Path, fields: Sequence[str]) -> list[dict]:
 def find_problem(row: object, fields: Sequence[str]) -> str | None:
     """Return what is wrong with a row, None if nothing is."""
     if type(row) is not dict:
-        return 'expected a JSON object, as {"prompt": ..., ...}'
+        hint = "; of a list, jq -c .[] writes one a line" if type(row) is list else ""
+        return f'expected a JSON object, as {{"prompt": ..., ...}}{hint}'
     if "messages" in row and "messages" in fields:
         if problem := find_problem_of_messages(row["messages"]):
             return f'"messages" {problem}'
@@ -52,9 +65,9 @@ def find_problem(row: object, fields: Sequence[str]) -> str | None:
             continue
         if name not in row:
             found = ", ".join(map(str, row)) or "nothing"
-            either = ' ("messages", or all others)' if "messages" in fields else ""
-            needed = " and ".join(f'"{field}"' for field in fields)
-            return f'there is no "{name}"; a row needs {needed}{either}, and this one has {found}'
+            needed = " and ".join(f'"{field}"' for field in fields if field != "messages")
+            either = '"messages", or ' if "messages" in fields else ""
+            return f'there is no "{name}"; a row needs {either}{needed}, and this one has {found}'
         value = row[name]
         if name == "prompt" and type(value) is list:
             if problem := find_problem_of_messages(value):

@@ -51,7 +51,7 @@ class Questions:
         self.tokenizer, self.process, self.dtype, self.chat = tokenizer, process, dtype, chat
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.name, self.rows = path.stem, read_rows(path, QUESTION)[:limit]
-        data = ChatData(self.rows, path, tokenizer, chat, block_size)
+        data = ChatData(self.rows, tokenizer, chat, block_size)
         self.prompts = data.prompts(max_new_tokens)
 
     def texts(self, model: GPT, sample: int = 0, **options) -> list[str]:
@@ -78,6 +78,11 @@ class Questions:
         """Return the text of a row of ids + 1."""
         return decode_completion((tokens[tokens > 0] - 1).tolist(), self.tokenizer, self.chat)
 
+    def figures(self, model: GPT) -> dict[str, float | None]:
+        """Return the share of exact answers, its standard error and the number of questions."""
+        (exact,), _ = self.score(model)
+        return {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
+
     def hits(self, texts: list[str]) -> list[bool]:
         """Return which completions are the answer."""
         return [is_exact(text, row["answer"]) for text, row in zip(texts, self.rows, strict=True)]
@@ -86,9 +91,9 @@ class Questions:
         self,
         model: GPT,
         *,
-        num_samples: int,
-        temperature: float,
-        seed: int,
+        num_samples: int = 0,
+        temperature: float = 1.0,
+        seed: int = 0,
         progress: Callable[[int], None] = lambda rows: None,
     ) -> tuple[list[Result], list[dict]]:
         """Return the share of exact answers and pass@k for k = 1, 2, 4, ... `num_samples`, and a
@@ -101,11 +106,12 @@ class Questions:
             options = {"temperature": temperature, "seed": seed}
             right += self.hits(self.texts(model, sample, **options))
             progress(n)
-        results = [accuracy(self.name, "greedy", "exact match", exact)]
+        kind = "chat" if self.chat else "plain text"
+        results = [accuracy(self.name, f"greedy, {kind}", "exact match", exact)]
         for k in (2**i for i in range(num_samples.bit_length())):
             values = [pass_at_k(num_samples, int(x), k) for x in right]
             stderr = float(np.std(values, ddof=1)) / n**0.5 if n > 1 else None
-            name = f"{num_samples} samples"
+            name = f"{num_samples} samples, temperature {temperature:g}, {kind}"
             results.append(Result(self.name, name, f"pass@{k}", n, float(np.mean(values)), stderr))
         examples = [
             {"task": self.name, "index": i, "prompt": row["prompt"], "answer": row["answer"]}

@@ -1,8 +1,10 @@
 """Checkpoints of a folder: what they are called, which one to resume or to use, which to keep."""
 
+import json
 import sys
 from pathlib import Path
 
+from data.chat import CHAT_TEMPLATE
 from data.tokenizer import TOKENIZERS, check_vocabulary
 from model.config import ModelError
 from model.gpt import GPT
@@ -107,8 +109,15 @@ def load_hugging_face(name: str) -> GPT:
     return load_pretrained(name)
 
 
-def is_chat(saved: dict) -> bool:
-    """Return whether a checkpoint is of a model that finetune.py taught to chat."""
+def is_chat(saved: dict, pretrained: str | None = None) -> bool:
+    """Return whether a checkpoint, or the Hugging Face folder `pretrained` that convert.py made of
+    one, is of a model that finetune.py taught to chat."""
+    if pretrained is not None:
+        try:
+            config = json.loads((Path(pretrained) / "tokenizer_config.json").read_text("utf-8"))
+        except (OSError, ValueError):  # a name of the hub, or a folder without a tokenizer
+            return False
+        return type(config) is dict and config.get("chat_template") == CHAT_TEMPLATE
     options = saved.get("finetune")
     return type(options) is dict and options.get("plain") is False
 

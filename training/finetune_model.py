@@ -10,15 +10,15 @@ from config import ConfigError, TrainConfig
 from model import cpu
 from model.gpt import GPT, empty_gpt, with_context
 from training import checkpoint as ckpt
-from training.checkpoint_folder import open_model
+from training.checkpoint_folder import is_chat, open_model
 from training.finetune_options import FinetuneConfig
 from training.initial_model import checkpoint_to_start_from
 from utils.distributed import Process
 
 
-def build_finetuned(options: FinetuneConfig, saved: dict | None) -> tuple[GPT, dict]:
-    """Return the model of a run of finetune.py on the CPU, resumed or of --init_from, with the
-    tokenizer, train_tokens and data_dir of its pre-training."""
+def build_finetuned(options: FinetuneConfig, saved: dict | None) -> tuple[GPT, dict, str]:
+    """Return the model of a run of finetune.py on the CPU, resumed or of --init_from, with
+    "tokenizer", "train_tokens" and the data_dir of its pre-training."""
     if saved:
         path = Path(options.resume)
         model = GPT(ckpt.model_config(saved, path))
@@ -27,11 +27,12 @@ def build_finetuned(options: FinetuneConfig, saved: dict | None) -> tuple[GPT, d
         tokenizer, before = saved["tokenizer"], saved
     else:
         model, tokenizer, before = open_init(options)
+        check_kind_of_text(options, before)
         if options.method == "reward" and not model.config.reward_head:
             model = with_reward_head(model)
     data_dir = before["train_config"]["data_dir"] if before else str(TrainConfig().data_dir)
-    origin = {"tokenizer": tokenizer, "train_tokens": before.get("train_tokens", 0)}
-    return model.train(), origin | {"data_dir": data_dir}
+    about = {"tokenizer": tokenizer, "train_tokens": before.get("train_tokens", 0)}
+    return model.train(), about, data_dir
 
 
 def open_init(options: FinetuneConfig) -> tuple[GPT, str, dict]:
@@ -55,6 +56,14 @@ def open_init(options: FinetuneConfig) -> tuple[GPT, str, dict]:
     return with_context(model, shape), tokenizer, before
 
 
+def check_kind_of_text(options: FinetuneConfig, before: dict) -> None:
+    """Raise ConfigError if a run on chats is to start from a model that was fine-tuned on plain
+    text, or the reverse."""
+    if "finetune" in before and is_chat(before) == options.plain:
+        kind, remedy = ("plain text", "give") if not options.plain else ("a chat", "leave out")
+        raise ConfigError(f"{options.init_from} was fine-tuned on {kind}: {remedy} --plain")
+
+
 def with_reward_head(model: GPT) -> GPT:
     """Return a reward model with the blocks of a model and a head of zeros."""
     weights = {name: x for name, x in model.state_dict().items() if name != "lm_head.weight"}
@@ -66,8 +75,14 @@ def with_reward_head(model: GPT) -> GPT:
 
 def open_reference(options: FinetuneConfig, process: Process) -> GPT | None:
     """Return the frozen model of --init_from for the methods that compare with it, else None."""
-    if options.method != "dpo" and not (options.method == "grpo" and options.kl):
+    if not options.compares:
         return None
+    path = Path(options.init_from)
+    if options.resume and path.suffix == ".pt" and not path.exists():
+        raise ConfigError(
+            f"{path}, the model that this run compares with, is gone: put it back, or "
+            "give its new place by --init_from"
+        )
     reference, *_ = open_init(options)
     reference.eval().requires_grad_(False).to(process.device)
     if process.device.type == "cpu":
@@ -76,8 +91,8 @@ def open_reference(options: FinetuneConfig, process: Process) -> GPT | None:
 
 
 def input_checksums(options: FinetuneConfig, reference: GPT | None) -> dict[str, int]:
-    """Return checksums of --data, --eval_data and the weights of the reference model."""
-    files = {"data": options.data, "eval_data": options.eval_data}
+    """Return checksums of the run's files, and of the weights of the reference model."""
+    files = {"data": options.data, "eval_data": options.eval_data, "questions": options.questions}
     checksums = {name: zlib.crc32(path.read_bytes()) for name, path in files.items() if path}
     if reference is not None:
         checksums["init_from"] = ckpt.checksum(reference.state_dict())
@@ -87,8 +102,8 @@ def input_checksums(options: FinetuneConfig, reference: GPT | None) -> dict[str,
 def changed_inputs(
     options: FinetuneConfig, saved: dict | None, checksums: dict[str, int]
 ) -> list[Path]:
-    """Return which of --data and --eval_data have changed since the checkpoint; raise ConfigError
-    if the reference model has."""
+    """Return which of the run's files have changed since the checkpoint; raise ConfigError if the
+    reference model has."""
     before = saved["finetune"].get("checksums", {}) if saved else {}
     changed = [name for name in checksums if before.get(name, checksums[name]) != checksums[name]]
     if "init_from" in changed:

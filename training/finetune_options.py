@@ -9,8 +9,10 @@ from model.config import GPTConfig
 from training import checkpoint as ckpt
 from training.checkpoint_folder import checkpoint_folder, find_newest
 from training.initial_model import checkpoint_to_start_from
-from training.run_folders import best_loss, check_encoding
+from training.run_folders import best_loss, check_encoding, run_to_begin_again
 from utils.cli import parse
+from utils.distributed import world_size
+from utils.log_files import CONFIG
 
 PATHS = ("data", "eval_data", "questions", "checkpoint_dir", "log_dir")
 PER_LAUNCH = {"resume": None, "overwrite": False}
@@ -36,7 +38,7 @@ class FileOptions:
     questions: Path | None = None
     """Rows of prompt and answer, .jsonl: the share that is answered exactly is logged."""
     plain: bool = False
-    """Texts are continued as they are, without User: and Assistant:."""
+    """Train on plain text: prompts and completions without User: and Assistant:."""
     checkpoint_dir: Path | None = None
     """Folder for checkpoints; default: runs/METHOD/checkpoints."""
     log_dir: Path | None = None
@@ -55,8 +57,9 @@ class ScheduleOptions:
     """Optimizer steps; default: one pass over the data."""
     batch_size: int = 32
     """Packed sequences (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes."""
-    micro_batch_size: int = 8
-    """Packed sequences, pairs or completions (grpo) per forward pass of a process."""
+    micro_batch_size: int | None = None
+    """Packed sequences, pairs or completions (grpo) per forward pass of a process; default: 8, or
+    what a process has in a step if that is less."""
     block_size: int | None = None
     """Longest text in tokens; default: the model's context."""
     dropout: float = 0.0
@@ -65,7 +68,7 @@ class ScheduleOptions:
     """Learning rate after warmup, from which it falls linearly to --min_lr; default: 2e-5 for sft,
     1e-4 for reward, 1e-6 for dpo and grpo."""
     min_lr: float = 0.0
-    """Learning rate of the last step."""
+    """Learning rate that is reached after the last step."""
     warmup_steps: int | None = None
     """Steps of linear warmup; default: a tenth of --max_steps."""
     weight_decay: float = 0.0
@@ -85,7 +88,7 @@ class MethodOptions:
     """Preferences and rewards."""
 
     beta: float = 0.1
-    """dpo: strength of the reference model."""
+    """dpo: scale of the implicit reward; the higher, the closer the model stays to --init_from."""
     reward: str | None = None
     """grpo: exact (1 for the row's "answer"), FILE.py:FUNCTION, or a reward model's checkpoint."""
     group_size: int = 8
@@ -93,7 +96,7 @@ class MethodOptions:
     max_new_tokens: int = 64
     """Longest completion in tokens (grpo, --questions)."""
     clip: float = 0.2
-    """grpo: largest change of a probability ratio that is rewarded."""
+    """grpo: clipping range of the probability ratio (PPO's epsilon)."""
     kl: float = 0.04
     """grpo: factor of the KL divergence from the model of --init_from; 0: none."""
     updates: int = 1
@@ -136,6 +139,11 @@ class FinetuneConfig(
 ):
     """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
 
+    @property
+    def compares(self) -> bool:
+        """True where the model is compared with that of --init_from."""
+        return self.method == "dpo" or (self.method == "grpo" and self.kl > 0)
+
     def check(self) -> None:
         """Raise ConfigError for the first option that is missing or out of range."""
         for name in ("method", "init_from", "data"):
@@ -145,9 +153,8 @@ class FinetuneConfig(
             raise ConfigError(
                 "--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint"
             )
-        compares = self.method in ("dpo", "grpo")
         wrong = {  # what a method has no use for
-            "dropout": self.dropout and compares,
+            "dropout": self.dropout and self.method in ("dpo", "grpo"),
             "questions": self.questions and self.method == "reward",
             "updates": self.updates != 1 and self.method != "grpo",
         }
@@ -157,8 +164,9 @@ class FinetuneConfig(
         least[0] = "beta clip kl min_lr"
         for value, names in least.items():
             for name in names.split():
-                if not getattr(self, name) >= value:
-                    raise ConfigError(f"--{name} {getattr(self, name)} must be at least {value}")
+                given = getattr(self, name)
+                if given is not None and not given >= value:
+                    raise ConfigError(f"--{name} {given} must be at least {value}")
 
     def to_dict(self) -> dict:
         """Return plain values for checkpoints and config.json."""
@@ -187,7 +195,12 @@ def resolve_run() -> tuple[FinetuneConfig, dict | None]:
         raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
     path = Path(options.resume) if options.resume else None
     if options.resume == "auto":
-        path = find_newest(with_folders(options).checkpoint_dir)
+        if options.checkpoint_dir is None or options.log_dir is None:
+            options = with_defaults(options)
+        folders = options.checkpoint_dir, options.log_dir
+        path = find_newest(options.checkpoint_dir)
+        if path is None and (run := run_to_begin_again(*folders)):
+            options = parse(FinetuneConfig, default=saved_options(run, options.log_dir / CONFIG))
     elif path is not None and path.is_dir():
         folder, path = path, find_newest(checkpoint_folder(path))
         if path is None:
@@ -197,10 +210,10 @@ def resolve_run() -> tuple[FinetuneConfig, dict | None]:
         before = saved_options(saved, path)
         options = parse(FinetuneConfig, default=before)
         check_unchanged(before, options, path)
-        options.resume, options.init_from = str(path), before.init_from
+        options.resume = str(path)
     elif options.init_from:
         options.init_from = str(checkpoint_to_start_from(options.init_from) or options.init_from)
-    options = with_folders(options)
+    options = with_defaults(options)
     check_encoding(options.checkpoint_dir)
     if saved:
         saved["best_loss"] = min(saved["best_loss"], best_loss(options.checkpoint_dir, saved))
@@ -208,11 +221,13 @@ def resolve_run() -> tuple[FinetuneConfig, dict | None]:
 
 
 def check_unchanged(before: FinetuneConfig, now: FinetuneConfig, path: Path) -> None:
-    """Raise ConfigError if a resumed run is to have another method, model or kind of text."""
-    for name in ("method", "block_size", "dropout", "plain", "init_from"):
+    """Raise ConfigError if a resumed run is to have another method, model or kind of text. The
+    model that it compares with may have another path; changed_inputs looks at its weights."""
+    if not Path(before.init_from).is_relative_to(now.init_from):  # not the folder it was found in
+        now.init_from = str(checkpoint_to_start_from(now.init_from) or now.init_from)
+    names = ("method", "block_size", "dropout", "plain")
+    for name in names if before.compares else (*names, "init_from"):
         was, value = getattr(before, name), getattr(now, name)
-        if name == "init_from" and value != was:
-            value = str(checkpoint_to_start_from(value) or value)
         if value != was:
             raise ConfigError(
                 f"{path} is of a run with --{name} {was}, not {value}: leave it out, or begin "
@@ -220,13 +235,18 @@ def check_unchanged(before: FinetuneConfig, now: FinetuneConfig, path: Path) -> 
             )
 
 
-def with_folders(options: FinetuneConfig) -> FinetuneConfig:
-    """Return options with the default folders of their method, checked."""
+def with_defaults(options: FinetuneConfig) -> FinetuneConfig:
+    """Return options, checked, with the values of those that follow from others."""
     options.check()
     run = Path("runs") / options.method
-    folders = options.checkpoint_dir or run / "checkpoints", options.log_dir or run / "logs"
-    lr = LEARNING_RATES[options.method] if options.max_lr is None else options.max_lr
-    return replace(options, checkpoint_dir=folders[0], log_dir=folders[1], max_lr=lr)
+    items = options.batch_size * (options.group_size if options.method == "grpo" else 1)
+    defaults = {
+        "checkpoint_dir": run / "checkpoints",
+        "log_dir": run / "logs",
+        "max_lr": LEARNING_RATES[options.method],
+        "micro_batch_size": max(1, min(8, items // world_size())),
+    }
+    return replace(options, **{k: x for k, x in defaults.items() if getattr(options, k) is None})
 
 
 def saved_options(saved: dict, path: Path) -> FinetuneConfig:
@@ -237,5 +257,7 @@ def saved_options(saved: dict, path: Path) -> FinetuneConfig:
     known = {f.name: values[f.name] for f in fields(FinetuneConfig) if f.name in values}
     if wrong := mistyped(known, FinetuneConfig):
         raise ConfigError(f"{path}: the saved options are damaged: {', '.join(wrong)}")
+    if "model_config" in saved:
+        known["block_size"] = ckpt.model_config(saved, path).block_size
     paths = {name: Path(known[name]) for name in PATHS if known.get(name) is not None}
     return FinetuneConfig(**{**known, **paths, **PER_LAUNCH})

@@ -3,7 +3,6 @@
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,64 +13,50 @@ from data.chat import Example, decode_completion
 from data.chat_examples import ChatData, collate
 from model.generate import complete
 from model.gpt import GPT
-from training.methods import Batch, Method, Shares, token_logprobs
+from training.methods import Batch, Method, token_logprobs
 from training.objectives import group_advantages, grpo_loss, kl_estimate
 from training.rewards import Completion, Reward, RewardError
 from utils.devices import autocast
 from utils.errors import UserError
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """How completions are sampled for GRPO."""
-
-    group_size: int
-    max_new_tokens: int
-    seed: int
-    updates: int
-
-
 class GroupRelativePolicy(Method):
     """GRPO: completions of a prompt become likelier the more their reward is above the mean of
     their group. Without a reference there is no KL term."""
 
+    fields = ("prompt",)
     unit = "prompts"
+    has_loss = False
 
-    def __init__(
-        self,
-        data: ChatData,
-        *setup,
-        rollout: Rollout,
-        reward: Reward,
-        reference: GPT | None,
-        clip: float,
-        kl: float,
-    ) -> None:
+    def __init__(self, data: ChatData, *setup, reference: GPT | None, reward: Reward) -> None:
         super().__init__(data, *setup)
-        self.rollout, self.reward, self.reference = rollout, reward, reference
-        self.clip, self.kl = clip, kl
-        self.items_per_example = rollout.group_size
-        self.prompts = data.prompts(rollout.max_new_tokens)
+        self.reference, self.reward = reference, reward
+        self.prompts = data.prompts(self.options.max_new_tokens)
         self.newest: list[tuple[float, Completion]] = []
+
+    def divisor(self, ids: np.ndarray) -> int:
+        return len(ids) * self.options.group_size
 
     def micro_batches(
         self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
     ) -> tuple[list[Batch], dict[str, float]]:
         """Return sampled completions as batches, with advantages and log-probabilities."""
-        began, size = time.perf_counter(), self.rollout.group_size
-        seed = zlib.crc32(f"{self.rollout.seed} {step}".encode())
+        began, size = time.perf_counter(), self.options.group_size
+        seed = zlib.crc32(f"{self.options.seed} {step}".encode())
         groups = [
-            self.complete(model, ids[some // size], first_row=int(some[0]), seed=seed)
-            for some in grid
+            self.roll_out(model, ids[places // size], first_row=int(places[0]), seed=seed)
+            for places in grid
         ]
         sampled = time.perf_counter()
         rewards = self.all_rewards(groups, grid, len(ids) * size)
         advantages = group_advantages(rewards.view(-1, size)).flatten().float()
-        batches = [self.scored(model, group) for group in groups]
-        for batch, some in zip(batches, grid, strict=True):
-            batch["advantages"] = advantages[some].to(self.process.device)
+        batches = [self.with_logprobs(model, group) for group in groups]
+        for batch, places in zip(batches, grid, strict=True):
+            batch["advantages"] = advantages[places].to(self.process.device)
         self.newest = list(zip(rewards[grid[0]].tolist(), groups[0], strict=True))
-        tokens = torch.tensor([sum(sum(c.example.learned) for group in groups for c in group)])
+        tokens = torch.tensor([sum(c.example.loss_mask.sum() for group in groups for c in group)])
+        if self.process.device.type == "cuda":
+            torch.cuda.synchronize()  # for the time of scoring
         seconds = sampled - began
         figures = {
             "reward": rewards.mean().item(),
@@ -83,21 +68,20 @@ class GroupRelativePolicy(Method):
         }
         return batches, figures
 
-    def complete(self, model: GPT, ids: np.ndarray, **options) -> list[Completion]:
-        """Return a completion of the prompt of each of the examples `ids`."""
-        tokenizer, longest = self.data.tokenizer, self.rollout.max_new_tokens
+    def roll_out(self, model: GPT, ids: np.ndarray, **sampling) -> list[Completion]:
+        """Return a completion of the prompt of each of the examples `ids`; options of generate."""
+        tokenizer, longest = self.data.tokenizer, self.options.max_new_tokens
         prompts = [self.prompts[i] for i in ids]
-        options |= {"max_new_tokens": longest, "all_done": self.process.all_agree}
+        sampling |= {"max_new_tokens": longest, "all_done": self.process.all_agree}
         model.eval()
         with autocast(self.process.device, self.dtype):
-            found = complete(model, prompts, tokenizer.eot, **options)
+            found = complete(model, prompts, tokenizer.eot, **sampling)
         model.train()
         completions = []
         for i, prompt, tokens in zip(ids, prompts, found, strict=True):
             text = decode_completion(tokens, tokenizer, self.data.chat)
             said = tokens + [tokenizer.eot] * (len(tokens) < longest)
-            learned = [False] * len(prompt) + [True] * len(said)
-            example = Example(prompt + said, learned)
+            example = Example.join([(np.array(prompt), False), (np.array(said), True)])
             completions.append(Completion(self.data.rows[i], text, example))
         return completions
 
@@ -108,8 +92,8 @@ class GroupRelativePolicy(Method):
         `groups` at `positions`."""
         rewards, problem = torch.zeros(count, dtype=torch.float64), None
         try:
-            for some, group in zip(positions, groups, strict=True):
-                rewards[some] = torch.tensor(self.reward(group), dtype=torch.float64)
+            for places, group in zip(positions, groups, strict=True):
+                rewards[places] = torch.tensor(self.reward(group), dtype=torch.float64)
         except UserError as error:
             problem = error
         if not self.process.all_agree(problem is None):
@@ -117,27 +101,30 @@ class GroupRelativePolicy(Method):
         return self.process.sum_float64(rewards)
 
     @torch.no_grad()
-    def scored(self, model: GPT, completions: list[Completion]) -> Batch:
+    def with_logprobs(self, model: GPT, completions: list[Completion]) -> Batch:
         """Return completions as a batch with the log-probabilities that the loss compares with."""
         batch = self.to_device(collate([c.example for c in completions], self.data.block_size))
         compared = {"reference": self.reference}  # None without a KL term
-        compared["old"] = model if self.rollout.updates > 1 else None
+        compared["old"] = model if self.options.updates > 1 else None
         with autocast(self.process.device, self.dtype):
             scores = {k: token_logprobs(m, batch) for k, m in compared.items() if m is not None}
         return batch | scores
 
-    def shares(self, model: nn.Module, batch: Batch, total: int) -> Shares:
-        logprobs, learned = token_logprobs(model, batch), batch["targets"] >= 0
+    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+        logprobs, loss_mask = token_logprobs(model, batch), batch["targets"] >= 0
         old = batch.get("old", logprobs.detach())  # equal in the first update
         reference = batch.get("reference", logprobs.detach())
-        options = {"clip": self.clip, "kl": self.kl}
-        losses = grpo_loss(logprobs, old, reference, batch["advantages"], learned, **options)
-        kl = (kl_estimate(logprobs.detach(), reference) * learned).sum(1) / learned.sum(1)
-        return {"loss": losses.sum() / total, "kl": kl.sum() / total}
+        factors = {"clip": self.options.clip, "kl": self.options.kl}
+        losses = grpo_loss(logprobs, old, reference, batch["advantages"], loss_mask, **factors)
+        figures = {"loss": losses.sum() / divisor}
+        if "reference" in batch:
+            kl = kl_estimate(logprobs.detach(), reference) * loss_mask
+            figures["kl"] = (kl.sum(1) / loss_mask.sum(1)).sum() / divisor
+        return figures
 
-    def describe_newest(self) -> str:
-        """Return the first group of the newest step with its rewards, for samples.txt."""
-        group = self.newest[: self.rollout.group_size]
+    def sample_text(self) -> str:
+        """Return the first group of the newest step with its rewards."""
+        group = self.newest[: self.options.group_size]
         lines = [f"{reward:g}  {completion.text!r}" for reward, completion in group]
         return "\n".join([f"prompt: {group[0][1].row['prompt']!r}", *lines])
 
@@ -148,7 +135,7 @@ class GroupRelativePolicy(Method):
         for turn in range(0, len(batches), self.process.world_size):
             mine = turn + self.process.rank
             ids = batches[min(mine, len(batches) - 1)]
-            found = self.complete(model, ids, temperature=0)
+            found = self.roll_out(model, ids, temperature=0)
             if mine < len(batches):
                 groups.append(found)
                 positions.append(ids)

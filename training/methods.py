@@ -1,11 +1,12 @@
 """Methods of fine-tuning: the examples of each, and its loss on a batch of them. GRPO, which makes
 its own examples, is in group_policy.py.
 
-The shares that a method returns for a batch are parts of means over all examples of a step: summed
-over micro-batches and processes they are these means, whatever the number of either.
+A method's figures for a batch are parts of means over a step: summed over micro-batches and
+processes they are these means, whatever the number of either.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -15,50 +16,55 @@ from torch import Tensor
 from data.chat import Example
 from data.chat_examples import ChatData, collate, collate_packed, pack
 from model.gpt import GPT
+from training.finetune_options import FinetuneConfig
 from training.objectives import dpo_loss, reward_loss
 from training.rewards import rewards_at_end
 from utils.devices import autocast
 from utils.distributed import Process
 
 Batch = dict[str, Tensor]
-Shares = dict[str, Tensor]
 
 
 class Method(ABC):
     """Base of all methods: examples by index, evaluated in order."""
 
+    fields: tuple[str, ...] = ("prompt", "chosen", "rejected")
+    """Fields of a row."""
     unit = "pairs"
     """Name of the examples that a step counts."""
-    items_per_example = 1
-    """Items of a micro-batch that an example gives."""
+    has_loss = True
+    """False where a lower loss is no better model."""
 
     def __init__(
-        self, data: ChatData, process: Process, dtype: torch.dtype, micro_batch_size: int
+        self, data: ChatData, options: FinetuneConfig, process: Process, dtype: torch.dtype
     ) -> None:
-        self.data, self.process, self.dtype = data, process, dtype
-        self.micro_batch_size = micro_batch_size
+        self.data, self.options, self.process, self.dtype = data, options, process, dtype
 
     def __len__(self) -> int:
         return len(self.data.rows)
 
-    def total(self, ids: np.ndarray) -> int:
-        """Return what means over the examples `ids` are divided by."""
-        return len(ids) * self.items_per_example
+    @abstractmethod
+    def divisor(self, ids: np.ndarray) -> int:
+        """Return what a sum of figures over the examples `ids` is divided by for their mean."""
 
     @abstractmethod
     def micro_batches(
         self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
-    ) -> tuple[list[Batch], dict[str, float]]:
+    ) -> tuple[Iterable[Batch], dict[str, float]]:
         """Return this process's batches of a step, and figures for the log. `grid` (micro-steps,
-        micro-batch) are the positions of its items among those of the examples `ids` (G,)."""
+        micro-batch) holds places in a global batch of the examples `ids`, in that order."""
 
     @abstractmethod
-    def shares(self, model: nn.Module, batch: Batch, total: int) -> Shares:
-        """Return "loss" and other figures of a batch as shares of means."""
+    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+        """Return "loss" and other figures of a batch as parts of means."""
 
     @abstractmethod
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each figure over all examples, on every process."""
+
+    def sample_text(self) -> str | None:
+        """Return text of the newest step for samples.txt, if the method writes any."""
+        return None
 
     def to_device(self, arrays: dict[str, np.ndarray]) -> Batch:
         """Return arrays as tensors on the device."""
@@ -66,7 +72,7 @@ class Method(ABC):
 
     def in_order(self) -> list[np.ndarray]:
         """Return the indices of all examples in batches."""
-        n, size = len(self), self.micro_batch_size
+        n, size = len(self), self.options.micro_batch_size
         return np.array_split(np.arange(n), range(size, n, size))
 
 
@@ -77,56 +83,62 @@ class StoredExamples(Method):
     def batch(self, ids: np.ndarray) -> Batch:
         """Return examples as tensors on the device."""
 
+    def divisor(self, ids: np.ndarray) -> int:
+        return len(ids)
+
     def micro_batches(
         self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
-    ) -> tuple[list[Batch], dict[str, float]]:
-        return [self.batch(ids[positions]) for positions in grid], {}
+    ) -> tuple[Iterable[Batch], dict[str, float]]:
+        return (self.batch(ids[places]) for places in grid), {}
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each figure over all examples; the processes share the work, and all
         run equally many forward passes."""
         model.eval()
-        batches, total, sums = self.in_order(), self.total(np.arange(len(self))), {}
+        batches, divisor, sums = self.in_order(), self.divisor(np.arange(len(self))), {}
         for turn in range(0, len(batches), self.process.world_size):
             mine = turn + self.process.rank
             batch = self.batch(batches[min(mine, len(batches) - 1)])
             with autocast(self.process.device, self.dtype):
-                shares = self.shares(model, batch, total)
-            for name, share in shares.items():
-                sums[name] = sums.get(name, 0.0) + share.item() * (mine < len(batches))
+                parts = self.partial_means(model, batch, divisor)
+            for name, part in parts.items():
+                sums[name] = sums.get(name, 0.0) + part.item() * (mine < len(batches))
         model.train()
         values = self.process.sum_float64(torch.tensor([*sums.values()], dtype=torch.float64))
         return dict(zip(sums, values.tolist(), strict=True))
 
 
 class SupervisedTuning(StoredExamples):
-    """Cross-entropy of what the assistant says; dialogs are packed into sequences."""
+    """Mean cross-entropy of what the assistant says; dialogs are packed into sequences."""
 
+    fields = ("messages", "prompt", "completion")
     unit = "packed sequences"
 
     def __init__(self, data: ChatData, *setup) -> None:
         super().__init__(data, *setup)
         self.examples = data.dialogs()
-        self.packs = pack([len(x.tokens) - 1 for x in self.examples], data.block_size)
+        self.packs = pack([len(example) - 1 for example in self.examples], data.block_size)
 
     def __len__(self) -> int:
         return len(self.packs)
 
-    def total(self, ids: np.ndarray) -> int:
-        return sum(sum(x.learned[1:]) for i in ids for x in self.packed(i))
+    def divisor(self, ids: np.ndarray) -> int:
+        return sum(int(x.loss_mask[1:].sum()) for i in ids for x in self.examples_of(i))
 
-    def packed(self, i: int) -> list[Example]:
-        """Return the examples of a sequence."""
+    def examples_of(self, i: int) -> list[Example]:
+        """Return the examples of a packed sequence."""
         return [self.examples[number] for number in self.packs[i]]
 
     def batch(self, ids: np.ndarray) -> Batch:
-        packs = [self.packed(i) for i in ids]
-        return self.to_device(collate_packed(packs, self.data.block_size))
+        packs = [self.examples_of(i) for i in ids]
+        batch = self.to_device(collate_packed(packs, self.data.block_size))
+        part = batch.pop("part")  # (B, T)
+        mask = (part[:, :, None] == part[:, None, :]).tril()  # (B, T, T)
+        return batch | {"mask": mask[:, None]}
 
-    def shares(self, model: nn.Module, batch: Batch, total: int) -> Shares:
-        learned = (batch["targets"] >= 0).sum()
-        return {"loss": model(**batch) * learned / total}
+    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+        return {"loss": model(**batch) * (batch["targets"] >= 0).sum() / divisor}
 
 
 class PairMethod(StoredExamples):
@@ -145,23 +157,22 @@ class PairMethod(StoredExamples):
 class RewardModeling(PairMethod):
     """Reward model: of two completions the chosen one gets the higher reward."""
 
-    def shares(self, model: nn.Module, batch: Batch, total: int) -> Shares:
+    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
         chosen, rejected = rewards_at_end(model, batch).chunk(2)
         figures = {
             "loss": reward_loss(chosen, rejected),
             "accuracy": (chosen > rejected).float(),
             "margin": chosen - rejected,
         }
-        return {name: values.sum() / total for name, values in figures.items()}
+        return {name: values.sum() / divisor for name, values in figures.items()}
 
 
 class DirectPreference(PairMethod):
     """DPO: the chosen completion becomes likelier than the rejected one, by comparison with a
     reference model, whose log-probabilities are computed once."""
 
-    def __init__(self, data: ChatData, *setup, reference: GPT, beta: float) -> None:
+    def __init__(self, data: ChatData, *setup, reference: GPT) -> None:
         super().__init__(data, *setup)
-        self.beta = beta
         self.reference = self.score(reference)  # (2, pairs)
 
     @torch.no_grad()
@@ -178,19 +189,20 @@ class DirectPreference(PairMethod):
         reference = self.reference[:, ids].flatten().float().to(self.process.device)
         return super().batch(ids) | {"reference": reference}
 
-    def shares(self, model: nn.Module, batch: Batch, total: int) -> Shares:
+    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
         chosen, rejected = token_logprobs(model, batch).sum(1).chunk(2)
         ref_chosen, ref_rejected = batch["reference"].chunk(2)
-        margin = self.beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
+        beta = self.options.beta
+        margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
         figures = {
-            "loss": dpo_loss(chosen, rejected, ref_chosen, ref_rejected, self.beta),
+            "loss": dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta),
             "accuracy": (margin > 0).float(),
             "margin": margin,
             "preferred": (chosen > rejected).float(),
         }
-        return {name: values.sum() / total for name, values in figures.items()}
+        return {name: values.sum() / divisor for name, values in figures.items()}
 
 
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the log-probability (B, T) of each token that is learned, 0 elsewhere."""
+    """Return the log-probability (B, T) of each target, 0 where there is none."""
     return -model(batch["idx"], batch["targets"], reduction="none")

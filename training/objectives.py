@@ -1,7 +1,7 @@
 """Objectives of fine-tuning, as functions of log-probabilities in nats.
 
-Supervised fine-tuning needs none of its own: it is the model's mean cross-entropy on the tokens
-that are learned. N texts or pairs of texts, T tokens.
+That of supervised fine-tuning is the model's own: the mean of -log p over the tokens that count,
+-sum(loss_mask log p) / sum(loss_mask). N texts or pairs of texts, T tokens.
 """
 
 import torch
@@ -45,7 +45,7 @@ def grpo_loss(
     old_logprobs: Tensor,
     ref_logprobs: Tensor,
     advantages: Tensor,
-    learned: Tensor,
+    loss_mask: Tensor,
     *,
     clip: float,
     kl: float,
@@ -54,9 +54,9 @@ def grpo_loss(
 
     That of a token is -min(ratio A, clamp(ratio, 1 - clip, 1 + clip) A) + kl * kl_estimate, where
     ratio = exp(logprob - old_logprob), for log-probabilities (N, T), advantages A (N,) and
-    `learned` (N, T), true at tokens of the completion (Shao et al. 2024, equation 3)."""
+    `loss_mask` (N, T), true at tokens of the completion (Shao et al. 2024, equation 3)."""
     A = advantages[:, None]
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     losses = kl * kl_estimate(logprobs, ref_logprobs) - torch.minimum(ratio * A, clipped * A)
-    return (losses * learned).sum(1) / learned.sum(1)
+    return (losses * loss_mask).sum(1) / loss_mask.sum(1)

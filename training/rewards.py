@@ -1,17 +1,20 @@
 """Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
 
+import copy
 import importlib.util
 import sys
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
+from reprlib import repr as brief
 from typing import NamedTuple
 
 import torch
 
 from data.chat import Example, is_exact
-from data.chat_examples import ChatData, collate
-from data.chat_rows import LINE
+from data.chat_examples import collate
+from data.chat_rows import Row
+from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from training.checkpoint import load_model
 from training.checkpoint_folder import find_best, is_chat
@@ -22,36 +25,38 @@ from utils.errors import UserError
 class Completion(NamedTuple):
     """A completion of a row's prompt: its text, and its tokens after those of the prompt."""
 
-    row: dict
+    row: Row
     text: str
     example: Example
 
 
 Reward = Callable[[list[Completion]], list[float]]
-LARGEST = sys.float_info.max
+LARGEST = 1e100  # so that the variance of a group is finite
 
 
 class RewardError(UserError):
     """A reward that cannot be computed."""
 
 
-def load_reward(name: str, data: ChatData, device: torch.device, dtype: torch.dtype) -> Reward:
+def load_reward(
+    name: str, tokenizer: Tokenizer, chat: bool, device: torch.device, dtype: torch.dtype
+) -> Reward:
     """Return the reward called `name`: "exact", FILE.py:FUNCTION, or a reward model's checkpoint,
-    for rows of `data`. Raises RewardError if it cannot be used."""
+    for the turns of a chat or for plain text. Raises RewardError if it cannot be used."""
     if name == "exact":
         return lambda completions: [float(is_exact(c.text, c.row["answer"])) for c in completions]
     file, _, function = name.rpartition(":")
     if name.endswith(".py"):
         raise RewardError(f"--reward {name} names no function: give {name}:FUNCTION")
     if file.endswith(".py"):
-        return reward_of_function(load_function(Path(file), function), name, data.path)
+        return reward_of_function(load_function(Path(file), function), name)
     model, saved = load_model(find_best(Path(name)), exact=True)
     if not model.config.reward_head:
         raise RewardError(f"--reward {name} is no reward model: make one by --method reward")
-    if saved["tokenizer"] != data.tokenizer.name:
-        tokenizers = f"{saved['tokenizer']} tokens, the model {data.tokenizer.name}"
+    if saved["tokenizer"] != tokenizer.name:
+        tokenizers = f"{saved['tokenizer']} tokens, the model {tokenizer.name}"
         raise RewardError(f"--reward {name} has {tokenizers}")
-    if is_chat(saved) != data.chat:
+    if is_chat(saved) != chat:
         kinds = ("a chat", "plain text") if is_chat(saved) else ("plain text", "a chat")
         raise RewardError(f"--reward {name} has learned {kinds[0]}, and this run is of {kinds[1]}")
     return reward_of_model(model.to(device), dtype)
@@ -75,19 +80,22 @@ def load_function(path: Path, name: str) -> Callable:
     return function
 
 
-def reward_of_function(function: Callable, name: str, source: Path) -> Reward:
+def reward_of_function(function: Callable, name: str) -> Reward:
     """Return a reward by function(prompt, completion, row) -> number."""
 
     def reward(completions: list[Completion]) -> list[float]:
         found = []
         for row, text, _ in completions:
-            where = f"{name}, for {source}, line {row[LINE]}, and the completion {text!a}"
+            where = f"{name}, for {row.where}, and the completion {text!a}"
+            given = copy.deepcopy(dict(row))  # the function may change it
             try:
-                value = function(row["prompt"], text, row)
+                value = function(given["prompt"], text, given)
+                value = value.item() if hasattr(value, "item") else value  # of numpy and torch
             except (Exception, SystemExit) as error:
                 raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
             if not isinstance(value, Real) or not -LARGEST <= value <= LARGEST:
-                raise RewardError(f"{where}: returned {value!r}; expected a finite number")
+                expected = f"expected a number of at most {LARGEST:g}"
+                raise RewardError(f"{where}: returned {brief(value)}; {expected}")
             found.append(float(value))
         return found
 
@@ -100,7 +108,7 @@ def reward_of_model(model: GPT, dtype: torch.dtype) -> Reward:
     @torch.no_grad()
     def reward(completions: list[Completion]) -> list[float]:
         examples = [completion.example for completion in completions]
-        longest = max(len(example.tokens) for example in examples)
+        longest = max(map(len, examples))
         if longest > model.config.block_size:
             raise RewardError(
                 f"a completion with its prompt is {longest} tokens long, more than the context of "

@@ -1,3 +1,4 @@
+import gzip
 import json
 import re
 import shutil
@@ -41,8 +42,20 @@ def base(shards, tmp_path_factory):
         "def wrong(prompt, completion, row):\n    return 'good'\n"
         "def fails(prompt, completion, row):\n    return 1 / 0\n"
         "def huge(prompt, completion, row):\n    return 10**400\n"
+        "def edits(prompt, completion, row):\n"
+        "    assert prompt == row['prompt'] == f\"{row['answer']}?\"\n"
+        "    row['prompt'] = row['answer'] = 'other'\n"
+        "    return len(completion)\n"
         "def leaves(prompt, completion, row):\n    raise SystemExit(0)\n"
     )
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(base, tmp_path_factory):
+    """A run that was fine-tuned on plain text."""
+    run = tmp_path_factory.mktemp("plain")
+    script(*finetune_args(base, run, "sft", "--plain", "--max_steps", 1))
     return run
 
 
@@ -214,6 +227,12 @@ def test_a_chat_is_exported_with_its_template(base, tmp_path):
         ("--method grpo --reward exact --max_new_tokens 60", "line 1: a prompt of .* exceeds"),
         ("--method sft --block_size 16", "line 1: the prompt has 20 tokens"),
         ("--method sft --block_size 128", "--block_size 128 is more than the context"),
+        ("--method sft --init_from {plain}", "was fine-tuned on plain text: give --plain"),
+        ("--method sft --data {base}/list.jsonl", "line 1: expected a JSON object.*jq -c"),
+        ("--method sft --data {base}/pretty.jsonl", "line 1, is not JSON.*one object a line"),
+        ("--method sft --data {base}/rows.jsonl.gz", "is not UTF-8 text: unpack it"),
+        ("--method sft --data {base}/bad.jsonl", 'needs "messages", or "prompt" and "completion"'),
+        ("--resume auto", "give --method"),
         ("--method sft --batch_size 3", "--batch_size 3 is not divisible by --micro_batch_size 2"),
         ("--method sft --max_lr -1", "--max_lr"),
         ("--method sft --resume {base}", "written by train.py"),
@@ -224,14 +243,20 @@ def test_a_chat_is_exported_with_its_template(base, tmp_path):
         ("--method dpo --dropout 0.1", "--method dpo has no use for --dropout"),
         ("--method reward --questions {base}/rows.jsonl", "has no use for --questions"),
         ("--method grpo {short} --reward {base}/letters.py", "names no function"),
-        ("--method grpo {short} --reward {base}/letters.py:huge", "expected a finite number"),
+        (
+            "--method grpo {short} --reward {base}/letters.py:huge",
+            "a number of at most 1e.100",
+        ),
         ("--method grpo {short} --reward {base}/letters.py:leaves", "line [0-9]+.*SystemExit"),
     ],
 )
-def test_a_mistake_gets_one_sentence(base, tmp_path, extra, problem):
+def test_a_mistake_gets_one_sentence(base, plain, tmp_path, extra, problem):
     (base / "bad.jsonl").write_text('{"prompt": "a"}\n')
     (base / "empty.jsonl").write_text("")
-    given = extra.format(base=base, short="--max_new_tokens 8").split()
+    (base / "list.jsonl").write_text("[{}]")
+    (base / "pretty.jsonl").write_text('{\n"prompt": "a"}\n')
+    (base / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    given = extra.format(base=base, plain=plain, short="--max_new_tokens 8").split()
     defaults = {"--init_from": base, "--data": base / "rows.jsonl"}
     defaults = [x for k, v in defaults.items() if k not in given for x in (k, v)]
     folders = ["--checkpoint_dir", tmp_path / "c", "--log_dir", tmp_path / "l"]
@@ -256,8 +281,12 @@ def test_a_run_does_not_continue_with_another_reference_model(base, tmp_path):
     state["model"]["transformer.wte.weight"][0, 0] += 1
     state["checksums"]["model"] = checksum(state["model"])
     save_checkpoint(tmp_path / "other.pt", state)
-    (tmp_path / "other.pt").replace(start_from)
-    assert "start.pt has changed since this run began" in script(*again, 4, code=2).stderr
+    (tmp_path / "other.pt").replace(tmp_path / "changed.pt")
+    changed = script(*again, 4, "--init_from", tmp_path / "changed.pt", code=2)
+    assert "changed.pt has changed since this run began" in changed.stderr
+    start_from.rename(tmp_path / "moved.pt")
+    assert "give its new place by --init_from" in script(*again, 4, code=2).stderr
+    script(*again, 4, "--init_from", tmp_path / "moved.pt")
 
 
 def test_a_resumed_run_keeps_its_method_and_forgets_the_best_loss_of_other_rows(base, tmp_path):
@@ -268,15 +297,55 @@ def test_a_resumed_run_keeps_its_method_and_forgets_the_best_loss_of_other_rows(
         found = script(*again, *option, code=2)
         assert f"is of a run with {option[0]}" in found.stderr
     (tmp_path / "other.jsonl").write_text((base / "rows.jsonl").read_text().replace("say", "xqz"))
-    script(*again, "--eval_data", tmp_path / "other.jsonl")
+    script(*again, "--eval_data", tmp_path / "other.jsonl", "--eval_every", 0, "--block_size", 64)
     best = load_checkpoint(tmp_path / "checkpoints/model_best.pt")
     assert best["step"] == 3 and best["best_loss"] == rows(tmp_path, "val")[-1]["loss"]
 
 
+def test_a_best_loss_of_other_rows_stays_forgotten(base, tmp_path):
+    """Also where the run was stopped before it was evaluated on its new rows."""
+    evaluated = ("--eval_data", base / "rows.jsonl", "--eval_every", 2)
+    script(*finetune_args(base, tmp_path, "sft", *evaluated, "--max_steps", 2, "--max_lr", 0))
+    (tmp_path / "other.jsonl").write_text((base / "rows.jsonl").read_text().replace("say", "xqz"))
+    again = ("finetune.py", "--resume", tmp_path, "--eval_data", tmp_path / "other.jsonl")
+    again += ("--eval_every", 1000, "--save_every", 1, "--max_steps", 1000)
+    process = start(*again)
+    run_until(process, lambda: rows_written(tmp_path) > 4)
+    kill(process)
+    last = load_checkpoint(tmp_path / "checkpoints/model_last.pt")
+    script(*again, "--max_steps", last["step"] + 1)
+    best = load_checkpoint(tmp_path / "checkpoints/model_best.pt")
+    assert best["step"] > 2 and best["best_loss"] == rows(tmp_path, "val")[-1]["loss"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_with_its_options(base, tmp_path):
+    script(*finetune_args(base, tmp_path / "whole", "sft", "--max_steps", 6))
+    process = start(*finetune_args(base, tmp_path / "killed", "sft", "--max_steps", 6))
+    run_until(process, lambda: rows_written(tmp_path / "killed") >= 2)
+    kill(process)
+    for path in (tmp_path / "killed/checkpoints").glob("*.pt"):
+        path.unlink()
+    run = tmp_path / "killed"
+    folders = ("--checkpoint_dir", run / "checkpoints", "--log_dir", run / "logs")
+    found = script("finetune.py", *folders, "--resume", "auto")
+    assert "config.json again" in found.stdout
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+
+
+def test_a_reward_function_may_change_its_row(base, tmp_path):
+    run = finetune_args(base, tmp_path, "grpo", "--max_steps", 6, "--updates", 1)
+    run[run.index(f"{base}/letters.py:share")] = f"{base}/letters.py:edits"
+    script(*run, "--sample_every", 1)
+    assert "other" not in (tmp_path / "logs/samples.txt").read_text()
+
+
 def test_steps_that_are_not_finite_end_a_run_before_them(base, tmp_path):
     """Also with several updates a step."""
-    (tmp_path / "nan.py").write_text("def nan(prompt, completion, row):\n    return 1e308\n")
-    options = ("--reward", f"{tmp_path}/nan.py:nan", "--max_steps", 20)
+    state = load_checkpoint(base / "checkpoints/model_best.pt")
+    state["model"]["transformer.ln_f.weight"][0] = torch.nan
+    state["checksums"]["model"] = checksum(state["model"])
+    save_checkpoint(tmp_path / "nan.pt", state)
+    options = ("--init_from", tmp_path / "nan.pt", "--max_steps", 20)
     found = script(*finetune_args(base, tmp_path, "grpo", *options), code=2)
     assert "5 steps in a row had no finite loss" in found.stderr
     state = load_checkpoint(tmp_path / "checkpoints/model_last.pt")
