@@ -29,7 +29,7 @@ SETTINGS = {
     "total_batch_size": 9 * 220,
     "max_steps": 1032,
     "warmup_steps": 20,
-    "dtype": "bfloat16",
+    "dtype": "auto",
     "device": "cpu",
     "eval_every": 172,
     "val_tokens": 10**9,
