@@ -19,7 +19,7 @@ from model.gpt import GPT
 from training.finetune_model import with_reward_head
 from training.finetune_options import FinetuneConfig
 from training.group_policy import GroupRelativePolicy
-from training.methods import DirectPreference, RewardModeling, SupervisedTuning
+from training.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
 from training.objectives import group_advantages, grpo_loss
 from training.rewards import Completion, reward_of_model
 from utils.distributed import Process
@@ -46,7 +46,8 @@ def data(*fields: str) -> ChatData:
 
 def setup(**options) -> tuple:
     """Options, process and dtype of a method."""
-    config = FinetuneConfig(method="sft", init_from="a", data=Path("b"), **options)
+    paths = {"init_from": "a", "data": Path("b")}
+    config = FinetuneConfig(method="sft", micro_batch_size=3, **paths, **options)
     return config, ALONE, torch.float32
 
 
@@ -58,7 +59,7 @@ def logprob(model: GPT, prompt: str, completion: str) -> Tensor:
     return picked[len(prompt) :].sum()
 
 
-def means(method, model: GPT, **options) -> tuple[dict, list, dict[str, Tensor]]:
+def means(method: Method, model: GPT) -> tuple[dict, list, dict[str, Tensor]]:
     """Figures for the log of one step on all examples, its batches, and the means of a step."""
     ids = np.arange(len(method))
     grid = np.arange(method.divisor(ids) if not method.has_loss else len(ids)).reshape(2, -1)
@@ -109,12 +110,13 @@ def test_dpo_compares_with_the_reference():
 def test_a_reward_is_read_at_the_last_token():
     model = with_reward_head(make_model(3))
     torch.nn.init.normal_(model.reward_head.weight)
+    model.requires_grad_(False)
     by_hand = []
     for prompt, *sides in TEXTS:
         examples = [encode_completion(prompt, side, BYTES, chat=False) for side in sides]
         texts = [torch.from_numpy(example.tokens.astype(np.int64)) for example in examples]
         by_hand.append([model(tokens[None])[0, -1, 0] for tokens in texts])
-    margin = torch.tensor([chosen - rejected for chosen, rejected in by_hand])
+    margin = torch.stack([chosen - rejected for chosen, rejected in by_hand])
     method = RewardModeling(data("chosen", "rejected"), *setup())
     found = means(method, model)[2]
     torch.testing.assert_close(found["loss"], -F.logsigmoid(margin).mean())
@@ -124,7 +126,7 @@ def test_a_reward_is_read_at_the_last_token():
         for row in method.data.rows
     ]
     rated = reward_of_model(model, torch.float32)(completions)
-    torch.testing.assert_close(torch.tensor(rated), torch.tensor([pair[0] for pair in by_hand]))
+    torch.testing.assert_close(torch.tensor(rated), torch.stack([pair[0] for pair in by_hand]))
 
 
 @pytest.mark.parametrize("updates", [1, 2])
