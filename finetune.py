@@ -240,21 +240,20 @@ def open_methods(
     dtype: torch.dtype,
 ) -> tuple[Method, Method | None]:
     """Return the method of the run on the rows of --data, and on those of --eval_data if given."""
-    method, chat = METHODS[options.method], not options.plain
-    fields = QUESTION if options.reward == "exact" else method.fields
-    beside = {} if reference is None and options.method != "grpo" else {"reference": reference}
+    kind, chat = METHODS[options.method], not options.plain
+    fields = QUESTION if options.reward == "exact" else kind.fields
+    compared = {}
+    if options.method in ("dpo", "grpo"):
+        compared["reference"] = reference
     if options.method == "grpo":
-        beside["reward"] = load_reward(options.reward, tokenizer, chat, process.device, dtype)
-    methods = [
-        method(
-            ChatData(read_rows(path, fields), tokenizer, chat, block_size),
-            *(options, process, dtype),
-            **beside,
-        )
-        for path in (options.data, options.eval_data)
-        if path
-    ]
-    return methods[0], methods[1] if options.eval_data else None
+        compared["reward"] = load_reward(options.reward, tokenizer, chat, process.device, dtype)
+
+    def open_method(path: Path) -> Method:
+        data = ChatData(read_rows(path, fields), tokenizer, chat, block_size)
+        return kind(data, options, process, dtype, **compared)
+
+    method = open_method(options.data)
+    return method, open_method(options.eval_data) if options.eval_data else None
 
 
 def open_questions(options: FinetuneConfig, *setup) -> Questions | None:
