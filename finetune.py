@@ -38,7 +38,8 @@ from training.finetune_model import (
     input_checksums,
     open_reference,
 )
-from training.finetune_options import FinetuneConfig, resolve_run
+from training.finetune_options import FinetuneConfig
+from training.finetune_resume import resolve_run
 from training.group_policy import GroupRelativePolicy
 from training.methods import (
     Batch,
@@ -88,10 +89,8 @@ def main() -> None:
     setup = (tokenizer, block_size, process, dtype)
     method, held_out = open_methods(options, reference, *setup)
     questions = open_questions(options, *setup)
-    slicing = slice_steps(options, method, process)
-    if options.max_steps is None:
-        options.max_steps = -(-len(method) // options.batch_size)
-    config.max_steps = options.max_steps + 1  # the learning rate reaches --min_lr after the run
+    slicing = slice_steps(options, process)
+    resolve_length(options, config, len(method))
     checksums = input_checksums(options, reference)
     changed = changed_inputs(options, saved, checksums)
     reference = None  # frees DPO's, which has scored; GRPO's method holds it
@@ -124,7 +123,7 @@ def main() -> None:
             break
         if held_out and (last or is_due(options.eval_every, step)):
             scores = held_out.evaluate(model)
-            if method.has_loss:
+            if method.selects_best_by_loss:
                 logger.log_validation(scores, step)
                 if state.record_validation(scores["loss"]):
                     saver.save(BEST, state)
@@ -257,24 +256,35 @@ def open_methods(
 
 
 def open_questions(options: FinetuneConfig, *setup) -> Questions | None:
-    """Return the rows of --questions, None without them; `setup` is that of Questions."""
+    """Return the rows of --questions, None without them; tokenizer, block size, process and dtype
+    are passed on to Questions."""
     if options.questions is None:
         return None
-    sizes = {"max_new_tokens": options.max_new_tokens, "batch_size": options.micro_batch_size}
+    micro_batch = options.resolved_micro_batch()
+    sizes = {"max_new_tokens": options.max_new_tokens, "batch_size": micro_batch}
     return Questions(options.questions, *setup, chat=not options.plain, **sizes)
 
 
-def slice_steps(options: FinetuneConfig, method: Method, process: Process) -> Slicing:
+def resolve_length(options: FinetuneConfig, config: TrainConfig, num_examples: int) -> None:
+    """Make one pass over the examples the default of --max_steps, and set the steps of the
+    schedule, which reaches --min_lr one step after the last."""
+    if options.max_steps is None:
+        options.max_steps = -(-num_examples // options.batch_size)
+    config.max_steps = options.max_steps
+    config.warmup_steps = config.resolved_warmup
+    config.max_steps += 1
+
+
+def slice_steps(options: FinetuneConfig, process: Process) -> Slicing:
     """Return the division of a step into micro-batches; ConfigError where it does not divide."""
-    group_size = options.group_size if options.method == "grpo" else 1
-    items = options.batch_size * group_size
-    if items % (options.micro_batch_size * process.world_size):
-        of = f" x --group_size {group_size}" if options.method == "grpo" else ""
+    items, micro_batch = options.items_per_step(), options.resolved_micro_batch()
+    if items % (micro_batch * process.world_size):
+        of = f" x --group_size {options.group_size}" if options.method == "grpo" else ""
         raise ConfigError(
             f"--batch_size {options.batch_size}{of} is not divisible by --micro_batch_size "
-            f"{options.micro_batch_size} x {process.world_size} processes; change one of them"
+            f"{micro_batch} x {process.world_size} processes; change one of them"
         )
-    return Slicing(items, options.micro_batch_size, process.rank, process.world_size)
+    return Slicing(items, micro_batch, process.rank, process.world_size)
 
 
 def open_log(
@@ -332,7 +342,7 @@ def finish(
     else:
         logger.print(f"done: see {options.checkpoint_dir}")
     logger.close()
-    if process.is_main and not stop and method.has_loss:
+    if process.is_main and not stop and method.selects_best_by_loss:
         draw_picture(options.log_dir, model.config.size)
     distributed.stop()
     if stop:

@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 Messages = list[dict[str, str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Example:
     """Token ids (T,) of a text, uint16, and which of them (T,) count in the loss."""
 

@@ -22,7 +22,7 @@ class Row(dict):
 
 def read_rows(path: Path, fields: Sequence[str]) -> list[Row]:
     """Return the rows of a .jsonl file; raise DataError naming file and line for one that is no
-    object, or whose `fields` are missing or not of the types of this module."""
+    object, or lacks a field of `fields` or has one of a wrong type."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:

@@ -101,8 +101,8 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
         ) from error
     if joined:
         warn(
-            f"{name}: {joined} quoted fields hold both tabs and line ends; quotes that begin a "
-            "field but do not quote it join rows, and .jsonl avoids this"
+            f"{name}: rows whose quoted text holds tabs and line ends: {joined}; stray quotes join "
+            "rows, and .jsonl avoids them"
         )
 
 

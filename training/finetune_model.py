@@ -57,11 +57,13 @@ def open_init(options: FinetuneConfig) -> tuple[GPT, str, dict]:
 
 
 def check_kind_of_text(options: FinetuneConfig, before: dict) -> None:
-    """Raise ConfigError if a run on chats is to start from a model that was fine-tuned on plain
-    text, or the reverse."""
-    if "finetune" in before and is_chat(before) == options.plain:
-        kind, remedy = ("plain text", "give") if not options.plain else ("a chat", "leave out")
-        raise ConfigError(f"{options.init_from} was fine-tuned on {kind}: {remedy} --plain")
+    """Raise ConfigError if preferences or rewards of chats are for a model that was fine-tuned on
+    plain text, or the reverse."""
+    chat = is_chat(before) or is_chat({}, options.init_from)
+    if options.method == "sft" or not (chat or "finetune" in before) or chat != options.plain:
+        return
+    kind, remedy = ("a chat", "leave out") if chat else ("plain text", "give")
+    raise ConfigError(f"{options.init_from} was fine-tuned on {kind}: {remedy} --plain")
 
 
 def with_reward_head(model: GPT) -> GPT:
@@ -75,7 +77,7 @@ def with_reward_head(model: GPT) -> GPT:
 
 def open_reference(options: FinetuneConfig, process: Process) -> GPT | None:
     """Return the frozen model of --init_from for the methods that compare with it, else None."""
-    if not options.compares:
+    if not options.needs_reference:
         return None
     path = Path(options.init_from)
     if options.resume and path.suffix == ".pt" and not path.exists():

@@ -1,25 +1,12 @@
-"""Options of finetune.py: the command line over those of the checkpoint that it resumes."""
+"""Options of finetune.py."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from config import ConfigError, TrainConfig, mistyped
+from config import ConfigError, TrainConfig
 from model.config import GPTConfig
-from training import checkpoint as ckpt
-from training.checkpoint_folder import checkpoint_folder, find_newest
-from training.initial_model import checkpoint_to_start_from
-from training.run_folders import best_loss, check_encoding, run_to_begin_again
-from utils.cli import parse
 from utils.distributed import world_size
-from utils.log_files import CONFIG
-
-PATHS = ("data", "eval_data", "questions", "checkpoint_dir", "log_dir")
-PER_LAUNCH = {"resume": None, "overwrite": False}
-
-
-# default learning rates after warmup, those of trl
-LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}
 
 
 @dataclass
@@ -58,8 +45,8 @@ class ScheduleOptions:
     batch_size: int = 32
     """Packed sequences (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes."""
     micro_batch_size: int | None = None
-    """Packed sequences, pairs or completions (grpo) per forward pass of a process; default: 8, or
-    what a process has in a step if that is less."""
+    """Packed sequences, pairs or completions (grpo) per forward pass of a process; default: the
+    largest number up to 8 that divides a step."""
     block_size: int | None = None
     """Longest text in tokens; default: the model's context."""
     dropout: float = 0.0
@@ -140,8 +127,8 @@ class FinetuneConfig(
     """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
 
     @property
-    def compares(self) -> bool:
-        """True where the model is compared with that of --init_from."""
+    def needs_reference(self) -> bool:
+        """True where the loss compares with the model of --init_from."""
         return self.method == "dpo" or (self.method == "grpo" and self.kl > 0)
 
     def check(self) -> None:
@@ -168,6 +155,17 @@ class FinetuneConfig(
                 if given is not None and not given >= value:
                     raise ConfigError(f"--{name} {given} must be at least {value}")
 
+    def items_per_step(self) -> int:
+        """Return the number of packed sequences, pairs or completions in a step."""
+        return self.batch_size * (self.group_size if self.method == "grpo" else 1)
+
+    def resolved_micro_batch(self) -> int:
+        """Return --micro_batch_size, or its default for the number of processes."""
+        if self.micro_batch_size is not None:
+            return self.micro_batch_size
+        share = self.items_per_step() // world_size()
+        return next((n for n in range(min(8, share), 0, -1) if share % n == 0), 1)
+
     def to_dict(self) -> dict:
         """Return plain values for checkpoints and config.json."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
@@ -183,81 +181,6 @@ class FinetuneConfig(
         config.recipe = ",".join(["gpt2", *recipe, "schedule=linear"])
         config.block_size, config.dropout = shape.block_size, shape.dropout
         config.total_batch_size = self.batch_size * shape.block_size
+        config.micro_batch_size = self.resolved_micro_batch()
         config.check()
         return config
-
-
-def resolve_run() -> tuple[FinetuneConfig, dict | None]:
-    """Return the options of this run, and the checkpoint that it resumes, if any, which has the
-    options that are not on the command line."""
-    options, saved = parse(FinetuneConfig), None
-    if options.resume and options.overwrite:
-        raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
-    path = Path(options.resume) if options.resume else None
-    if options.resume == "auto":
-        if options.checkpoint_dir is None or options.log_dir is None:
-            options = with_defaults(options)
-        folders = options.checkpoint_dir, options.log_dir
-        path = find_newest(options.checkpoint_dir)
-        if path is None and (run := run_to_begin_again(*folders)):
-            options = parse(FinetuneConfig, default=saved_options(run, options.log_dir / CONFIG))
-    elif path is not None and path.is_dir():
-        folder, path = path, find_newest(checkpoint_folder(path))
-        if path is None:
-            raise ConfigError(f"--resume {folder}: the folder holds no checkpoint")
-    if path is not None:
-        saved = ckpt.load_checkpoint(path)
-        before = saved_options(saved, path)
-        options = parse(FinetuneConfig, default=before)
-        check_unchanged(before, options, path)
-        options.resume = str(path)
-    elif options.init_from:
-        options.init_from = str(checkpoint_to_start_from(options.init_from) or options.init_from)
-    options = with_defaults(options)
-    check_encoding(options.checkpoint_dir)
-    if saved:
-        saved["best_loss"] = min(saved["best_loss"], best_loss(options.checkpoint_dir, saved))
-    return options, saved
-
-
-def check_unchanged(before: FinetuneConfig, now: FinetuneConfig, path: Path) -> None:
-    """Raise ConfigError if a resumed run is to have another method, model or kind of text. The
-    model that it compares with may have another path; changed_inputs looks at its weights."""
-    if not Path(before.init_from).is_relative_to(now.init_from):  # not the folder it was found in
-        now.init_from = str(checkpoint_to_start_from(now.init_from) or now.init_from)
-    names = ("method", "block_size", "dropout", "plain")
-    for name in names if before.compares else (*names, "init_from"):
-        was, value = getattr(before, name), getattr(now, name)
-        if value != was:
-            raise ConfigError(
-                f"{path} is of a run with --{name} {was}, not {value}: leave it out, or begin "
-                "another run in another --checkpoint_dir"
-            )
-
-
-def with_defaults(options: FinetuneConfig) -> FinetuneConfig:
-    """Return options, checked, with the values of those that follow from others."""
-    options.check()
-    run = Path("runs") / options.method
-    items = options.batch_size * (options.group_size if options.method == "grpo" else 1)
-    defaults = {
-        "checkpoint_dir": run / "checkpoints",
-        "log_dir": run / "logs",
-        "max_lr": LEARNING_RATES[options.method],
-        "micro_batch_size": max(1, min(8, items // world_size())),
-    }
-    return replace(options, **{k: x for k, x in defaults.items() if getattr(options, k) is None})
-
-
-def saved_options(saved: dict, path: Path) -> FinetuneConfig:
-    """Return the options in a checkpoint of finetune.py; raise ConfigError for another one."""
-    values = saved.get("finetune")
-    if type(values) is not dict:
-        raise ConfigError(f"{path} was written by train.py: begin from it by --init_from {path}")
-    known = {f.name: values[f.name] for f in fields(FinetuneConfig) if f.name in values}
-    if wrong := mistyped(known, FinetuneConfig):
-        raise ConfigError(f"{path}: the saved options are damaged: {', '.join(wrong)}")
-    if "model_config" in saved:
-        known["block_size"] = ckpt.model_config(saved, path).block_size
-    paths = {name: Path(known[name]) for name in PATHS if known.get(name) is not None}
-    return FinetuneConfig(**{**known, **paths, **PER_LAUNCH})

@@ -26,7 +26,7 @@ class GroupRelativePolicy(Method):
 
     fields = ("prompt",)
     unit = "prompts"
-    has_loss = False
+    selects_best_by_loss = False
 
     def __init__(self, data: ChatData, *setup, reference: GPT | None, reward: Reward) -> None:
         super().__init__(data, *setup)
@@ -131,7 +131,7 @@ class GroupRelativePolicy(Method):
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean reward of the likeliest completion of each prompt."""
-        batches, groups, positions = self.in_order(), [], []
+        batches, groups, positions = self.batches_in_order(), [], []
         for turn in range(0, len(batches), self.process.world_size):
             mine = turn + self.process.rank
             ids = batches[min(mine, len(batches) - 1)]

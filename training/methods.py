@@ -32,8 +32,8 @@ class Method(ABC):
     """Fields of a row."""
     unit = "pairs"
     """Name of the examples that a step counts."""
-    has_loss = True
-    """False where a lower loss is no better model."""
+    selects_best_by_loss = True
+    """False where a lower loss does not mean a better model: no model_best.pt, no plot."""
 
     def __init__(
         self, data: ChatData, options: FinetuneConfig, process: Process, dtype: torch.dtype
@@ -45,7 +45,8 @@ class Method(ABC):
 
     @abstractmethod
     def divisor(self, ids: np.ndarray) -> int:
-        """Return what a sum of figures over the examples `ids` is divided by for their mean."""
+        """Return the number of tokens, pairs or completions in the examples `ids`, by which sums
+        over a step are divided."""
 
     @abstractmethod
     def micro_batches(
@@ -56,7 +57,8 @@ class Method(ABC):
 
     @abstractmethod
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
-        """Return "loss" and other figures of a batch as parts of means."""
+        """Return the loss and metrics of a batch, summed and divided by `divisor`: summed over the
+        batches and processes of a step they are its means."""
 
     @abstractmethod
     def evaluate(self, model: GPT) -> dict[str, float]:
@@ -70,9 +72,9 @@ class Method(ABC):
         """Return arrays as tensors on the device."""
         return {name: torch.from_numpy(x).to(self.process.device) for name, x in arrays.items()}
 
-    def in_order(self) -> list[np.ndarray]:
+    def batches_in_order(self) -> list[np.ndarray]:
         """Return the indices of all examples in batches."""
-        n, size = len(self), self.options.micro_batch_size
+        n, size = len(self), self.options.resolved_micro_batch()
         return np.array_split(np.arange(n), range(size, n, size))
 
 
@@ -96,7 +98,7 @@ class StoredExamples(Method):
         """Return the mean of each figure over all examples; the processes share the work, and all
         run equally many forward passes."""
         model.eval()
-        batches, divisor, sums = self.in_order(), self.divisor(np.arange(len(self))), {}
+        batches, divisor, sums = self.batches_in_order(), self.divisor(np.arange(len(self))), {}
         for turn in range(0, len(batches), self.process.world_size):
             mine = turn + self.process.rank
             batch = self.batch(batches[min(mine, len(batches) - 1)])
@@ -179,7 +181,7 @@ class DirectPreference(PairMethod):
     def score(self, reference: GPT) -> Tensor:
         """Return the log-probabilities of all completions; the processes share the work."""
         found = torch.zeros(2, len(self), dtype=torch.float64)
-        for ids in self.in_order()[self.process.rank :: self.process.world_size]:
+        for ids in self.batches_in_order()[self.process.rank :: self.process.world_size]:
             with autocast(self.process.device, self.dtype):
                 logprobs = token_logprobs(reference, super().batch(ids)).sum(1)
             found[:, ids] = logprobs.view(2, -1).double().cpu()

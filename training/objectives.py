@@ -1,7 +1,7 @@
 """Objectives of fine-tuning, as functions of log-probabilities in nats.
 
-That of supervised fine-tuning is the model's own: the mean of -log p over the tokens that count,
--sum(loss_mask log p) / sum(loss_mask). N texts or pairs of texts, T tokens.
+Supervised fine-tuning uses the model's cross-entropy, -sum(loss_mask log p) / sum(loss_mask).
+N texts or pairs of texts, T tokens.
 """
 
 import torch

@@ -24,15 +24,16 @@ from training.run_folders import (
     check_encoding,
     check_folders,
     check_not_copied,
-    run_to_begin_again,
+    find_unsaved_run,
 )
 from training.schedule import stable_steps
 from training.state import has_same_validation
 from utils.cli import given_options, parse
-from utils.distributed import Process
+from utils.distributed import Process, is_main
 from utils.log_files import CONFIG
 from utils.logger import require_package
 
+FOLDERS = {"resume", "data_dir", "checkpoint_dir", "log_dir"}
 FEW = 16  # validation sequences that give a rough loss
 
 
@@ -55,8 +56,11 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     if config.resume == "auto":
         path = find_newest(config.checkpoint_dir)
         folders = config.checkpoint_dir, config.log_dir
-        if path is None and config.config is None and run_to_begin_again(*folders):
-            config, file = parse_options(["--config", str(config.log_dir / CONFIG), *sys.argv[1:]])
+        if path is None and given <= FOLDERS and find_unsaved_run(*folders, finetunes=False):
+            begun = config.log_dir / CONFIG
+            if is_main():
+                print(f"no checkpoint in {folders[0]}: beginning again with the options of {begun}")
+            config, file = parse_options(["--config", str(begun), *sys.argv[1:]])
     elif path is not None and path.is_dir():
         folder, path = path, find_newest(checkpoint_folder(path))
         if path is None:

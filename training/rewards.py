@@ -94,7 +94,7 @@ def reward_of_function(function: Callable, name: str) -> Reward:
             except (Exception, SystemExit) as error:
                 raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
             if not isinstance(value, Real) or not -LARGEST <= value <= LARGEST:
-                expected = f"expected a number of at most {LARGEST:g}"
+                expected = f"expected a number from {-LARGEST:g} to {LARGEST:g}"
                 raise RewardError(f"{where}: returned {brief(value)}; {expected}")
             found.append(float(value))
         return found

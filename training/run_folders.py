@@ -5,8 +5,11 @@ import errno
 import json
 import math
 import os
+import zlib
 from itertools import chain, count
 from pathlib import Path
+
+import torch
 
 from config import ConfigError, TrainConfig
 from training import checkpoint as ckpt
@@ -20,11 +23,14 @@ from training.checkpoint_folder import (
     step_of,
     step_of_best,
 )
-from utils.distributed import Process, is_main
+from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import check_space, link_or_copy, lock_folder
 from utils.log_files import CONFIG, logged_run
 from utils.logger import catch_write_errors
+
+# options, beside paths, in which the machines of a run may differ
+OF_A_MACHINE = ("device", "resume", "config", "init_from", "chosen")
 
 
 def best_loss(folder: Path, saved: dict) -> float:
@@ -39,18 +45,29 @@ def best_loss(folder: Path, saved: dict) -> float:
     return best["best_loss"] if same and tokens[0] == tokens[1] else math.inf
 
 
-def run_to_begin_again(checkpoint_dir: Path, log_dir: Path) -> dict | None:
-    """Return the config.json of a run that was killed before its first checkpoint in a folder, and
-    print that its options are taken; None if there was none."""
-    path = log_dir / CONFIG
+def find_unsaved_run(checkpoint_dir: Path, log_dir: Path, *, finetunes: bool) -> dict | None:
+    """Return the config.json of a run of train.py, or of finetune.py, that ended before its first
+    checkpoint in a folder; None if there was none."""
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = json.loads((log_dir / CONFIG).read_text(encoding="utf-8"))
         same = run["train_config"]["checkpoint_dir"] == str(checkpoint_dir)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if same and is_main():
-        print(f"no checkpoint in {checkpoint_dir}: beginning the run of {path} again")
-    return run if same else None
+    return run if same and ("finetune" in run) == finetunes else None
+
+
+def check_equal_options(config: TrainConfig, process: Process) -> None:
+    """Raise ConfigError on every process unless all have the same options, but for paths and the
+    device."""
+    values = config.to_dict()
+    for name in [n for n in values if n.endswith(("_dir", "_data")) or n in OF_A_MACHINE]:
+        del values[name]
+    found = zlib.crc32(json.dumps(values, sort_keys=True).encode())
+    if not torch.equal(*process.min_max(torch.tensor([found], device=process.device))):
+        raise ConfigError(
+            "the processes have different options; do all machines share --checkpoint_dir and "
+            "--log_dir, and have the same command line?"
+        )
 
 
 def check_encoding(folder: Path) -> None:
@@ -138,6 +155,7 @@ def lock_folders(
     where this one resumes; if a folder cannot be written; or if the disk lacks room for the last,
     the best and a temporary checkpoint of `checkpoint_bytes`.
     """
+    check_equal_options(config, process)
     problem: Exception | None = None
     notes: list[str] = []
     if process.is_main:

@@ -154,10 +154,10 @@ class Logger:
         if self.is_main and self.plot and 0 < step < self.bar.total:
             self.plot.redraw()
 
-    def log_benchmark(self, task: str, scores: dict[str, float], step: int) -> None:
-        """Write and print the scores of a benchmark."""
+    def log_benchmark(self, task: str, scores: dict[str, float | None], step: int) -> None:
+        """Write and print the scores of a benchmark; None is a standard error of one example."""
         self.log({"split": task, **scores}, step)
-        text = ", ".join(f"{key} {value:.4g}" for key, value in scores.items())
+        text = ", ".join(f"{k} {x:.4g}" for k, x in scores.items() if x is not None)
         self.print(f"step {step}: {task} {text}")
 
     def log_skip(self, reason: str, sequences: list[int], skipped: int, step: int) -> None:

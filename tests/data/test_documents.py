@@ -291,7 +291,7 @@ def test_a_stray_quote_that_joins_rows_of_a_tsv_is_told(tmp_path, capsys):
     path = tmp_path / "a.tsv"
     path.write_text('id\ttext\n1\t"said he\n2\tmiddle\n3\tbye"\n4\tlast\n')
     assert len(read(path)) == 2
-    assert "1 quoted fields hold both tabs and line ends" in capsys.readouterr().err
+    assert "rows whose quoted text holds tabs and line ends: 1" in capsys.readouterr().err
     path.write_text('id\ttext\n1\t"said\nhe"\n')
     assert read(path) == ["said\nhe"] and not capsys.readouterr().err
 

@@ -97,10 +97,12 @@ def test_a_killed_run_continues_to_the_last_digit(base, tmp_path, method):
     script(*finetune_args(base, tmp_path / "whole", method, *args))
     killed = finetune_args(base, tmp_path / "killed", method, *args, "--resume", "auto")
     process = start(*killed)
-    run_until(process, lambda: rows_written(tmp_path / "killed") >= 4)
+    saved = tmp_path / "killed/checkpoints/model_last.pt"
+    run_until(process, lambda: saved.exists() and rows_written(tmp_path / "killed") >= 4)
     kill(process)
     assert rows_written(tmp_path / "killed") < 8
-    script(*killed)
+    assert "resumed at step" in script(*killed).stdout
+    assert load_checkpoint(saved)["finetune"]["init_from"].endswith("model_best.pt")
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
     split = "held_out" if method == "grpo" else "val"
     assert rows(tmp_path / "killed", split) == rows(tmp_path / "whole", split)
@@ -227,12 +229,13 @@ def test_a_chat_is_exported_with_its_template(base, tmp_path):
         ("--method grpo --reward exact --max_new_tokens 60", "line 1: a prompt of .* exceeds"),
         ("--method sft --block_size 16", "line 1: the prompt has 20 tokens"),
         ("--method sft --block_size 128", "--block_size 128 is more than the context"),
-        ("--method sft --init_from {plain}", "was fine-tuned on plain text: give --plain"),
+        ("--method dpo --init_from {plain}", "was fine-tuned on plain text: give --plain"),
         ("--method sft --data {base}/list.jsonl", "line 1: expected a JSON object.*jq -c"),
         ("--method sft --data {base}/pretty.jsonl", "line 1, is not JSON.*one object a line"),
         ("--method sft --data {base}/rows.jsonl.gz", "is not UTF-8 text: unpack it"),
         ("--method sft --data {base}/bad.jsonl", 'needs "messages", or "prompt" and "completion"'),
         ("--resume auto", "give --method"),
+        ("--resume {plain} --max_steps 0", "at step 1, after --max_steps 0"),
         ("--method sft --batch_size 3", "--batch_size 3 is not divisible by --micro_batch_size 2"),
         ("--method sft --max_lr -1", "--max_lr"),
         ("--method sft --resume {base}", "written by train.py"),
@@ -245,7 +248,7 @@ def test_a_chat_is_exported_with_its_template(base, tmp_path):
         ("--method grpo {short} --reward {base}/letters.py", "names no function"),
         (
             "--method grpo {short} --reward {base}/letters.py:huge",
-            "a number of at most 1e.100",
+            "a number from -1e.100 to 1e.100",
         ),
         ("--method grpo {short} --reward {base}/letters.py:leaves", "line [0-9]+.*SystemExit"),
     ],
@@ -328,7 +331,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_with_its_options(
     run = tmp_path / "killed"
     folders = ("--checkpoint_dir", run / "checkpoints", "--log_dir", run / "logs")
     found = script("finetune.py", *folders, "--resume", "auto")
-    assert "config.json again" in found.stdout
+    assert "beginning again with those of" in found.stdout
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
 
 

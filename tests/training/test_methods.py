@@ -47,7 +47,7 @@ def data(*fields: str) -> ChatData:
 def setup(**options) -> tuple:
     """Options, process and dtype of a method."""
     paths = {"init_from": "a", "data": Path("b")}
-    config = FinetuneConfig(method="sft", micro_batch_size=3, **paths, **options)
+    config = FinetuneConfig(micro_batch_size=3, **paths, **options)
     return config, ALONE, torch.float32
 
 
@@ -62,7 +62,8 @@ def logprob(model: GPT, prompt: str, completion: str) -> Tensor:
 def means(method: Method, model: GPT) -> tuple[dict, list, dict[str, Tensor]]:
     """Figures for the log of one step on all examples, its batches, and the means of a step."""
     ids = np.arange(len(method))
-    grid = np.arange(method.divisor(ids) if not method.has_loss else len(ids)).reshape(2, -1)
+    items = method.divisor(ids) if method.unit == "prompts" else len(ids)
+    grid = np.arange(items).reshape(2, -1)
     found, figures = method.micro_batches(model, 0, ids, grid)
     batches = list(found)
     parts = [method.partial_means(model, batch, method.divisor(ids)) for batch in batches]

@@ -39,15 +39,15 @@ def tensor(values: list, dtype: torch.dtype | None = None) -> Tensor:
 
 def batch(recorded: dict) -> tuple[Tensor, Tensor]:
     """Return token ids and targets (N, T) of a recorded batch; the target of a token is the next
-    one, -1 where that is not learned."""
-    idx, learned = tensor(recorded["input_ids"]), tensor(recorded["learned"], torch.bool)
-    targets = idx.masked_fill(~learned, -1).roll(-1, 1)
+    one, -1 where that does not count."""
+    idx, loss_mask = tensor(recorded["input_ids"]), tensor(recorded["learned"], torch.bool)
+    targets = idx.masked_fill(~loss_mask, -1).roll(-1, 1)
     targets[:, -1] = -1
     return idx, targets
 
 
 def logprobs(model: GPT, recorded: dict) -> Tensor:
-    """Return log-probabilities (N, T) of the learned tokens, 0 elsewhere."""
+    """Return log-probabilities (N, T) of the tokens that count, 0 elsewhere."""
     return -model(*batch(recorded), reduction="none")
 
 
@@ -76,12 +76,13 @@ def grpo(model: GPT) -> Tensor:
     """Return our loss of each completion that trl.json holds."""
     recorded = TRL["grpo"]
     current = logprobs(model, recorded)
-    learned = batch(recorded)[1] >= 0
+    loss_mask = batch(recorded)[1] >= 0
     old, ref = torch.zeros(2, *current.shape)
-    old[learned], ref[learned] = (tensor(recorded[f"{name}_logprobs"]) for name in ("old", "ref"))
+    old[loss_mask] = tensor(recorded["old_logprobs"])
+    ref[loss_mask] = tensor(recorded["ref_logprobs"])
     advantages = group_advantages(tensor(recorded["rewards"])).flatten()
     clip, kl = recorded["clip"], recorded["kl"]
-    return grpo_loss(current, old, ref, advantages, learned, clip=clip, kl=kl)
+    return grpo_loss(current, old, ref, advantages, loss_mask, clip=clip, kl=kl)
 
 
 def test_supervised_tuning_is_that_of_trl():
@@ -173,20 +174,20 @@ def test_kl_estimate_by_hand():
     [(2, 1, -1.2), (2, -1, 2), (0.5, 1, -0.5), (0.5, -1, 0.8), (1.1, 3, -3.3), (0.9, -3, 2.7)],
 )
 def test_ratios_are_clipped_by_hand(ratio, advantage, expected):
-    old, advantages, learned = (
+    old, advantages, loss_mask = (
         torch.full((1, 1), -3.0),
         tensor([float(advantage)]),
         tensor([[True]]),
     )
     new = old + math.log(ratio)
-    loss = grpo_loss(new, old, new, advantages, learned, clip=0.2, kl=0.5)
+    loss = grpo_loss(new, old, new, advantages, loss_mask, clip=0.2, kl=0.5)
     assert loss.tolist() == pytest.approx([expected])
 
 
 def test_grpo_is_a_mean_over_the_tokens_of_each_completion_by_hand():
     # ratios 1; KL 1 - ln 2 in the first token; advantages -2 and 3
-    learned = tensor([[True, True, False], [False, True, False]])
+    loss_mask = tensor([[True, True, False], [False, True, False]])
     ref = tensor([[LN2, 0.0, 9.0], [9.0, 0.0, 9.0]])
     zeros, advantages = torch.zeros(2, 3), tensor([-2.0, 3.0])
-    loss = grpo_loss(zeros, zeros, ref, advantages, learned, clip=0.2, kl=0.5)
+    loss = grpo_loss(zeros, zeros, ref, advantages, loss_mask, clip=0.2, kl=0.5)
     assert loss.tolist() == pytest.approx([2 + 0.5 * (1 - LN2) / 2, -3])

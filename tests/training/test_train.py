@@ -167,14 +167,14 @@ def test_seeds_have_other_dropout():
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again_with_its_options(shards, tmp_path):
     run = tmp_path / "run"
-    process = start(*train_args(shards, run, 400, "--eval_every", 0))
+    process = start(*train_args(shards, run, 60, "--eval_every", 0))
     run_until(process, lambda: rows_written(run) >= 3)
     kill(process)
     assert not list((run / "checkpoints").glob("*.pt"))
     folders = ("--checkpoint_dir", run / "checkpoints", "--log_dir", run / "logs")
-    found = script("train.py", *folders, "--resume", "auto", "--max_steps", 5)
-    assert f"beginning the run of {run}/logs/config.json again" in found.stdout
-    script(*train_args(shards, tmp_path / "whole", 5, "--eval_every", 0))
+    found = script("train.py", "--data_dir", shards, *folders, "--resume", "auto")
+    assert f"beginning again with the options of {run}/logs/config.json" in found.stdout
+    script(*train_args(shards, tmp_path / "whole", 60, "--eval_every", 0))
     assert losses(run) == losses(tmp_path / "whole")
 
 
