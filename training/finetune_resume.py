@@ -6,10 +6,14 @@ from pathlib import Path
 
 from config import ConfigError, mistyped
 from training import checkpoint as ckpt
-from training.checkpoint_folder import checkpoint_folder, find_newest
 from training.finetune_options import FinetuneConfig
 from training.initial_model import checkpoint_to_start_from
-from training.run_folders import best_loss, check_encoding, find_unsaved_run
+from training.run_folders import (
+    best_loss,
+    check_encoding,
+    checkpoint_to_resume,
+    find_unsaved_run,
+)
 from utils.cli import given_options, parse
 from utils.distributed import is_main
 from utils.log_files import CONFIG
@@ -27,15 +31,10 @@ def resolve_run() -> tuple[FinetuneConfig, dict | None]:
     options, saved = parse(FinetuneConfig), None
     if options.resume and options.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
-    path = Path(options.resume) if options.resume else None
-    if options.resume == "auto":
-        path = find_newest(with_folders(options).checkpoint_dir)
-        if path is None:
-            options = begun_before(options)
-    elif path is not None and path.is_dir():
-        folder, path = path, find_newest(checkpoint_folder(path))
-        if path is None:
-            raise ConfigError(f"--resume {folder}: the folder holds no checkpoint")
+    folder = with_folders(options).checkpoint_dir if options.resume == "auto" else Path()
+    path = checkpoint_to_resume(options.resume, folder)
+    if options.resume == "auto" and path is None:
+        options = begun_before(options)
     if path is not None:
         saved = ckpt.load_checkpoint(path)
         before = saved_options(saved, path)

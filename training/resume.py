@@ -14,8 +14,6 @@ from training import checkpoint as ckpt
 from training.checkpoint_folder import (
     BEST,
     STABLE,
-    checkpoint_folder,
-    find_newest,
 )
 from training.initial_model import initial_shape
 from training.options import parse_options, should_compile
@@ -24,6 +22,7 @@ from training.run_folders import (
     check_encoding,
     check_folders,
     check_not_copied,
+    checkpoint_to_resume,
     find_unsaved_run,
 )
 from training.schedule import stable_steps
@@ -52,19 +51,14 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     of_a_run = config.config is not None and config.config.suffix != ".toml"
     if of_a_run and config.resume == "auto":
         check_not_copied(config.config, file, given)
-    path = Path(config.resume) if config.resume else None
-    if config.resume == "auto":
-        path = find_newest(config.checkpoint_dir)
-        folders = config.checkpoint_dir, config.log_dir
-        if path is None and given <= FOLDERS and find_unsaved_run(*folders, finetunes=False):
-            begun = config.log_dir / CONFIG
-            if is_main():
-                print(f"no checkpoint in {folders[0]}: beginning again with the options of {begun}")
-            config, file = parse_options(["--config", str(begun), *sys.argv[1:]])
-    elif path is not None and path.is_dir():
-        folder, path = path, find_newest(checkpoint_folder(path))
-        if path is None:
-            raise ConfigError(f"--resume {folder}: the folder holds no checkpoint")
+    path = checkpoint_to_resume(config.resume, config.checkpoint_dir)
+    folders = config.checkpoint_dir, config.log_dir
+    begins = config.resume == "auto" and path is None and given <= FOLDERS
+    if begins and find_unsaved_run(*folders, finetunes=False):
+        begun = config.log_dir / CONFIG
+        if is_main():
+            print(f"no checkpoint in {folders[0]}: beginning again with the options of {begun}")
+        config, file = parse_options(["--config", str(begun), *sys.argv[1:]])
     saved = None
     if path is not None:
         saved = ckpt.load_checkpoint(path)

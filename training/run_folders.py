@@ -18,6 +18,7 @@ from training.checkpoint_folder import (
     BEST,
     LAST,
     STABLE,
+    checkpoint_folder,
     find_newest,
     numbered_checkpoints,
     step_of,
@@ -43,6 +44,21 @@ def best_loss(folder: Path, saved: dict) -> float:
     same = all(best.get(name) == saved.get(name) for name in ("run_id", "val_checksum"))
     tokens = [state["train_config"].get("val_tokens") for state in (best, saved)]
     return best["best_loss"] if same and tokens[0] == tokens[1] else math.inf
+
+
+def checkpoint_to_resume(resume: str | None, checkpoint_dir: Path) -> Path | None:
+    """Return the checkpoint that --resume names: a file, the newest one of a folder, or for auto of
+    `checkpoint_dir`; None for a new run."""
+    if not resume:
+        return None
+    if resume == "auto":
+        return find_newest(checkpoint_dir)
+    path = Path(resume)
+    if path.is_dir():
+        path = find_newest(checkpoint_folder(path))
+    if path is None:
+        raise ConfigError(f"--resume {resume}: the folder holds no checkpoint")
+    return path
 
 
 def find_unsaved_run(checkpoint_dir: Path, log_dir: Path, *, finetunes: bool) -> dict | None:
