@@ -62,13 +62,11 @@ class Questions:
         options |= {"max_new_tokens": self.max_new_tokens, "all_done": process.all_agree}
         was_training = model.training
         model.eval()
-        for turn in range(0, len(batches), process.world_size):
-            mine = turn + process.rank
-            ids = batches[min(mine, len(batches) - 1)]
+        for _, ids, counts in process.share(batches):
             prompts, first_row = [self.prompts[i] for i in ids], sample * n + int(ids[0])
             with autocast(process.device, self.dtype):
                 completions = complete(model, prompts, eot, first_row=first_row, **options)
-            for i, tokens in zip(ids, completions, strict=True) if mine < len(batches) else ():
+            for i, tokens in zip(ids, completions, strict=True) if counts else ():
                 found[i, : len(tokens)] = torch.tensor(tokens) + 1
         model.train(was_training)
         found = process.sum(found.to(process.device)).cpu()

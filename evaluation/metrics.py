@@ -49,15 +49,13 @@ def validation_loss(
     n = sequences.count_within(tokens)
     batches = np.array_split(np.arange(n), range(batch_size, n, batch_size))
     sums = torch.zeros(2, len(batches), dtype=torch.float64)  # nats and bytes of each batch
-    for turn in range(0, len(batches), process.world_size):
-        mine = turn + process.rank
-        batch = batches[min(mine, len(batches) - 1)]
+    for mine, batch, counts in process.share(batches):
         inputs, targets = sequences.batch(np.resize(batch, len(batches[0])))  # (B, T)
         targets[len(batch) :] = -1
         idx, labels = (torch.from_numpy(x).to(process.device) for x in (inputs, targets))
         with autocast(process.device, dtype):
             loss = model(idx, labels)
-        if mine < len(batches):
+        if counts:
             counted = targets[: len(batch)]
             sums[0, mine] = loss.item() * counted.size
             sums[1, mine] = 0 if token_bytes is None else float(token_bytes[counted].sum())

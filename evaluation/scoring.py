@@ -167,13 +167,12 @@ def score_items(
     starts = np.cumsum([0, *(len(item.choices) for item in items)])
     table = torch.zeros(starts[-1], len(Score._fields), dtype=torch.float64)
     options = {"dtype": dtype, "banned": banned or [], "with_context": with_context}
-    for turn in range(0, len(batches), process.world_size):
-        mine = turn + process.rank  # beyond the last batch, repeat it uncounted: see metrics.py
-        batch = batches[min(mine, len(batches) - 1)]
+    for mine, batch, counts in process.share(batches):
         scores = score_rows(model, batch, **options)
-        if mine < len(batches):
+        if counts:
             index = [starts[r.item] + r.first + n for r in batch for n in range(len(r.choices))]
             table[index] = torch.tensor(scores, dtype=torch.float64)
+        turn = mine - process.rank
         progress(sum(len(b) for b in batches[turn : turn + process.world_size]))
     model.train()
     kinds = Score.__annotations__.values()

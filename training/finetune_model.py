@@ -59,7 +59,7 @@ def open_init(options: FinetuneConfig) -> tuple[GPT, str, dict]:
 def check_kind_of_text(options: FinetuneConfig, before: dict) -> None:
     """Raise ConfigError if preferences or rewards of chats are for a model that was fine-tuned on
     plain text, or the reverse."""
-    chat = is_chat(before) or is_chat({}, options.init_from)
+    chat = is_chat(before, None if before else options.init_from)
     if options.method == "sft" or not (chat or "finetune" in before) or chat != options.plain:
         return
     kind, remedy = ("a chat", "leave out") if chat else ("plain text", "give")

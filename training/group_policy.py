@@ -131,12 +131,10 @@ class GroupRelativePolicy(Method):
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean reward of the likeliest completion of each prompt."""
-        batches, groups, positions = self.batches_in_order(), [], []
-        for turn in range(0, len(batches), self.process.world_size):
-            mine = turn + self.process.rank
-            ids = batches[min(mine, len(batches) - 1)]
+        groups, positions = [], []
+        for _, ids, counts in self.process.share(self.batches_in_order()):
             found = self.roll_out(model, ids, temperature=0)
-            if mine < len(batches):
+            if counts:
                 groups.append(found)
                 positions.append(ids)
         return {"reward": self.all_rewards(groups, positions, len(self)).mean().item()}

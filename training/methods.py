@@ -98,14 +98,13 @@ class StoredExamples(Method):
         """Return the mean of each figure over all examples; the processes share the work, and all
         run equally many forward passes."""
         model.eval()
-        batches, divisor, sums = self.batches_in_order(), self.divisor(np.arange(len(self))), {}
-        for turn in range(0, len(batches), self.process.world_size):
-            mine = turn + self.process.rank
-            batch = self.batch(batches[min(mine, len(batches) - 1)])
+        divisor, sums = self.divisor(np.arange(len(self))), {}
+        for _, ids, counts in self.process.share(self.batches_in_order()):
+            batch = self.batch(ids)
             with autocast(self.process.device, self.dtype):
                 parts = self.partial_means(model, batch, divisor)
             for name, part in parts.items():
-                sums[name] = sums.get(name, 0.0) + part.item() * (mine < len(batches))
+                sums[name] = sums.get(name, 0.0) + part.item() * counts
         model.train()
         values = self.process.sum_float64(torch.tensor([*sums.values()], dtype=torch.float64))
         return dict(zip(sums, values.tolist(), strict=True))

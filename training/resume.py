@@ -11,10 +11,7 @@ from config import ConfigError, TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shards import is_interrupted
 from training import checkpoint as ckpt
-from training.checkpoint_folder import (
-    BEST,
-    STABLE,
-)
+from training.checkpoint_folder import BEST, STABLE
 from training.initial_model import initial_shape
 from training.options import parse_options, should_compile
 from training.run_folders import (

@@ -5,10 +5,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from utils import malloc
 from utils.devices import DeviceError, pick_device
 from utils.heartbeat import HeartbeatMonitor
 
+Item = TypeVar("Item")
 TIMEOUT = timedelta(minutes=10)  # of a collective: longer than a download or a slow disk
 PATIENCE = 15  # seconds of waiting for other processes before that is said
 CGROUPS = Path("/sys/fs/cgroup")
@@ -46,6 +48,16 @@ class Process:
             if self.device.type == "cuda":
                 tensors = [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
             yield tuple(x.to(self.device) for x in tensors)
+
+    def share(self, items: Sequence[Item]) -> Iterator[tuple[int, Item, bool]]:
+        """Yield index, item and whether it counts, for this process's share of items, round-robin.
+
+        Every process gets equally many, as forward passes can be collectives: where items are left
+        over, the last one comes again and does not count.
+        """
+        for turn in range(0, len(items), self.world_size):
+            mine = turn + self.rank
+            yield mine, items[min(mine, len(items) - 1)], mine < len(items)
 
     # every process must call these
 
