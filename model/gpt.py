@@ -21,6 +21,7 @@ from model.layers import (
     ScaledDotProduct,
     ShortConv,
     last_attended,
+    local_chunks,
     make_norm,
     rotary_angles,
 )
@@ -33,7 +34,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.window = layer, config.window_of(layer)
         self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of q, k, v
         self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
         self.qk_norm = RMSNorm(config.head_size, gain=False) if config.qk_norm else nn.Identity()
@@ -57,6 +58,8 @@ class Attention(nn.Module):
         if self.rotary is not None:
             qk = self.rotary(qk, *angles)
         q, k = qk.split([H, K], dim=2)
+        if cache is None and mask is None and self.window is not None and self.window < T:
+            q, k, v, mask = local_chunks(q, k, v, self.window)  # T / W rows for each of B
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
         is_causal = cache is None and mask is None
         if cache is not None:
@@ -65,7 +68,7 @@ class Attention(nn.Module):
                 S = k.size(2)
                 mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         y = self.attend(q, k, v, mask, is_causal)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, T, C)
+        y = y.transpose(1, 2).reshape(B, -1, C)[:, :T]
         return self.dropout(self.c_proj(y))
 
 
@@ -104,7 +107,7 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         near: Tensor | None = None,
     ) -> Tensor:
-        """Return x (B, T, C) after the block, which attends by the mask `near`."""
+        """Return x (B, T, C) after the block, which attends by the mask `near` if there is one."""
         x = x + self.attn(self.conv_1(self.ln_1(x), cache, mask), angles, cache, near)
         x = x + self.mlp(self.conv_2(self.ln_2(x), cache, mask))
         return x
@@ -224,9 +227,9 @@ class GPT(nn.Module):
         else:
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
         x, near = self.transformer.drop(x), mask
-        if self.config.window is not None:
+        if self.config.window is not None and (cache is not None or mask is not None):
             if near is None:
-                S = T if cache is None else cache.length + T
+                S = cache.length + T
                 near = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
             near = last_attended(near, self.config.window)
         for layer, block in enumerate(self.transformer.h):

@@ -80,6 +80,29 @@ def last_attended(mask: Tensor, count: int) -> Tensor:
     return mask & (mask.flip(-1).cumsum(-1).flip(-1) <= count)
 
 
+def local_chunks(
+    q: Tensor, k: Tensor, v: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Split q (B, T, H, D), k and v (B, T, K, D) for causal attention to the newest W = `window`
+    tokens into N = T / W chunks of W queries with the 2 W keys that reach back far enough.
+
+    Returns q (B N, W, H, D), k and v (B N, 2 W, K, D), and their mask (B N, 1, W, 2 W). The time of
+    attention then grows with T W, not T^2.
+    """
+    B, T = q.shape[:2]
+    padding = -T % window
+    q = F.pad(q, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, window))  # (B, N, W, H, D)
+    k, v = (F.pad(x, (0, 0, 0, 0, window, padding)).unflatten(1, (-1, window)) for x in (k, v))
+    k, v = (torch.cat((x[:, :-1], x[:, 1:]), dim=2) for x in (k, v))  # (B, N, 2 W, K, D)
+    columns = torch.arange(2 * window, device=q.device)
+    back = columns[window:, None] - columns  # (W, 2 W): how far a key is before a query
+    starts = torch.arange(q.size(1), device=q.device)[:, None, None] * window
+    exists = starts + columns >= window  # (N, 1, 2 W): false before the first token
+    mask = ((back >= 0) & (back < window) & exists).expand(B, -1, -1, -1)  # (B, N, W, 2 W)
+    mask = mask.flatten(0, 1).unsqueeze(1)
+    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask
+
+
 class ScaledDotProduct(nn.Module):
     """softmax(q k^T / sqrt(D)) v, by the kernel that PyTorch chooses."""
 

@@ -64,17 +64,23 @@ def count_parameters(shape: GPTConfig) -> tuple[int, int]:
     return blocks, sum(p.numel() for p in model.parameters()) - blocks
 
 
-def block_activations(shape: GPTConfig, e: int, checkpointing: str, device: str) -> int:
-    """Return the bytes per token that autograd keeps of one block."""
+def block_activations(
+    shape: GPTConfig, e: int, checkpointing: str, device: str, window: int | None = None
+) -> int:
+    """Return the bytes per token that autograd keeps of one block, which attends to a window or to
+    all tokens."""
     C, inner, H, swiglu = shape.n_embd, shape.inner, shape.n_head, shape.activation == "swiglu"
     qk = (H + shape.kv_heads) * shape.head_size
     qkv, fc = (block_matrices(shape)[f"{name}.weight"][0] for name in ("attn.c_attn", "mlp.c_fc"))
     attention_e = 4 if device == "cpu" and shape.block_size <= cpu.SHORT else e
     shifted = e * C * (shape.conv > 1 and device == "cuda")  # inputs of compiled convolutions
+    grouped, chunks = shape.kv_heads < H, 0
+    if window is not None and window < shape.block_size:  # keys and values twice, their mask
+        chunks = attention_e * ((2 if grouped else 3) * C + 2 * window)
     if checkpointing == "block":  # the block's input in float32
         return 4 * C
     if checkpointing == "cheap":  # and the outputs of linear layers and attention, its logsumexp
-        return 4 * C + e * (qkv + C + fc + C) + attention_e * C + 4 * H + 9 * shifted
+        return 4 * C + e * (qkv + C + fc + C) + attention_e * C + 4 * H + 9 * shifted + chunks
     # float32: input of both norms (RMSNorm: output), mean and deviation (scale); logsumexp
     norms = 2 * (C + (2 if shape.norm == "layer" else 1)) + H
     norms += (H + shape.kv_heads) * shape.qk_norm
@@ -83,11 +89,11 @@ def block_activations(shape: GPTConfig, e: int, checkpointing: str, device: str)
     linears = 3 * C + inner + fc + inner * swiglu
     # attention: q and k after RMSNorm and after rotation; keys and values repeated for query heads;
     # the output of c_attn that values are a view of, or their upcast; the output before its cast
-    steps, grouped = shape.qk_norm + (shape.position == "rotary"), shape.kv_heads < H
+    steps = shape.qk_norm + (shape.position == "rotary")
     values = qkv - qk if steps and attention_e != e else qkv
     attention = steps * qk + (2 * C if grouped else 0) + (0 if grouped and steps else values)
     attention += C if attention_e != e else 0
-    return 4 * norms + e * linears + attention_e * attention + shifted
+    return 4 * norms + e * linears + attention_e * attention + shifted + chunks
 
 
 def head_bytes(tokens: int, n_embd: int, vocab: int, e: int, device: str) -> int:
@@ -169,7 +175,8 @@ def forecast_memory(
     weights, compute_weights, gradients, optimizer, snapshot = state_bytes(
         config, shape, e, shards if sharded else 1, accumulation
     )
-    per_token = shape.n_layer * block_activations(shape, e, checkpointing, device)
+    windows = [shape.window_of(layer) for layer in range(shape.n_layer)]
+    per_token = sum(block_activations(shape, e, checkpointing, device, w) for w in windows)
     # the final norm's input and statistics; targets, ids of tokens and n-grams
     per_token += 4 * shape.n_embd + 8 + 8 + 8 * shape.ngrams
     activations = tokens * per_token

@@ -89,6 +89,25 @@ def test_a_window_hides_older_tokens_from_the_first_half_of_the_blocks():
     torch.testing.assert_close(*hidden)
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9, 50, 64])
+def test_chunks_of_a_window_attend_as_its_mask_does(tokens):
+    shape = parse_recipe("modern,window=8,n_kv_head=1").shape(64)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(64, 257, 4, 2, 32, **shape))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    x = torch.randint(0, 257, (3, tokens))
+    causal = torch.ones(3, 1, tokens, tokens, dtype=torch.bool).tril()
+    masked = model(x, mask=causal, positions=torch.arange(tokens).expand(3, tokens))
+    for found, expected in ((model(x), masked), gradients_of(model, model(x), masked)):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def gradients_of(model, *outputs):
+    weight = model.transformer.h[0].attn.c_attn.weight
+    return [torch.autograd.grad(y.square().mean(), weight)[0] for y in outputs]
+
+
 def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
     model = GPT(GPTConfig(32, 257, 1, 4, 64, **parse_recipe("modern,norm=layer,bias=True").model))
     with pytest.raises(ModelError, match="no LLaMA because of norm=layer, bias=True"):
