@@ -17,7 +17,8 @@ from torch import Tensor
 
 from model import llama
 from model.config import GPTConfig, ModelError
-from model.gpt import GPT, empty_gpt, with_context
+from model.empty import empty_gpt, with_context
+from model.gpt import GPT
 
 # OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

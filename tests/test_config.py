@@ -7,7 +7,7 @@ from conftest import ROOT, script
 
 from config import RECIPES, ConfigError, TrainConfig
 from model.config import GPTConfig
-from model.gpt import empty_gpt
+from model.empty import empty_gpt
 from utils import distributed
 from utils.devices import DeviceError, is_emulated, pick_device
 from utils.errors import UserError

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from model.config import SIZED, GPTConfig, ModelError
-from model.gpt import GPT, empty_gpt
+from model.empty import empty_gpt
+from model.gpt import GPT
 from utils.errors import UserError
 from utils.files import atomic_write, check_space
 

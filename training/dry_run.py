@@ -9,7 +9,7 @@ from data.loader import TokenStream
 from data.shards import DataError
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig
-from model.gpt import empty_gpt
+from model.empty import empty_gpt
 from training import forecast
 from training.initial_model import initial_shape
 from utils import distributed

@@ -8,7 +8,8 @@ import torch
 
 from config import ConfigError, TrainConfig
 from model import cpu
-from model.gpt import GPT, empty_gpt, with_context
+from model.empty import empty_gpt, with_context
+from model.gpt import GPT
 from training import checkpoint as ckpt
 from training.checkpoint_folder import is_chat, open_model
 from training.finetune_options import FinetuneConfig

@@ -13,7 +13,7 @@ import torch
 from config import TrainConfig
 from model import cpu, loss
 from model.config import GPTConfig
-from model.gpt import empty_gpt
+from model.empty import empty_gpt
 from model.loss import rows_within
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)

@@ -8,7 +8,8 @@ import torch
 
 from config import ConfigError, TrainConfig, recipe_of
 from model.config import SIZES, GPTConfig
-from model.gpt import GPT, with_context
+from model.empty import with_context
+from model.gpt import GPT
 from model.huggingface import find_folder, read_config
 from training import checkpoint as ckpt
 from training.checkpoint_folder import find_best, load_hugging_face

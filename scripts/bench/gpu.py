@@ -16,7 +16,7 @@ import train
 from config import TrainConfig
 from data.tokenizer import GPT2Tokenizer
 from model.config import SIZES
-from model.gpt import empty_gpt
+from model.empty import empty_gpt
 from scripts.bench.measure import Job, MeasurementError
 from scripts.bench.worker import KINDS
 from training import checkpoint as ckpt

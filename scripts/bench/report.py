@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from config import ConfigError
-from model.gpt import empty_gpt
+from model.empty import empty_gpt
 from scripts.bench.measure import Job, measure
 from utils.devices import is_emulated, pick_device, pick_dtype
 from utils.files import atomic_write

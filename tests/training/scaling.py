@@ -14,7 +14,7 @@ import torch
 
 from config import TrainConfig
 from model.config import GPTConfig
-from model.gpt import empty_gpt
+from model.empty import empty_gpt
 from training.forecast import (
     GPUS_PER_MACHINE,
     count_parameters,

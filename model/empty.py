@@ -1,0 +1,34 @@
+"""Models on the device "meta": shapes without memory, which take their weights from elsewhere."""
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from model.config import GPTConfig
+from model.gpt import GPT
+
+
+class SkipInit(TorchFunctionMode):
+    """Leave new parameters uninitialised: torch.nn.init on "meta" would import the compiler, which
+    takes a second."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs or {})
+
+
+def empty_gpt(config: GPTConfig) -> GPT:
+    """Return a GPT on the device "meta": shapes without memory, for weights from a file."""
+    with torch.device("meta"), SkipInit():
+        return GPT(config)
+
+
+def with_context(model: GPT, config: GPTConfig) -> GPT:
+    """Return a GPT of `config` with the weights of `model`, from which it may differ by fewer
+    positions and another dropout."""
+    state, positions = model.state_dict(), "transformer.wpe.weight"
+    if positions in state:
+        state[positions] = state[positions][: config.block_size].contiguous()
+    copy = empty_gpt(config)
+    copy.load_state_dict(state, assign=True)
+    return copy.requires_grad_()
