@@ -69,7 +69,9 @@ class GPTConfig:
     ngram_rows: int = 65_536
     """Rows of the table that all n-grams share by their hash."""
     window: int | None = None
-    """Newest tokens that the first half of the blocks attend to; None: all."""
+    """Newest tokens that the first blocks attend to; None: all."""
+    window_blocks: float = 0.5
+    """Share of the blocks, from the first on, that attend to the window alone."""
     reward_head: bool = False
     """A head of one output, the reward of the text so far, instead of one per token."""
 
@@ -100,6 +102,9 @@ class GPTConfig:
                 raise ModelError(
                     f"{name} is {brief(getattr(self, name))}; it must be True or False"
                 )
+        share = self.window_blocks
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise ModelError(f"window_blocks is {brief(share)}; it must be between 0 and 1")
         if type(self.rope_base) not in (int, float) or not 0 < self.rope_base < math.inf:
             raise ModelError(f"rope_base is {brief(self.rope_base)}; it must be a number above 0")
         if self.position == "rotary" and self.head_size % 2:
@@ -144,7 +149,8 @@ class GPTConfig:
 
     def window_of(self, layer: int) -> int | None:
         """Return how many of the newest tokens a block attends to, None for all."""
-        return self.window if layer < self.n_layer // 2 else None
+        blocks = int(self.n_layer * self.window_blocks + 1e-6)  # 49 * (1 / 49) is below 1
+        return self.window if layer < blocks else None
 
     @property
     def has_own_head(self) -> bool:

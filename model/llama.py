@@ -44,7 +44,7 @@ def config_from_hf(values: dict) -> GPTConfig:
         rope_base=rope.get("rope_theta", 10_000.0),
         qk_norm=values["model_type"] == "qwen3",
         tied=values.get("tie_word_embeddings", False),
-        window=values.get("sliding_window") if values.get("use_sliding_window") else None,
+        **windows_from_hf(values),
     )
     if config.n_kv_head == config.n_head:  # None, as where nothing is given
         config = replace(config, n_kv_head=None)
@@ -63,10 +63,20 @@ def config_from_hf(values: dict) -> GPTConfig:
     return config
 
 
+def windows_from_hf(values: dict) -> dict:
+    """Return the fields of GPTConfig for the sliding windows of a config.json."""
+    if not values.get("use_sliding_window"):
+        return {}
+    kinds = values["layer_types"] if type(values.get("layer_types")) is list else []
+    blocks = kinds.count("sliding_attention")
+    share = 0.5 if blocks == len(kinds) // 2 else blocks / len(kinds)
+    return {"window": values.get("sliding_window"), "window_blocks": share}
+
+
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' LlamaForCausalLM; with QK-norm Qwen3ForCausalLM,
     which is a LLaMA otherwise. Raise ModelError naming the fields that neither supports."""
-    choices = (*CHOICES, "window") if config.qk_norm else CHOICES  # a LLaMA has no windows
+    choices = (*CHOICES, "window_blocks", *(["window"] if config.qk_norm else []))
     wanted = CONSTANTS | {name: getattr(config, name) for name in choices}
     known = config.activation in ACTIVATIONS
     wanted["activation"] = config.activation if known else "swiglu"

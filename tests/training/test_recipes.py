@@ -55,7 +55,8 @@ def test_a_recipe_that_is_none_is_named(text, message):
         ("llama,n_kv_head=2,n_inner=96,rope_base=500000.0,tied=True", "LlamaForCausalLM"),
         ("modern", "Qwen3ForCausalLM"),
         ("modern,n_kv_head=2,n_inner=96,tied=True", "Qwen3ForCausalLM"),
-        ("modern,qk_norm=False,window=None", "LlamaForCausalLM"),
+        ("modern,window_blocks=0.7", "Qwen3ForCausalLM"),
+        ("modern,qk_norm=False,window=None,window_blocks=1", "LlamaForCausalLM"),
     ],
 )
 def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
