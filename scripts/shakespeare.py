@@ -20,18 +20,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "runs" / "shakespeare"
 TARGET = 1.886  # nats per character after nanoGPT's documented run for a CPU
 SETTINGS = {
-    "recipe": "modern,conv=3",
+    "recipe": "modern,conv=3,window_blocks=0.75",
     "n_layer": 4,
     "n_head": 2,
     "n_embd": 128,
     "block_size": 220,  # the last tenth of tinyshakespeare.txt is 507 sequences of 220 characters
     "micro_batch_size": 9,
     "total_batch_size": 9 * 220,
-    "max_steps": 1032,
+    "max_steps": 980,
     "warmup_steps": 20,
     "dtype": "auto",
     "device": "cpu",
-    "eval_every": 172,
+    "eval_every": 196,
     "val_tokens": 10**9,
     "save_every": 0,
     "sample_every": 0,
