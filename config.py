@@ -104,7 +104,7 @@ class Recipe:
     zero_init: bool = False
     """Initialize the projections into the residual stream to zero."""
     window_share: float = 0.0
-    """Share of the context that the first half of the blocks attend to; 0: all of it."""
+    """Share of the context that blocks with a window attend to; 0: all of it."""
     schedule: str = "cosine"
     """Decay after warmup: cosine, linear or wsd."""
     decay: float = 0.2

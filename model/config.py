@@ -71,7 +71,7 @@ class GPTConfig:
     window: int | None = None
     """Newest tokens that the first blocks attend to; None: all."""
     window_blocks: float = 0.5
-    """Share of the blocks, from the first on, that attend to the window alone."""
+    """Share of the blocks, from the first on and rounded down, that attend to the window alone."""
     reward_head: bool = False
     """A head of one output, the reward of the text so far, instead of one per token."""
 
@@ -138,8 +138,12 @@ class GPTConfig:
         """Return the fields in which it differs from a GPT-2 of its sizes with `fields` changed."""
         sizes = {name: getattr(self, name) for name in SIZED}
         other = GPTConfig(**sizes, **fields)
-        given = asdict(self) | {"n_kv_head": self.kv_heads, "n_inner": self.inner}
-        theirs = asdict(other) | {"n_kv_head": other.kv_heads, "n_inner": other.inner}
+        given, theirs = (
+            asdict(config)
+            | {"n_kv_head": config.kv_heads, "n_inner": config.inner}
+            | {"window_blocks": config.num_windowed if self.window and other.window else 0}
+            for config in (self, other)
+        )
         return [name for name in given if given[name] != theirs[name]]
 
     @property
@@ -147,10 +151,15 @@ class GPTConfig:
         """Rows of the embedding: a multiple of 64 (50257 -> 50304), for fast matmuls."""
         return -(-self.vocab_size // 64) * 64
 
+    @property
+    def num_windowed(self) -> int:
+        """Number of blocks with a window."""
+        blocks = int(self.n_layer * self.window_blocks + 1e-6)  # 49 * (1 / 49) is below 1
+        return 0 if self.window is None else blocks
+
     def window_of(self, layer: int) -> int | None:
         """Return how many of the newest tokens a block attends to, None for all."""
-        blocks = int(self.n_layer * self.window_blocks + 1e-6)  # 49 * (1 / 49) is below 1
-        return self.window if layer < blocks else None
+        return self.window if layer < self.num_windowed else None
 
     @property
     def has_own_head(self) -> bool:

@@ -58,7 +58,8 @@ class Attention(nn.Module):
             qk = self.rotary(qk, *angles)
         q, k = qk.split([H, K], dim=2)
         if cache is None and mask is None and self.window is not None and self.window < T:
-            q, k, v, mask = local_chunks(q, k, v, self.window)  # T / W rows for each of B
+            # N chunks of W queries and 2 W keys: B N in the place of B, W and 2 W in that of T
+            q, k, v, mask = local_chunks(q, k, v, self.window)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
         is_causal = cache is None and mask is None
         if cache is not None:
@@ -67,7 +68,7 @@ class Attention(nn.Module):
                 S = k.size(2)
                 mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         y = self.attend(q, k, v, mask, is_causal)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, -1, C)[:, :T]
+        y = y.transpose(1, 2).reshape(B, -1, C)[:, :T]  # without the padding of the last chunk
         return self.dropout(self.c_proj(y))
 
 

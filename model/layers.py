@@ -84,7 +84,7 @@ def local_chunks(
     q: Tensor, k: Tensor, v: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split q (B, T, H, D), k and v (B, T, K, D) for causal attention to the newest W = `window`
-    tokens into N = T / W chunks of W queries with the 2 W keys that reach back far enough.
+    tokens into N = T / W chunks (rounded up) of W queries with the 2 W keys they may attend to.
 
     Returns q (B N, W, H, D), k and v (B N, 2 W, K, D), and their mask (B N, 1, W, 2 W). The time of
     attention then grows with T W, not T^2.

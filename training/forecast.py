@@ -72,15 +72,19 @@ def block_activations(
     C, inner, H, swiglu = shape.n_embd, shape.inner, shape.n_head, shape.activation == "swiglu"
     qk = (H + shape.kv_heads) * shape.head_size
     qkv, fc = (block_matrices(shape)[f"{name}.weight"][0] for name in ("attn.c_attn", "mlp.c_fc"))
-    attention_e = 4 if device == "cpu" and shape.block_size <= cpu.SHORT else e
+    window = min(window or shape.block_size, shape.block_size)
+    windowed, grouped = window < shape.block_size, shape.kv_heads < H
+    rotary_e, attention_e = (
+        4 if device == "cpu" and tokens <= cpu.SHORT else e for tokens in (shape.block_size, window)
+    )
     shifted = e * C * (shape.conv > 1 and device == "cuda")  # inputs of compiled convolutions
-    grouped, chunks = shape.kv_heads < H, 0
-    if window is not None and window < shape.block_size:  # keys and values twice, their mask
-        chunks = attention_e * ((2 if grouped else 3) * C + 2 * window)
+    # queries, keys and values in chunks of a window, each key twice, and the mask
+    chunks = attention_e * (C + 4 * (C if grouped else qk - C) + 2 * window)
     if checkpointing == "block":  # the block's input in float32
         return 4 * C
     if checkpointing == "cheap":  # and the outputs of linear layers and attention, its logsumexp
-        return 4 * C + e * (qkv + C + fc + C) + attention_e * C + 4 * H + 9 * shifted + chunks
+        kept = chunks if windowed and device == "cuda" else 0  # the compiler keeps chunks
+        return 4 * C + e * (qkv + C + fc + C) + attention_e * C + 4 * H + 9 * shifted + kept
     # float32: input of both norms (RMSNorm: output), mean and deviation (scale); logsumexp
     norms = 2 * (C + (2 if shape.norm == "layer" else 1)) + H
     norms += (H + shape.kv_heads) * shape.qk_norm
@@ -92,8 +96,11 @@ def block_activations(
     steps = shape.qk_norm + (shape.position == "rotary")
     values = qkv - qk if steps and attention_e != e else qkv
     attention = steps * qk + (2 * C if grouped else 0) + (0 if grouped and steps else values)
-    attention += C if attention_e != e else 0
-    return 4 * norms + e * linears + attention_e * attention + shifted + chunks
+    attention = attention_e * (attention + (C if attention_e != e else 0))
+    if windowed:  # before the chunks q and k after RMSNorm; compiled also the output of c_attn
+        attention = chunks + (attention_e * C if attention_e != e else 0)
+        attention += rotary_e * qk * shape.qk_norm + (e * qkv if device == "cuda" else 0)
+    return 4 * norms + e * linears + attention + shifted
 
 
 def head_bytes(tokens: int, n_embd: int, vocab: int, e: int, device: str) -> int:
@@ -118,8 +125,9 @@ def backward_bytes(shape: GPTConfig, tokens: int, e: int, checkpointing: str, de
     """Return the bytes that the last block's backward pass holds: the embedding's gradient, float32
     gradients of the residual stream (2C), gradients of the activation function's output and input,
     and recomputed activations."""
-    recomputed = block_activations(shape, e, "none", device)
-    recomputed -= block_activations(shape, e, checkpointing, device)
+    window = shape.window_of(shape.n_layer - 1)
+    recomputed = block_activations(shape, e, "none", device, window)
+    recomputed -= block_activations(shape, e, checkpointing, device, window)
     mlp = e * (shape.inner + block_matrices(shape)["mlp.c_fc.weight"][0])
     per_token = 8 * shape.n_embd + mlp + recomputed
     return 4 * shape.padded_vocab_size * shape.n_embd + tokens * per_token

@@ -151,6 +151,8 @@ def test_rotary_logits_follow_from_distances_alone(tiny):
         {"activation": None},
         {"bias": 1},
         {"rope_base": None},
+        {"window_blocks": 1.1},
+        {"window_blocks": float("nan")},
     ],
 )
 def test_shapes_that_cannot_be_are_named(change):

@@ -118,7 +118,13 @@ def test_a_model_of_the_hub_is_downloaded_and_used(exported, tmp_path):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["gpt2", "modern,window_blocks=1", "llama", "modern,qk_norm=False,window=None,n_kv_head=1"],
+    [
+        "gpt2",
+        "modern",
+        "modern,window_blocks=1",
+        "llama",
+        "modern,qk_norm=False,window=None,n_kv_head=1",
+    ],
 )
 def test_each_kind_of_model_is_read_back_from_its_folder_by_every_script(shards, tmp_path, recipe):
     run, hf = tmp_path / "run", tmp_path / "hf"

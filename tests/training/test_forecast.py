@@ -26,6 +26,7 @@ PEAK = (
     "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
 )
 RECIPES = ("gpt2", "modern", "speedrun,conv=3", "llama", "llama,n_kv_head=2,n_inner=100")
+WINDOWS = ("modern,window_blocks=1", "modern,n_kv_head=2,qk_norm=False", "speedrun,conv=3")
 SHAPE = {"block_size": 256, "vocab_size": 300, "n_layer": 4, "n_head": 4, "n_embd": 256}
 
 
@@ -70,14 +71,29 @@ def live_bytes(model, idx, dtype):
 def test_activations_are_what_autograd_keeps(recipe, shape, dtype, checkpointing):
     n_layer, n_head, n_embd, batch, time = shape
     shape = GPTConfig(time, 256, n_layer, n_head, n_embd, **parse_recipe(recipe).model)
+    check_activations(shape, batch, dtype, checkpointing)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "cheap", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("time", [128, 512])  # a CPU attends in float32 up to 256
+@pytest.mark.parametrize("recipe", WINDOWS)
+def test_activations_of_blocks_with_a_window(recipe, time, dtype, checkpointing):
+    shape = GPTConfig(time, 256, 4, 4, 64, **parse_recipe(recipe).shape(time))
+    check_activations(shape, 2, dtype, checkpointing)
+
+
+def check_activations(shape, batch, dtype, checkpointing):
     model = cpu.for_training(GPT(shape))
     apply_activation_checkpointing(model, checkpointing)
-    idx = torch.randint(0, 256, (batch, time))
+    idx = torch.randint(0, 256, (batch, shape.block_size))
     config = TrainConfig(
-        micro_batch_size=batch, block_size=time, total_batch_size=idx.numel(),
+        micro_batch_size=batch, block_size=shape.block_size, total_batch_size=idx.numel(),
         activation_checkpointing=checkpointing,
     )  # fmt: skip
-    head = 4 * (256 + idx.numel()) * n_embd  # its gradients, which the forecast counts as work
+    head = (
+        4 * (256 + idx.numel()) * shape.n_embd
+    )  # its gradients, which the forecast counts as work
     forecast = forecast_memory(config, shape, "cpu", dtype, 1)
     found = live_bytes(model, idx, dtype) - head - forecast.compute_weights
     assert found == pytest.approx(forecast.activations, rel=0.03)

@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from conftest import ROOT, launch, losses, script, torchrun, train_args, weights
 import sweep
 from config import RECIPES, ConfigError, Recipe, TrainConfig, parse_recipe
 from model.config import GPTConfig, ModelError
+from model.cpu import for_training
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from model.layers import last_attended
+from model.llama import config_from_hf, config_to_hf
 from sweep import SweepConfig, grid_points, to_markdown
 from training.initial_model import build_model
 from utils.log_files import read_metrics
@@ -90,11 +93,13 @@ def test_a_window_hides_older_tokens_from_the_first_half_of_the_blocks():
     torch.testing.assert_close(*hidden)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 50, 64])
-def test_chunks_of_a_window_attend_as_its_mask_does(tokens):
-    shape = parse_recipe("modern,window=8,n_kv_head=1").shape(64)
+@pytest.mark.parametrize("tokens", [8, 9, 50, 64])
+@pytest.mark.parametrize("n_kv_head", [1, 2])
+@pytest.mark.parametrize("prepare", [GPT.train, for_training])
+def test_chunks_of_a_window_attend_as_its_mask_does(tokens, n_kv_head, prepare):
+    shape = parse_recipe(f"modern,window=8,n_kv_head={n_kv_head}").shape(64)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(64, 257, 4, 2, 32, **shape))
+    model = prepare(GPT(GPTConfig(64, 257, 4, 2, 32, **shape)))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     x = torch.randint(0, 257, (3, tokens))
@@ -102,6 +107,22 @@ def test_chunks_of_a_window_attend_as_its_mask_does(tokens):
     masked = model(x, mask=causal, positions=torch.arange(tokens).expand(3, tokens))
     for found, expected in ((model(x), masked), gradients_of(model, model(x), masked)):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("n_layer", "share", "count"), [(3, 0.5, 1), (49, 1 / 49, 1), (4, 1, 4)])
+def test_a_share_of_the_blocks_has_a_window(n_layer, share, count):
+    config = GPTConfig(n_layer=n_layer, window=9, window_blocks=share)
+    assert [config.window_of(i) for i in range(n_layer)] == [9] * count + [None] * (n_layer - count)
+    rounded = replace(config, window_blocks=count / n_layer)
+    assert rounded.differs_from({"window": 9, "window_blocks": share}) == []
+
+
+@pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"], 3, []])
+def test_windows_in_other_blocks_than_the_first_are_refused(kinds):
+    hf = config_to_hf(GPTConfig(16, 257, 2, 2, 32, **parse_recipe("modern").shape(16)))
+    assert config_from_hf(dict(hf)).window == 2
+    with pytest.raises(ModelError, match="layer_types"):
+        config_from_hf(hf | {"layer_types": kinds})
 
 
 def gradients_of(model, *outputs):
