@@ -105,6 +105,8 @@ class Recipe:
     """Initialize the projections into the residual stream to zero."""
     window_share: float = 0.0
     """Share of the context that blocks with a window attend to; 0: all of it."""
+    ngram_bits: float = 0.0
+    """Longest n-gram with an embedding, in bits: log2(V) for each token of a vocabulary of V."""
     schedule: str = "cosine"
     """Decay after warmup: cosine, linear or wsd."""
     decay: float = 0.2
@@ -112,10 +114,12 @@ class Recipe:
     to_zero: bool = False
     """Decay to 0 instead of a tenth of max_lr."""
 
-    def shape(self, block_size: int) -> dict:
-        """Return the fields of GPTConfig that differ from GPT-2's, for a context."""
+    def shape(self, block_size: int, vocab_size: int) -> dict:
+        """Return the fields of GPTConfig that differ from GPT-2's, for a context and vocabulary."""
         window = round(self.window_share * block_size)
-        return ({"window": window} if window else {}) | self.model
+        ngrams = int(self.ngram_bits / math.log2(vocab_size + 1))
+        resolved = {"window": window} if window else {}
+        return resolved | ({"ngrams": ngrams} if ngrams > 1 else {}) | self.model
 
     def __post_init__(self) -> None:
         choices = {"optimizer": ("adamw", "muon"), "schedule": ("cosine", "linear", "wsd")}
@@ -146,7 +150,7 @@ MODERN = Recipe(
 RECIPES = {
     "gpt2": Recipe(),
     "modern": MODERN,
-    "speedrun": replace(MODERN, model=MODERN.model | {"ngrams": 5}),
+    "speedrun": replace(MODERN, ngram_bits=42.0),  # 5 bytes, 2 of GPT-2's tokens
     "llama": Recipe(model=LLAMA),
 }
 
@@ -193,7 +197,10 @@ def recorded_recipe(values: dict) -> str:
 
 def recipe_of(shape: GPTConfig) -> str:
     """Return the recipe that builds this architecture, with as few changed fields as there are."""
-    misfits = {name: shape.differs_from(recipe.model) for name, recipe in RECIPES.items()}
+    misfits = {
+        name: shape.differs_from(recipe.shape(shape.block_size, shape.vocab_size))
+        for name, recipe in RECIPES.items()
+    }
     for name, recipe in RECIPES.items():
         if recipe.window_share and "window" not in misfits[name]:
             misfits[name].append("window")
@@ -405,7 +412,7 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         """Return the architecture: the recipe's, the named size and the options over it."""
         size = SIZES[self.model_type]
         given = {k: getattr(self, k) for k in size if getattr(self, k) is not None}
-        shape = {**size, **given, **self.resolved_recipe.shape(self.block_size)}
+        shape = {**size, **given, **self.resolved_recipe.shape(self.block_size, vocab_size)}
         return GPTConfig(self.block_size, vocab_size, dropout=self.dropout, **shape)
 
     def sequences_per_step(self, world_size: int) -> int:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import ROOT, script
 
-from config import RECIPES, ConfigError, TrainConfig
+from config import RECIPES, ConfigError, TrainConfig, recipe_of
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from utils import distributed
@@ -50,6 +50,20 @@ def test_settings_survive_the_checkpoint():
     again = TrainConfig.from_dict(config.to_dict())
     assert (again.max_lr, again.resume, again.overwrite) == (1e-3, None, False)
     assert again.data_dir == config.data_dir
+
+
+def test_a_speedrun_has_shorter_ngrams_where_tokens_are_longer():
+    assert TrainConfig(recipe="speedrun").model_config(257).ngrams == 5
+    assert TrainConfig(recipe="speedrun").model_config(50257).ngrams == 2
+    assert TrainConfig(recipe="speedrun,ngrams=3").model_config(50257).ngrams == 3
+    assert recipe_of(TrainConfig(recipe="speedrun").model_config(257)) == "speedrun,window=128"
+
+
+def test_a_speedrun_of_before_keeps_its_ngrams():
+    saved = TrainConfig(recipe="speedrun").to_dict()
+    del saved["resolved_recipe"]["ngram_bits"]  # as of a version without it
+    saved["resolved_recipe"]["model"]["ngrams"] = 5
+    assert TrainConfig.from_dict(saved).model_config(50257).ngrams == 5
 
 
 def test_a_run_keeps_the_recipe_that_it_began_with(monkeypatch):

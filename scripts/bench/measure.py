@@ -53,7 +53,9 @@ class Job:
 
     @property
     def config(self) -> GPTConfig:
-        return GPTConfig(**self.shape, **parse_recipe(self.recipe).model)
+        sizes = GPTConfig(**self.shape)
+        recipe = parse_recipe(self.recipe)
+        return GPTConfig(**self.shape, **recipe.shape(sizes.block_size, sizes.vocab_size))
 
 
 class Worker:

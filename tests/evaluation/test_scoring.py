@@ -51,7 +51,7 @@ CBT = """1 Tom had a dog .
 @pytest.fixture(scope="module")
 def model(request):
     torch.manual_seed(0)
-    fields = parse_recipe(getattr(request, "param", "gpt2")).shape(64)
+    fields = parse_recipe(getattr(request, "param", "gpt2")).shape(64, 257)
     model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform

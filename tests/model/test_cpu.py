@@ -22,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 def tiny(recipe="gpt2"):
     torch.manual_seed(0)
-    fields = parse_recipe(recipe).shape(32)
+    fields = parse_recipe(recipe).shape(32, 257)
     model = GPT(GPTConfig(16, 257, 2, 2, 32, **fields))
     for name, p in model.named_parameters():
         if "conv" in name:

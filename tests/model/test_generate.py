@@ -16,7 +16,7 @@ from utils.devices import autocast
 @pytest.fixture(scope="module", params=["gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1"])
 def model(request):
     torch.manual_seed(1)
-    fields = parse_recipe(request.param).shape(32)
+    fields = parse_recipe(request.param).shape(32, 257)
     model = GPT(
         GPTConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields)
     ).eval()

@@ -18,7 +18,7 @@ TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
 def plain(recipe="gpt2", **changes):
     torch.manual_seed(0)
     shape = {"block_size": 16, "vocab_size": 257, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    model = GPT(GPTConfig(**{**shape, **parse_recipe(recipe).shape(32), **changes})).eval()
+    model = GPT(GPTConfig(**{**shape, **parse_recipe(recipe).shape(32, 257), **changes})).eval()
     if model.config.ngrams > 1:
         torch.nn.init.normal_(model.transformer.ngrams.weight, std=0.02)  # 0 would hide mistakes
     for block in model.transformer.h if model.config.conv > 1 else ():

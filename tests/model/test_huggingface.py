@@ -103,7 +103,8 @@ def test_auto_tokenizer_reads_what_we_write(name, recipe, tmp_path):
         tokenizer = load_tokenizer(name)
     except ValueError as error:
         pytest.skip(str(error))
-    model = GPT(GPTConfig(16, tokenizer.vocab_size, 1, 1, 8, **parse_recipe(recipe).shape(16)))
+    fields = parse_recipe(recipe).shape(16, tokenizer.vocab_size)
+    model = GPT(GPTConfig(16, tokenizer.vocab_size, 1, 1, 8, **fields))
     save_pretrained(model, tmp_path)
     save_tokenizer(tokenizer, tmp_path, model.config.block_size)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -31,7 +31,7 @@ SHAPE = {"block_size": 256, "vocab_size": 300, "n_layer": 4, "n_head": 4, "n_emb
 
 
 def need(recipe="gpt2", accumulation=2, world_size=1, nodes=1, **changes):
-    shape = GPTConfig(**SHAPE, **parse_recipe(recipe).model)
+    shape = GPTConfig(**SHAPE, **parse_recipe(recipe).shape(256, 300))
     tokens = 16 * 256 * accumulation * world_size
     run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
     config = TrainConfig(recipe=recipe, **run)
@@ -70,7 +70,7 @@ def live_bytes(model, idx, dtype):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_activations_are_what_autograd_keeps(recipe, shape, dtype, checkpointing):
     n_layer, n_head, n_embd, batch, time = shape
-    shape = GPTConfig(time, 256, n_layer, n_head, n_embd, **parse_recipe(recipe).model)
+    shape = GPTConfig(time, 256, n_layer, n_head, n_embd, **parse_recipe(recipe).shape(time, 256))
     check_activations(shape, batch, dtype, checkpointing)
 
 
@@ -79,7 +79,7 @@ def test_activations_are_what_autograd_keeps(recipe, shape, dtype, checkpointing
 @pytest.mark.parametrize("time", [128, 512])  # a CPU attends in float32 up to 256
 @pytest.mark.parametrize("recipe", WINDOWS)
 def test_activations_of_blocks_with_a_window(recipe, time, dtype, checkpointing):
-    shape = GPTConfig(time, 256, 4, 4, 64, **parse_recipe(recipe).shape(time))
+    shape = GPTConfig(time, 256, 4, 4, 64, **parse_recipe(recipe).shape(time, 256))
     check_activations(shape, 2, dtype, checkpointing)
 
 
@@ -102,7 +102,7 @@ def check_activations(shape, batch, dtype, checkpointing):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(recipe, optimizer):
-    model = GPT(GPTConfig(**SHAPE, **parse_recipe(recipe).model))
+    model = GPT(GPTConfig(**SHAPE, **parse_recipe(recipe).shape(256, 300)))
     optimizers = make_optimizers(model, TrainConfig(recipe=f"{recipe},optimizer={optimizer}"))
     model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
     for made in optimizers:

@@ -26,7 +26,7 @@ def test_matrices_decay_and_vectors_do_not():
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1"])
 def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(recipe):
-    model = GPT(GPTConfig(**SHAPE, **parse_recipe(recipe).model))
+    model = GPT(GPTConfig(**SHAPE, **parse_recipe(recipe).shape(8, 64)))
     rates = ",".join(f"{name}={rate}" for name, rate in RATES.items())
     adamw, muon = make_optimizers(model, TrainConfig(recipe=f"{recipe},optimizer=muon,{rates}"))
     names = {p: name for name, p in model.named_parameters()}

@@ -218,7 +218,7 @@ def test_what_holds_on_one_process_holds_on_all_of_one():
 
 def small(recipe):
     torch.manual_seed(0)
-    return GPT(GPTConfig(16, 257, 2, 2, 32, **parse_recipe(recipe).model))
+    return GPT(GPTConfig(16, 257, 2, 2, 32, **parse_recipe(recipe).shape(16, 257)))
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -64,7 +64,7 @@ def test_a_recipe_that_is_none_is_named(text, message):
 )
 def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
     torch.manual_seed(0)
-    ours = GPT(GPTConfig(32, 257, 3, 4, 64, **parse_recipe(recipe).shape(32))).eval()
+    ours = GPT(GPTConfig(32, 257, 3, 4, 64, **parse_recipe(recipe).shape(32, 257))).eval()
     for p in ours.parameters():
         torch.nn.init.normal_(p, std=0.2)  # gains too
     torch.nn.init.normal_(ours.transformer.wte.weight, std=0.003)  # where a norm's epsilon counts
@@ -81,7 +81,7 @@ def test_transformers_gives_the_same_logits(recipe, name, tmp_path):
 def test_a_window_hides_older_tokens_from_the_first_half_of_the_blocks():
     causal = torch.ones(16, 16, dtype=torch.bool).tril()
     assert last_attended(causal, 4).sum(1).tolist() == [1, 2, 3, *[4] * 13]
-    shape = parse_recipe("modern").shape(32)
+    shape = parse_recipe("modern").shape(32, 257)
     assert shape["window"] == 4
     model = GPT(GPTConfig(16, 257, 2, 2, 32, **shape)).eval()
     first, hidden = model.transformer.h[0], []
@@ -97,7 +97,7 @@ def test_a_window_hides_older_tokens_from_the_first_half_of_the_blocks():
 @pytest.mark.parametrize("n_kv_head", [1, 2])
 @pytest.mark.parametrize("prepare", [GPT.train, for_training])
 def test_chunks_of_a_window_attend_as_its_mask_does(tokens, n_kv_head, prepare):
-    shape = parse_recipe(f"modern,window=8,n_kv_head={n_kv_head}").shape(64)
+    shape = parse_recipe(f"modern,window=8,n_kv_head={n_kv_head}").shape(64, 257)
     torch.manual_seed(0)
     model = prepare(GPT(GPTConfig(64, 257, 4, 2, 32, **shape)))
     for p in model.parameters():
@@ -119,7 +119,7 @@ def test_a_share_of_the_blocks_has_a_window(n_layer, share, count):
 
 @pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"], 3, []])
 def test_windows_in_other_blocks_than_the_first_are_refused(kinds):
-    hf = config_to_hf(GPTConfig(16, 257, 2, 2, 32, **parse_recipe("modern").shape(16)))
+    hf = config_to_hf(GPTConfig(16, 257, 2, 2, 32, **parse_recipe("modern").shape(16, 257)))
     assert config_from_hf(dict(hf)).window == 2
     with pytest.raises(ModelError, match="layer_types"):
         config_from_hf(hf | {"layer_types": kinds})
