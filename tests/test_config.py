@@ -8,6 +8,7 @@ from conftest import ROOT, script
 from config import RECIPES, ConfigError, TrainConfig, recipe_of
 from model.config import GPTConfig
 from model.empty import empty_gpt
+from training.initial_model import adopt_shape
 from utils import distributed
 from utils.devices import DeviceError, is_emulated, pick_device
 from utils.errors import UserError
@@ -56,7 +57,9 @@ def test_a_speedrun_has_shorter_ngrams_where_tokens_are_longer():
     assert TrainConfig(recipe="speedrun").model_config(257).ngrams == 5
     assert TrainConfig(recipe="speedrun").model_config(50257).ngrams == 2
     assert TrainConfig(recipe="speedrun,ngrams=3").model_config(50257).ngrams == 3
-    assert recipe_of(TrainConfig(recipe="speedrun").model_config(257)) == "speedrun,window=128"
+    bytewise = TrainConfig(recipe="speedrun").model_config(257)
+    assert recipe_of(bytewise) == "speedrun,window=128"
+    assert adopt_shape(TrainConfig(recipe="speedrun", init_from="x"), bytewise) == bytewise
 
 
 def test_a_speedrun_of_before_keeps_its_ngrams():

@@ -84,7 +84,7 @@ def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
         if getattr(config, name) not in (None, value):
             raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
         setattr(config, name, value)
-    if differing := config.model_config(1).differs_from(pretrained.fields):
+    if differing := config.model_config(pretrained.vocab_size).differs_from(pretrained.fields):
         if config.recipe != "gpt2" or "recipe" in given_options(sys.argv[1:]):
             raise ConfigError(
                 f"--recipe {config.recipe}: {config.init_from} is a {recipe_of(pretrained)}, which "
