@@ -65,8 +65,10 @@ def test_a_speedrun_has_shorter_ngrams_where_tokens_are_longer():
 def test_a_speedrun_of_before_keeps_its_ngrams():
     saved = TrainConfig(recipe="speedrun").to_dict()
     del saved["resolved_recipe"]["ngram_bits"]  # as of a version without it
+    del saved["resolved_recipe"]["model"]["ngram_rows"]
     saved["resolved_recipe"]["model"]["ngrams"] = 5
-    assert TrainConfig.from_dict(saved).model_config(50257).ngrams == 5
+    shape = TrainConfig.from_dict(saved).model_config(50257)
+    assert (shape.ngrams, shape.ngram_rows) == (5, 65_536)
 
 
 def test_a_run_keeps_the_recipe_that_it_began_with(monkeypatch):
