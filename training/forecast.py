@@ -78,7 +78,7 @@ def block_activations(
         4 if device == "cpu" and tokens <= cpu.SHORT else e for tokens in (shape.block_size, window)
     )
     shifted = e * C * (shape.conv > 1 and device == "cuda")  # inputs of compiled convolutions
-    # queries, keys and values in chunks of a window, each key twice, and the mask
+    # queries, keys and values in chunks of a window, keys and values twice, and the mask
     chunks = attention_e * (C + 4 * (C if grouped else qk - C) + 2 * window)
     if checkpointing == "block":  # the block's input in float32
         return 4 * C
@@ -91,16 +91,16 @@ def block_activations(
     norms += 2 * C * (shape.conv > 1)  # outputs of the convolutions
     # compute dtype: inputs of the linear layers, of the activation and of the gate's product
     linears = 3 * C + inner + fc + inner * swiglu
-    # attention: q and k after RMSNorm and after rotation; keys and values repeated for query heads;
-    # the output of c_attn that values are a view of, or their upcast; the output before its cast
-    steps = shape.qk_norm + (shape.position == "rotary")
-    values = qkv - qk if steps and attention_e != e else qkv
-    attention = steps * qk + (2 * C if grouped else 0) + (0 if grouped and steps else values)
-    attention = attention_e * (attention + (C if attention_e != e else 0))
     if windowed:  # before the chunks q and k after RMSNorm; compiled also the output of c_attn
-        attention = chunks + (attention_e * C if attention_e != e else 0)
-        attention += rotary_e * qk * shape.qk_norm + (e * qkv if device == "cuda" else 0)
-    return 4 * norms + e * linears + attention + shifted
+        attention = rotary_e * qk * shape.qk_norm + (e * qkv if device == "cuda" else 0) + chunks
+    else:  # q and k after RMSNorm and after rotation; keys and values repeated for query heads;
+        # the output of c_attn that values are a view of, or their upcast
+        steps = shape.qk_norm + (shape.position == "rotary")
+        values = qkv - qk if steps and attention_e != e else qkv
+        values = (0 if steps else values) + 2 * C if grouped else values
+        attention = attention_e * (steps * qk + values)
+    before_cast = attention_e * C if attention_e != e else 0  # output of attention
+    return 4 * norms + e * linears + attention + before_cast + shifted
 
 
 def head_bytes(tokens: int, n_embd: int, vocab: int, e: int, device: str) -> int:

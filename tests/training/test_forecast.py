@@ -91,9 +91,8 @@ def check_activations(shape, batch, dtype, checkpointing):
         micro_batch_size=batch, block_size=shape.block_size, total_batch_size=idx.numel(),
         activation_checkpointing=checkpointing,
     )  # fmt: skip
-    head = (
-        4 * (256 + idx.numel()) * shape.n_embd
-    )  # its gradients, which the forecast counts as work
+    # gradients of the head, which the forecast counts as work
+    head = 4 * (256 + idx.numel()) * shape.n_embd
     forecast = forecast_memory(config, shape, "cpu", dtype, 1)
     found = live_bytes(model, idx, dtype) - head - forecast.compute_weights
     assert found == pytest.approx(forecast.activations, rel=0.03)
