@@ -21,7 +21,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from config import ConfigError
 from data.tokenizer import GPT2Tokenizer, load_tokenizer, save_tokenizer
 from evaluation.tasks import read_rows
 from model.config import SIZES, GPTConfig
@@ -32,6 +31,7 @@ from scripts.bench.harness import with_all_fields
 from scripts.bench.measure import Job
 from utils.cli import run
 from utils.devices import is_emulated, pick_device
+from utils.errors import UserError
 
 VOCABULARY = GPT2Tokenizer.vocab_size
 # nanoGPT's documented configuration for a CPU: float32, not compiled
@@ -183,7 +183,7 @@ PARTS = {
 def main(config: BenchConfig) -> None:
     for name in ("repeats", "block_size", "micro_batch_size", "num_workers"):
         if getattr(config, name) < 1:
-            raise ConfigError(f"--{name} {getattr(config, name)} must be at least 1")
+            raise UserError(f"--{name} {getattr(config, name)} must be at least 1")
     results = report.start_report(pick_device(config.device))
     with tempfile.TemporaryDirectory() as folder:
         for part in PARTS if config.what == "all" else [config.what]:

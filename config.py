@@ -12,14 +12,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from model.config import SIZED, SIZES, GPTConfig, ModelError
+from model.config import SIZED, SIZES, GPTConfig
 from utils.errors import UserError, did_you_mean
 from utils.gpus import NAMED_GPUS
-
-
-class ConfigError(UserError):
-    """An option with a value that is wrong, or that does not fit another option."""
-
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
@@ -76,7 +71,7 @@ SHARES = ("decay", "momentum", "normuon", "window_share")  # fields of a recipe 
 class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule.
 
-    Options on the command line override it. Raises ModelError for a value out of range.
+    Options on the command line override it. Raises UserError for a value out of range.
     """
 
     model: dict = field(default_factory=dict)
@@ -125,11 +120,11 @@ class Recipe:
         choices = {"optimizer": ("adamw", "muon"), "schedule": ("cosine", "linear", "wsd")}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
-                raise ModelError(f"{name}={value} in a recipe must be one of {', '.join(allowed)}")
+                raise UserError(f"{name}={value} in a recipe must be one of {', '.join(allowed)}")
         for f in fields(self):
             value, most = getattr(self, f.name), 1.0 if f.name in SHARES else sys.float_info.max
             if type(value) in (int, float) and not 0 <= value <= most:
-                raise ModelError(f"{f.name}={value} in a recipe must be between 0 and {most:g}")
+                raise UserError(f"{f.name}={value} in a recipe must be between 0 and {most:g}")
 
 
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
@@ -157,10 +152,10 @@ RECIPES = {
 
 
 def parse_recipe(text: str) -> Recipe:
-    """Return the recipe of NAME,FIELD=VALUE,...; raise ModelError for an unknown name or value."""
+    """Return the recipe of NAME,FIELD=VALUE,...; raise UserError for an unknown name or value."""
     name, *changes = (part.strip() for part in text.split(","))
     if name not in RECIPES:
-        raise ModelError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
+        raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
     model_fields = [f.name for f in fields(GPTConfig) if f.name not in SIZED]
     recipe_fields = [f.name for f in fields(Recipe) if f.name != "model"]
@@ -168,7 +163,7 @@ def parse_recipe(text: str) -> Recipe:
         key, _, value = (part.strip() for part in change.partition("="))
         if key not in model_fields + recipe_fields:
             hint = did_you_mean(key, model_fields + recipe_fields)
-            raise ModelError(f"a recipe has no {key!r}{hint}")
+            raise UserError(f"a recipe has no {key!r}{hint}")
         try:
             parsed = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -180,7 +175,7 @@ def parse_recipe(text: str) -> Recipe:
             if kind is float and type(parsed) is int and abs(parsed) < 2**53:
                 parsed = float(parsed)
             if type(parsed) is not kind:
-                raise ModelError(f"{key}={value} in a recipe must be of type {kind.__name__}")
+                raise UserError(f"{key}={value} in a recipe must be of type {kind.__name__}")
             recipe = replace(recipe, **{key: parsed})
     return recipe
 
@@ -336,7 +331,7 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
     """Train a GPT-2. With --resume, options that are not given come from the checkpoint."""
 
     def check(self) -> None:
-        """Raise ConfigError for the first option out of range."""
+        """Raise UserError for the first option out of range."""
         at_least = {
             1: "max_steps total_batch_size micro_batch_size block_size val_tokens",
             0: "warmup_steps eval_every save_every keep_last sample_every hellaswag_every "
@@ -346,31 +341,31 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
             for name in names.split():
                 value = getattr(self, name)
                 if value is not None and value != "auto" and not value >= least:
-                    raise ConfigError(f"--{name} {value} must be at least {least}")
+                    raise UserError(f"--{name} {value} must be at least {least}")
         if self.device in NAMED_GPUS and not self.dry_run:
-            raise ConfigError(
+            raise UserError(
                 f"--device {self.device} is for --dry_run, which forecasts a run on that GPU; to "
                 "train on one, give --device cuda"
             )
         if self.skip_spikes is not None and not self.skip_spikes > 0:
-            raise ConfigError(f"--skip_spikes {self.skip_spikes} must be above 0")
+            raise UserError(f"--skip_spikes {self.skip_spikes} must be above 0")
         if self.seed >= 2**31:
-            raise ConfigError(f"--seed {self.seed} must be below {2**31}")
+            raise UserError(f"--seed {self.seed} must be below {2**31}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ConfigError("--beta1 and --beta2 must be at least 0 and below 1")
+            raise UserError("--beta1 and --beta2 must be at least 0 and below 1")
         max_lr = self.resolved_recipe.max_lr
         if not 0 <= self.final_lr <= max_lr:
-            raise ConfigError(f"--min_lr {self.final_lr} must be between 0 and --max_lr {max_lr}")
+            raise UserError(f"--min_lr {self.final_lr} must be between 0 and --max_lr {max_lr}")
 
     @property
     def resolved_recipe(self) -> Recipe:
-        """Recipe with the options of the command line. Raises ModelError if there is none such, and
-        ConfigError for an option out of range."""
+        """Recipe with the options of the command line. Raises UserError if there is none such, and
+        UserError for an option out of range."""
         names = ("max_lr", "weight_decay", "schedule")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         for name, value in given.items():
             if name != "schedule" and not 0 <= value < math.inf:
-                raise ConfigError(f"--{name} {value} must be at least 0 and finite")
+                raise UserError(f"--{name} {value} must be at least 0 and finite")
         return replace(parse_recipe(self.recipe), **given)
 
     @property
@@ -390,13 +385,13 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
     def from_dict(cls, values: dict) -> "TrainConfig":
         """Return the options of an earlier run, without its per-launch options.
 
-        Raises ConfigError for a value of a wrong type.
+        Raises UserError for a value of a wrong type.
         """
         if values.get("activation_checkpointing") == "mlp":  # old name of a part of cheap
             values = values | {"activation_checkpointing": "cheap"}
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         if wrong := mistyped(known):
-            raise ConfigError(f"the saved options are damaged: {', '.join(wrong)}")
+            raise UserError(f"the saved options are damaged: {', '.join(wrong)}")
         if type(values.get("resolved_recipe")) is dict:  # older runs have none
             known["recipe"] = recorded_recipe(values)
         paths = {k: Path(v) for k, v in known.items() if k.endswith(("_dir", "_data")) and v}
@@ -417,13 +412,13 @@ class TrainConfig(MachineOptions, EvaluationOptions, ScheduleOptions, ModelOptio
         return GPTConfig(self.block_size, vocab_size, dropout=self.dropout, **shape)
 
     def sequences_per_step(self, world_size: int) -> int:
-        """Return the sequences in a global batch; ConfigError where the batch does not divide."""
+        """Return the sequences in a global batch; UserError where the batch does not divide."""
         micro = self.micro_batch_size * self.block_size * world_size
         if self.total_batch_size % micro:
             share = self.total_batch_size / (self.block_size * world_size)  # of a process
             fitting = [n for n in range(self.micro_batch_size, 0, -1) if share % n == 0]
             smaller = f"--micro_batch_size {fitting[0]}, or " if fitting else ""
-            raise ConfigError(
+            raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by "
                 f"{self.micro_batch_size} sequences x {self.block_size} tokens x {world_size} "
                 f"processes = {micro:,}; give {smaller}--total_batch_size "

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from config import ConfigError, TrainConfig, recipe_of
-from data.chat import CHAT_TEMPLATE
+from config import TrainConfig, recipe_of
 from data.tokenizer import load_tokenizer, save_tokenizer
+from finetuning.chat import CHAT_TEMPLATE
 from model.huggingface import save_pretrained
 from training import checkpoint as ckpt
 from training.checkpoint_folder import is_chat, open_model
 from training.state import TrainState
 from utils.cli import run
+from utils.errors import UserError
 
 
 @dataclass
@@ -44,7 +45,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
         save_tokenizer(tokenizer, config.out, model.config.block_size, template)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
+        raise UserError(
             f"{config.out} could not be written whole: {reason}; choose another --out"
         ) from error
 
@@ -52,7 +53,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
 def import_model(config: ConvertConfig) -> None:
     """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
-        raise ConfigError(f"--out {config.out} must end in .pt with --model")
+        raise UserError(f"--out {config.out} must end in .pt with --model")
     model, tokenizer, _ = open_model(config.out, config.model)
     shape = ckpt.config_values(model.config)
     names = ("n_layer", "n_head", "n_embd", "block_size")
@@ -73,9 +74,9 @@ def import_model(config: ConvertConfig) -> None:
 
 def main(config: ConvertConfig) -> None:
     if (config.checkpoint is None) == (config.model is None):
-        raise ConfigError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
+        raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
     if config.out.exists():
-        raise ConfigError(f"--out {config.out} exists already; choose another path")
+        raise UserError(f"--out {config.out} exists already; choose another path")
     (export_checkpoint if config.model is None else import_model)(config)
     print(f"wrote {config.out}")
 

@@ -19,11 +19,10 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shards import corpus_name
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from evaluation.answers import Questions
 from evaluation.metrics import Result, check_lengths, score_benchmark, validation_loss
 from evaluation.scoring import score_items
 from evaluation.table import (
@@ -36,6 +35,7 @@ from evaluation.table import (
     write_table,
 )
 from evaluation.tasks import read_rows_on_all
+from finetuning.answers import Questions
 from model import cpu
 from model.gpt import GPT
 from training.checkpoint import checksum
@@ -43,7 +43,7 @@ from training.checkpoint_folder import find_best, is_chat, open_model, refuse_bo
 from utils import distributed, malloc
 from utils.cli import run
 from utils.devices import pick_dtype
-from utils.errors import did_you_mean
+from utils.errors import UserError, did_you_mean
 
 TASKS = ("val", "hellaswag", "lambada", "cbt_cn", "cbt_ne")
 Protocol = Literal["build-nanogpt", "lm-eval"]
@@ -102,38 +102,38 @@ def default_out(config: EvalConfig) -> Path:
 
 
 def checked_files(config: EvalConfig) -> dict[str, Path | None]:
-    """Return the file of each benchmark, None for the hub; raise ConfigError for a wrong option."""
+    """Return the file of each benchmark, None for the hub; raise UserError for a wrong option."""
     tasks = [task for task in config.tasks if task in TASKS and task != "val"]
     for task in config.tasks:
         if task not in TASKS and not task.endswith(".jsonl"):
             hint = did_you_mean(task, TASKS)
-            raise ConfigError(f"--tasks has no {task}{hint}: {', '.join(TASKS)} or FILE.jsonl")
+            raise UserError(f"--tasks has no {task}{hint}: {', '.join(TASKS)} or FILE.jsonl")
     if not config.tasks or len(set(config.tasks)) < len(config.tasks):
-        raise ConfigError(f"--tasks {' '.join(config.tasks)}: give each task once")
+        raise UserError(f"--tasks {' '.join(config.tasks)}: give each task once")
     names = [Path(task).stem for task in config.tasks]
     if same := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"--tasks has two files called {same}: rename one, or score it alone")
+        raise UserError(f"--tasks has two files called {same}: rename one, or score it alone")
     if config.data and not tasks:
-        raise ConfigError(
+        raise UserError(
             "--data gives the files of benchmarks, and --tasks names none; leave it out, and give "
             "the shards of the task val by --data_dir"
         )
     if config.data and len(config.data) != len(tasks):
-        raise ConfigError(
+        raise UserError(
             f"--data has {len(config.data)} files for the benchmarks {' '.join(tasks)}; "
             "give one for each, in that order"
         )
     if config.num_samples < 0 or not 0 < config.temperature < math.inf:
-        raise ConfigError("--num_samples must be at least 0, --temperature above 0")
+        raise UserError("--num_samples must be at least 0, --temperature above 0")
     for name in ("limit", "val_tokens", "batch_size", "max_new_tokens"):
         value = getattr(config, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name} {value} must be at least 1")
+            raise UserError(f"--{name} {value} must be at least 1")
     if config.dump and config.dump.resolve() == config.out.resolve():
-        raise ConfigError(f"--out and --dump are both {config.out}; give two files")
+        raise UserError(f"--out and --dump are both {config.out}; give two files")
     check_replaceable(config.out, "--out", is_table)
     if config.dump and set(config.tasks) == {"val"}:
-        raise ConfigError("--dump has a row per example of a benchmark, and --tasks has none")
+        raise UserError("--dump has a row per example of a benchmark, and --tasks has none")
     if config.dump:
         check_replaceable(config.dump, "--dump", is_dump)
     return dict(zip(tasks, config.data or [None] * len(tasks), strict=True))
@@ -145,15 +145,15 @@ def open_validation(config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved:
     if folder is None and saved:
         folder = TrainConfig.from_dict(saved["train_config"]).data_dir
         if not folder.is_dir():
-            raise ConfigError(
+            raise UserError(
                 f"there is no folder {folder}, the --data_dir stored in the checkpoint; give the "
                 "folder of its shards by --data_dir"
             )
     if folder is None:
-        raise ConfigError("the task val needs --data_dir, a folder of shards")
+        raise UserError("the task val needs --data_dir, a folder of shards")
     stream = TokenStream(folder, "val")
     if stream.tokenizer != tokenizer.name:
-        raise ConfigError(
+        raise UserError(
             f"{folder} holds {stream.tokenizer} tokens, but the model was trained on "
             f"{tokenizer.name} tokens; give another --data_dir"
         )

@@ -22,35 +22,35 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from config import ConfigError, TrainConfig
-from data.chat_examples import ChatData
-from data.chat_rows import read_rows
+from config import TrainConfig
 from data.loader import Slicing, step_sequences
 from data.tokenizer import Tokenizer, load_tokenizer
-from evaluation.answers import QUESTION, Questions
 from evaluation.live_plot import draw_picture
 from evaluation.periodic import is_due
-from model.gpt import GPT
-from training.checkpoint_folder import BEST, LAST, remove_all
-from training.finetune_model import (
-    build_finetuned,
-    changed_inputs,
-    input_checksums,
-    open_reference,
-)
-from training.finetune_options import FinetuneConfig
-from training.finetune_resume import resolve_run
-from training.group_policy import GroupRelativePolicy
-from training.methods import (
+from finetuning.answers import QUESTION, Questions
+from finetuning.examples import ChatData
+from finetuning.grpo import GroupRelativePolicy
+from finetuning.methods import (
     Batch,
     DirectPreference,
     Method,
     RewardModeling,
     SupervisedTuning,
 )
+from finetuning.options import FinetuneConfig
+from finetuning.resume import resolve_run
+from finetuning.rewards import load_reward
+from finetuning.rows import read_rows
+from finetuning.start import (
+    build_finetuned,
+    changed_inputs,
+    input_checksums,
+    open_reference,
+)
+from model.gpt import GPT
+from training.checkpoint_folder import BEST, LAST, remove_all
 from training.optim import make_optimizers
 from training.parallel import ParallelModel, clip_grad_norm, load_optimizer_state
-from training.rewards import load_reward
 from training.run_folders import check_folders, lock_folders
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
@@ -59,6 +59,7 @@ from utils import distributed, malloc
 from utils.cli import given_options, run_and_exit
 from utils.devices import pick_dtype
 from utils.distributed import Process
+from utils.errors import UserError
 from utils.files import atomic_write
 from utils.log_files import CONFIG
 from utils.logger import Logger, catch_write_errors
@@ -276,11 +277,11 @@ def resolve_length(options: FinetuneConfig, config: TrainConfig, num_examples: i
 
 
 def slice_steps(options: FinetuneConfig, process: Process) -> Slicing:
-    """Return the division of a step into micro-batches; ConfigError where it does not divide."""
+    """Return the division of a step into micro-batches; UserError where it does not divide."""
     items, micro_batch = options.items_per_step(), options.resolved_micro_batch()
     if items % (micro_batch * process.world_size):
         of = f" x --group_size {options.group_size}" if options.method == "grpo" else ""
-        raise ConfigError(
+        raise UserError(
             f"--batch_size {options.batch_size}{of} is not divisible by --micro_batch_size "
             f"{micro_batch} x {process.world_size} processes; change one of them"
         )

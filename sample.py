@@ -21,15 +21,16 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, SamplingConfig
-from data.chat import Messages, fit_history
+from config import SamplingConfig
 from data.tokenizer import Tokenizer, load_tokenizer
+from finetuning.chat import Messages, fit_history
 from model import cpu
 from model.generate import generate
 from model.gpt import GPT
 from training.checkpoint_folder import is_chat, open_model, refuse_both_sources
 from utils.cli import run
 from utils.devices import autocast, pick_device, pick_dtype
+from utils.errors import UserError
 
 OPTIONS = {  # type, least and greatest value; --interactive can change these options
     "temperature": (float, 0, math.inf),
@@ -61,19 +62,19 @@ def read_prompt(prompt: str) -> str:
         prompt.encode()  # raises for bytes of the command line that are not UTF-8
     except (OSError, UnicodeError) as error:
         hint = "; to write after an @, give the text by --prompt -" if prompt[:1] == "@" else ""
-        raise ConfigError(f"--prompt {prompt!a} cannot be read as text: {error}{hint}") from error
+        raise UserError(f"--prompt {prompt!a} cannot be read as text: {error}{hint}") from error
     return prompt
 
 
 def check(config: SamplingConfig, prefix: str = "--") -> None:
-    """Raise ConfigError for the first option that is out of range, named with `prefix`."""
+    """Raise UserError for the first option that is out of range, named with `prefix`."""
     for name, (_, least, greatest) in OPTIONS.items():
         value = getattr(config, name)
         if value is not None and not least <= value <= greatest:
             bounds = f"from {least} to {greatest}" if greatest < math.inf else f"at least {least}"
-            raise ConfigError(f"{prefix}{name} {value} must be {bounds}")
+            raise UserError(f"{prefix}{name} {value} must be {bounds}")
     if 0 < config.temperature < LEAST_TEMPERATURE:
-        raise ConfigError(
+        raise UserError(
             f"{prefix}temperature {config.temperature} must be at least {LEAST_TEMPERATURE}, or 0 "
             "for the likeliest tokens"
         )
@@ -96,7 +97,7 @@ def write_samples(
         size, heading = model.config.block_size, ""
         prompt = fit_history(messages, tokenizer, size, config.max_new_tokens)
     if len(prompt) > model.config.block_size:
-        raise ConfigError(
+        raise UserError(
             f"the prompt is {len(prompt):,} tokens long; this model reads at most "
             f"{model.config.block_size:,}: shorten it"
         )
@@ -132,15 +133,15 @@ def write_samples(
 
 
 def with_option(config: SamplingConfig, command: str) -> SamplingConfig:
-    """Return the options changed by "/name value"; raise ConfigError for a wrong name or value."""
+    """Return the options changed by "/name value"; raise UserError for a wrong name or value."""
     name, _, value = command[1:].strip().partition(" ")
     if name not in OPTIONS:
-        raise ConfigError(f"there is no /{name}; there are /{' /'.join(OPTIONS)} and /quit")
+        raise UserError(f"there is no /{name}; there are /{' /'.join(OPTIONS)} and /quit")
     try:
         number = None if value == "none" and name.startswith("top_") else OPTIONS[name][0](value)
     except ValueError as error:
         kind = "whole number" if OPTIONS[name][0] is int else "number"
-        raise ConfigError(f"/{name} takes a {kind}, not {value!r}") from error
+        raise UserError(f"/{name} takes a {kind}, not {value!r}") from error
     config = replace(config, **{name: number})
     check(config, prefix="/")
     return config
@@ -171,7 +172,7 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Sho
                 history += [{"role": "user", "content": line}]
                 history += [{"role": "assistant", "content": answer["text"]}]
                 config = replace(config, seed=(config.seed + 1) % 2**31)  # another text next time
-        except ConfigError as error:
+        except UserError as error:
             show(f"{error}\n")
         except UnicodeError:
             show("this line is not UTF-8 text; enter another\n")
@@ -185,13 +186,13 @@ def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Sho
 def main(config: SamplingConfig) -> None:
     check(config)
     if config.chat and config.json and not config.prompt:
-        raise ConfigError("--chat --json needs --prompt, the message to answer")
+        raise UserError("--chat --json needs --prompt, the message to answer")
     if config.chat and not config.prompt:
         config = replace(config, interactive=True)
     if config.interactive and (config.json or config.prompt):
-        raise ConfigError("--interactive asks for prompts: leave out --prompt and --json")
+        raise UserError("--interactive asks for prompts: leave out --prompt and --json")
     if sys.stdin is None and (config.interactive or config.prompt == "-"):
-        raise ConfigError(
+        raise UserError(
             "--interactive and --prompt - read standard input, which is closed; give --prompt TEXT "
             "or --prompt @FILE"
         )

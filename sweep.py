@@ -23,7 +23,7 @@ from statistics import fmean, median, stdev
 from types import NoneType
 from typing import NoReturn, get_args, get_type_hints
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from data.loader import TokenStream
 from data.shards import find_shards
 from evaluation.figure import draw_sweep
@@ -63,11 +63,11 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, list[str]]:
         name, *values = text.split() or [""]
         name = name.lstrip("-").replace("-", "_")
         if name in RESERVED:
-            raise ConfigError(
+            raise UserError(
                 f'"{text}": the sweep sets this; seeds go to --seeds, and --out has the folders'
             )
         if name in options or not name.isidentifier():
-            raise ConfigError(f'"{text}": name each option once, as "NAME VALUE VALUE ..."')
+            raise UserError(f'"{text}": name each option once, as "NAME VALUE VALUE ..."')
         options[name] = values
     return options
 
@@ -101,13 +101,13 @@ def explain_refusal(name: str, values: list[str]) -> str:
 
 
 def check_run(name: str, options: dict[str, list[str]]) -> None:
-    """Raise ConfigError naming the first option that train.py would refuse in the run `name`."""
+    """Raise UserError naming the first option that train.py would refuse in the run `name`."""
     try:
         config, given = parse_silently(options), {}
         for option, values in options.items() if config is None else ():
             given[option] = values
             if parse_silently(given) is None:
-                raise ConfigError(explain_refusal(option, values))
+                raise UserError(explain_refusal(option, values))
         config.check()
         check_extras(config)
         config.model_config(vocab_size=1)
@@ -115,29 +115,29 @@ def check_run(name: str, options: dict[str, list[str]]) -> None:
         micro = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
         replace(config, micro_batch_size=micro).sequences_per_step(world_size=1)
     except UserError as error:
-        raise ConfigError(f"{name} cannot be trained, so no run was started: {error}") from error
+        raise UserError(f"{name} cannot be trained, so no run was started: {error}") from error
 
 
 def read_json(path: Path) -> dict:
-    """Return what a file of the sweep holds; raise ConfigError if it is damaged."""
+    """Return what a file of the sweep holds; raise UserError if it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         found = None
     if type(found) is not dict:
-        raise ConfigError(f"{path} is damaged; remove it, or give another --out")
+        raise UserError(f"{path} is damaged; remove it, or give another --out")
     return found
 
 
 def check_same_data(out: Path, points: list[dict[str, str]], fixed: dict[str, list[str]]) -> None:
-    """Raise ConfigError if a folder of shards holds other tokens than when the sweep began."""
+    """Raise UserError if a folder of shards holds other tokens than when the sweep began."""
     options = {" ".join(fixed.get("data_dir", ())), *(p.get("data_dir", "") for p in points)} - {""}
     folders = {name: expand_home(Path(name)) for name in sorted(options)}
     found = {name: TokenStream(folder, "train").checksum for name, folder in folders.items()}
     path = out / "data.json"
     before = read_json(path) if path.exists() else {}
     if changed := [name for name in found if before.get(name, found[name]) != found[name]]:
-        raise ConfigError(
+        raise UserError(
             f"{changed[0]} holds other tokens than for earlier runs; give another --out"
         )
     path.write_text(json.dumps(before | found, indent=1))
@@ -152,22 +152,22 @@ def grid_points(config: SweepConfig) -> list[dict[str, str]]:
     """Return every combination of the grid's values and the seeds, as options of train.py."""
     axes = parse_settings(config.grid)
     if empty := [name for name, values in axes.items() if not values]:
-        raise ConfigError(f'--grid "{empty[0]}" has no values; write "NAME VALUE VALUE ..."')
+        raise UserError(f'--grid "{empty[0]}" has no values; write "NAME VALUE VALUE ..."')
     if config.jobs < 1 or not config.seeds:
-        raise ConfigError("--jobs must be at least 1, and --seeds at least one number")
+        raise UserError("--jobs must be at least 1, and --seeds at least one number")
     if repeated := [seed for seed in config.seeds if config.seeds.count(seed) > 1]:
-        raise ConfigError(f"--seeds has {repeated[0]} twice")
+        raise UserError(f"--seeds has {repeated[0]} twice")
     axes["seed"] = list(map(str, config.seeds))
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def finished_log(folder: Path) -> dict[str, list[dict]] | None:
     """Return a run's rows by split if its last validation was at its last step, else None; raise
-    ConfigError if it has saved steps that its log lacks."""
+    UserError if it has saved steps that its log lacks."""
     logs = folder / "logs"
     log = read_metrics(logs) if (logs / METRICS).exists() else {}
     if (folder / "checkpoints" / LAST).exists() and not log.keys() & {"train", "skipped"}:
-        raise ConfigError(
+        raise UserError(
             f"{logs / METRICS} has lost the training steps; remove {folder} to train that run again"
         )
     if not (logs / "config.json").exists():
@@ -234,17 +234,17 @@ def to_markdown(groups: dict[str, list[dict]]) -> str:
 def main(config: SweepConfig) -> None:
     points, fixed = grid_points(config), parse_settings(config.fixed)
     if both := sorted(fixed.keys() & points[0].keys()):
-        raise ConfigError(f"{both[0]} is in --grid and in --fixed: give it once")
+        raise UserError(f"{both[0]} is in --grid and in --fixed: give it once")
     points = [p for p in points if finished_log(config.out / folder_name(p)) is None]
     for point in points:
         check_run(folder_name(point), fixed | {key: [value] for key, value in point.items()})
     kept = config.out / "fixed.json"
     if kept.exists() and read_json(kept) != fixed:
-        raise ConfigError(f"{config.out} has runs with other --fixed options; give another --out")
+        raise UserError(f"{config.out} has runs with other --fixed options; give another --out")
     try:
         config.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {config.out} is no folder and cannot be made one") from error
+        raise UserError(f"--out {config.out} is no folder and cannot be made one") from error
     check_same_data(config.out, points, fixed)
     kept.write_text(json.dumps(fixed, indent=1))
     signal.signal(signal.SIGTERM, stop)
@@ -257,7 +257,7 @@ def main(config: SweepConfig) -> None:
         draw_sweep(groups, picture)
         print(text + f"wrote {table} and {picture}")
     if failed:
-        raise ConfigError(f"{len(failed)} of {len(points)} runs failed; the first: {failed[0]}")
+        raise UserError(f"{len(failed)} of {len(points)} runs failed; the first: {failed[0]}")
 
 
 if __name__ == "__main__":

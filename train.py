@@ -29,7 +29,7 @@ from data.loader import (
     step_sequences,
     train_batches,
 )
-from data.shards import DataError, corpus_name
+from data.shards import corpus_name
 from evaluation.live_plot import LivePlot, draw_picture
 from evaluation.periodic import is_due, open_evaluator
 from model.gpt import GPT
@@ -48,6 +48,7 @@ from utils import distributed, malloc
 from utils.cli import run_and_exit
 from utils.devices import is_emulated, pick_dtype
 from utils.distributed import Process
+from utils.errors import UserError
 from utils.files import atomic_write
 from utils.log_files import CONFIG
 from utils.logger import Logger, catch_write_errors
@@ -140,7 +141,7 @@ def main() -> None:
 def check_readable(
     train: Sequences, val: Sequences, slicing: Slicing, seed: int, steps: range
 ) -> None:
-    """Raise DataError if the first batch of either split cannot be read."""
+    """Raise UserError if the first batch of either split cannot be read."""
     next(train_batches(train, slicing, seed, steps), None)
     val.batch(np.arange(1))
 
@@ -263,12 +264,12 @@ def saving_at_bad_data(
     not know of it, so these steps are lost."""
     try:
         yield
-    except DataError as error:
+    except UserError as error:
         if process.world_size > 1 or state.step == start:
             raise
         saver.save(LAST, state)
         saver.finish()
-        raise DataError(
+        raise UserError(
             f"{error}; saved at step {state.step}, from where --resume auto continues"
         ) from error
 

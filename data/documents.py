@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import IO
 
-from data.shards import DataError
 from data.text_files import TextFile, open_file, suffixes
+from utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def parquet_rows(file: IO[bytes], name: str, column: str, skip: int) -> Document
     table = parquet.ParquetFile(file)
     names = table.schema_arrow.names
     if column not in names:
-        raise DataError(missing_column(name, column, names))
+        raise UserError(missing_column(name, column, names))
     first, row = 0, 0
     while first < table.num_row_groups:
         rows = table.metadata.row_group(first).num_rows
@@ -54,7 +54,7 @@ def json_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
     filled = ((number, line) for number, line in enumerate(text.lines(), 1) if line.strip())
     for number, line in islice(filled, skip, None):
         if number == 1 and line.lstrip().startswith("["):
-            raise DataError(
+            raise UserError(
                 f"{name} is one JSON array; write an object a line, as jq -c '.[]' does, to .jsonl"
             )
         try:
@@ -72,7 +72,7 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
     """Yield the texts of a column of separated values with a header.
 
     The separator is the one of DELIMITERS that is most frequent in the header, a tab for .tsv. Rows
-    with another number of fields than the header are no texts; DataError for wrong quotes.
+    with another number of fields than the header are no texts; UserError for wrong quotes.
     """
     csv.field_size_limit(2**31 - 1)
     lines = text.lines()
@@ -84,7 +84,7 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
     try:
         names = next(reader, [])
         if names.count(column) != 1:
-            raise DataError(missing_column(name, column, names))
+            raise UserError(missing_column(name, column, names))
         index = names.index(column)
         for row in islice(filter(None, reader), skip, None):
             where = f"line {reader.line_num}"
@@ -95,7 +95,7 @@ def csv_rows(text: TextFile, name: str, column: str, skip: int) -> Documents:
             else:
                 yield NoText(f"{where} has {len(row)} fields, the header {len(names)}")
     except csv.Error as error:
-        raise DataError(
+        raise UserError(
             f"{name} is not valid CSV up to line {reader.line_num} ({error}): a quote inside a "
             "quoted field is written twice; .jsonl avoids this"
         ) from error
@@ -129,7 +129,7 @@ ROWS |= {".csv": csv_rows, ".tsv": csv_rows}
 def read_documents(name: str, column: str, skip: int) -> Documents:
     """Yield the documents of a file from number `skip` on; a file without rows is one document.
 
-    Warns at the end of what was replaced, as UTF-8 that could not be decoded. Raises DataError for
+    Warns at the end of what was replaced, as UTF-8 that could not be decoded. Raises UserError for
     a file that cannot be read as its suffix says, with the errors of its readers as cause.
     """
     kind = suffixes(name)[0]
@@ -158,7 +158,7 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-class FileError(DataError):
+class FileError(UserError):
     """File of a DocumentStream that cannot be read to its end; `file` is its index."""
 
     def __init__(self, message: str, file: int) -> None:
@@ -201,9 +201,9 @@ class DocumentStream:
         return {"file": self.file, "row": self.row, "checksum": self.checksum}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a position; raise DataError for one of another reader."""
+        """Continue from a position; raise UserError for one of another reader."""
         if not {"file", "row"} <= set(state) <= {"file", "row", "checksum"}:
-            raise DataError(
+            raise UserError(
                 "these shards were begun by an earlier version; use another --local_dir"
             )
         self.file, self.row = state["file"], state["row"]
@@ -225,7 +225,7 @@ class DocumentStream:
                     if isinstance(text, NoText):
                         without, first = without + 1, first or text.why
                     yield text if isinstance(text, str) else None
-            except DataError as error:
+            except UserError as error:
                 raise FileError(str(error), self.file) from error
             except Exception as error:  # of a decompressor or parser
                 if "://" in name:  # may be the network: the caller tries again

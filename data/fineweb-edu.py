@@ -26,15 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import numpy as np
 from tqdm import tqdm
 
-from config import ConfigError, DataConfig
+from config import DataConfig
 from data.documents import FileError, Place, warn
 from data.input_files import InputFiles, digest_of
 from data.merge import merge
 from data.sharder import Sharder, output_folder
-from data.shards import MANIFEST, DataError
+from data.shards import MANIFEST
 from data.source import Source
 from data.tokenizer import Tokenizer, load_tokenizer
 from utils.cli import given_options, run
+from utils.errors import UserError
 
 MAX_PENDING_CHARS = 50_000_000  # text that is read but not yet written
 SECONDS_PER_LINE = 60  # where there is no terminal for a progress bar
@@ -193,11 +194,11 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         try:
             complete = not sharder.full and write_shards(config, source, files, sharder, tokenizer)
         except FileError as error:
-            raise DataError(f"{error}{sharder.file_remedy(error.file)}") from error
+            raise UserError(f"{error}{sharder.file_remedy(error.file)}") from error
         files.check_unchanged(config.local_dir)
         if complete and not sharder.manifest["documents"] and config.worker_count == 1:
             skipped = describe_skipped(sharder.manifest)
-            raise DataError(f"{' '.join(source.name[:3])} holds no text; {skipped}")
+            raise UserError(f"{' '.join(source.name[:3])} holds no text; {skipped}")
         sharder.end(complete)
     return sharder.manifest, sharder.tokens - before
 
@@ -220,15 +221,15 @@ def describe_validation(manifest: dict) -> str:
 def main(config: DataConfig) -> None:
     limits = (config.shard_size, config.num_workers, config.max_shards)
     if any(limit is not None and limit < 1 for limit in limits):
-        raise ConfigError("--shard_size, --num_workers and --max_shards must be at least 1")
+        raise UserError("--shard_size, --num_workers and --max_shards must be at least 1")
     if not 0 <= config.val_fraction < 1:
-        raise ConfigError(f"--val_fraction {config.val_fraction} must be at least 0 and below 1")
+        raise UserError(f"--val_fraction {config.val_fraction} must be at least 0 and below 1")
     if not 0 <= config.worker_index < config.worker_count:
-        raise ConfigError("--worker_index must be at least 0 and below --worker_count")
+        raise UserError("--worker_index must be at least 0 and below --worker_count")
     began = time.time()
     if config.merge:
         if other := given_options(sys.argv[1:]) - {"merge", "local_dir"}:
-            raise ConfigError(
+            raise UserError(
                 f"--merge keeps shards as they are: leave out --{min(other)}; it takes --local_dir"
             )
         manifest = merge(config.merge, config.local_dir)

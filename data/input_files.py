@@ -6,7 +6,8 @@ import zlib
 from pathlib import Path
 
 from data.documents import DocumentStream, Place
-from data.shards import DataError, is_count
+from data.shards import is_count
+from utils.errors import UserError
 
 ENDS = 2**16  # bytes at either end of a file that tell it from another one
 
@@ -58,7 +59,7 @@ class InputFiles:
 
     def begin_with(self, read: dict, column: str) -> bool:
         """Return whether these files begin with those of a `record`: of the last one, its documents
-        suffice. Raises DataError if that one cannot be read so far."""
+        suffice. Raises UserError if that one cannot be read so far."""
         if read["file"] >= len(self.names):
             return False
         if self.digests[read["file"] + 1] == read["digest"]:
@@ -70,11 +71,11 @@ class InputFiles:
         return found is not None and found.checksum == read["checksum"]
 
     def check_unchanged(self, folder: Path) -> None:
-        """Raise DataError if a file has another size or time than when the run was started; one
+        """Raise UserError if a file has another size or time than when the run was started; one
         that was removed has been read."""
         for name, before in self.times.items():
             if os.path.exists(name) and size_and_time(name) != before:
-                raise DataError(
+                raise UserError(
                     f"{name} was changed while it was read; once nothing writes to it any more, "
                     f"empty {folder} and run the same command again"
                 )

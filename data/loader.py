@@ -18,8 +18,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from data.shards import DataError, find_shards, read_manifest
+from data.shards import find_shards, read_manifest
 from data.tokenizer import GPT2Tokenizer
+from utils.errors import UserError
 
 Item = TypeVar("Item")
 ROUNDS = 6
@@ -86,7 +87,7 @@ class TokenStream:
         return int(self.tokens(0, min(len(self), 10**6)).max()) < 10_000
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Return tokens [start, start + length), int64 (length,); raise DataError for a bad id."""
+        """Return tokens [start, start + length), int64 (length,); raise UserError for a bad id."""
         assert 0 <= start and start + length <= len(self)
         parts, i = [], int(np.searchsorted(self.ends, start, side="right"))
         while length:
@@ -94,7 +95,7 @@ class TokenStream:
             offset = start - (int(self.ends[i]) - shard.tokens)
             part = self._open(i)[offset : offset + length]
             if len(part) and part.max() >= self.vocab_size:
-                raise DataError(
+                raise UserError(
                     f"{shard.path} holds token id {part.max()} at position "
                     f"{offset + int(part.argmax()):,}, outside the vocabulary of "
                     f"{self.vocab_size:,} ({self.tokenizer}); make or copy the shard again; "
@@ -111,7 +112,7 @@ class Sequences:
     def __init__(self, stream: TokenStream, block_size: int) -> None:
         self.stream, self.block_size = stream, block_size
         if len(stream) <= block_size:
-            raise DataError(
+            raise UserError(
                 f"{stream.shards[0].path.parent} holds {len(stream):,} {stream.split} tokens, too "
                 f"few for one sequence of {block_size:,}; lower --block_size, add text, or shard "
                 "it again with another --val_fraction"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import DataError, header
+from data.shards import header
+from utils.errors import UserError
 from utils.files import sha256, sync_folder
 
 
@@ -21,11 +22,11 @@ class ShardWriter:
         self.temporary = self.path.with_name(self.path.name + ".tmp")
         if start and not self.temporary.exists():  # ended short, or was killed after the rename
             if not self.path.exists():
-                raise DataError(f"unfinished {self.path} is missing; shard into an empty folder")
+                raise UserError(f"unfinished {self.path} is missing; shard into an empty folder")
             os.replace(self.path, self.temporary)
         size = len(header(suffix, 0)) + 2 * start
         if start and self.temporary.stat().st_size < size:
-            raise DataError(f"{self.temporary} has lost tokens; shard into an empty folder")
+            raise UserError(f"{self.temporary} has lost tokens; shard into an empty folder")
         self.file = open(self.temporary, "r+b" if start else "wb")
         self.file.truncate(size)
         self.file.seek(size)

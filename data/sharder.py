@@ -11,13 +11,13 @@ from data.input_files import InputFiles, is_record
 from data.shard_writer import ShardWriter
 from data.shards import (
     MANIFEST,
-    DataError,
     inspect_shard,
     is_count,
     read_manifest,
     shard_paths,
     write_manifest,
 )
+from utils.errors import UserError
 from utils.files import check_space, lock_folder
 
 # defaults for manifests without these
@@ -53,14 +53,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_folder(folder: Path) -> Iterator[None]:
-    """Make and lock a folder; turn disk errors inside the context into DataError."""
+    """Make and lock a folder; turn disk errors inside the context into UserError."""
     try:
         with locked(folder):
             yield
     except (FileExistsError, NotADirectoryError) as error:
-        raise DataError(f"{error.filename or folder} is a file; give a folder") from error
+        raise UserError(f"{error.filename or folder} is a file; give a folder") from error
     except OSError as error:
-        raise DataError(
+        raise UserError(
             f"writing to {folder} failed ({error.strerror}); whole shards are safe: "
             "free disk space or correct this, and run the same command again to continue"
         ) from error
@@ -84,7 +84,7 @@ class Sharder:
     """Appends documents to the train and val shards of a folder.
 
     `settings` are saved in the manifest, among them shard_size (tokens) and format ("npy" or
-    "bin"); `files` are those of a local source. Raises DataError if the folder holds shards with
+    "bin"); `files` are those of a local source. Raises UserError if the folder holds shards with
     other settings, of other files or of another origin.
     """
 
@@ -100,7 +100,7 @@ class Sharder:
         self.open: dict[str, ShardWriter] = {}  # by split
         found = read_manifest(folder)
         if found is None and (foreign := shard_paths(folder)):
-            raise DataError(
+            raise UserError(
                 f"{folder} holds shards of another origin ({foreign[0].name}, no {MANIFEST}); "
                 "train on them without sharding, or give another --local_dir"
             )
@@ -113,23 +113,23 @@ class Sharder:
         self.adopt_files(settings)
 
     def check_manifest(self, settings: dict) -> None:
-        """Raise DataError unless the manifest has these settings and can be continued."""
+        """Raise UserError unless the manifest has these settings and can be continued."""
         other = "give another --local_dir or empty that one"
         for key, value in settings.items():
             found = self.manifest.get(key)
             if found != value and key not in ORIGIN:
                 made = f"made with {key} {found!a:.300}, not {value!a:.300}"
-                raise DataError(f"{self.folder} holds shards {made}; {other}")
+                raise UserError(f"{self.folder} holds shards {made}; {other}")
         if not is_resumable(self.manifest):
-            raise DataError(f"{self.folder / MANIFEST} is damaged; shard into an empty folder")
+            raise UserError(f"{self.folder / MANIFEST} is damaged; shard into an empty folder")
         same = all(self.manifest.get(key) == settings.get(key) for key in ORIGIN)
         if not same and not self.has_read_files():
             made = "of files that are not those of --input, or were changed since; restore these"
             if (found := self.manifest.get("source")) != settings["source"]:
                 made = describe_difference(found or [], settings["source"])
-            raise DataError(f"{self.folder} holds shards {made}; {other}")
+            raise UserError(f"{self.folder} holds shards {made}; {other}")
         if "merged" in self.manifest and not self.full:
-            raise DataError(
+            raise UserError(
                 f"{self.folder} was merged from {self.manifest['merged']} workers' folders and "
                 "cannot be continued; continue those and merge them into another folder"
             )
@@ -193,14 +193,14 @@ class Sharder:
         return self.manifest["complete"] or stopped
 
     def check_shards(self) -> None:
-        """Raise DataError if a finished shard of the manifest is missing or has another size."""
+        """Raise UserError if a finished shard of the manifest is missing or has another size."""
         unfinished = set() if self.done else self.unfinished
         for entry in self.manifest["shards"]:
             path = self.folder / entry["file"]
             if path.name in unfinished:
                 continue
             if not path.exists() or inspect_shard(path).tokens != entry["tokens"]:
-                raise DataError(
+                raise UserError(
                     f"{path} is missing or not as {MANIFEST} says: copy it again, or remove "
                     f"{self.folder} and run this command again"
                 )
@@ -212,7 +212,7 @@ class Sharder:
         return finished + sum(writer.tokens for writer in self.open.values())
 
     def check_room(self, known_tokens: int | None) -> None:
-        """Raise DataError if the disk lacks room for the known rest of the source or max_shards."""
+        """Raise UserError if the disk lacks room for the known rest of the source or max_shards."""
         allowed = self.max_shards and self.max_shards * self.size
         total = min((n for n in (known_tokens, allowed) if n is not None), default=0)
         held = sum(p.stat().st_size for p in self.folder.iterdir() if self.suffix in p.suffixes)

@@ -33,10 +33,6 @@ NANOGPT_CHARACTERS = "meta.pkl"  # written beside the tokens of a character-leve
 SPLITS = ("train", "val")
 
 
-class DataError(UserError):
-    """Shard, manifest, text or tokenizer that cannot be used; the message names its path."""
-
-
 @dataclass(frozen=True)
 class Shard:
     """Shard file with a valid header: offset of its tokens in bytes, and their number."""
@@ -61,11 +57,11 @@ def header(suffix: str, tokens: int) -> bytes:
 
 
 def parse_header(start: bytes, path: Path) -> tuple[int, int]:
-    """Return offset in bytes and number of the tokens; raise DataError if the header is wrong."""
+    """Return offset in bytes and number of the tokens; raise UserError if the header is wrong."""
     if path.suffix == ".bin":
         *kind, tokens = BIN_HEADER.unpack(start[: BIN_HEADER.size].ljust(BIN_HEADER.size, b"\0"))
         if kind != [BIN_MAGIC, BIN_VERSION]:
-            raise DataError(
+            raise UserError(
                 f"{path} begins with {kind[0]}, {kind[1]} instead of {BIN_MAGIC}, {BIN_VERSION}, "
                 "the header of llm.c's uint16 shards; for a file of nanoGPT, which has none: "
                 "np.save('train.npy', np.fromfile('train.bin', np.uint16))"
@@ -75,25 +71,25 @@ def parse_header(start: bytes, path: Path) -> tuple[int, int]:
     try:
         shape, _, dtype = NPY_PARSERS[np.lib.format.read_magic(file)](file)
     except BAD_HEADER as error:
-        raise DataError(f"{path} is not a .npy file; make it again") from error
+        raise UserError(f"{path} is not a .npy file; make it again") from error
     if dtype != np.dtype("<u2") or len(shape) != 1:
-        raise DataError(
+        raise UserError(
             f"{path} holds {dtype} {shape}; a shard is a 1-D uint16 array: tokens.astype(np.uint16)"
         )
     return file.tell(), int(shape[0])
 
 
 def inspect_shard(path: Path) -> Shard:
-    """Return a shard; raise DataError if its header is wrong or contradicts the file's size."""
+    """Return a shard; raise UserError if its header is wrong or contradicts the file's size."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             start = file.read(12_000)  # NumPy would read as much as a damaged length says
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     offset, tokens = parse_header(start, path)
     if tokens < 0 or offset + 2 * tokens != size:
-        raise DataError(
+        raise UserError(
             f"{path} is {size:,} bytes, but its header promises {tokens:,} tokens "
             f"({offset + 2 * tokens:,} bytes); copy it again or shard into an empty folder"
         )
@@ -101,7 +97,7 @@ def inspect_shard(path: Path) -> Shard:
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """Return the manifest of a folder, None if it has none; raise DataError if it is damaged."""
+    """Return the manifest of a folder, None if it has none; raise UserError if it is damaged."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -111,10 +107,10 @@ def read_manifest(folder: Path) -> dict | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is damaged ({reason}); shard into an empty folder") from error
+        raise UserError(f"{path} is damaged ({reason}); shard into an empty folder") from error
 
 
 def is_manifest(manifest: dict) -> bool:
@@ -161,19 +157,19 @@ def is_interrupted(folder: Path) -> bool:
 
 def split_of(name: str) -> str | None:
     """Return the split of a shard by its file name: by "train" or "val" between other characters
-    than letters, else anywhere; DataError for a name with both, None for one with neither."""
+    than letters, else anywhere; UserError for a name with both, None for one with neither."""
     stem = name.rpartition(".")[0].lower()
     words = {word.removesuffix("idation") for word in re.split(r"[^a-z]+", stem)}
     found = [split for split in SPLITS if split in words] or [s for s in SPLITS if s in stem]
     if len(found) > 1:
-        raise DataError(f"{name} is named as train and as val; rename it to be one of the two")
+        raise UserError(f"{name} is named as train and as val; rename it to be one of the two")
     return found[0] if found else None
 
 
 def find_shards(folder: Path, split: str) -> list[Shard]:
     """Return the shards of a split ("train" or "val") in name order.
 
-    Raises DataError if the folder is missing or empty, mixes formats, holds a damaged shard, or
+    Raises UserError if the folder is missing or empty, mixes formats, holds a damaged shard, or
     others than its manifest lists.
     """
     make = (
@@ -181,12 +177,12 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         "without --input of FineWeb-Edu; or give another --data_dir"
     )
     if folder.is_file():
-        raise DataError(
+        raise UserError(
             f"{folder} is a file; if it is text, make shards of it: python data/fineweb-edu.py "
             f"--input {folder} --local_dir data/{folder.stem}, and give that folder"
         )
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}; {make}")
+        raise UserError(f"there is no folder {folder}; {make}")
     paths = [path for path in shard_paths(folder) if split_of(path.name) == split]
     if not paths:
         if is_interrupted(folder):
@@ -196,12 +192,12 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
                 "shard again with a larger --val_fraction or, where --max_shards ended sharding "
                 "early, run the same command without it"
             )
-        raise DataError(f"{folder} holds no {split} shards (.npy or .bin); {make}")
+        raise UserError(f"{folder} holds no {split} shards (.npy or .bin); {make}")
     if len({path.suffix for path in paths}) > 1:
-        raise DataError(f"{folder} holds {split} shards as .npy and as .bin; remove one of the two")
+        raise UserError(f"{folder} holds {split} shards as .npy and as .bin; remove one of the two")
     manifest = read_manifest(folder)
     if manifest is None and (folder / NANOGPT_CHARACTERS).exists():
-        raise DataError(
+        raise UserError(
             f"{folder} holds {NANOGPT_CHARACTERS}: its tokens are characters that nanoGPT has "
             "numbered, not GPT-2's; shard the text with --tokenizer bytes, into another folder"
         )
@@ -212,7 +208,7 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         return shards
     listed = [entry for entry in manifest["shards"] if entry["split"] == split]
     if extra := sorted(found.keys() - {entry["file"] for entry in listed}):
-        raise DataError(
+        raise UserError(
             f"{folder / extra[0]} is not in {MANIFEST}: move it away, or run data/fineweb-edu.py "
             "again if it was killed"
         )
@@ -221,7 +217,7 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         remedy = "--merge was interrupted: run the same command again"
     for entry in listed:
         if found.get(entry["file"]) != entry["tokens"]:
-            raise DataError(
+            raise UserError(
                 f"{folder / entry['file']} is missing or not the {entry['tokens']:,} tokens that "
                 f"{MANIFEST} lists; {remedy}"
             )
@@ -229,11 +225,11 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
 
 
 def check_gpt2_tokens(shard: Shard) -> None:
-    """Raise DataError for a shard without a manifest that holds bytes: no text of some length has
+    """Raise UserError for a shard without a manifest that holds bytes: no text of some length has
     only those of GPT-2's tokens whose ids are below 257."""
     head = shard.open()[:100_000]
     if len(head) >= 1000 and head.max() <= 256:
-        raise DataError(
+        raise UserError(
             f"{shard.path} has ids up to {head.max()}: bytes or characters, not tokens of GPT-2; "
             f"copy the {MANIFEST} of its folder too, or shard the text with --tokenizer bytes"
         )

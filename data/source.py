@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from data.documents import ROWS, DocumentStream, Place
 from data.input_files import fingerprint
-from data.shards import DataError
 from data.text_files import COMPRESSIONS, is_text, suffixes
+from utils.errors import UserError
 
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # formats that are read in folders, too
 EXCLUDED = re.compile(r"/(\.|site-packages/)")  # hidden files and folders, installed packages
@@ -34,14 +34,14 @@ def list_files(inputs: tuple[str, ...]) -> tuple[list[str], list[Path]]:
     """Return the files and URLs of `inputs` in order, with those inside folders in name order, and
     the files of the folders that are of other formats. EXCLUDED ones are in neither.
 
-    Raises DataError if there is no file, or for a named file that is of another format.
+    Raises UserError if there is no file, or for a named file that is of another format.
     """
     files: list[str] = []
     others: list[Path] = []
     for name in inputs:
         path = Path(name)
         if not name:
-            raise DataError("--input '' does not exist")
+            raise UserError("--input '' does not exist")
         if "://" in name:
             files.append(name)
         elif path.is_file():
@@ -52,23 +52,23 @@ def list_files(inputs: tuple[str, ...]) -> tuple[list[str], list[Path]]:
                 known = suffixes(p.name)[0] in IN_FOLDERS and p.is_file()
                 files.append(str(p)) if known else others.append(p)
         elif path.exists():
-            raise DataError(f"--input {name} is neither a file nor a folder; write it to a file")
+            raise UserError(f"--input {name} is neither a file nor a folder; write it to a file")
         else:
             hint = "; the shell expands patterns where they are not quoted" if "*" in name else ""
-            raise DataError(f"--input {name} does not exist{hint}")
+            raise UserError(f"--input {name} does not exist{hint}")
     if not files:
         kinds = f"{', '.join(IN_FOLDERS)} files, also as {', '.join(COMPRESSIONS)}"
         held = f"; it holds {count_suffixes(others)}; name files to read them" if others else ""
-        raise DataError(f"--input {' '.join(inputs)} holds no {kinds}{held}")
+        raise UserError(f"--input {' '.join(inputs)} holds no {kinds}{held}")
     return drop_repeated(files), others
 
 
 def walk(folder: Path) -> list[Path]:
     """Return what is below a folder but no folder, in name order; follows links to folders, each
-    once, and leaves out EXCLUDED ones. Raises DataError for a folder that cannot be read."""
+    once, and leaves out EXCLUDED ones. Raises UserError for a folder that cannot be read."""
 
     def refuse(error: OSError) -> NoReturn:
-        raise DataError(f"--input {error.filename} cannot be read: {error.strerror}") from error
+        raise UserError(f"--input {error.filename} cannot be read: {error.strerror}") from error
 
     found: list[Path] = []
     seen: set[Path] = set()
@@ -91,18 +91,18 @@ def drop_repeated(files: list[str]) -> list[str]:
 
 
 def check_format(name: str) -> None:
-    """Raise DataError for a file that is neither of a known format nor text."""
+    """Raise UserError for a file that is neither of a known format nor text."""
     kind, compression = suffixes(name)
     if kind == ".parquet" and compression:
-        raise DataError(f"--input {name}: decompress it; parquet is compressed inside")
+        raise UserError(f"--input {name}: decompress it; parquet is compressed inside")
     try:
         known = kind in (".parquet", *ROWS) or is_text(name)
     except Exception as error:  # of a decompressor
         reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"--input {name} cannot be read ({reason})") from error
+        raise UserError(f"--input {name} cannot be read ({reason})") from error
     if not known:
         formats = ", ".join((".parquet", *ROWS))
-        raise DataError(f"--input {name} is neither text nor {formats}; unpack or convert it first")
+        raise UserError(f"--input {name} is neither text nor {formats}; unpack or convert it first")
 
 
 def count_suffixes(paths: list[Path]) -> str:
@@ -138,9 +138,9 @@ class Source:
         return SAMPLES.get(self.remote_name) if whole else None
 
     def check_share(self, files: int) -> None:
-        """Raise DataError if there are too few files for this worker to get one."""
+        """Raise UserError if there are too few files for this worker to get one."""
         if self.worker_index >= files:
-            raise DataError(
+            raise UserError(
                 f"--worker_index {self.worker_index} of --worker_count {self.worker_count} has "
                 f"nothing to read: {' '.join(self.name[:3])} is {files} files; lower "
                 f"--worker_count to {files} for all workers"
@@ -148,7 +148,7 @@ class Source:
 
     def fingerprints(self) -> dict[str, tuple[int, int] | None]:
         """Return the fingerprints of the files and URLs of all workers, none for a dataset of the
-        hub, and tell which files are left out. Raises DataError if this worker gets none."""
+        hub, and tell which files are left out. Raises UserError if this worker gets none."""
         if not self.inputs:
             return {}
         files, others = list_files(self.inputs)
@@ -190,7 +190,7 @@ class Source:
         a row without text; and the place of each text, of the hub only for messages.
 
         Continues from `state` at the same commit of the dataset. Retries failed downloads with
-        growing pauses; raises DataError if they keep failing.
+        growing pauses; raises UserError if they keep failing.
         """
         commit, place = (state["revision"], state["place"]) if state else (None, None)
         failures = 0
@@ -213,23 +213,23 @@ class Source:
                 if texts:
                     yield {"revision": commit, "place": place}, texts, origins
                 return
-            except DataError:
+            except UserError:
                 raise
             except Exception as error:  # from datasets, its file systems or its parsers
                 failures += 1
                 self.wait_before_retry(error, failures)
 
     def wait_before_retry(self, error: Exception, failures: int) -> None:
-        """Pause after a failed read; raise DataError if it is permanent or one too many."""
+        """Pause after a failed read; raise UserError if it is permanent or one too many."""
         first_line = str(error).partition("\n")[0]
         reason = f"({type(error).__name__}: {first_line:.200})"
         problem = f"{' '.join(self.name[:3])} cannot be read {reason}"
         remote = not self.inputs or any("://" in name for name in self.inputs)
         permanent = isinstance(error, (ValueError, ImportError, MemoryError, *DAMAGED))
         if not remote or permanent or PERMANENT.match(type(error).__name__):
-            raise DataError(problem) from error
+            raise UserError(problem) from error
         if failures > RETRIES:
-            raise DataError(f"{problem}; run the same command again to continue") from error
+            raise UserError(f"{problem}; run the same command again to continue") from error
         pause = 2 ** (failures - 1)
         print(f"read failed {reason}, trying again in {pause} s", file=sys.stderr)
         time.sleep(pause)

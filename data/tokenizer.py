@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import DataError
+from utils.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_IDS = {"!": 0, "\u0120the": 262, "Hello": 15_496}  # \u0120 stands for a space
@@ -33,7 +33,7 @@ class ByteTokenizer:
 
 
 def check_vocabulary(folder: Path) -> None:
-    """Raise DataError if the tokenizer files of a Hugging Face model with 50,257 tokens are not of
+    """Raise UserError if the tokenizer files of a Hugging Face model with 50,257 tokens are not of
     OpenAI's GPT-2; without such files, it is taken to be that."""
     for name, keys in (("vocab.json", ()), ("tokenizer.json", ("model", "vocab"))):
         if not (folder / name).is_file():
@@ -44,9 +44,9 @@ def check_vocabulary(folder: Path) -> None:
                 ids = ids[key]
             other = len(ids) > 50_000 and any(ids.get(x) != n for x, n in GPT2_IDS.items())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DataError(f"{folder / name} is no vocabulary ({type(error).__name__})") from error
+            raise UserError(f"{folder / name} is no vocabulary ({type(error).__name__})") from error
         if other:
-            raise DataError(
+            raise UserError(
                 f"{folder / name} is another tokenizer than GPT-2's, the one known here"
             )
 
@@ -55,7 +55,7 @@ class GPT2Tokenizer:
     """GPT-2's 50,257 tokens, with the methods of ByteTokenizer.
 
     tiktoken downloads the vocabulary once, or finds it in the folder that TIKTOKEN_CACHE_DIR
-    names. Raises DataError if it can do neither.
+    names. Raises UserError if it can do neither.
     """
 
     name = "gpt2"
@@ -68,7 +68,7 @@ class GPT2Tokenizer:
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
         except OSError as error:  # errors of requests, too
-            raise DataError(
+            raise UserError(
                 f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}); go online "
                 "once, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of it"
             ) from error
@@ -88,9 +88,9 @@ TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of this name; raise DataError if there is none."""
+    """Return the tokenizer of this name; raise UserError if there is none."""
     if name not in TOKENIZERS:
-        raise DataError(f"no tokenizer is called {name!r}; there are {', '.join(TOKENIZERS)}")
+        raise UserError(f"no tokenizer is called {name!r}; there are {', '.join(TOKENIZERS)}")
     return TOKENIZERS[name]()
 
 

@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import numpy as np
 
 from data.loader import Sequences, Slicing, TokenStream, step_sequences
-from data.shards import DataError, read_manifest
+from data.shards import read_manifest
 from utils.cli import run
+from utils.errors import UserError
 from utils.files import sha256
 
 CHUNK = 2**20  # tokens checked at a time
@@ -36,12 +37,12 @@ class VerifyConfig:
 
 
 def verify_shards(stream: TokenStream, checksums: dict[str, str]) -> None:
-    """Raise DataError for a token id outside the vocabulary or a shard with another checksum."""
+    """Raise UserError for a token id outside the vocabulary or a shard with another checksum."""
     for start in range(0, len(stream), CHUNK):
         stream.tokens(start, min(CHUNK, len(stream) - start))
     for shard in stream.shards:
         if checksums.get(shard.path.name, digest := sha256(shard.path)) != digest:
-            raise DataError(f"{shard.path} differs from the manifest's checksum; make it again")
+            raise UserError(f"{shard.path} differs from the manifest's checksum; make it again")
 
 
 def verify_order(n: int, seed: int) -> None:
@@ -60,7 +61,7 @@ def verify_order(n: int, seed: int) -> None:
 
 def main(config: VerifyConfig) -> None:
     if config.block_size < 1:
-        raise DataError(f"--block_size {config.block_size} must be at least 1")
+        raise UserError(f"--block_size {config.block_size} must be at least 1")
     listed = (read_manifest(config.data_dir) or {"shards": []})["shards"]
     checksums = {shard["file"]: shard["sha256"] for shard in listed}
     streams = {split: TokenStream(config.data_dir, split) for split in ("train", "val")}

@@ -13,11 +13,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, NullLocator, ScalarFormatter
 
-from data.shards import DataError, corpus_name
+from data.shards import corpus_name
 from data.tokenizer import GPT2Tokenizer
 from evaluation.published import PUBLISHED
+from utils.errors import UserError
 from utils.files import atomic_write
-from utils.log_files import LogError, read_metrics
+from utils.log_files import read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 LINE_STYLES = ("-", "--", "-.", ":")  # distinguish runs without colour too
@@ -43,10 +44,10 @@ class Run:
 
 
 def read_run(path: Path, label: str) -> Run:
-    """Return the run of a metrics.jsonl or its folder. Raises LogError if it cannot be read; a
+    """Return the run of a metrics.jsonl or its folder. Raises UserError if it cannot be read; a
     config.json beside it that is missing or damaged is no error."""
     log, config = read_metrics(path), (path if path.is_dir() else path.parent) / "config.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError, DataError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         run = json.loads(config.read_text(encoding="utf-8"))
         vocab_size = run["model_config"]["vocab_size"]
         corpus = run.get("corpus") or corpus_name(Path(run["train_config"]["data_dir"]))
@@ -74,14 +75,14 @@ def run_labels(paths: list[Path]) -> list[str]:
 
 
 def x_values(log: Log, unit: str, steps: list[int]) -> np.ndarray:
-    """Return the tokens or the hours of training that a run had used at `steps`; raise LogError if
+    """Return the tokens or the hours of training that a run had used at `steps`; raise UserError if
     its rows of training do not record them."""
     if unit == "step":
         return np.array(steps)
     rows = log.get("train", [])
     key = "tokens" if unit == "tokens" else "ms"
     if any(row.get(key) is None for row in rows):
-        raise LogError(f"the training rows of the log have no {key}; choose another --x")
+        raise UserError(f"the training rows of the log have no {key}; choose another --x")
     values = [0, *(row[key] for row in rows)]
     if unit == "hours":
         values = np.cumsum(values) / 3.6e6
@@ -145,7 +146,7 @@ def draw_sweep(groups: dict[str, list[Log]], out: Path) -> None:
 
 
 def save_figure(figure: plt.Figure, unit: str, out: Path) -> None:
-    """Style all panels, write the picture and close it; raise LogError if it cannot be written."""
+    """Style all panels, write the picture and close it; raise UserError if it cannot be written."""
     for axes in figure.axes:
         axes.set_xlabel(AXIS_LABELS[unit])
         if unit != "hours":
@@ -159,11 +160,11 @@ def save_figure(figure: plt.Figure, unit: str, out: Path) -> None:
         with atomic_write(out) as file:
             figure.savefig(file, format=out.suffix[1:] or None, dpi=130)
     except IsADirectoryError as error:
-        raise LogError(f"{out} is a folder; give a file, as {out / 'log_plot.png'}") from error
+        raise UserError(f"{out} is a folder; give a file, as {out / 'log_plot.png'}") from error
     except OSError as error:
-        raise LogError(f"{out} could not be written: {error.strerror or error}") from error
+        raise UserError(f"{out} could not be written: {error.strerror or error}") from error
     except ValueError as error:  # a file type unknown to matplotlib
-        raise LogError(f"{out} could not be written: {error}") from error
+        raise UserError(f"{out} could not be written: {error}") from error
     finally:
         plt.close(figure)
 
@@ -172,7 +173,7 @@ def draw_if_possible(paths: list[Path], out: Path, size: str | None) -> None:
     """Draw a picture, or print why that failed."""
     try:
         draw(paths, out, size)
-    except LogError as error:
+    except UserError as error:
         print(error)
 
 
@@ -181,12 +182,12 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     in bits per byte if their tokenizers differ.
 
     `size` (a name of model.config.SIZES) adds OpenAI's GPT-2; returns why its validation loss was
-    left out, if it was. Raises LogError for a log that cannot be read or a picture that cannot be
+    left out, if it was. Raises UserError for a log that cannot be read or a picture that cannot be
     written.
     """
     runs = [read_run(*pair) for pair in zip(paths, run_labels(paths), strict=True)]
     if empty := [path for path, run in zip(paths, runs, strict=True) if not run.log.get("train")]:
-        raise LogError(f"{empty[0]} has no training step yet")
+        raise UserError(f"{empty[0]} has no training step yet")
     scored = any(run.log.get(task) for run in runs for task in ACCURACIES)
     figure, panels = plt.subplot_mosaic(
         [["loss", "accuracy" if scored else "loss"], ["rate", "speed"]],

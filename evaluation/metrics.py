@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from data.loader import Sequences
-from data.shards import DataError
 from data.tokenizer import Tokenizer
 from evaluation.scoring import Score
 from evaluation.tasks import STOP_WORDS, Item, cbt_items, hellaswag_items, lambada_items
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
+from utils.errors import UserError
 
 
 @torch.no_grad()
@@ -78,13 +78,13 @@ class Result:
 
 
 def check_lengths(task: str, rows: list[dict], tokenizer: Tokenizer, block_size: int) -> None:
-    """Raise DataError if a continuation of a benchmark is longer than the model's context."""
+    """Raise UserError if a continuation of a benchmark is longer than the model's context."""
     items = {"hellaswag": partial(hellaswag_items, clean=False), "lambada": lambada_items}
     for item in items.get(task, cbt_items)(rows):
         for choice in item.choices:
             if len(choice.encode()) > block_size:  # a token has a byte or more
                 if (tokens := len(tokenizer.encode(choice))) > block_size:
-                    raise DataError(
+                    raise UserError(
                         f"{task} cannot be scored: a continuation has {tokens} tokens, the model a "
                         f"context of {block_size}; leave out {task}"
                     )

@@ -10,7 +10,6 @@ import torch
 
 from config import TrainConfig
 from data.loader import Sequences
-from data.shards import DataError
 from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
 from evaluation.metrics import benchmark_row, check_lengths, validation_loss
 from evaluation.scoring import score_items
@@ -19,6 +18,7 @@ from model.generate import complete
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
+from utils.errors import UserError
 
 SUBSET = 500  # examples of a benchmark that are scored during training without --eval_full
 SAMPLE_TOKENS = 128
@@ -129,6 +129,6 @@ def load_tokenizer_on_all(name: str, process: Process, notes: list[str]) -> Toke
     tokenizer = None
     try:
         tokenizer = load_tokenizer(name)
-    except DataError as error:
+    except UserError as error:
         notes.append(f"{error}. This run goes without samples, benchmarks and bits per byte.")
     return tokenizer if process.all_agree(tokenizer is not None) else None

@@ -17,10 +17,10 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from evaluation.targets import score_targets
 from evaluation.tasks import Item
-from model.config import ModelError
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
+from utils.errors import UserError
 
 
 class Score(NamedTuple):
@@ -62,7 +62,7 @@ def make_rows(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[
         choices = [tokenizer.encode(space + choice).tolist() for choice in item.choices]
         longest = max(map(len, choices))
         if longest > block_size:
-            raise ModelError(
+            raise UserError(
                 f"a continuation is {longest} tokens long; this model's block size is {block_size}"
             )
         if len(context) + longest - 1 <= block_size:

@@ -6,9 +6,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from config import ConfigError
 from evaluation.metrics import Result
 from evaluation.published import PUBLISHED
+from utils.errors import UserError
 from utils.files import atomic_write
 
 IDENTITY = ("task", "protocol", "metric", "n", "weights", "dtype")  # of a figure
@@ -16,11 +16,11 @@ IDENTITY = ("task", "protocol", "metric", "n", "weights", "dtype")  # of a figur
 
 @contextmanager
 def naming_write_errors(path: Path, flag: str) -> Iterator[None]:
-    """Turn an OSError into a ConfigError that names the path and the option that changes it."""
+    """Turn an OSError into a UserError that names the path and the option that changes it."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(
+        raise UserError(
             f"{path} could not be written: {error.strerror}; give another {flag}"
         ) from error
 
@@ -36,10 +36,10 @@ def is_dump(text: str) -> bool:
 
 
 def check_replaceable(path: Path, flag: str, is_ours: Callable[[str], bool]) -> None:
-    """Raise ConfigError, before anything is scored, unless a file can be written and is new, empty
+    """Raise UserError, before anything is scored, unless a file can be written and is new, empty
     or by its text one of this script's."""
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} could not be written: it is no file; give another {flag}")
+        raise UserError(f"{path} could not be written: it is no file; give another {flag}")
     existed = path.exists()
     with naming_write_errors(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def check_replaceable(path: Path, flag: str, is_ours: Callable[[str], bool]) -> 
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if is_ours(text):
             return
-    raise ConfigError(f"{flag} {path} exists and was not written by evaluate.py; give another file")
+    raise UserError(f"{flag} {path} exists and was not written by evaluate.py; give another file")
 
 
 def table_rows(results: list[Result], origin: dict, size: str) -> list[dict]:

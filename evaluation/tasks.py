@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.shards import DataError
 from utils.distributed import Process
+from utils.errors import UserError
 
 HUB = {  # task: (dataset, configuration, split)
     "hellaswag": ("Rowan/hellaswag", None, "validation"),
@@ -41,23 +41,23 @@ class Item:
 
 def read_rows(task: str, path: Path | None = None) -> list[dict]:
     """Return the rows of a benchmark from a file in its original format, or else from the hub;
-    raise DataError if they cannot be read, there are none, or a row is not valid."""
+    raise UserError if they cannot be read, there are none, or a row is not valid."""
     rows = _hub_rows(task) if path is None else _file_rows(task, path)
     source = path or HUB[task][0]
     if not rows:
-        raise DataError(f"{source} holds no {task} items")
+        raise UserError(f"{source} holds no {task} items")
     for number, row in enumerate(rows, 1):
         try:
             valid = _is_valid(task, row)
         except UnicodeEncodeError as error:
-            raise DataError(
+            raise UserError(
                 f"{source}, item {number}, holds the lone surrogate {error.object[error.start]!a}, "
                 "which is no character; correct or remove that item"
             ) from error
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
             valid = False
         if not valid:
-            raise DataError(f"{source}, item {number}, is not a valid item of {task}")
+            raise UserError(f"{source}, item {number}, is not a valid item of {task}")
     return rows
 
 
@@ -69,11 +69,11 @@ def read_rows_on_all(task: str, path: Path | None, process: Process) -> list[dic
         if (process.local_rank == 0) == first:
             try:
                 rows = read_rows(task, path)
-            except DataError as error:
+            except UserError as error:
                 problem = error
         process.wait_for_main()
         if not process.all_agree(problem is None):
-            raise problem or DataError(f"another process could not read {task}")
+            raise problem or UserError(f"another process could not read {task}")
     return rows
 
 
@@ -101,7 +101,7 @@ def _hub_rows(task: str) -> list[dict]:
         return list(datasets.load_dataset(name, configuration, split=split))
     except Exception as error:  # datasets and its file systems raise many kinds
         in_training = "" if task.startswith("cbt") else f" (train.py: --{task}_data)"
-        raise DataError(
+        raise UserError(
             f"{name} could not be downloaded from the hub ({type(error).__name__}); go online, or "
             f"give a file in the original format by --data{in_training}"
         ) from error
@@ -114,9 +114,9 @@ def _file_rows(task: str, path: Path) -> list[dict]:
             return parse_cbt(text)
         return [json.loads(line) for line in text.split("\n") if line.strip()]
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise DataError(f"{path} is not in the original format of {task}: {error}") from error
+        raise UserError(f"{path} is not in the original format of {task}: {error}") from error
 
 
 def parse_cbt(text: str) -> list[dict]:

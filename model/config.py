@@ -24,15 +24,11 @@ COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "conv", "ng
 SWITCHES = ("qk_norm", "bias", "tied", "reward_head")
 
 
-class ModelError(UserError):
-    """An architecture that cannot be built, or input that a model cannot take."""
-
-
 @dataclass(frozen=True)
 class GPTConfig:
     """Architecture of a GPT; the defaults are GPT-2's, docs/RECIPES.md has the sources.
 
-    Raises ModelError for an architecture that cannot be built.
+    Raises UserError for an architecture that cannot be built.
     """
 
     block_size: int = 1024
@@ -82,41 +78,37 @@ class GPTConfig:
             if getattr(self, name) is not None:
                 self.check_count(name)
         if self.n_embd % self.n_head:
-            raise ModelError(
+            raise UserError(
                 f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; "
                 "every head needs the same width"
             )
         if self.n_head % self.kv_heads:
-            raise ModelError(
+            raise UserError(
                 f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}; "
                 "each key/value head must serve the same number of query heads"
             )
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
-            raise ModelError(f"dropout is {brief(self.dropout)}; it must be at least 0 and below 1")
+            raise UserError(f"dropout is {brief(self.dropout)}; it must be at least 0 and below 1")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 value = brief(getattr(self, name))
-                raise ModelError(f"{name} is {value}; it must be one of {', '.join(choices)}")
+                raise UserError(f"{name} is {value}; it must be one of {', '.join(choices)}")
         for name in SWITCHES:
             if type(getattr(self, name)) is not bool:
-                raise ModelError(
-                    f"{name} is {brief(getattr(self, name))}; it must be True or False"
-                )
+                raise UserError(f"{name} is {brief(getattr(self, name))}; it must be True or False")
         share = self.window_blocks
         if type(share) not in (int, float) or not 0 <= share <= 1:
-            raise ModelError(f"window_blocks is {brief(share)}; it must be between 0 and 1")
+            raise UserError(f"window_blocks is {brief(share)}; it must be between 0 and 1")
         if type(self.rope_base) not in (int, float) or not 0 < self.rope_base < math.inf:
-            raise ModelError(f"rope_base is {brief(self.rope_base)}; it must be a number above 0")
+            raise UserError(f"rope_base is {brief(self.rope_base)}; it must be a number above 0")
         if self.position == "rotary" and self.head_size % 2:
-            raise ModelError(
-                f"a head is {self.head_size} wide; rotary positions need an even width"
-            )
+            raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
 
     def check_count(self, name: str) -> None:
-        """Raise ModelError unless the field is an integer of at least 1."""
+        """Raise UserError unless the field is an integer of at least 1."""
         value = getattr(self, name)
         if type(value) is not int or value < 1:
-            raise ModelError(f"{name} is {brief(value)}; it must be a whole number of at least 1")
+            raise UserError(f"{name} is {brief(value)}; it must be a whole number of at least 1")
 
     @property
     def size(self) -> str | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.cache import KVCache
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.layers import (
     ACTIVATIONS,
     RMSNorm,
@@ -26,6 +26,7 @@ from model.layers import (
 )
 from model.loss import HeadCrossEntropy
 from model.ngrams import ngram_rows, previous_tokens
+from utils.errors import UserError
 
 
 class Attention(nn.Module):
@@ -218,7 +219,7 @@ class GPT(nn.Module):
         if positions is None:
             start = cache.length if cache is not None else 0
             if start + T > self.config.block_size:
-                raise ModelError(
+                raise UserError(
                     f"{start + T} tokens do not fit the context of {self.config.block_size}"
                 )
             positions = torch.arange(start, start + T, device=x.device)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from model import llama
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.empty import empty_gpt, with_context
 from model.gpt import GPT
+from utils.errors import UserError
 
 # OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -38,19 +39,19 @@ SIZES = {  # fields of GPT2Config and ours
 
 
 def config_from_hf(values: dict) -> GPTConfig:
-    """Return the GPTConfig of a config.json; raise ModelError if it is not supported."""
+    """Return the GPTConfig of a config.json; raise UserError if it is not supported."""
     if values.get("model_type") in llama.MODEL_TYPES:
         return llama.config_from_hf(values)
     if values.get("model_type") != "gpt2":
         model_type, known = brief(values.get("model_type")), ", ".join(("gpt2", *llama.MODEL_TYPES))
-        raise ModelError(f"config.json describes a model {model_type}, not one of {known}")
+        raise UserError(f"config.json describes a model {model_type}, not one of {known}")
     if missing := [name for name in SIZES if name not in values]:
-        raise ModelError(f"config.json lacks {', '.join(missing)}")
+        raise UserError(f"config.json lacks {', '.join(missing)}")
     config = GPTConfig(**{ours: values[name] for name, ours in SIZES.items()})
     for name, value in {**GPT2_CONSTANTS, "n_inner": config.inner}.items():
         found = values.get(name, value)
         if found != value and (name, found) != ("n_inner", None):
-            raise ModelError(f"config.json has {name} {brief(found)}; only {value} is supported")
+            raise UserError(f"config.json has {name} {brief(found)}; only {value} is supported")
     return config
 
 
@@ -68,17 +69,17 @@ def config_to_hf(config: GPTConfig) -> dict:
 
 def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return our float32 state dict, made from that of transformers' GPT2LMHeadModel, GPT2Model,
-    LlamaForCausalLM or Qwen3ForCausalLM; raise ModelError naming the first tensor that is missing,
+    LlamaForCausalLM or Qwen3ForCausalLM; raise UserError naming the first tensor that is missing,
     of a wrong shape or unknown."""
     if config.n_layer > len(state):
-        raise ModelError(f"config.json has {config.n_layer} layers, the files {len(state)} tensors")
+        raise UserError(f"config.json has {config.n_layer} layers, the files {len(state)} tensors")
     if not config.is_gpt2:
         expected = llama.weights_to_hf(empty_gpt(config).state_dict(), config)
         tensors = {
             name: checked_tensor(state, name, empty.shape) for name, empty in expected.items()
         }
         if state:
-            raise ModelError(f"the tensor {next(iter(state))} belongs to no such model")
+            raise UserError(f"the tensor {next(iter(state))} belongs to no such model")
         return llama.weights_from_hf(tensors, config)
     state = {name.removeprefix("transformer."): x for name, x in state.items()}
     ours = {}
@@ -95,32 +96,32 @@ def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     wte = ours["transformer.wte.weight"][: config.vocab_size]
     head = state.pop("lm_head.weight", None)
     if head is not None and not torch.equal(dense_float32(head, "lm_head.weight"), wte):
-        raise ModelError("the tensor lm_head.weight differs from wte.weight; GPT-2 ties them")
+        raise UserError("the tensor lm_head.weight differs from wte.weight; GPT-2 ties them")
     unknown = [name for name in state if not name.endswith((".attn.bias", ".attn.masked_bias"))]
     if unknown:
-        raise ModelError(f"the tensor {unknown[0]} belongs to no GPT-2")
+        raise UserError(f"the tensor {unknown[0]} belongs to no GPT-2")
     return ours
 
 
 def checked_tensor(state: dict[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
-    """Take a tensor out of `state`, as float32; raise ModelError if it has another shape."""
+    """Take a tensor out of `state`, as float32; raise UserError if it has another shape."""
     x = dense_float32(state.pop(name, None), name)
     if tuple(x.shape) != tuple(shape):
-        raise ModelError(
+        raise UserError(
             f"the tensor {name} is {tuple(x.shape)}, but config.json implies {tuple(shape)}"
         )
     return x
 
 
 def dense_float32(x: object, name: str) -> Tensor:
-    """Return `x` in float32; raise ModelError unless it is a dense tensor within its storage."""
+    """Return `x` in float32; raise UserError unless it is a dense tensor within its storage."""
     if x is None:
-        raise ModelError(f"the tensor {name} is missing")
+        raise UserError(f"the tensor {name} is missing")
     real = isinstance(x, Tensor) and x.is_floating_point() and x.layout is torch.strided
     if not real or x.is_nested or not x.is_cpu:
-        raise ModelError(f"the tensor {name} is not a dense floating-point tensor")
+        raise UserError(f"the tensor {name} is not a dense floating-point tensor")
     if x.numel() * x.element_size() > x.untyped_storage().nbytes():
-        raise ModelError(f"the tensor {name} is larger than its storage in the file")
+        raise UserError(f"the tensor {name} is larger than its storage in the file")
     return x.float()
 
 
@@ -143,7 +144,7 @@ def find_folder(name: str) -> Path:
         if not list(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["pytorch_model*.bin*"])
     except (OSError, ValueError) as error:  # the hub's errors are subclasses of these
-        raise ModelError(
+        raise UserError(
             f"{name} is no folder, and the Hugging Face hub did not provide a model of that name "
             f"({type(error).__name__}); check the name, or go online"
         ) from error
@@ -152,22 +153,22 @@ def find_folder(name: str) -> Path:
 
 @contextlib.contextmanager
 def naming(source: str | Path) -> Iterator[None]:
-    """Turn any error of unusable files into a ModelError that names their source."""
+    """Turn any error of unusable files into a UserError that names their source."""
     try:
         yield
     except (OSError, LookupError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ModelError(f"{source} cannot be loaded as GPT-2, LLaMA or Qwen3: {reason}") from error
+        raise UserError(f"{source} cannot be loaded as GPT-2, LLaMA or Qwen3: {reason}") from error
 
 
 def read_config(folder: Path) -> GPTConfig:
-    """Return the architecture in a folder's config.json; raise ModelError if it is unsupported."""
+    """Return the architecture in a folder's config.json; raise UserError if it is unsupported."""
     with naming(folder):
         return config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder. Raises ModelError for damaged files and values that are not
+    """Return all tensors of a folder. Raises UserError for damaged files and values that are not
     finite."""
     from safetensors.torch import load_file  # not needed for training
 
@@ -179,16 +180,16 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             else:
                 state |= torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged pickle can raise any error
-            raise ModelError(f"{file.name} is damaged ({type(error).__name__})") from error
+            raise UserError(f"{file.name} is damaged ({type(error).__name__})") from error
     for name, x in state.items():
         if x.is_floating_point() and not x.isfinite().all():
-            raise ModelError(f"{name} has values that are not finite")
+            raise UserError(f"{name} has values that are not finite")
     return state
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that transformers would read: a whole one, else those of an index, with
-    .safetensors before .bin. Raises ModelError if one is missing."""
+    .safetensors before .bin. Raises UserError if one is missing."""
     for whole, parts in (
         ("model.safetensors", "model-*.safetensors"),
         ("pytorch_model.bin", "pytorch_model-*.bin"),
@@ -201,11 +202,11 @@ def weight_files(folder: Path) -> list[Path]:
                 set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             )
             if lacking := [name for name in names if not (folder / name).exists()]:
-                raise ModelError(f"{lacking[0]} is missing, which {index.name} lists")
+                raise UserError(f"{lacking[0]} is missing, which {index.name} lists")
             return [folder / name for name in names]
         if found := sorted(folder.glob(parts)):
             return found
-    raise ModelError("it holds no model.safetensors and no pytorch_model.bin")
+    raise UserError("it holds no model.safetensors and no pytorch_model.bin")
 
 
 def load_pretrained(
@@ -214,14 +215,14 @@ def load_pretrained(
     """Return the model of a Hugging Face name ("gpt2", "gpt2-xl", "user/model") or folder: a GPT-2,
     or a LLaMA or Qwen3 of the shapes that save_pretrained writes.
 
-    A smaller `block_size` keeps the first positions. Raises ModelError naming what does not fit.
+    A smaller `block_size` keeps the first positions. Raises UserError naming what does not fit.
     """
     folder = find_folder(str(name_or_folder))
     config = read_config(folder)
     block_size = block_size or config.block_size
     if block_size > config.block_size:
         most = config.block_size
-        raise ModelError(f"{name_or_folder} has {most} positions, fewer than {block_size}")
+        raise UserError(f"{name_or_folder} has {most} positions, fewer than {block_size}")
     with naming(name_or_folder):
         weights = weights_from_hf(read_weights(folder), config)
         model = empty_gpt(config)
@@ -231,7 +232,7 @@ def load_pretrained(
 
 def save_pretrained(model: GPT, folder: str | Path) -> None:
     """Write config.json and model.safetensors, which transformers' AutoModelForCausalLM loads;
-    raise ModelError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3."""
+    raise UserError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3."""
     from safetensors.torch import save_file
 
     folder, config, state = Path(folder), model.config, model.state_dict()

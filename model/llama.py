@@ -6,8 +6,9 @@ from reprlib import repr as brief
 import torch
 from torch import Tensor
 
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.layers import RMS_EPS as EPS
+from utils.errors import UserError
 
 # fields of GPTConfig in which every LLaMA differs from GPT-2, and those that it is free to choose
 CONSTANTS = {"position": "rotary", "norm": "rms", "bias": False}
@@ -31,10 +32,10 @@ SIZES = {  # fields of LlamaConfig and ours
 
 
 def config_from_hf(values: dict) -> GPTConfig:
-    """Return the GPTConfig of the config.json of a LLaMA or Qwen3; raise ModelError naming a field
+    """Return the GPTConfig of the config.json of a LLaMA or Qwen3; raise UserError naming a field
     whose value is not supported."""
     if missing := [name for name in SIZES if name not in values]:
-        raise ModelError(f"config.json lacks {', '.join(missing)}")
+        raise UserError(f"config.json lacks {', '.join(missing)}")
     activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
     act, rope = values.get("hidden_act"), values.get("rope_parameters") or values
     config = GPTConfig(
@@ -57,9 +58,9 @@ def config_from_hf(values: dict) -> GPTConfig:
         values.setdefault("layer_types", None)  # by default, only the last blocks have a window
     for name, value in supported.items():
         if values.get(name, value) not in (value, False):
-            raise ModelError(f"config.json has {name} {brief(values[name])}, not {value}")
+            raise UserError(f"config.json has {name} {brief(values[name])}, not {value}")
     if rope.get("rope_type", "default") != "default":
-        raise ModelError(f"config.json has rope_type {brief(rope['rope_type'])}, not default")
+        raise UserError(f"config.json has rope_type {brief(rope['rope_type'])}, not default")
     return config
 
 
@@ -75,7 +76,7 @@ def windows_from_hf(values: dict) -> dict:
 
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' LlamaForCausalLM; with QK-norm Qwen3ForCausalLM,
-    which is a LLaMA otherwise. Raise ModelError naming the fields that neither supports."""
+    which is a LLaMA otherwise. Raise UserError naming the fields that neither supports."""
     choices = (*CHOICES, "window_blocks", *(["window"] if config.qk_norm else []))
     wanted = CONSTANTS | {name: getattr(config, name) for name in choices}
     known = config.activation in ACTIVATIONS
@@ -83,7 +84,7 @@ def config_to_hf(config: GPTConfig) -> dict:
     if misfits := config.differs_from(wanted):
         fields = ", ".join(f"{name}={getattr(config, name)}" for name in misfits)
         unlike = ", ".join(f"{name}={getattr(config, name)}" for name in config.differs_from({}))
-        raise ModelError(
+        raise UserError(
             f"transformers has no class for this model: no GPT-2 because of {unlike}, and no LLaMA "
             f"because of {fields}"
         )
@@ -117,7 +118,7 @@ def config_to_hf(config: GPTConfig) -> dict:
 
 def weights_from_hf(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return our state dict from tensors with the names and shapes that weights_to_hf gives; raise
-    ModelError for weights that this architecture lacks."""
+    UserError for weights that this architecture lacks."""
 
     def padded(table: Tensor) -> Tensor:
         rows = config.padded_vocab_size - config.vocab_size
@@ -134,10 +135,10 @@ def weights_from_hf(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str, T
         qkv = [theirs[name(f"self_attn.{x}_proj")] for x in "qkv"]
         gate, up = theirs[name("mlp.gate_proj")], theirs[name("mlp.up_proj")]
         if config.activation == "relu2" and not torch.equal(gate, up):
-            raise ModelError(f"layer {layer} has a gated ReLU, which is no squared ReLU")
+            raise UserError(f"layer {layer} has a gated ReLU, which is no squared ReLU")
         norms = [theirs[name(f"self_attn.{x}_norm")] for x in "qk"] if config.qk_norm else []
         if any((norm != 1).any() for norm in norms):
-            raise ModelError(f"layer {layer} has gains in its QK-norm, which is without them here")
+            raise UserError(f"layer {layer} has gains in its QK-norm, which is without them here")
         parts = {
             "attn.c_attn": torch.cat(qkv),
             "attn.c_proj": theirs[name("self_attn.o_proj")],

@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scri
 
 import torch
 
-from data.chat import encode_completion
-from data.chat_examples import collate
 from data.tokenizer import ByteTokenizer
-from evaluation.answers import Questions
+from finetuning.answers import Questions
+from finetuning.chat import encode_completion
+from finetuning.examples import collate
+from finetuning.methods import token_logprobs
 from training.checkpoint_folder import open_model
-from training.methods import token_logprobs
 from utils.cli import run
 from utils.distributed import Process
 from utils.errors import UserError

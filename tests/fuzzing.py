@@ -26,17 +26,16 @@ import numpy as np
 import torch
 from damage import damage_bytes, damage_checkpoint, damage_json
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shard_writer import ShardWriter
 from data.sharder import Sharder
-from data.shards import DataError, corpus_name, read_manifest, write_manifest
+from data.shards import corpus_name, read_manifest, write_manifest
 from evaluation.figure import draw
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained, weights_to_hf
 from training.checkpoint import (
-    CheckpointError,
     assemble,
     config_values,
     load_checkpoint,
@@ -48,9 +47,10 @@ from training.checkpoint import (
 from training.guard import Guard
 from training.optim import make_optimizers
 from training.parallel import gather_state, load_optimizer_state
-from utils.log_files import LogError, logged_run, read_metrics
+from utils.errors import UserError
+from utils.log_files import logged_run, read_metrics
 
-NAMED = (ConfigError, DataError, ModelError, CheckpointError, LogError)
+NAMED = (UserError, UserError, UserError, UserError, UserError)
 SECONDS, MEMORY = 20, 2**30  # more than a second or a hundredth of it is never needed
 CONFIG = GPTConfig(block_size=8, vocab_size=257, n_layer=1, n_head=2, n_embd=8)
 CANARY = "ran"  # code that is run makes this file

@@ -5,12 +5,12 @@ import pytest
 import torch
 from conftest import ROOT, script
 
-from config import RECIPES, ConfigError, TrainConfig, recipe_of
+from config import RECIPES, TrainConfig, recipe_of
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from training.initial_model import adopt_shape
 from utils import distributed
-from utils.devices import DeviceError, is_emulated, pick_device
+from utils.devices import is_emulated, pick_device
 from utils.errors import UserError
 from utils.gpus import find_gpu
 from utils.throughput import peak_flops
@@ -34,7 +34,7 @@ def test_a_misspelt_flag_gets_a_suggestion():
 
 def test_a_batch_that_does_not_divide_says_what_would():
     config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
-    with pytest.raises(ConfigError, match="; give --total_batch_size 2,048"):
+    with pytest.raises(UserError, match="; give --total_batch_size 2,048"):
         config.sequences_per_step(world_size=2)
     assert TrainConfig().sequences_per_step(8) == 512
 
@@ -42,7 +42,7 @@ def test_a_batch_that_does_not_divide_says_what_would():
 @pytest.mark.parametrize("name", ["max_lr", "weight_decay"])
 def test_an_option_that_is_not_finite_is_named_as_the_user_gave_it(name):
     for value in (math.inf, math.nan):
-        with pytest.raises(ConfigError, match=f"--{name} {value} must be at least 0"):
+        with pytest.raises(UserError, match=f"--{name} {value} must be at least 0"):
             TrainConfig(**{name: value}).check()
 
 
@@ -86,9 +86,9 @@ def test_a_run_keeps_the_recipe_that_it_began_with(monkeypatch):
 def test_devices_that_are_not_here_are_named():
     assert pick_device("cpu") == torch.device("cpu")
     for name in ("cuda:99", "tpu", "cpu:x"):
-        with pytest.raises(DeviceError, match=f"--device {name} is not available; this machine"):
+        with pytest.raises(UserError, match=f"--device {name} is not available; this machine"):
             pick_device(name)
-    with pytest.raises(DeviceError, match="--device tpu is not available to local rank 3; this"):
+    with pytest.raises(UserError, match="--device tpu is not available to local rank 3; this"):
         pick_device("tpu", local_rank=3)
 
 

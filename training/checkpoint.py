@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.config import SIZED, GPTConfig, ModelError
+from model.config import SIZED, GPTConfig
 from model.empty import empty_gpt
 from model.gpt import GPT
 from utils.errors import UserError
@@ -36,10 +36,6 @@ TYPES = {name: kind for kind, names in NAMES_BY_TYPE.items() for name in names}
 LARGEST = {int: 2**63 - 1, float: math.inf}  # upper bound of numbers; the lower one is 0
 # optimizer state of a weight, all float32; NorMuon adds the last
 ADAMW, MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer", "row_squares")
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be read, written or used here; the message names the path."""
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,19 +86,19 @@ def checksum(tensors: dict) -> int:
 
 
 def verify(state: dict, path: Path, *parts: str) -> None:
-    """Raise CheckpointError if the tensors of a part, which model_config has checked, are not those
+    """Raise UserError if the tensors of a part, which model_config has checked, are not those
     that were written. Files from before there were checksums pass."""
     checksums = state.get("checksums", {})
     for part in parts:
         if part in checksums and checksums[part] != checksum(state[part]):
-            raise CheckpointError(
+            raise UserError(
                 f"{path} is damaged: the tensors of {part!r} do not have their checksum; use "
                 "another checkpoint"
             )
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
-    """Write a file atomically: `path` is the old file or the whole new one. Raises CheckpointError
+    """Write a file atomically: `path` is the old file or the whole new one. Raises UserError
     if it cannot be written, also where its folder is gone; a disk that is too full is found before.
     """
     moments = [x for values in state["optimizer"].values() for x in values.values()]
@@ -115,7 +111,7 @@ def save_checkpoint(path: Path, state: dict) -> None:
     except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to torch
         kept = "; the one before it is untouched" if path.exists() else ""
         reason = failure_reason(error, path.parent)
-        raise CheckpointError(f"{path} could not be written: {reason}{kept}") from error
+        raise UserError(f"{path} could not be written: {reason}{kept}") from error
 
 
 def failure_reason(error: Exception, folder: Path) -> str:
@@ -133,25 +129,25 @@ def failure_reason(error: Exception, folder: Path) -> str:
 
 def load_checkpoint(path: Path) -> dict:
     """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
-    CheckpointError for a file that is absent, damaged or not a checkpoint of this project."""
+    UserError for a file that is absent, damaged or not a checkpoint of this project."""
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}; train one, or give another path")
+        raise UserError(f"there is no checkpoint {path}; train one, or give another path")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except PermissionError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle can ask torch for anything
-        raise CheckpointError(
+        raise UserError(
             f"{path} is damaged or not a checkpoint of plain tensors ({type(error).__name__}); "
             f"name another one of {path.parent}, if it holds one"
         ) from error
     if type(state) is not dict or not is_valid(state.get("format_version"), int):
-        raise CheckpointError(
+        raise UserError(
             f"{path} is not a checkpoint of this project's train.py; of other projects, Hugging "
             "Face folders can be read: --init_from FOLDER, --model FOLDER"
         )
     if state["format_version"] != FORMAT_VERSION:
-        raise CheckpointError(
+        raise UserError(
             f"{path} has format {state['format_version']}; this code reads {FORMAT_VERSION}"
         )
     guard = state.setdefault("guard", {})  # older files have none
@@ -159,7 +155,7 @@ def load_checkpoint(path: Path) -> dict:
     wrong += ["checksums"] * (type(state.get("checksums", {})) is not dict)
     if wrong or not is_guard_state(guard):
         wrong = ", ".join(wrong or ["guard"])
-        raise CheckpointError(f"{path} is damaged: {wrong} missing or of a wrong type")
+        raise UserError(f"{path} is damaged: {wrong} missing or of a wrong type")
     return state
 
 
@@ -183,20 +179,20 @@ def is_plain_tensor(x: object, dtype: torch.dtype, shape: torch.Size) -> bool:
 
 
 def model_config(state: dict, path: Path) -> GPTConfig:
-    """Return the architecture of a loaded checkpoint. Raises CheckpointError, before memory for it
+    """Return the architecture of a loaded checkpoint. Raises UserError, before memory for it
     is taken, unless weights and optimizer state have its names, shapes and dtypes."""
     model, low, optimizer = state["model"], state["model_low"], state["optimizer"]
     try:
         config = GPTConfig(**state["model_config"])
         if config.n_layer > len(model):
-            raise ModelError(f"{config.n_layer} layers of {len(model)} weights")
+            raise UserError(f"{config.n_layer} layers of {len(model)} weights")
         shapes = {name: x.shape for name, x in empty_gpt(config).state_dict().items()}
     except (TypeError, ValueError, RuntimeError) as error:  # of sizes beyond int64, the last
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} describes no model that can be built: {reason}") from error
+        raise UserError(f"{path} describes no model that can be built: {reason}") from error
     misfit = f"{path} does not fit its own architecture"
     if not set(shapes) == set(model) == set(low) == (set(optimizer) or set(shapes)):
-        raise CheckpointError(f"{misfit}: weights are missing or unknown")
+        raise UserError(f"{misfit}: weights are missing or unknown")
     for name, shape in shapes.items():
         parts = {"model": (model[name], torch.bfloat16), "model_low": (low[name], torch.int16)}
         if optimizer:
@@ -206,7 +202,7 @@ def model_config(state: dict, path: Path) -> GPTConfig:
         shapes_by_part = {"step": torch.Size(), "row_squares": torch.Size((*shape[:1], 1))}
         for part, (x, dtype) in parts.items():
             if not is_plain_tensor(x, dtype, shapes_by_part.get(part, shape)):
-                raise CheckpointError(f"{misfit}: {part} of {name} is not as train.py writes it")
+                raise UserError(f"{misfit}: {part} of {name} is not as train.py writes it")
     return config
 
 

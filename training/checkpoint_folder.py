@@ -4,14 +4,14 @@ import json
 import sys
 from pathlib import Path
 
-from data.chat import CHAT_TEMPLATE
 from data.tokenizer import TOKENIZERS, check_vocabulary
-from model.config import ModelError
+from finetuning.chat import CHAT_TEMPLATE
 from model.gpt import GPT
 from model.huggingface import find_folder, load_pretrained
-from training.checkpoint import CheckpointError, load_checkpoint, load_model
+from training.checkpoint import load_checkpoint, load_model
 from utils.cli import given_options
 from utils.distributed import is_main
+from utils.errors import UserError
 from utils.files import link_or_copy, sync_folder
 
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
@@ -54,7 +54,7 @@ def step_of_best(folder: Path) -> int | None:
     """Return the step of the best checkpoint of a folder, None if it holds none that is whole."""
     try:
         return load_checkpoint(folder / BEST)["step"]
-    except CheckpointError:
+    except UserError:
         return None
 
 
@@ -72,7 +72,7 @@ def find_best(path: Path) -> Path:
     found = folder / BEST if (folder / BEST).exists() else find_newest(folder)
     if found is None:
         hint = f"; give a Hugging Face folder by --model {path}" if is_hugging_face(path) else ""
-        raise CheckpointError(f"{folder} holds no checkpoint of train.py{hint}")
+        raise UserError(f"{folder} holds no checkpoint of train.py{hint}")
     if is_main():
         print(f"reading {found}", file=sys.stderr)
     return found
@@ -92,19 +92,19 @@ def remove_all(folder: Path) -> None:
 
 
 def refuse_both_sources(args: list[str]) -> None:
-    """Raise CheckpointError for a command line with both --checkpoint and --model."""
+    """Raise UserError for a command line with both --checkpoint and --model."""
     if {"checkpoint", "model"} <= given_options(args):
-        raise CheckpointError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
+        raise UserError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
 
 
 def load_hugging_face(name: str) -> GPT:
     """Return the model of a Hugging Face name or folder; raise an error if it cannot be used or is
     of a tokenizer that is unknown here."""
     if Path(name).is_file():
-        raise CheckpointError(f"--model {name} is a file: give a checkpoint by --checkpoint")
+        raise UserError(f"--model {name} is a file: give a checkpoint by --checkpoint")
     folder = Path(name)
     if not is_hugging_face(folder) and find_newest(checkpoint_folder(folder)):
-        raise CheckpointError(f"--model {name} holds checkpoints: give it by --checkpoint {name}")
+        raise UserError(f"--model {name} holds checkpoints: give it by --checkpoint {name}")
     check_vocabulary(find_folder(name))
     return load_pretrained(name)
 
@@ -126,13 +126,13 @@ def open_model(
     checkpoint: Path, pretrained: str | None, *, exact: bool = False, rewards: bool = False
 ) -> tuple[GPT, str, dict]:
     """Return a model in evaluation mode, its tokenizer's name, and the file: find_best(checkpoint),
-    or none for the Hugging Face name or folder `pretrained`. Raises ModelError for a reward model
+    or none for the Hugging Face name or folder `pretrained`. Raises UserError for a reward model
     unless `rewards` is set."""
     if pretrained is None:
         path = find_best(checkpoint)
         model, state = load_model(path, exact=exact)
         if model.config.reward_head and not rewards:
-            raise ModelError(
+            raise UserError(
                 f"{path} is a reward model, which rates text and writes none; finetune.py takes it "
                 "as --reward"
             )
@@ -141,4 +141,4 @@ def open_model(
     for name, kind in TOKENIZERS.items():
         if kind.vocab_size == model.config.vocab_size:
             return model.eval(), name, {}
-    raise ModelError(f"no tokenizer here has the {model.config.vocab_size} tokens of {pretrained}")
+    raise UserError(f"no tokenizer here has the {model.config.vocab_size} tokens of {pretrained}")

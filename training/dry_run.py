@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from data.loader import TokenStream
-from data.shards import DataError
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.empty import empty_gpt
@@ -14,6 +13,7 @@ from training import forecast
 from training.initial_model import initial_shape
 from utils import distributed
 from utils.devices import pick_device, pick_dtype
+from utils.errors import UserError
 from utils.gpus import GPU, NAMED_GPUS
 from utils.throughput import peak_flops, peak_memory
 
@@ -75,7 +75,7 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
     print_cost(config, tokens, tokens * model.flops_per_token(), hardware)
     try:
         TokenStream(config.data_dir, "train")
-    except DataError as error:
+    except UserError as error:
         notes.append(str(error))
     if not hardware.gpu:  # train.sh makes the shards of a run on this machine
         notes.append(f"data_dir: {config.data_dir}")
@@ -160,7 +160,7 @@ def model_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
         return initial_shape(config)
     try:
         vocab_size = TokenStream(config.data_dir, "train").vocab_size
-    except DataError:
+    except UserError:
         vocab_size = TOKENIZERS["gpt2"].vocab_size
     return config.model_config(vocab_size)
 
@@ -170,9 +170,9 @@ def largest_micro_batch(
 ) -> int:
     """Return the largest number of sequences that divides a process's share of a step and whose
     forecast is within USABLE of the free memory; that of the `saved` run where it is one of these.
-    Raises ConfigError where not even one sequence fits."""
+    Raises UserError where not even one sequence fits."""
     if hardware.device.type == "mps":
-        raise ConfigError(
+        raise UserError(
             "--micro_batch_size auto has no forecast for Apple's GPUs; give a number of sequences"
         )
     one = replace(config, micro_batch_size=1)
@@ -185,7 +185,7 @@ def largest_micro_batch(
     sizes = [n for n in range(1, share + 1) if share % n == 0 and fits(n)]
     if not sizes:
         need = forecast_memory(one, shape, hardware).peak
-        raise ConfigError(
+        raise UserError(
             f"--micro_batch_size auto: one sequence needs {need / 1e9:.2f} GB, but a process has "
             f"{hardware.free / 1e9:.2f} GB free; see --dry_run, --activation_checkpointing, "
             "--sharding"

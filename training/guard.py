@@ -4,14 +4,8 @@ import math
 import statistics
 from collections import deque
 
-from utils.errors import UserError
-
 WINDOW = 128  # recent steps that define a spike, as in llm.c
 PATIENCE = 5  # non-finite steps in a row that end a run
-
-
-class TrainingError(UserError):
-    """A run that cannot continue; the message says why and where to resume."""
 
 
 class Guard:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, TrainConfig, recipe_of
+from config import TrainConfig, recipe_of
 from model.config import SIZES, GPTConfig
 from model.empty import with_context
 from model.gpt import GPT
@@ -14,6 +14,7 @@ from model.huggingface import find_folder, read_config
 from training import checkpoint as ckpt
 from training.checkpoint_folder import find_best, load_hugging_face
 from utils.cli import given_options
+from utils.errors import UserError
 
 
 def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT:
@@ -26,7 +27,7 @@ def build_model(config: TrainConfig, saved: dict | None, vocab_size: int) -> GPT
         else:
             model, _ = ckpt.load_model(path, exact=True)
         if model.config.vocab_size != vocab_size:
-            raise ConfigError(
+            raise UserError(
                 f"{config.init_from} has {model.config.vocab_size:,} tokens, {config.data_dir} "
                 f"{vocab_size:,}: the shards need the same tokenizer"
             )
@@ -54,12 +55,12 @@ def checkpoint_to_start_from(init_from: str) -> Path | None:
 
 def initial_shape(config: TrainConfig) -> GPTConfig:
     """Return the architecture of the model that --init_from names, with the context and dropout of
-    the options; raise ConfigError where --overwrite would remove its checkpoint."""
+    the options; raise UserError where --overwrite would remove its checkpoint."""
     path = checkpoint_to_start_from(config.init_from)
     if path is None:
         return adopt_shape(config, read_config(find_folder(config.init_from)))
     if config.overwrite and path.resolve().parent == config.checkpoint_dir.resolve():
-        raise ConfigError(
+        raise UserError(
             f"--overwrite would remove {path}, the weights of --init_from; give another "
             "--checkpoint_dir"
         )
@@ -68,25 +69,25 @@ def initial_shape(config: TrainConfig) -> GPTConfig:
 
 def adopt_shape(config: TrainConfig, pretrained: GPTConfig) -> GPTConfig:
     """Write the shape of a pre-trained model into the options, and return it with their context and
-    dropout; ConfigError where an option contradicts it."""
+    dropout; UserError where an option contradicts it."""
     named = config.model_type if config.model_type != "gpt2" else pretrained.size
     if named != pretrained.size:
         found = ", ".join(f"{name} {getattr(pretrained, name)}" for name in SIZES["gpt2"])
         found = f"a {pretrained.size}" if pretrained.size else f"of another size: {found}"
-        raise ConfigError(f"--model_type {named}: {config.init_from} is {found}")
+        raise UserError(f"--model_type {named}: {config.init_from} is {found}")
     if config.block_size > pretrained.block_size:
-        raise ConfigError(
+        raise UserError(
             f"--block_size {config.block_size} is more than the context of {config.init_from}: "
             f"give --block_size {pretrained.block_size} or less"
         )
     for name in ("n_layer", "n_head", "n_embd"):
         value = getattr(pretrained, name)
         if getattr(config, name) not in (None, value):
-            raise ConfigError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
+            raise UserError(f"--{name} {getattr(config, name)}: {config.init_from} has {value}")
         setattr(config, name, value)
     if differing := config.model_config(pretrained.vocab_size).differs_from(pretrained.fields):
         if config.recipe != "gpt2" or "recipe" in given_options(sys.argv[1:]):
-            raise ConfigError(
+            raise UserError(
                 f"--recipe {config.recipe}: {config.init_from} is a {recipe_of(pretrained)}, which "
                 f"differs in {', '.join(differing)}; leave out --recipe"
             )

@@ -5,10 +5,10 @@ import tomllib
 from dataclasses import fields
 from pathlib import Path
 
-from config import PER_LAUNCH, ConfigError, TrainConfig, mistyped
+from config import PER_LAUNCH, TrainConfig, mistyped
 from utils.cli import parse
-from utils.devices import DeviceError, pick_device
-from utils.errors import did_you_mean
+from utils.devices import pick_device
+from utils.errors import UserError, did_you_mean
 from utils.gpus import NAMED_GPUS
 
 NANOGPT_OPTIONS = {  # nanoGPT's options without an equal of the same name: docs/NANOGPT.md
@@ -52,12 +52,12 @@ def should_compile(config: TrainConfig, given: set[str]) -> bool:
         return config.use_torch_compile
     try:
         return config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
-    except DeviceError as error:
-        raise DeviceError(f"{error}; --dry_run also knows {', '.join(NAMED_GPUS)}") from error
+    except UserError as error:
+        raise UserError(f"{error}; --dry_run also knows {', '.join(NAMED_GPUS)}") from error
 
 
 def read_config_file(path: Path) -> dict:
-    """Return the options in a .toml file, or those of a run in its config.json; raise ConfigError
+    """Return the options in a .toml file, or those of a run in its config.json; raise UserError
     if there is an unknown one."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -66,27 +66,25 @@ def read_config_file(path: Path) -> dict:
         if type(values) is not dict:
             raise ValueError("it holds no options")
     except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(
+        raise UserError(
             f"--config {path} is neither TOML nor a config.json ({error}); configs/ has examples"
         ) from error
     if wrong := mistyped(values):
         value = values[wrong[0]]
-        raise ConfigError(f"--config {path}: {wrong[0]} = {value!r} is of a wrong type; see --help")
+        raise UserError(f"--config {path}: {wrong[0]} = {value!r} is of a wrong type; see --help")
     known = [f.name for f in fields(TrainConfig)]
     for name, value in values.items():
         if value == "":
-            raise ConfigError(
-                f'--config {path}: {name} = "" has no value; give one, or leave it out'
-            )
+            raise UserError(f'--config {path}: {name} = "" has no value; give one, or leave it out')
         if path.suffix == ".toml" and name in PER_LAUNCH:
-            raise ConfigError(f"--config {path}: give --{name} on the command line")
+            raise UserError(f"--config {path}: give --{name} on the command line")
         if name not in (*known, "resolved_recipe", "chosen"):
             hint = (
                 f": {NANOGPT_OPTIONS[name]}"
                 if name in NANOGPT_OPTIONS
                 else did_you_mean(name, known)
             )
-            raise ConfigError(f"--config {path}: there is no option {name}{hint}")
+            raise UserError(f"--config {path}: there is no option {name}{hint}")
     return values

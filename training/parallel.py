@@ -40,10 +40,10 @@ from config import TrainConfig
 from model import cpu
 from model.gpt import GPT, Block
 from model.loss import cross_entropy_
-from training.checkpoint import CheckpointError
 from utils import distributed
 from utils.devices import autocast
 from utils.distributed import Process
+from utils.errors import UserError
 
 
 def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.Module:
@@ -213,7 +213,7 @@ def load_optimizer_state(
     state: dict[str, dict[str, Tensor]],
 ) -> None:
     """Load what gather_state returned, under any sharding; names and shapes must be the model's.
-    Raises CheckpointError for the state of another optimizer."""
+    Raises UserError for the state of another optimizer."""
     if not state:  # a new run, or a converted checkpoint
         return
     new = get_optimizer_state_dict(model, optimizers)
@@ -221,7 +221,7 @@ def load_optimizer_state(
     del new  # frees the moments that the loaded ones replace
     for name, values in state.items():
         if set(values) != keys[name]:
-            raise CheckpointError(
+            raise UserError(
                 f"the checkpoint's optimizer state of {name} is of another optimizer: resume "
                 "without --recipe, or start from its weights alone with --init_from"
             )

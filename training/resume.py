@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shards import is_interrupted
 from training import checkpoint as ckpt
@@ -26,6 +26,7 @@ from training.schedule import stable_steps
 from training.state import has_same_validation
 from utils.cli import given_options, parse
 from utils.distributed import Process, is_main
+from utils.errors import UserError
 from utils.log_files import CONFIG
 from utils.logger import require_package
 
@@ -38,11 +39,11 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     options that are not on the command line."""
     config, file = parse_options()
     if config.init_from in ("resume", "scratch"):
-        raise ConfigError(
+        raise UserError(
             f"--init_from {config.init_from}: --resume auto continues a run; new ones need neither"
         )
     if config.resume and config.overwrite:
-        raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
+        raise UserError("--resume continues a run, --overwrite replaces it: give one of the two")
     check_encoding(config.checkpoint_dir)
     given = given_options(sys.argv[1:])
     of_a_run = config.config is not None and config.config.suffix != ".toml"
@@ -60,14 +61,14 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
     if path is not None:
         saved = ckpt.load_checkpoint(path)
         if "finetune" in saved:
-            raise ConfigError(
+            raise UserError(
                 f"{path} was written by finetune.py, which continues it; train.py begins from its "
                 f"weights by --init_from {path}"
             )
         init_from, config = config.init_from, resumed_config(saved, path, file)
         begun_from = saved["train_config"].get("init_from")
         if init_from and Path(init_from).resolve() != Path(begun_from or "").resolve():
-            raise ConfigError(
+            raise UserError(
                 f"{path} continues a run that was begun from {begun_from or 'random weights'}, not "
                 f"from {init_from}: leave out --resume or --init_from, or give another "
                 "--checkpoint_dir"
@@ -81,7 +82,7 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
         check_saved_min_lr(config)
     config.check()
     if config.resolved_recipe.model.get("reward_head"):
-        raise ConfigError("a reward model is trained by finetune.py --method reward")
+        raise UserError("a reward model is trained by finetune.py --method reward")
     check_extras(config)
     if not config.overwrite:
         # the folders in a config.json are those of its run
@@ -90,15 +91,15 @@ def resolve_run() -> tuple[TrainConfig, dict | None]:
 
 
 def resumed_config(saved: dict, path: Path, file: dict) -> TrainConfig:
-    """Return the command line over the options of --config over those in a checkpoint; ConfigError
+    """Return the command line over the options of --config over those in a checkpoint; UserError
     where the model would have another shape or the run would already be over."""
     values = saved["train_config"] | file
     if "recipe" in file:
         values["resolved_recipe"] = None  # is of another recipe
     try:
         default = TrainConfig.from_dict(values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     config = parse(TrainConfig, default=default)
     config.resume = str(path)
     shape = ckpt.model_config(saved, path)
@@ -106,7 +107,7 @@ def resumed_config(saved: dict, path: Path, file: dict) -> TrainConfig:
     now = asdict(config.model_config(shape.vocab_size))
     names = [name for name in was if was[name] != now[name]]
     if changed := [f"{name} was {was[name]} and is {now[name]}" for name in names]:
-        raise ConfigError(
+        raise UserError(
             f"{path} holds a model of another shape: {', '.join(changed)}; leave out the options "
             "that change it, or start a new run in another --checkpoint_dir"
         )
@@ -114,10 +115,10 @@ def resumed_config(saved: dict, path: Path, file: dict) -> TrainConfig:
 
 
 def check_saved_min_lr(config: TrainConfig) -> None:
-    """Raise ConfigError if --min_lr, taken from the checkpoint, is above a lower --max_lr."""
+    """Raise UserError if --min_lr, taken from the checkpoint, is above a lower --max_lr."""
     max_lr = config.resolved_recipe.max_lr
     if config.min_lr is not None and config.min_lr > max_lr:
-        raise ConfigError(
+        raise UserError(
             f"--min_lr {config.min_lr} of the checkpoint is above --max_lr {max_lr}: give --min_lr "
             "as well"
         )
@@ -131,10 +132,10 @@ def already_done(config: TrainConfig, start: int) -> str:
 
 
 def check_extras(config: TrainConfig) -> None:
-    """Raise ConfigError or LogError for benchmark files or packages that are missing."""
+    """Raise UserError or UserError for benchmark files or packages that are missing."""
     for path in (config.hellaswag_data, config.lambada_data):
         if path is not None and not path.is_file():
-            raise ConfigError(f"there is no file {path}")
+            raise UserError(f"there is no file {path}")
     for name in ("tensorboard", "wandb"):
         if getattr(config, name):
             require_package(name)
@@ -143,22 +144,22 @@ def check_extras(config: TrainConfig) -> None:
 def check_checkpoint(
     config: TrainConfig, saved: dict | None, stream: TokenStream, process: Process
 ) -> None:
-    """Raise ConfigError if the checkpoint does not suit the shards or the length of the run, or if
+    """Raise UserError if the checkpoint does not suit the shards or the length of the run, or if
     other processes resume from another step or run; every process must call it."""
     if saved:
         found = f"{stream.vocab_size:,} {stream.tokenizer}"
         if found != (was := f"{saved['model_config']['vocab_size']:,} {saved['tokenizer']}"):
-            raise ConfigError(f"{config.data_dir} has {found} tokens, the checkpoint {was} tokens")
+            raise UserError(f"{config.data_dir} has {found} tokens, the checkpoint {was} tokens")
         ckpt.verify(saved, Path(config.resume), "model", "model_low", "optimizer")
         if saved["step"] > config.max_steps:
-            raise ConfigError(
+            raise UserError(
                 f"{config.resume} is at step {saved['step']}, after --max_steps "
                 f"{config.max_steps}; give a larger one to continue"
             )
     step, run = (saved["step"], zlib.crc32(saved["run_id"].encode())) if saved else (-1, 0)
     if not torch.equal(*process.min_max(torch.tensor([step, run], device=process.device))):
         found = f"resumes from {config.resume}, step {step}" if saved else "found no checkpoint"
-        raise ConfigError(
+        raise UserError(
             f"rank {process.rank} {found}, other ranks from another step or run; is "
             "--checkpoint_dir a folder that all machines share?"
         )

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from training import checkpoint as ckpt
-from training.checkpoint import CheckpointError
 from training.checkpoint_folder import (
     BEST,
     LAST,
@@ -39,7 +38,7 @@ def best_loss(folder: Path, saved: dict) -> float:
     or of other validation tokens. model_last.pt is written before its step is validated."""
     try:
         best = ckpt.load_checkpoint(folder / BEST)
-    except CheckpointError:
+    except UserError:
         return math.inf
     same = all(best.get(name) == saved.get(name) for name in ("run_id", "val_checksum"))
     tokens = [state["train_config"].get("val_tokens") for state in (best, saved)]
@@ -57,7 +56,7 @@ def checkpoint_to_resume(resume: str | None, checkpoint_dir: Path) -> Path | Non
     if path.is_dir():
         path = find_newest(checkpoint_folder(path))
     if path is None:
-        raise ConfigError(f"--resume {resume}: the folder holds no checkpoint")
+        raise UserError(f"--resume {resume}: the folder holds no checkpoint")
     return path
 
 
@@ -73,37 +72,37 @@ def find_unsaved_run(checkpoint_dir: Path, log_dir: Path, *, finetunes: bool) ->
 
 
 def check_equal_options(config: TrainConfig, process: Process) -> None:
-    """Raise ConfigError on every process unless all have the same options, but for paths and the
+    """Raise UserError on every process unless all have the same options, but for paths and the
     device."""
     values = config.to_dict()
     for name in [n for n in values if n.endswith(("_dir", "_data")) or n in OF_A_MACHINE]:
         del values[name]
     found = zlib.crc32(json.dumps(values, sort_keys=True).encode())
     if not torch.equal(*process.min_max(torch.tensor([found], device=process.device))):
-        raise ConfigError(
+        raise UserError(
             "the processes have different options; do all machines share --checkpoint_dir and "
             "--log_dir, and have the same command line?"
         )
 
 
 def check_encoding(folder: Path) -> None:
-    """Raise ConfigError for a folder whose checkpoints torch.load could not map from disk."""
+    """Raise UserError for a folder whose checkpoints torch.load could not map from disk."""
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
+        raise UserError(
             f"--checkpoint_dir {str(folder)!a} is not valid UTF-8, so PyTorch could not read the "
             "checkpoints again; give another folder"
         ) from error
 
 
 def check_not_copied(path: Path, file: dict, given: set[str]) -> None:
-    """Raise ConfigError if a config.json of the options `file` is a copy, whose folders are those
+    """Raise UserError if a config.json of the options `file` is a copy, whose folders are those
     of the original run, and one of them was not `given` on the command line."""
     log_dir = Path(file.get("log_dir", path.parent))
     missing = [name for name in ("checkpoint_dir", "log_dir") if name not in given]
     if missing and path.resolve().parent != log_dir.resolve():
-        raise ConfigError(
+        raise UserError(
             f"{path} is not in {log_dir}, where its run wrote: give --{missing[0]}, so that it is "
             f"clear where to continue, as --checkpoint_dir FOLDER --log_dir {path.parent}"
         )
@@ -112,7 +111,7 @@ def check_not_copied(path: Path, file: dict, given: set[str]) -> None:
 def check_folders(
     config: TrainConfig, saved: dict | None, path: Path | None, given: set[str]
 ) -> None:
-    """Raise ConfigError if the run would write over the checkpoints or the log of another one, or
+    """Raise UserError if the run would write over the checkpoints or the log of another one, or
     of the one that it resumes a copy of; `given` are the options that were given this time."""
     folder, log = config.checkpoint_dir, logged_run(config.log_dir)
     here = path.resolve().parent if path else None
@@ -121,7 +120,7 @@ def check_folders(
     remedy: list[str] = []
     for name in ("checkpoint_dir", "log_dir") if moved else ():
         if name not in given:
-            raise ConfigError(
+            raise UserError(
                 f"{path} is not in {was}, where its run wrote: give --{name}, so that it is clear "
                 f"where to continue, as --checkpoint_dir {path.parent} --log_dir FOLDER"
             )
@@ -143,7 +142,7 @@ def check_folders(
     ways = remedy if config.resume else [*remedy, "continue it with --resume auto"]
     ways.append(f"give another {flag}")
     ways += [] if config.resume else ["replace it with --overwrite"]
-    raise ConfigError(f"{found}; {', or '.join(ways)}")
+    raise UserError(f"{found}; {', or '.join(ways)}")
 
 
 def continues_log(config: TrainConfig, saved: dict | None, moved: bool, log: dict) -> bool:
@@ -186,20 +185,20 @@ def lock_folders(
             newest = find_newest(folder)
             if config.resume and newest == Path(config.resume) and newest.name == LAST:
                 if ckpt.load_checkpoint(newest)["step"] != step:
-                    raise ConfigError(f"{newest} has just been replaced; start this command again")
+                    raise UserError(f"{newest} has just been replaced; start this command again")
             if config.resume and Path(config.resume).resolve().parent == folder.resolve():
                 notes = go_back(folder, Path(config.resume), step)
             held = (folder / name for name in (LAST, BEST))
             held_bytes = sum(path.stat().st_size for path in held if path.exists())
             check_space(folder, 3 * checkpoint_bytes - held_bytes, "saving this run")
         except FileExistsError:
-            problem = ConfigError(f"--checkpoint_dir {folder} is a file; give a folder")
+            problem = UserError(f"--checkpoint_dir {folder} is a file; give a folder")
         except OSError as error:
-            problem = ConfigError(f"--checkpoint_dir {folder} cannot be written: {error.strerror}")
+            problem = UserError(f"--checkpoint_dir {folder} cannot be written: {error.strerror}")
         except UserError as error:
             problem = error
     if not process.all_agree(problem is None):
-        raise problem or ConfigError("the main process cannot write to --checkpoint_dir, --log_dir")
+        raise problem or UserError("the main process cannot write to --checkpoint_dir, --log_dir")
     return notes
 
 
@@ -213,7 +212,7 @@ def go_back(folder: Path, resumed: Path, step: int) -> list[str]:
         return []
     later = {path: step_of(path) for path in numbered_checkpoints(folder) if step_of(path) > step}
     for path, first in ((folder / STABLE, step + 1), (last, 0)):
-        with contextlib.suppress(CheckpointError):  # none, or one that cannot be used
+        with contextlib.suppress(UserError):  # none, or one that cannot be used
             if (found := ckpt.load_checkpoint(path)["step"]) >= first:
                 later[path] = found
     if not later:

@@ -11,10 +11,11 @@ from config import TrainConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training.checkpoint_folder import LAST, find_newest, keep_numbered
-from training.guard import PATIENCE, TrainingError
+from training.guard import PATIENCE
 from training.parallel import gather_state
 from training.state import TrainState
 from utils.distributed import Process
+from utils.errors import UserError
 
 THREAD = "saver"
 PAUSES = (1, 5)  # seconds before a failed write is tried again
@@ -83,14 +84,14 @@ class Saver:
 
     def end_after_patience(self, state: TrainState, tokens: int, batch: int) -> None:
         """If PATIENCE steps in a row, of `tokens` tokens and `batch` sequences each, had no finite
-        gradient, save the state before them and raise TrainingError."""
+        gradient, save the state before them and raise UserError."""
         if state.guard.in_a_row < PATIENCE:
             return
         message = state.guard.failure_message(state.step, batch)
         state.rewind(tokens)
         self.save(LAST, state)
         self.finish()
-        raise TrainingError(message)
+        raise UserError(message)
 
     def has(self, name: str) -> bool:
         """Return whether a checkpoint of that name is in the folder."""
@@ -110,4 +111,4 @@ class Saver:
             left = find_newest(self.config.checkpoint_dir)
             remedy = f"; --resume auto continues from {left.name}" if left else ""
             reason = problem or "the main process could not save"
-            raise ckpt.CheckpointError(f"{reason}{remedy}") from problem
+            raise UserError(f"{reason}{remedy}") from problem

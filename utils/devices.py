@@ -8,14 +8,10 @@ import torch
 from utils.errors import UserError
 
 
-class DeviceError(UserError):
-    """Device that this machine lacks, or that cannot be used in this way."""
-
-
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device for "auto", "cpu", "cuda", "cuda:1" or "mps".
 
-    Raises DeviceError if this machine lacks it.
+    Raises UserError if this machine lacks it.
     """
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.mps.is_available())}
     if name == "auto":
@@ -25,7 +21,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if (index and not index.isdigit()) or number >= counts.get(kind, 0):
         found = ", ".join(f"{n} {kind}".removeprefix("1 ") for kind, n in counts.items() if n)
         rank = f" to local rank {local_rank}" if local_rank else ""
-        raise DeviceError(f"--device {name} is not available{rank}; this machine has {found}")
+        raise UserError(f"--device {name} is not available{rank}; this machine has {found}")
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
 

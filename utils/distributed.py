@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import malloc
-from utils.devices import DeviceError, pick_device
+from utils.devices import pick_device
+from utils.errors import UserError
 from utils.heartbeat import HeartbeatMonitor
 
 Item = TypeVar("Item")
@@ -92,10 +93,10 @@ class Process:
 
 
 def launched(name: str, default: int) -> int:
-    """Return a number that the launcher has set in the environment; DeviceError if it is none."""
+    """Return a number that the launcher has set in the environment; UserError if it is none."""
     value = os.environ.get(name, str(default))
     if not value.isdigit() or int(value) < default:
-        raise DeviceError(f"{name}={value} in the environment is not a number from {default} on")
+        raise UserError(f"{name}={value} in the environment is not a number from {default} on")
     return int(value)
 
 
@@ -110,12 +111,12 @@ def world_size() -> int:
 
 
 def check_launch() -> None:
-    """Raise DeviceError for an environment that is not of one launcher, as one left by another."""
+    """Raise UserError for an environment that is not of one launcher, as one left by another."""
     names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     lacking = [name for name in names if name not in os.environ] if world_size() > 1 else []
     if lacking or launched("RANK", 0) >= world_size():
         found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-        raise DeviceError(
+        raise UserError(
             f"the environment has {' '.join(f'{k}={v}' for k, v in found.items())}"
             f"{f', but no {lacking[0]}' if lacking else ''}: start with torchrun, or unset RANK, "
             "LOCAL_RANK and WORLD_SIZE"
@@ -139,7 +140,7 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
     rank, local_rank = launched("RANK", 0), launched("LOCAL_RANK", 0)
     process = Process(rank, local_rank, world_size(), pick_device(device, local_rank), num_nodes())
     if process.world_size > 1 and (process.device.type == "mps" or ":" in device):
-        raise DeviceError(
+        raise UserError(
             f"--device {device} is one device, which {process.world_size} processes cannot share; "
             "start without torchrun, or with --device cuda or cpu"
         )

@@ -12,10 +12,6 @@ PICTURE = "log_plot.png"  # of the run, beside its log
 METRIC_FILE = f"the {METRICS} of a run, or its folder"
 
 
-class LogError(UserError):
-    """Log that cannot be read or written; the message names its path."""
-
-
 def is_row(row: object) -> bool:
     """Return True for a row of metrics: a split, a step >= 0, and numbers or None.
 
@@ -31,7 +27,7 @@ def is_row(row: object) -> bool:
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step.
 
-    Rows that a resumed run has repeated or dropped are left out. Raises LogError naming a line
+    Rows that a resumed run has repeated or dropped are left out. Raises UserError naming a line
     that is not a row.
     """
     path = Path(path)
@@ -42,7 +38,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     if not path.is_file():
         runs = sorted(path.parent.glob(f"*/logs/{METRICS}"))  # of a sweep
         several = f": {path.parent}/*/logs has {len(runs)}" if runs else ""
-        raise LogError(f"there is no {path}; give {METRIC_FILE}{several}")
+        raise UserError(f"there is no {path}; give {METRIC_FILE}{several}")
     splits: dict[str, dict[int, dict]] = {}
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -53,9 +49,9 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
             if row is None and not line.endswith("\n"):
                 break  # a writer was killed, or still writes
             if number == 1 and path.name != METRICS and not is_row(row):
-                raise LogError(f"{path} is not a {METRICS}; give {METRIC_FILE}")
+                raise UserError(f"{path} is not a {METRICS}; give {METRIC_FILE}")
             if not is_row(row):
-                raise LogError(
+                raise UserError(
                     f"{path}, line {number}, is not a row of metrics; remove that line to go on"
                 )
             step, split = row["step"], row["split"]

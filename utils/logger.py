@@ -13,32 +13,33 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from utils.errors import UserError
 from utils.files import atomic_write
-from utils.log_files import METRICS, PICTURE, SAMPLES, LogError, read_metrics
+from utils.log_files import METRICS, PICTURE, SAMPLES, read_metrics
 
 SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
 
 
 @contextlib.contextmanager
 def catch_write_errors(folder: Path, *, begun: bool = False) -> Iterator[None]:
-    """Turn an OSError into a LogError about the log in `folder`; `begun`: the run has steps."""
+    """Turn an OSError into a UserError about the log in `folder`; `begun`: the run has steps."""
     try:
         yield
     except FileExistsError as error:
-        raise LogError(f"--log_dir {folder} is a file; give a folder") from error
+        raise UserError(f"--log_dir {folder} is a file; give a folder") from error
     except OSError as error:
         remedy = "make it writable" + (
             " and continue with --resume auto" if begun else ", or give another --log_dir"
         )
-        raise LogError(
+        raise UserError(
             f"the log in {folder} could not be written: {error.strerror}; {remedy}"
         ) from error
 
 
 def require_package(name: str) -> None:
-    """Raise LogError with the command that installs a package if it is missing."""
+    """Raise UserError with the command that installs a package if it is missing."""
     if find_spec(name) is None:
-        raise LogError(f"--{name} needs a package that is not installed: pip install {name}")
+        raise UserError(f"--{name} needs a package that is not installed: pip install {name}")
 
 
 class Plot(Protocol):
@@ -55,7 +56,7 @@ class Logger:
     With `overwrite` the files begin empty, and an old picture is removed. Otherwise rows come after
     one that marks the step `start`, and read_metrics drops the earlier rows of later steps.
     `tensorboard` and `wandb` (options of wandb.init) log there too; `plot` is redrawn after
-    validations. Raises LogError if the folder cannot be written or a package is missing.
+    validations. Raises UserError if the folder cannot be written or a package is missing.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Logger:
 
     def last_compile_seconds(self) -> float | None:
         """Return how long the first step of an earlier start took, None if none compiled."""
-        with contextlib.suppress(LogError):  # a damaged log does not end a run
+        with contextlib.suppress(UserError):  # a damaged log does not end a run
             rows = read_metrics(self.folder).get("compile") if self.is_main else None
             return rows[-1]["seconds"] if rows else None
         return None

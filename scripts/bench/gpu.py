@@ -17,13 +17,14 @@ from config import TrainConfig
 from data.tokenizer import GPT2Tokenizer
 from model.config import SIZES
 from model.empty import empty_gpt
-from scripts.bench.measure import Job, MeasurementError
+from scripts.bench.measure import Job
 from scripts.bench.worker import KINDS
 from training import checkpoint as ckpt
 from training.dry_run import Hardware, forecast_memory, largest_micro_batch
 from training.resume import resolve_run
 from utils.devices import pick_dtype
 from utils.distributed import free_memory
+from utils.errors import UserError
 from utils.log_files import read_metrics
 from utils.throughput import peak_flops
 
@@ -138,7 +139,7 @@ def measure_training(bench: Bench, job: Job) -> dict:
     batch = largest_micro_batch(run_config(job, SEQUENCES), None, job.config, hardware)
     while (figures := figures_if_it_fits(bench, replace(job, batch=batch))) is None:
         if batch == 1:
-            raise MeasurementError("one sequence does not fit the memory")
+            raise UserError("one sequence does not fit the memory")
         batch //= 2
         free_everything()
     if job.kind == "train" and job.sharding == "none":

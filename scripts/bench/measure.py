@@ -16,10 +16,6 @@ from utils.errors import UserError
 Repeat = Callable[[], int]  # does the work of a job once and returns how many units that was
 
 
-class MeasurementError(UserError):
-    """A worker process that failed before its figures were complete."""
-
-
 @dataclass(frozen=True)
 class Job:
     """One measurement: its kind and the settings that this kind uses."""
@@ -82,7 +78,7 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)[name]
-        raise MeasurementError(f"the measurement {self.kind} failed; its error is above")
+        raise UserError(f"the measurement {self.kind} failed; its error is above")
 
     def repeat(self) -> None:
         """Run the job once and record its rate."""
@@ -104,7 +100,7 @@ class Worker:
 
 def measure(jobs: list[Job], repeats: int, *, in_turn: bool) -> list[dict]:
     """Return the figures of each job (see Worker.finish); `in_turn` interleaves their repeats, else
-    one job at a time has the device's memory. Raises MeasurementError."""
+    one job at a time has the device's memory. Raises UserError."""
     if not in_turn and len(jobs) > 1:
         return [measure([job], repeats, in_turn=True)[0] for job in jobs]
     workers: list[Worker] = []

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError
 from model.empty import empty_gpt
 from scripts.bench.measure import Job, measure
 from utils.devices import is_emulated, pick_device, pick_dtype
+from utils.errors import UserError
 from utils.files import atomic_write
 from utils.throughput import peak_flops
 
 
 def nanogpt_job(job: Job, peer: Path | None) -> Job | None:
-    """Return `job` for nanoGPT; None without a peer. Raises ConfigError if it has no model.py."""
+    """Return `job` for nanoGPT; None without a peer. Raises UserError if it has no model.py."""
     if peer is None:
         return None
     if not (peer / "model.py").is_file():
-        raise ConfigError(f"--peer {peer} has no model.py; give a checkout of nanoGPT")
+        raise UserError(f"--peer {peer} has no model.py; give a checkout of nanoGPT")
     return replace(job, kind="train_nanogpt", peer=str(peer.resolve()))
 
 
@@ -43,7 +43,7 @@ def training_title(name: str, job: Job, peer: Job | None = None) -> str:
 def measure_row(title: str, job: Job, peer: Job | None, repeats: int) -> dict:
     """Return a row of the report: a job, its peer and, for training, the limits of the hardware.
 
-    Raises MeasurementError.
+    Raises UserError.
     """
     device, is_training = pick_device(job.device), job.kind.startswith("train")
     jobs = [job, peer] if peer else [job]

@@ -14,8 +14,9 @@ from conftest import documents, losses, script, train_args
 from pyarrow import parquet
 
 from data.documents import DocumentStream, read_documents
-from data.shards import DataError, find_shards
+from data.shards import find_shards
 from data.source import list_files
+from utils.errors import UserError
 
 TEXTS = ["One.\nTwo", "naïve café 中文 🙂", "three " * 50]
 ROWS = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -63,13 +64,13 @@ def test_a_second_part_that_is_damaged_is_not_taken_for_the_end(tmp_path, suffix
     first, second = (COMPRESS[suffix](part) for part in (ROWS[:20], ROWS[20:]))
     for rest in (b"no stream", second[:-9], b"X" + second[1:], second + b"no stream"):
         path.write_bytes(first + rest)
-        with pytest.raises(DataError, match=f"a.jsonl.{suffix} cannot be read"):
+        with pytest.raises(UserError, match=f"a.jsonl.{suffix} cannot be read"):
             read(path)
     if suffix == "xz":
         path.write_bytes(first + bytes(20_000) + second + bytes(4))  # the padding of xz
         assert read(path) == TEXTS
         path.write_bytes(first + bytes(3) + second)
-        with pytest.raises(DataError, match="padding is not a multiple of four bytes"):
+        with pytest.raises(UserError, match="padding is not a multiple of four bytes"):
             read(path)
 
 
@@ -80,10 +81,10 @@ def test_csv_and_json_are_read_and_an_array_is_refused_with_the_command_that_hel
     assert read(tmp_path / "a.csv", "body") == ['two\nlines, "quoted"', ""]
     assert read(tmp_path / "b.TSV", "body") == ["first"]
     assert read(tmp_path / "c.json") == TEXTS
-    with pytest.raises(DataError, match="no column 'text' but 'id', 'body'; choose one by --text"):
+    with pytest.raises(UserError, match="no column 'text' but 'id', 'body'; choose one by --text"):
         read(tmp_path / "a.csv")
     (tmp_path / "d.json").write_text(json.dumps([{"text": "a"}]))
-    with pytest.raises(DataError, match=r"one JSON array; .*jq -c '.\[\]' does"):
+    with pytest.raises(UserError, match=r"one JSON array; .*jq -c '.\[\]' does"):
         read(tmp_path / "d.json")
 
 
@@ -211,7 +212,7 @@ def test_one_text_file_is_enough_to_train_on(tmp_path, tokenizer):
 
         try:
             load_tokenizer("gpt2")
-        except DataError as error:
+        except UserError as error:
             pytest.skip(str(error))
     done = script("data/fineweb-edu.py", *args)
     assert "validation: the tail of the last text, as the hash of the texts left" in done.stdout
@@ -280,10 +281,10 @@ def test_separators_of_csv_are_found_and_rows_of_another_width_are_counted(tmp_p
         capsys.readouterr().err
     )
     path.write_text("text,text\n1,2\n")
-    with pytest.raises(DataError, match="has 2 columns 'text'"):
+    with pytest.raises(UserError, match="has 2 columns 'text'"):
         read(path)
     path.write_text('text,who\n"Dear diary,me\n' + "Line,me\n" * 9)
-    with pytest.raises(DataError, match="not valid CSV up to line 11"):
+    with pytest.raises(UserError, match="not valid CSV up to line 11"):
         read(path)
 
 
@@ -310,9 +311,9 @@ def test_folders_that_are_linked_to_are_read_once(tmp_path):
     assert [Path(name).name for name in files] == ["usb.txt", "books.txt"]
     assert [path.name for path in others] == ["gone.txt"]
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe is neither a file nor a folder"):
+    with pytest.raises(UserError, match="pipe is neither a file nor a folder"):
         list_files((str(tmp_path / "pipe"),))
-    with pytest.raises(DataError, match="--input '' does not exist"):
+    with pytest.raises(UserError, match="--input '' does not exist"):
         list_files(("",))
 
 

@@ -18,8 +18,9 @@ from pyarrow import parquet
 
 from config import DataConfig
 from data.sharder import locked
-from data.shards import DataError, find_shards
+from data.shards import find_shards
 from data.tokenizer import load_tokenizer
+from utils.errors import UserError
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
 README = b"""---
@@ -243,17 +244,17 @@ def test_input_that_changed_is_not_mixed_with_what_it_was(corpus, tmp_path):
     prepare(source, out=out, max_shards=2)
     before = digests(out)
     (source / "a.jsonl").write_bytes(rows.replace(b"text", b"TEXT", 1))
-    with pytest.raises(DataError, match="not those of --input, or were changed since; restore"):
+    with pytest.raises(UserError, match="not those of --input, or were changed since; restore"):
         prepare(source, out=out)
     (source / "a.jsonl").write_bytes(rows)
     (source / "0.txt").write_text("before what was read")
-    with pytest.raises(DataError, match="not those of --input"):
+    with pytest.raises(UserError, match="not those of --input"):
         prepare(source, out=out)
     (source / "0.txt").unlink()
     assert digests(out) == before
     prepare(source, out=out)
     (source / "c.txt").write_text("after the end")
-    with pytest.raises(DataError, match="not those of --input"):
+    with pytest.raises(UserError, match="not those of --input"):
         prepare(source, out=out)
 
 
@@ -266,7 +267,7 @@ def test_a_damaged_file_that_is_repaired_or_removed_costs_no_shard(tmp_path, sma
         (source / f"{i}.jsonl.gz").write_bytes(gzip.compress("".join(rows[i::6]).encode()))
     good = (source / "4.jsonl.gz").read_bytes()
     (source / "4.jsonl.gz").write_bytes(good[:80])
-    with pytest.raises(DataError, match="4.jsonl.gz cannot be read .*; repair or remove it"):
+    with pytest.raises(UserError, match="4.jsonl.gz cannot be read .*; repair or remove it"):
         prepare(source, out=out)
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*_??????.npy")}
     assert len(kept) > 3
@@ -286,11 +287,11 @@ def test_a_file_that_is_partly_in_shards_may_only_be_repaired_behind_these(tmp_p
     rows = [json.dumps({"text": text}) + "\n" for text in documents()]
     good = gzip.compress("".join(rows).encode())
     source.write_bytes(good[: len(good) // 2])
-    with pytest.raises(DataError, match="cannot be read .* are in shards already: repair it so"):
+    with pytest.raises(UserError, match="cannot be read .* are in shards already: repair it so"):
         prepare(source, out=out)
     shards = len(list(out.glob("train_??????.npy")))
     source.write_bytes(gzip.compress("".join(["{}\n", *rows[1:]]).encode()))
-    with pytest.raises(DataError, match="were changed since; restore"):
+    with pytest.raises(UserError, match="were changed since; restore"):
         prepare(source, out=out)
     source.write_bytes(good)
     for limit in (shards + 1, None):
@@ -330,7 +331,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(corpus, tmp_path, monkeyp
         return written(*args)
 
     monkeypatch.setattr(fineweb_edu, "write_shards", write_shards)
-    with pytest.raises(DataError, match="a.jsonl was changed while it was read; once nothing"):
+    with pytest.raises(UserError, match="a.jsonl was changed while it was read; once nothing"):
         in_process(monkeypatch, str(tmp_path / "a.jsonl"), tmp_path / "out", [])
     assert not json.loads((tmp_path / "out" / "manifest.json").read_text())["complete"]
 
@@ -562,7 +563,7 @@ def test_failed_downloads_are_tried_again(server, plain, tmp_path, monkeypatch):
 def test_a_server_that_stays_away_ends_in_a_sentence(server, tmp_path, monkeypatch):
     Flaky.failures = 10**6
     waits = []
-    with pytest.raises(DataError, match="run the same command again to continue"):
+    with pytest.raises(UserError, match="run the same command again to continue"):
         in_process(monkeypatch, server, tmp_path, waits)
     Flaky.failures = 0
     assert {1, 2, 4, 8, 16, 32} <= set(waits)
@@ -571,7 +572,7 @@ def test_a_server_that_stays_away_ends_in_a_sentence(server, tmp_path, monkeypat
 def test_a_damaged_download_ends_at_once(server, corpus, tmp_path, monkeypatch):
     (corpus.parent / "bad.txt.gz").write_bytes(b"not compressed")
     waits = []
-    with pytest.raises(DataError, match="bad.txt.gz cannot be read .BadGzipFile"):
+    with pytest.raises(UserError, match="bad.txt.gz cannot be read .BadGzipFile"):
         in_process(monkeypatch, server.replace("text.jsonl", "bad.txt.gz"), tmp_path, waits)
     assert not [w for w in waits if w >= 1]
 

@@ -14,7 +14,8 @@ from data.loader import (
     step_sequences,
     train_batches,
 )
-from data.shards import DataError, header
+from data.shards import header
+from utils.errors import UserError
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,22 +82,22 @@ def test_batches_from_the_middle_equal_those_from_the_start(tmp_path):
 def test_ids_outside_the_vocabulary_are_named(tmp_path):
     path = tmp_path / "train_000000.npy"
     np.save(path, np.array([1, 2, 50257, 3] * 10, np.uint16))
-    with pytest.raises(DataError, match="train_000000.npy holds token id 50257 at position 2, "):
+    with pytest.raises(UserError, match="train_000000.npy holds token id 50257 at position 2, "):
         Sequences(TokenStream(tmp_path, "train"), 4).batch(np.arange(2))
 
 
 def test_too_few_tokens_is_a_sentence(tmp_path):
-    with pytest.raises(DataError, match="too few for one sequence"):
+    with pytest.raises(UserError, match="too few for one sequence"):
         Sequences(TokenStream(folder_of(tmp_path, [8]), "train"), 8)
 
 
 def test_prefetch_keeps_order_and_passes_errors_on():
     def items():
         yield from range(20)
-        raise DataError("broken shard")
+        raise UserError("broken shard")
 
     got = []
-    with pytest.raises(DataError, match="broken shard"):
+    with pytest.raises(UserError, match="broken shard"):
         for item in prefetch(items()):
             got.append(item)
     assert got == list(range(20))

@@ -12,7 +12,7 @@ from config import DataConfig
 from data import merge as module
 from data.merge import merge
 from data.sharder import Sharder, locked
-from data.shards import DataError, find_shards, is_interrupted
+from data.shards import find_shards, is_interrupted
 from utils.errors import UserError
 
 
@@ -107,7 +107,7 @@ def test_a_part_of_a_killed_merge_is_refused(parts, workers, tmp_path, monkeypat
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         merge(tuple(workers), out)
-    with pytest.raises(DataError, match="--merge was interrupted: run the same command again"):
+    with pytest.raises(UserError, match="--merge was interrupted: run the same command again"):
         [find_shards(out, split) for split in ("train", "val")]
     verified = script("data/verify.py", "--data_dir", out, "--block_size", 64, code=2)
     assert "run the same command again" in verified.stderr
@@ -155,7 +155,7 @@ def test_a_stopped_worker_that_has_begun_again_is_half_done(parts, tmp_path, mon
     config = DataConfig(tmp_path / "a", input=(str(parts),), tokenizer="bytes")
     with pytest.raises(KeyboardInterrupt):
         fineweb_edu.main(replace(config, shard_size=20_001, val_fraction=0.1))
-    with pytest.raises(DataError, match="a is unfinished"):
+    with pytest.raises(UserError, match="a is unfinished"):
         merge((tmp_path / "a",), tmp_path / "out")
 
 
@@ -173,7 +173,7 @@ def test_a_stopped_worker_that_has_begun_again_is_half_done(parts, tmp_path, mon
 )
 def test_folders_that_are_not_of_one_run_are_refused(copies, tmp_path, changes, message):
     edit(copies[1], **changes)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         merge(tuple(copies), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 
@@ -181,7 +181,7 @@ def test_folders_that_are_not_of_one_run_are_refused(copies, tmp_path, changes, 
 def test_several_commits_of_a_dataset_are_refused(copies, tmp_path):
     for folder, commit in zip(copies, ("beef", "c0ffee"), strict=True):
         edit(folder, state={"source": {"revision": commit, "place": None}})
-    with pytest.raises(DataError, match="several commits of the dataset .beef, c0ffee."):
+    with pytest.raises(UserError, match="several commits of the dataset .beef, c0ffee."):
         merge(tuple(copies), tmp_path / "out")
 
 
@@ -204,7 +204,7 @@ def test_other_shards_in_the_folder_are_left_alone(workers, tmp_path):
         out = tmp_path / name
         out.mkdir()
         (out / name).write_bytes(b"mine")
-        with pytest.raises(DataError, match="merge into an empty folder"):
+        with pytest.raises(UserError, match="merge into an empty folder"):
             merge(tuple(workers), out)
         assert (out / name).read_bytes() == b"mine" and len(list(out.iterdir())) == 1
 

@@ -6,14 +6,7 @@ import pytest
 
 from data.loader import TokenStream
 from data.shard_writer import ShardWriter
-from data.shards import (
-    DataError,
-    find_shards,
-    header,
-    inspect_shard,
-    split_of,
-    write_manifest,
-)
+from data.shards import find_shards, header, inspect_shard, split_of, write_manifest
 from utils.errors import UserError
 from utils.files import check_space, format_bytes
 
@@ -70,7 +63,7 @@ def test_an_unfinished_shard_is_not_seen(tmp_path):
 )
 def test_a_broken_shard_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         find_shards(tmp_path, "train")
     assert name in str(error.value)
 
@@ -78,14 +71,14 @@ def test_a_broken_shard_is_named(tmp_path, name, content, message):
 @pytest.mark.parametrize("array", [np.zeros(4, np.int32), np.zeros((2, 2), np.uint16)])
 def test_a_shard_of_another_dtype_or_shape_is_refused(tmp_path, array):
     np.save(tmp_path / "train_0.npy", array)
-    with pytest.raises(DataError, match="1-D uint16 array"):
+    with pytest.raises(UserError, match="1-D uint16 array"):
         find_shards(tmp_path, "train")
 
 
 def test_missing_and_empty_folders_say_what_to_do(tmp_path):
-    with pytest.raises(DataError, match="python data/fineweb-edu.py"):
+    with pytest.raises(UserError, match="python data/fineweb-edu.py"):
         find_shards(tmp_path / "nothing", "train")
-    with pytest.raises(DataError, match="holds no val shards"):
+    with pytest.raises(UserError, match="holds no val shards"):
         find_shards(tmp_path, "val")
 
 
@@ -94,7 +87,7 @@ def test_a_shard_that_the_manifest_lists_may_not_be_missing(tmp_path):
     manifest = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "shards": entries}
     write_manifest(tmp_path, manifest)
     (tmp_path / "train_000001.npy").unlink()
-    with pytest.raises(DataError, match="train_000001.npy is missing"):
+    with pytest.raises(UserError, match="train_000001.npy is missing"):
         find_shards(tmp_path, "train")
 
 
@@ -112,7 +105,7 @@ ENTRY = {"file": "train_000000.npy", "split": "val", "tokens": -1, "sha256": ""}
 def test_a_damaged_manifest_is_named(tmp_path, text):
     write(tmp_path, "train", 0, range(10))
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(DataError, match="manifest.json is damaged"):
+    with pytest.raises(UserError, match="manifest.json is damaged"):
         find_shards(tmp_path, "train")
 
 
@@ -149,7 +142,7 @@ def test_a_name_is_of_one_split(name, split):
 
 
 def test_a_name_of_both_splits_is_refused():
-    with pytest.raises(DataError, match="train_val_0.npy is named as train and as val"):
+    with pytest.raises(UserError, match="train_val_0.npy is named as train and as val"):
         split_of("train_val_0.npy")
 
 
@@ -157,11 +150,11 @@ def test_characters_numbered_by_nanogpt_are_not_read_as_tokens_of_gpt2(tmp_path)
     write(tmp_path, "train", 0, range(5000))
     assert find_shards(tmp_path, "train") and TokenStream(tmp_path, "train").has_low_ids
     (tmp_path / "meta.pkl").touch()
-    with pytest.raises(DataError, match="holds meta.pkl: .* --tokenizer bytes, into another"):
+    with pytest.raises(UserError, match="holds meta.pkl: .* --tokenizer bytes, into another"):
         find_shards(tmp_path, "train")
     np.arange(5000, dtype=np.uint16).tofile(tmp_path / "train.bin")  # as nanoGPT writes it
     (tmp_path / "train_000000.npy").unlink()
-    with pytest.raises(DataError, match="holds meta.pkl"):
+    with pytest.raises(UserError, match="holds meta.pkl"):
         find_shards(tmp_path, "train")
 
 

@@ -3,15 +3,15 @@ import json
 import numpy as np
 import pytest
 
-from data.shards import DataError
 from data.tokenizer import GPT2Tokenizer, bytes_per_token, load_tokenizer, save_tokenizer
+from utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
 def gpt2():
     try:
         return GPT2Tokenizer()
-    except DataError as error:
+    except UserError as error:
         pytest.skip(str(error))
 
 
@@ -39,7 +39,7 @@ def test_bytes_per_token_adds_up_to_the_text(gpt2):
 
 
 def test_unknown_tokenizer_is_named():
-    with pytest.raises(DataError, match="no tokenizer is called 'bert'"):
+    with pytest.raises(UserError, match="no tokenizer is called 'bert'"):
         load_tokenizer("bert")
 
 

@@ -111,7 +111,7 @@ def test_a_config_that_is_old_or_damaged_does_not_keep_a_log_from_being_drawn(tm
 
 def test_an_empty_log_is_named(tmp_path):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(figure.LogError, match=f"^{tmp_path}/empty.txt has no training step yet$"):
+    with pytest.raises(figure.UserError, match=f"^{tmp_path}/empty.txt has no training step yet$"):
         draw([write_run(tmp_path / "run", [4, 2]), tmp_path / "empty.txt"], tmp_path / "a.png")
 
 
@@ -125,7 +125,7 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypa
         raise OSError("disk full")
 
     monkeypatch.setattr(figure.plt.Figure, "savefig", fail)
-    with pytest.raises(figure.LogError, match="disk full"):
+    with pytest.raises(figure.UserError, match="disk full"):
         draw([run], out)
     assert out.read_bytes() == before and sorted(tmp_path.iterdir()) == [out, run]
 

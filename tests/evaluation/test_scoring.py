@@ -16,7 +16,6 @@ from conftest import ROOT, SHARED, environment, script, torchrun, train_args
 from pyarrow import parquet
 
 from config import parse_recipe
-from data.shards import DataError
 from data.tokenizer import load_tokenizer, save_tokenizer
 from evaluation.metrics import check_lengths, score_benchmark
 from evaluation.scoring import score_items
@@ -28,11 +27,12 @@ from evaluation.tasks import (
     parse_cbt,
     read_rows,
 )
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained
 from scripts.bench.harness import with_all_fields
 from utils.distributed import Process
+from utils.errors import UserError
 
 ALONE = Process(0, 0, 1, torch.device("cpu"))
 BYTES = load_tokenizer("bytes")
@@ -90,7 +90,7 @@ def test_a_context_too_long_loses_its_start(model):
     item = Item("abc " * 60, (" one", " and another one"))
     for choice, found in zip(item.choices, score(model, [item])[0], strict=True):
         assert found.logprob == pytest.approx(by_hand(model, item.context, choice)[0], abs=1e-4)
-    with pytest.raises(ModelError, match="block size is 128"):
+    with pytest.raises(UserError, match="block size is 128"):
         score(model, [Item("a", ("b" * 200,))])
 
 
@@ -179,7 +179,7 @@ def test_cbt_in_its_original_format_scores_as_by_hand(model, tmp_path):
 
 def test_files_of_another_kind_are_named(tmp_path):
     path = tmp_path / "x.jsonl"
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         read_rows("lambada", path)
     for text, message in (
         ("not json", "not in the original format"),
@@ -189,17 +189,17 @@ def test_files_of_another_kind_are_named(tmp_path):
         ("[1]", "item 1"),
     ):
         path.write_text(text)
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(UserError, match=message):
             read_rows("lambada", path)
     path.write_text('{"text": "a\u2028b c"}')  # a line separator that ends no line of JSON
     assert read_rows("lambada", path) == [{"text": "a\u2028b c"}]
     good = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
     for change in ({"label": ""}, {"label": 2}, {"endings": []}, {"ctx_a": "a"}, {"ctx": None}):
         path.write_text(json.dumps({**good, **change}))
-        with pytest.raises(DataError, match="item 1, is not a valid item of hellaswag"):
+        with pytest.raises(UserError, match="item 1, is not a valid item of hellaswag"):
             read_rows("hellaswag", path)
     path.write_text(CBT.replace("21 ", "3 ").replace("XXXXX", "what"))
-    with pytest.raises(DataError, match="item 1, is not a valid item of cbt_ne"):
+    with pytest.raises(UserError, match="item 1, is not a valid item of cbt_ne"):
         read_rows("cbt_ne", path)
     with pytest.raises(ValueError, match="number 2"):
         parse_cbt("1 a\n3 b\n")
@@ -215,7 +215,7 @@ def test_files_of_another_kind_are_named(tmp_path):
 def test_a_lone_surrogate_is_named_with_its_item(tmp_path, task, row):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(row))
-    with pytest.raises(DataError, match=r"x.jsonl, item 1, holds the lone surrogate '.ud83d'"):
+    with pytest.raises(UserError, match=r"x.jsonl, item 1, holds the lone surrogate '.ud83d'"):
         read_rows(task, path)
 
 
@@ -359,7 +359,7 @@ def test_the_table_is_written_before_it_is_printed(exported, tmp_path):
 def test_a_benchmark_with_too_long_a_continuation_is_refused_before_any_work():
     rows = [{"text": "a b"}, {"text": "a " + "b" * 40}]
     check_lengths("lambada", rows, BYTES, 41)
-    with pytest.raises(DataError, match="a continuation has 41 tokens, the model a context of 40"):
+    with pytest.raises(UserError, match="a continuation has 41 tokens, the model a context of 40"):
         check_lengths("lambada", rows, BYTES, 40)
 
 
@@ -376,7 +376,7 @@ FIRST = {"acc": 0.2, "acc_norm": 0.27, "lambada acc": 0.0, "perplexity": 4599947
 def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     try:
         harness_model.write(tmp_path / "model")
-    except DataError as error:
+    except UserError as error:
         pytest.skip(str(error))
     rows = read_rows("hellaswag", SHARED / "data" / "hellaswag_val_1000.jsonl")
     full = tmp_path / "full.jsonl"
@@ -413,5 +413,5 @@ def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkey
         raise ConnectionError
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(DataError, match=r"format by --data \(train.py: --lambada_data\)$"):
+    with pytest.raises(UserError, match=r"format by --data \(train.py: --lambada_data\)$"):
         read_rows("lambada", None)

@@ -8,8 +8,9 @@ from conftest import script
 from config import parse_recipe
 from model import cpu
 from model.cache import KVCache
-from model.config import SIZES, GPTConfig, ModelError
+from model.config import SIZES, GPTConfig
 from model.gpt import GPT
+from utils.errors import UserError
 
 RECIPES = ("gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1")
 TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
@@ -156,12 +157,12 @@ def test_rotary_logits_follow_from_distances_alone(tiny):
     ],
 )
 def test_shapes_that_cannot_be_are_named(change):
-    with pytest.raises(ModelError, match=next(iter(change))):
+    with pytest.raises(UserError, match=next(iter(change))):
         GPTConfig(**change)
 
 
 def test_more_tokens_than_the_context_are_refused(tiny):
-    with pytest.raises(ModelError, match="17 tokens do not fit the context of 16"):
+    with pytest.raises(UserError, match="17 tokens do not fit the context of 16"):
         tiny()(torch.zeros(1, 17, dtype=torch.long))
 
 

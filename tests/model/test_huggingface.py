@@ -5,12 +5,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import parse_recipe
-from data.shards import DataError
 from data.tokenizer import GPT2_IDS, check_vocabulary, load_tokenizer, save_tokenizer
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.generate import complete
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained
+from utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,7 +92,7 @@ def test_fewer_positions_and_dropout_for_fine_tuning(tmp_path):
     assert model.config.block_size == 20 and model.config.dropout == 0.1
     assert all(p.requires_grad for p in model.parameters())
     assert differ(model.eval(), theirs, (2, 4, 64, 20, 257)) < 1e-4
-    with pytest.raises(ModelError, match="128 positions"):
+    with pytest.raises(UserError, match="128 positions"):
         load_pretrained(tmp_path, block_size=200)
 
 
@@ -122,7 +122,7 @@ def test_folders_that_hold_no_such_gpt2_are_named(tmp_path):
 
     def refused(message, **change):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(UserError, match=message):
             load_pretrained(tmp_path)
 
     refused("a model 'bert', not one of gpt2, llama, qwen3", model_type="bert")
@@ -138,7 +138,7 @@ def test_folders_that_hold_no_such_gpt2_are_named(tmp_path):
     weights.unlink()
     refused("no model.safetensors")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="cannot be loaded as GPT-2"):
+    with pytest.raises(UserError, match="cannot be loaded as GPT-2"):
         load_pretrained(tmp_path)
 
 
@@ -152,11 +152,11 @@ def test_files_are_those_that_transformers_reads(tmp_path):
     index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00002.safetensors")}
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="model-00001-of-00002.safetensors is missing"):
+    with pytest.raises(UserError, match="model-00001-of-00002.safetensors is missing"):
         load_pretrained(tmp_path)
     weights["transformer.h.0.ln_1.weight"][3] = torch.nan
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="ln_1.weight has values that are not finite"):
+    with pytest.raises(UserError, match="ln_1.weight has values that are not finite"):
         load_pretrained(tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(tmp_path):
     ids = {f"t{i}": i for i in range(50_257)}
     check_vocabulary(tmp_path)  # nothing there says otherwise
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
-    with pytest.raises(DataError, match="vocab.json is another tokenizer than GPT-2's"):
+    with pytest.raises(UserError, match="vocab.json is another tokenizer than GPT-2's"):
         check_vocabulary(tmp_path)
     (tmp_path / "vocab.json").write_text(json.dumps(ids | GPT2_IDS))
     check_vocabulary(tmp_path)
@@ -176,5 +176,5 @@ def test_a_llama_without_an_epsilon_has_that_of_transformers(tmp_path):
     values = json.loads((tmp_path / "config.json").read_text())
     del values["rms_norm_eps"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelError, match="rms_norm_eps 1e-06"):
+    with pytest.raises(UserError, match="rms_norm_eps 1e-06"):
         load_pretrained(tmp_path)

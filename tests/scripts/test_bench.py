@@ -9,10 +9,10 @@ from conftest import ROOT, environment, script
 
 import bench
 from bench import BenchConfig
-from config import ConfigError
 from scripts.bench import gpu
 from scripts.bench.report import format_row, measure_row
 from scripts.bench_gpu import CALLS
+from utils.errors import UserError
 
 PEER = """
 import torch
@@ -59,7 +59,7 @@ def test_training_is_measured_in_turn_with_a_peer_and_its_limits(tmp_path):
 
 
 def test_a_peer_that_is_none_is_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match="no model.py"):
+    with pytest.raises(UserError, match="no model.py"):
         bench.main(BenchConfig("train", peer=tmp_path))
     done = script("bench.py", "train", "--repeats", 0, code=2)
     assert "--repeats 0 must be at least 1" in done.stderr

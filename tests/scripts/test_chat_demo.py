@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from finetuning.options import FinetuneConfig
 from scripts.chat_demo import SETTINGS, worked_sum, write_data
-from training.finetune_options import FinetuneConfig
 from utils.cli import parse
 from utils.errors import UserError
 

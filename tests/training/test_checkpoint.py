@@ -8,14 +8,9 @@ from conftest import SMALL, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.checkpoint import (
-    CheckpointError,
-    join_float32,
-    load_checkpoint,
-    load_model,
-    split_float32,
-)
+from training.checkpoint import join_float32, load_checkpoint, load_model, split_float32
 from training.checkpoint_folder import BEST, LAST, STABLE, find_newest, remove_all
+from utils.errors import UserError
 
 
 def as_bits(values):
@@ -75,7 +70,7 @@ class Code:
 
 def test_code_in_a_file_is_refused_and_not_run(tmp_path):
     torch.save({"format_version": 1, "model": Code(tmp_path / "ran")}, tmp_path / "evil.pt")
-    with pytest.raises(CheckpointError, match="evil.pt is damaged or not a checkpoint"):
+    with pytest.raises(UserError, match="evil.pt is damaged or not a checkpoint"):
         load_checkpoint(tmp_path / "evil.pt")
     done = script("sample.py", "--checkpoint", tmp_path / "evil.pt", code=2)
     assert "Traceback" not in done.stderr and not (tmp_path / "ran").exists()
@@ -85,10 +80,10 @@ def test_damaged_and_foreign_files_are_named(trained, tmp_path):
     raw = (trained / "checkpoints" / "model_last.pt").read_bytes()
     for name, content in {"cut.pt": raw[:-1000], "empty.pt": b"", "text.pt": b"hello"}.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(CheckpointError, match=name):
+        with pytest.raises(UserError, match=name):
             load_checkpoint(tmp_path / name)
     torch.save({"model": {}, "model_args": {}}, tmp_path / "nanogpt.pt")
-    with pytest.raises(CheckpointError, match="not a checkpoint of this project"):
+    with pytest.raises(UserError, match="not a checkpoint of this project"):
         load_checkpoint(tmp_path / "nanogpt.pt")
     state = load_checkpoint(trained / "checkpoints" / "model_last.pt")
     shape, weight = state["model_config"], {"transformer.wte.weight": torch.zeros(2).double()}
@@ -105,11 +100,11 @@ def test_damaged_and_foreign_files_are_named(trained, tmp_path):
         {"model_config": {**shape, "n_embd": 2**40}},
     ):
         torch.save({**state, **change}, tmp_path / "odd.pt")
-        with pytest.raises(CheckpointError, match="odd.pt"):
+        with pytest.raises(UserError, match="odd.pt"):
             load_model(tmp_path / "odd.pt")
     weights = {k: v for k, v in state["model"].items() if "ln_f" not in k}
     torch.save({**state, "model": weights}, tmp_path / "part.pt")
-    with pytest.raises(CheckpointError, match="part.pt does not fit its own architecture"):
+    with pytest.raises(UserError, match="part.pt does not fit its own architecture"):
         load_model(tmp_path / "part.pt")
 
 
@@ -118,7 +113,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(trained, monkeypatch)
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(torch, "load", refuse)
-    with pytest.raises(CheckpointError, match="model_best.pt cannot be read: Permission denied"):
+    with pytest.raises(UserError, match="model_best.pt cannot be read: Permission denied"):
         load_checkpoint(trained / "checkpoints/model_best.pt")
 
 

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import ConfigError, TrainConfig, parse_recipe
+from config import TrainConfig, parse_recipe
 from model import cpu
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -19,6 +19,7 @@ from training.forecast import forecast_memory
 from training.optim import make_optimizers
 from training.parallel import apply_activation_checkpointing
 from utils.distributed import free_memory
+from utils.errors import UserError
 
 # prints the peak memory of a command, from a process too small to count
 PEAK = (
@@ -280,7 +281,7 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
     assert chosen(80 * 10**9, processes=4) == 12
     assert chosen(80 * 10**9, before=16) == 16  # a resumed run keeps its own
     assert chosen(4 * 10**9, before=48) == found[4]
-    with pytest.raises(ConfigError, match="one sequence needs 3.* GB, but a process has 1.00"):
+    with pytest.raises(UserError, match="one sequence needs 3.* GB, but a process has 1.00"):
         chosen(10**9)
 
 

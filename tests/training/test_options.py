@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, losses, script, train_args
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from data.loader import Sequences, TokenStream
 from training import options
 from training.checkpoint import load_checkpoint
@@ -15,6 +15,7 @@ from training.options import NANOGPT_OPTIONS, read_config_file
 from training.resume import check_saved_min_lr, length_warnings, resume_warnings
 from utils.cli import given_options
 from utils.devices import pick_dtype
+from utils.errors import UserError
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -89,7 +90,7 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
 def test_a_file_with_a_wrong_option_is_named(tmp_path, text, message):
     path = tmp_path / "a.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         TrainConfig.from_dict(read_config_file(path))
     assert "cannot be read" in script("train.py", "--config", tmp_path / "b.toml", code=2).stderr
 
@@ -142,7 +143,7 @@ def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch):
 
 
 def test_options_that_a_resumed_run_did_not_give_are_told_from_those_it_gave(shards, trained):
-    with pytest.raises(ConfigError, match="--min_lr 0.001 of the checkpoint .* give --min_lr as w"):
+    with pytest.raises(UserError, match="--min_lr 0.001 of the checkpoint .* give --min_lr as w"):
         check_saved_min_lr(TrainConfig(min_lr=1e-3, max_lr=1e-4))
     check_saved_min_lr(TrainConfig(max_lr=1e-4))
     saved = load_checkpoint(trained / "checkpoints/model_last.pt")

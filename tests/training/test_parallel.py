@@ -13,7 +13,6 @@ from config import TrainConfig, parse_recipe
 from model import cpu
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.checkpoint import CheckpointError
 from training.optim import make_optimizers
 from training.parallel import (
     apply_activation_checkpointing,
@@ -24,8 +23,9 @@ from training.parallel import (
     sync_gradients,
 )
 from utils import distributed
-from utils.devices import DeviceError, autocast
+from utils.devices import autocast
 from utils.distributed import Process
+from utils.errors import UserError
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
 X = 37 * torch.arange(16).view(2, 8) % 64
@@ -92,7 +92,7 @@ def test_the_state_of_another_optimizer_is_named():
     _, state = gather_state(model, [optimizer])
     name = "transformer.ln_f.weight"
     state[name] = {"momentum_buffer": state[name]["exp_avg"]}
-    with pytest.raises(CheckpointError, match=f"{name} is of another optimizer"):
+    with pytest.raises(UserError, match=f"{name} is of another optimizer"):
         load_optimizer_state(model, [optimizer], state)
 
 
@@ -207,7 +207,7 @@ def test_processes_cannot_share_one_device(monkeypatch):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(distributed, "pick_device", lambda name, rank: torch.device("mps"))
-    with pytest.raises(DeviceError, match="2 processes cannot share"):
+    with pytest.raises(UserError, match="2 processes cannot share"):
         distributed.start("mps")
 
 

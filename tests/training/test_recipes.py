@@ -10,8 +10,8 @@ import transformers
 from conftest import ROOT, launch, losses, script, torchrun, train_args, weights
 
 import sweep
-from config import RECIPES, ConfigError, Recipe, TrainConfig, parse_recipe
-from model.config import GPTConfig, ModelError
+from config import RECIPES, Recipe, TrainConfig, parse_recipe
+from model.config import GPTConfig
 from model.cpu import for_training
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -19,6 +19,7 @@ from model.layers import last_attended
 from model.llama import config_from_hf, config_to_hf
 from sweep import SweepConfig, grid_points, to_markdown
 from training.initial_model import build_model
+from utils.errors import UserError
 from utils.log_files import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
@@ -47,7 +48,7 @@ def test_a_recipe_is_changed_field_by_field():
     ],
 )
 def test_a_recipe_that_is_none_is_named(text, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         parse_recipe(text)
 
 
@@ -121,7 +122,7 @@ def test_a_share_of_the_blocks_has_a_window(n_layer, share, count):
 def test_windows_in_other_blocks_than_the_first_are_refused(kinds):
     hf = config_to_hf(GPTConfig(16, 257, 2, 2, 32, **parse_recipe("modern").shape(16, 257)))
     assert config_from_hf(dict(hf)).window == 2
-    with pytest.raises(ModelError, match="layer_types"):
+    with pytest.raises(UserError, match="layer_types"):
         config_from_hf(hf | {"layer_types": kinds})
 
 
@@ -132,10 +133,10 @@ def gradients_of(model, *outputs):
 
 def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
     model = GPT(GPTConfig(32, 257, 1, 4, 64, **parse_recipe("modern,norm=layer,bias=True").model))
-    with pytest.raises(ModelError, match="no LLaMA because of norm=layer, bias=True"):
+    with pytest.raises(UserError, match="no LLaMA because of norm=layer, bias=True"):
         save_pretrained(model, tmp_path / "out")
     model = GPT(GPTConfig(32, 257, 1, 4, 64, tied=False))
-    with pytest.raises(ModelError, match="no GPT-2 because of tied=False, and no LLaMA because of"):
+    with pytest.raises(UserError, match="no GPT-2 because of tied=False, and no LLaMA because of"):
         save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -319,7 +320,7 @@ def test_a_sweep_trains_a_grid_once(shards, tmp_path):
     ],
 )
 def test_a_sweep_of_nothing_is_a_sentence(settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         grid_points(SweepConfig(**settings))
 
 
@@ -356,7 +357,7 @@ def test_a_wrong_setting_of_a_sweep_is_named_before_the_first_run(
     if setting.startswith("data_dir"):
         settings["fixed"] = ()
     settings[where] = (*settings[where], setting)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         sweep.main(SweepConfig(**settings, seeds=(2,), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -364,7 +365,7 @@ def test_a_wrong_setting_of_a_sweep_is_named_before_the_first_run(
 def test_a_sweep_checks_the_options_of_its_file(shards, tmp_path):
     fixed = (f"config {ROOT}/configs/shakespeare.toml", f"data_dir {shards}")
     config = SweepConfig(grid=("total_batch_size 1000",), fixed=fixed, out=tmp_path / "out")
-    with pytest.raises(ConfigError, match="does not divide by 12 sequences x 64 tokens"):
+    with pytest.raises(UserError, match="does not divide by 12 sequences x 64 tokens"):
         sweep.main(config)
 
 
@@ -390,10 +391,10 @@ def test_a_sweep_names_folders_apart_and_keeps_to_its_data(shards, tmp_path):
     sweep.check_same_data(tmp_path, points, fixed)
     for path in data.glob("train_*.npy"):
         np.save(path, np.load(path)[::-1])
-    with pytest.raises(ConfigError, match="data holds other tokens than for earlier runs"):
+    with pytest.raises(UserError, match="data holds other tokens than for earlier runs"):
         sweep.check_same_data(tmp_path, points, fixed)
     config = SweepConfig(grid=("max_lr 1",), fixed=("max_lr 2",), out=tmp_path / "x")
-    with pytest.raises(ConfigError, match="max_lr is in --grid and in --fixed"):
+    with pytest.raises(UserError, match="max_lr is in --grid and in --fixed"):
         sweep.main(config)
 
 
@@ -402,7 +403,7 @@ def test_a_damaged_file_of_a_sweep_is_named(shards, tmp_path, name):
     for text in ("", "[]", "{"):
         (tmp_path / name).write_text(text)
         config = SweepConfig(grid=("max_lr 1e-3",), fixed=(f"data_dir {shards}",), out=tmp_path)
-        with pytest.raises(ConfigError, match=f"{name} is damaged; remove it"):
+        with pytest.raises(UserError, match=f"{name} is damaged; remove it"):
             sweep.main(config)
 
 
@@ -410,7 +411,7 @@ def test_the_folder_of_a_sweep_must_be_one(shards, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "x"):
         config = SweepConfig(grid=("max_lr 1e-3",), fixed=(f"data_dir {shards}",), out=out)
-        with pytest.raises(ConfigError, match="is no folder and cannot be made one"):
+        with pytest.raises(UserError, match="is no folder and cannot be made one"):
             sweep.main(config)
 
 

@@ -9,13 +9,13 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training import saver as saver_module
-from training.checkpoint import CheckpointError
 from training.checkpoint_folder import LAST, numbered_checkpoints
 from training.guard import Guard
 from training.optim import make_optimizers
 from training.saver import Saver
 from training.state import TrainState
 from utils.distributed import Process
+from utils.errors import UserError
 
 ALONE = Process(0, 0, 1, torch.device("cpu"))
 
@@ -87,7 +87,7 @@ def failing(times):
     def write(path, state):
         if left[0]:
             left[0] -= 1
-            raise CheckpointError("the disk is full")
+            raise UserError("the disk is full")
         written(path, state)
 
     return write
@@ -116,7 +116,7 @@ def test_a_write_that_stays_failed_leaves_the_run_and_the_file_before_it(
     assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 3
     monkeypatch.setattr(ckpt, "save_checkpoint", failing(3))
     save(saver, 4)
-    with pytest.raises(CheckpointError, match="full"):
+    with pytest.raises(UserError, match="full"):
         saver.finish()
 
 
@@ -128,7 +128,7 @@ def test_a_folder_that_is_moved_is_not_made_anew(saver, said, tmp_path):
     saver.wait()
     folder.rename(moved)
     save(saver, 2)
-    with pytest.raises(CheckpointError, match=r"run was moved or removed; move it back$"):
+    with pytest.raises(UserError, match=r"run was moved or removed; move it back$"):
         saver.finish()
     assert len(said) == 3 and not folder.exists()
     moved.rename(folder)
@@ -142,5 +142,5 @@ def test_pytorch_s_error_of_a_full_disk_is_explained(saver, tmp_path, monkeypatc
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
     monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(CheckpointError, match="the file is too large .* or the disk is full$"):
+    with pytest.raises(UserError, match="the file is too large .* or the disk is full$"):
         ckpt.save_checkpoint(tmp_path / LAST, {"model": {}, "model_low": {}, "optimizer": {}})

@@ -4,7 +4,8 @@ import sys
 import pytest
 from conftest import script
 
-from utils.log_files import LogError, read_metrics
+from utils.errors import UserError
+from utils.log_files import read_metrics
 from utils.logger import Logger
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
@@ -54,7 +55,7 @@ def test_overwrite_starts_the_file_anew_and_other_ranks_write_nothing(tmp_path):
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "split": "train"}}\n{line}\n')
-    with pytest.raises(LogError, match="line 2"):
+    with pytest.raises(UserError, match="line 2"):
         read_metrics(tmp_path)
 
 
@@ -122,19 +123,19 @@ def test_tensorboard_gets_every_number(tmp_path):
 def test_an_absent_package_is_a_sentence_with_the_line_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(LogError, match="pip install wandb"):
+    with pytest.raises(UserError, match="pip install wandb"):
         write(tmp_path, 0, [], 1.0, wandb={})
-    with pytest.raises(LogError, match="pip install tensorboard"):
+    with pytest.raises(UserError, match="pip install tensorboard"):
         write(tmp_path, 0, [], 1.0, tensorboard=True)
 
 
 def test_a_log_that_cannot_be_written_says_how_to_begin_or_to_go_on(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(LogError, match="make it writable, or give another --log_dir$"):
+    with pytest.raises(UserError, match="make it writable, or give another --log_dir$"):
         write(tmp_path, 0, [], 1.0)
     (tmp_path / "metrics.jsonl").rmdir()
     logger = Logger(tmp_path, start=0, total=9, is_main=True)
     logger.file.close()
     logger.file = open("/dev/full", "w", buffering=1)
-    with pytest.raises(LogError, match="No space left .* writable and continue with --resume auto"):
+    with pytest.raises(UserError, match="No space left .* and continue with --resume auto"):
         logger.log_train(ROW, 1)

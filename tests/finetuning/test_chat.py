@@ -3,7 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from data.chat import (
+from data.tokenizer import ByteTokenizer
+from finetuning.chat import (
     CHAT_TEMPLATE,
     Example,
     encode_completion,
@@ -11,10 +12,9 @@ from data.chat import (
     encode_prompt,
     fit_history,
 )
-from data.chat_examples import ChatData, collate, pack
-from data.chat_rows import Row, read_rows
-from data.shards import DataError
-from data.tokenizer import ByteTokenizer
+from finetuning.examples import ChatData, collate, pack
+from finetuning.rows import Row, read_rows
+from utils.errors import UserError
 
 BYTES = ByteTokenizer()
 ASKED = [{"role": "user", "content": "2+3?"}]
@@ -88,7 +88,7 @@ def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, fields, probl
     good = {"prompt": "a", "answer": 3, "completion": "b", "messages": ANSWERED}
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(good)}\n\n{line}\n")
-    with pytest.raises(DataError, match=f"rows.jsonl, line 3.*{problem}"):
+    with pytest.raises(UserError, match=f"rows.jsonl, line 3.*{problem}"):
         read_rows(path, fields)
 
 
@@ -100,7 +100,7 @@ def test_files_without_rows_are_refused(tmp_path):
         ("none", "cannot be read"),
         ("binary", "UTF-8"),
     ):
-        with pytest.raises(DataError, match=problem):
+        with pytest.raises(UserError, match=problem):
             read_rows(tmp_path / f"{name}.jsonl", ("prompt",))
 
 
@@ -110,9 +110,9 @@ def test_a_long_example_is_cut_and_a_long_prompt_refused():
     (example,) = data.dialogs()
     assert len(example.tokens) == 16 and data.num_cut == 1
     rows[0]["prompt"] = "a" * 40
-    with pytest.raises(DataError, match="rows.jsonl, line 1: the prompt has 41 tokens"):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: the prompt has 41 tokens"):
         data.dialogs()
-    with pytest.raises(DataError, match="line 1: a prompt of 41 tokens with --max_new_tokens 5"):
+    with pytest.raises(UserError, match="line 1: a prompt of 41 tokens with --max_new_tokens 5"):
         data.prompts(5)
 
 
@@ -138,5 +138,5 @@ def test_targets_are_the_tokens_after_and_padding_has_none():
 
 def test_messages_are_no_plain_text():
     for fields in ({"messages": ANSWERED}, {"prompt": ASKED}):
-        with pytest.raises(DataError, match="line 7: messages are of a chat"):
+        with pytest.raises(UserError, match="line 7: messages are of a chat"):
             ChatData([Row(fields, "rows.jsonl, line 7")], BYTES, False, 64)

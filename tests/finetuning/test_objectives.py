@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from record_trl import BLOCK_SIZE, FILE, OLD, POLICY, REFERENCE, SHAPE, filled
 from torch import Tensor
 
+from finetuning.objectives import dpo_loss, group_advantages, grpo_loss, kl_estimate, reward_loss
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import weights_from_hf, weights_to_hf
-from training.objectives import dpo_loss, group_advantages, grpo_loss, kl_estimate, reward_loss
 
 TRL = json.loads(FILE.read_text())
 TOLERANCE = 1e-5

@@ -1,5 +1,5 @@
 """Methods of fine-tuning: the examples of each, and its loss on a batch of them. GRPO, which makes
-its own examples, is in group_policy.py.
+its own examples, is in grpo.py.
 
 A method's figures for a batch are parts of means over a step: summed over micro-batches and
 processes they are these means, whatever the number of either.
@@ -13,12 +13,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from data.chat import Example
-from data.chat_examples import ChatData, collate, collate_packed, pack
+from finetuning.chat import Example
+from finetuning.examples import ChatData, collate, collate_packed, pack
+from finetuning.objectives import dpo_loss, reward_loss
+from finetuning.options import FinetuneConfig
+from finetuning.rewards import rewards_at_end
 from model.gpt import GPT
-from training.finetune_options import FinetuneConfig
-from training.objectives import dpo_loss, reward_loss
-from training.rewards import rewards_at_end
 from utils.devices import autocast
 from utils.distributed import Process
 

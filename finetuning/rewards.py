@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from data.chat import Example, is_exact
-from data.chat_examples import collate
-from data.chat_rows import Row
 from data.tokenizer import Tokenizer
+from finetuning.chat import Example, is_exact
+from finetuning.examples import collate
+from finetuning.rows import Row
 from model.gpt import GPT
 from training.checkpoint import load_model
 from training.checkpoint_folder import find_best, is_chat
@@ -34,38 +34,34 @@ Reward = Callable[[list[Completion]], list[float]]
 LARGEST = 1e100  # so that the variance of a group is finite
 
 
-class RewardError(UserError):
-    """A reward that cannot be computed."""
-
-
 def load_reward(
     name: str, tokenizer: Tokenizer, chat: bool, device: torch.device, dtype: torch.dtype
 ) -> Reward:
     """Return the reward called `name`: "exact", FILE.py:FUNCTION, or a reward model's checkpoint,
-    for the turns of a chat or for plain text. Raises RewardError if it cannot be used."""
+    for the turns of a chat or for plain text. Raises UserError if it cannot be used."""
     if name == "exact":
         return lambda completions: [float(is_exact(c.text, c.row["answer"])) for c in completions]
     file, _, function = name.rpartition(":")
     if name.endswith(".py"):
-        raise RewardError(f"--reward {name} names no function: give {name}:FUNCTION")
+        raise UserError(f"--reward {name} names no function: give {name}:FUNCTION")
     if file.endswith(".py"):
         return reward_of_function(load_function(Path(file), function), name)
     model, saved = load_model(find_best(Path(name)), exact=True)
     if not model.config.reward_head:
-        raise RewardError(f"--reward {name} is no reward model: make one by --method reward")
+        raise UserError(f"--reward {name} is no reward model: make one by --method reward")
     if saved["tokenizer"] != tokenizer.name:
         tokenizers = f"{saved['tokenizer']} tokens, the model {tokenizer.name}"
-        raise RewardError(f"--reward {name} has {tokenizers}")
+        raise UserError(f"--reward {name} has {tokenizers}")
     if is_chat(saved) != chat:
         kinds = ("a chat", "plain text") if is_chat(saved) else ("plain text", "a chat")
-        raise RewardError(f"--reward {name} has learned {kinds[0]}, and this run is of {kinds[1]}")
+        raise UserError(f"--reward {name} has learned {kinds[0]}, and this run is of {kinds[1]}")
     return reward_of_model(model.to(device), dtype)
 
 
 def load_function(path: Path, name: str) -> Callable:
     """Return a function of a Python file."""
     if not path.is_file():
-        raise RewardError(f"--reward {path}:{name}: there is no file {path}")
+        raise UserError(f"--reward {path}:{name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look for their module there
@@ -73,10 +69,10 @@ def load_function(path: Path, name: str) -> Callable:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise RewardError(f"{path} has no function {name!r}; give --reward FILE.py:FUNCTION")
+        raise UserError(f"{path} has no function {name!r}; give --reward FILE.py:FUNCTION")
     return function
 
 
@@ -92,10 +88,10 @@ def reward_of_function(function: Callable, name: str) -> Reward:
                 value = function(given["prompt"], text, given)
                 value = value.item() if hasattr(value, "item") else value  # of numpy and torch
             except (Exception, SystemExit) as error:
-                raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
+                raise UserError(f"{where}: {type(error).__name__}: {error}") from error
             if not isinstance(value, Real) or not -LARGEST <= value <= LARGEST:
                 expected = f"expected a number from {-LARGEST:g} to {LARGEST:g}"
-                raise RewardError(f"{where}: returned {brief(value)}; {expected}")
+                raise UserError(f"{where}: returned {brief(value)}; {expected}")
             found.append(float(value))
         return found
 
@@ -110,7 +106,7 @@ def reward_of_model(model: GPT, dtype: torch.dtype) -> Reward:
         examples = [completion.example for completion in completions]
         longest = max(map(len, examples))
         if longest > model.config.block_size:
-            raise RewardError(
+            raise UserError(
                 f"a completion with its prompt is {longest} tokens long, more than the context of "
                 f"the reward model, {model.config.block_size}; lower --max_new_tokens"
             )

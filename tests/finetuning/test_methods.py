@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.chat import decode_completion, encode_completion
-from data.chat_examples import ChatData, collate
-from data.chat_rows import Row
 from data.tokenizer import ByteTokenizer
+from finetuning.chat import decode_completion, encode_completion
+from finetuning.examples import ChatData, collate
+from finetuning.grpo import GroupRelativePolicy
+from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
+from finetuning.objectives import group_advantages, grpo_loss
+from finetuning.options import FinetuneConfig
+from finetuning.rewards import Completion, reward_of_model
+from finetuning.rows import Row
+from finetuning.start import with_reward_head
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.finetune_model import with_reward_head
-from training.finetune_options import FinetuneConfig
-from training.group_policy import GroupRelativePolicy
-from training.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
-from training.objectives import group_advantages, grpo_loss
-from training.rewards import Completion, reward_of_model
 from utils.distributed import Process
 
 BYTES = ByteTokenizer()

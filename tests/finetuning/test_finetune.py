@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import kill, rows_written, run_until, script, start, torchrun, train_args, weights
 
-from evaluation.answers import pass_at_k
+from finetuning.answers import pass_at_k
 from training.checkpoint import checksum, load_checkpoint, save_checkpoint
 from utils.log_files import read_metrics
 

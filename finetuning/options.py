@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from model.config import GPTConfig
 from utils.distributed import world_size
+from utils.errors import UserError
 
 
 @dataclass
@@ -132,28 +133,26 @@ class FinetuneConfig(
         return self.method == "dpo" or (self.method == "grpo" and self.kl > 0)
 
     def check(self) -> None:
-        """Raise ConfigError for the first option that is missing or out of range."""
+        """Raise UserError for the first option that is missing or out of range."""
         for name in ("method", "init_from", "data"):
             if getattr(self, name) is None:
-                raise ConfigError(f"give --{name}; --help says what it takes")
+                raise UserError(f"give --{name}; --help says what it takes")
         if self.method == "grpo" and self.reward is None:
-            raise ConfigError(
-                "--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint"
-            )
+            raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
         wrong = {  # what a method has no use for
             "dropout": self.dropout and self.method in ("dpo", "grpo"),
             "questions": self.questions and self.method == "reward",
             "updates": self.updates != 1 and self.method != "grpo",
         }
         for name in (name for name in wrong if wrong[name]):
-            raise ConfigError(f"--method {self.method} has no use for --{name}: leave it out")
+            raise UserError(f"--method {self.method} has no use for --{name}: leave it out")
         least = {1: "batch_size micro_batch_size max_new_tokens updates", 2: "group_size"}
         least[0] = "beta clip kl min_lr"
         for value, names in least.items():
             for name in names.split():
                 given = getattr(self, name)
                 if given is not None and not given >= value:
-                    raise ConfigError(f"--{name} {given} must be at least {value}")
+                    raise UserError(f"--{name} {given} must be at least {value}")
 
     def items_per_step(self) -> int:
         """Return the number of packed sequences, pairs or completions in a step."""

@@ -4,9 +4,9 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-from config import ConfigError, mistyped
+from config import mistyped
+from finetuning.options import FinetuneConfig
 from training import checkpoint as ckpt
-from training.finetune_options import FinetuneConfig
 from training.initial_model import checkpoint_to_start_from
 from training.run_folders import (
     best_loss,
@@ -16,6 +16,7 @@ from training.run_folders import (
 )
 from utils.cli import given_options, parse
 from utils.distributed import is_main
+from utils.errors import UserError
 from utils.log_files import CONFIG
 
 PATHS = ("data", "eval_data", "questions", "checkpoint_dir", "log_dir")
@@ -30,7 +31,7 @@ def resolve_run() -> tuple[FinetuneConfig, dict | None]:
     options that are not on the command line."""
     options, saved = parse(FinetuneConfig), None
     if options.resume and options.overwrite:
-        raise ConfigError("--resume continues a run, --overwrite replaces it: give one of the two")
+        raise UserError("--resume continues a run, --overwrite replaces it: give one of the two")
     folder = with_folders(options).checkpoint_dir if options.resume == "auto" else Path()
     path = checkpoint_to_resume(options.resume, folder)
     if options.resume == "auto" and path is None:
@@ -42,7 +43,7 @@ def resolve_run() -> tuple[FinetuneConfig, dict | None]:
         keep_start(before, options)
         check_unchanged(before, options, path)
         if options.max_steps is not None and saved["step"] > options.max_steps:
-            raise ConfigError(
+            raise UserError(
                 f"{path} is at step {saved['step']}, after --max_steps {options.max_steps}; give a "
                 "larger one to continue"
             )
@@ -87,13 +88,13 @@ def keep_start(before: FinetuneConfig, now: FinetuneConfig) -> None:
 
 
 def check_unchanged(before: FinetuneConfig, now: FinetuneConfig, path: Path) -> None:
-    """Raise ConfigError if a resumed run is to have another method, model or kind of text. The
+    """Raise UserError if a resumed run is to have another method, model or kind of text. The
     model that it compares with may have another path; changed_inputs looks at its weights."""
     names = ("method", "block_size", "dropout", "plain")
     for name in names if before.needs_reference else (*names, "init_from"):
         was, value = getattr(before, name), getattr(now, name)
         if value != was:
-            raise ConfigError(
+            raise UserError(
                 f"{path} is of a run with --{name} {was}, not {value}: leave it out, or begin "
                 "another run in another --checkpoint_dir"
             )
@@ -104,19 +105,19 @@ def with_folders(options: FinetuneConfig) -> FinetuneConfig:
     folders = {"checkpoint_dir": "checkpoints", "log_dir": "logs"}
     missing = [name for name in folders if getattr(options, name) is None]
     if missing and options.method is None:
-        raise ConfigError("give --method, or --checkpoint_dir and --log_dir of a run to resume")
+        raise UserError("give --method, or --checkpoint_dir and --log_dir of a run to resume")
     run = Path("runs") / str(options.method)
     return replace(options, **{name: run / folders[name] for name in missing})
 
 
 def saved_options(saved: dict, path: Path) -> FinetuneConfig:
-    """Return the options in a checkpoint of finetune.py; raise ConfigError for another one."""
+    """Return the options in a checkpoint of finetune.py; raise UserError for another one."""
     values = saved.get("finetune")
     if type(values) is not dict:
-        raise ConfigError(f"{path} was written by train.py: begin from it by --init_from {path}")
+        raise UserError(f"{path} was written by train.py: begin from it by --init_from {path}")
     known = {f.name: values[f.name] for f in fields(FinetuneConfig) if f.name in values}
     if wrong := mistyped(known, FinetuneConfig):
-        raise ConfigError(f"{path}: the saved options are damaged: {', '.join(wrong)}")
+        raise UserError(f"{path}: the saved options are damaged: {', '.join(wrong)}")
     if "model_config" in saved:
         known["block_size"] = ckpt.model_config(saved, path).block_size
     paths = {name: Path(known[name]) for name in PATHS if known.get(name) is not None}

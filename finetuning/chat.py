@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.chat_rows import ROLES
 from data.tokenizer import Tokenizer
+from finetuning.rows import ROLES
 
 # of tokenizer_config.json, for apply_chat_template of transformers
 CHAT_TEMPLATE = (

@@ -9,13 +9,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from data.chat import Example, decode_completion
-from data.chat_examples import ChatData, collate
+from finetuning.chat import Example, decode_completion
+from finetuning.examples import ChatData, collate
+from finetuning.methods import Batch, Method, token_logprobs
+from finetuning.objectives import group_advantages, grpo_loss, kl_estimate
+from finetuning.rewards import Completion, Reward
 from model.generate import complete
 from model.gpt import GPT
-from training.methods import Batch, Method, token_logprobs
-from training.objectives import group_advantages, grpo_loss, kl_estimate
-from training.rewards import Completion, Reward, RewardError
 from utils.devices import autocast
 from utils.errors import UserError
 
@@ -79,7 +79,7 @@ class GroupRelativePolicy(Method):
         model.train()
         completions = []
         for i, prompt, tokens in zip(ids, prompts, found, strict=True):
-            text = decode_completion(tokens, tokenizer, self.data.chat)
+            text = decode_completion(tokens, tokenizer, self.finetuning.chat)
             said = tokens + [tokenizer.eot] * (len(tokens) < longest)
             example = Example.join([(np.array(prompt), False), (np.array(said), True)])
             completions.append(Completion(self.data.rows[i], text, example))
@@ -97,7 +97,7 @@ class GroupRelativePolicy(Method):
         except UserError as error:
             problem = error
         if not self.process.all_agree(problem is None):
-            raise problem or RewardError("another process could not compute a reward")
+            raise problem or UserError("another process could not compute a reward")
         return self.process.sum_float64(rewards)
 
     @torch.no_grad()

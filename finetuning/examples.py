@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.chat import Example, encode_completion, encode_messages, encode_prompt
-from data.chat_rows import Row
-from data.shards import DataError
 from data.tokenizer import Tokenizer
+from finetuning.chat import Example, encode_completion, encode_messages, encode_prompt
+from finetuning.rows import Row
+from utils.errors import UserError
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -73,7 +73,7 @@ def collate(examples: list[Example], block_size: int) -> dict[str, np.ndarray]:
 class ChatData:
     """The rows of a file as examples that fit a context.
 
-    Its methods raise DataError, naming file and line, for a prompt that leaves no room.
+    Its methods raise UserError, naming file and line, for a prompt that leaves no room.
     """
 
     rows: list[Row]
@@ -87,7 +87,7 @@ class ChatData:
     def __post_init__(self) -> None:
         for row in () if self.chat else self.rows:
             if "messages" in row or not isinstance(row["prompt"], str):
-                raise DataError(f"{row.where}: messages are of a chat, and this is plain text")
+                raise UserError(f"{row.where}: messages are of a chat, and this is plain text")
 
     def dialogs(self) -> list[Example]:
         """Return the messages, or else prompt and completion, of each row."""
@@ -103,13 +103,13 @@ class ChatData:
         return [(self.encode(row, "chosen"), self.encode(row, "rejected")) for row in self.rows]
 
     def prompts(self, max_new_tokens: int) -> list[list[int]]:
-        """Return the tokens of each prompt; raise DataError for one that leaves no room for
+        """Return the tokens of each prompt; raise UserError for one that leaves no room for
         `max_new_tokens`."""
         found = []
         for row in self.rows:
             tokens = encode_prompt(row["prompt"], self.tokenizer, self.chat)
             if len(tokens) + max_new_tokens > self.block_size:
-                raise DataError(
+                raise UserError(
                     f"{row.where}: a prompt of {len(tokens)} tokens with --max_new_tokens "
                     f"{max_new_tokens} exceeds the context of {self.block_size}"
                 )
@@ -125,7 +125,7 @@ class ChatData:
         """Return an example cut to the context."""
         T = self.block_size
         if not example.loss_mask[:T].any():
-            raise DataError(
+            raise UserError(
                 f"{row.where}: the prompt has {example.loss_mask.argmax()} tokens, as many as the "
                 f"context of {T} or more; shorten it"
             )

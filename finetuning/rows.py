@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.shards import DataError
+from utils.errors import UserError
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
@@ -21,16 +21,16 @@ class Row(dict):
 
 
 def read_rows(path: Path, fields: Sequence[str]) -> list[Row]:
-    """Return the rows of a .jsonl file; raise DataError naming file and line for one that is no
+    """Return the rows of a .jsonl file; raise UserError naming file and line for one that is no
     object, or lacks a field of `fields` or has one of a wrong type."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeError as error:
         packed = path.suffix in (".gz", ".bz2", ".xz", ".zst")
         remedy = "unpack it" if packed else "save it as UTF-8"
-        raise DataError(f"{path} is not UTF-8 text: {remedy}") from error
+        raise UserError(f"{path} is not UTF-8 text: {remedy}") from error
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -39,14 +39,14 @@ def read_rows(path: Path, fields: Sequence[str]) -> list[Row]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(
+            raise UserError(
                 f"{where}, is not JSON ({error}); give one object a line, as jq -c . writes them"
             ) from error
         if problem := find_problem(row, fields):
-            raise DataError(f"{where}: {problem}")
+            raise UserError(f"{where}: {problem}")
         rows.append(Row(row, where))
     if not rows:
-        raise DataError(f"{path} holds no rows; give one JSON object per line")
+        raise UserError(f"{path} holds no rows; give one JSON object per line")
     return rows
 
 

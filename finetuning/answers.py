@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.chat import decode_completion, is_exact
-from data.chat_examples import ChatData
-from data.chat_rows import read_rows
 from data.tokenizer import Tokenizer
 from evaluation.metrics import Result, accuracy
+from finetuning.chat import decode_completion, is_exact
+from finetuning.examples import ChatData
+from finetuning.rows import read_rows
 from model.generate import complete
 from model.gpt import GPT
 from utils.devices import autocast

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
+from finetuning.options import FinetuneConfig
 from model import cpu
 from model.empty import empty_gpt, with_context
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training.checkpoint_folder import is_chat, open_model
-from training.finetune_options import FinetuneConfig
 from training.initial_model import checkpoint_to_start_from
 from utils.distributed import Process
+from utils.errors import UserError
 
 
 def build_finetuned(options: FinetuneConfig, saved: dict | None) -> tuple[GPT, dict, str]:
@@ -41,7 +42,7 @@ def open_init(options: FinetuneConfig) -> tuple[GPT, str, dict]:
     checkpoint, {} if it is none."""
     path = checkpoint_to_start_from(options.init_from)
     if path and options.overwrite and path.resolve().parent == options.checkpoint_dir.resolve():
-        raise ConfigError(
+        raise UserError(
             f"--overwrite would remove {path}, the weights of --init_from; give another "
             "--checkpoint_dir"
         )
@@ -49,7 +50,7 @@ def open_init(options: FinetuneConfig) -> tuple[GPT, str, dict]:
     model, tokenizer, before = open_model(path, pretrained, exact=True, rewards=rewards)
     block_size = options.block_size or model.config.block_size
     if block_size > model.config.block_size:
-        raise ConfigError(
+        raise UserError(
             f"--block_size {block_size} is more than the context of {options.init_from}: give "
             f"--block_size {model.config.block_size} or less"
         )
@@ -58,13 +59,13 @@ def open_init(options: FinetuneConfig) -> tuple[GPT, str, dict]:
 
 
 def check_kind_of_text(options: FinetuneConfig, before: dict) -> None:
-    """Raise ConfigError if preferences or rewards of chats are for a model that was fine-tuned on
+    """Raise UserError if preferences or rewards of chats are for a model that was fine-tuned on
     plain text, or the reverse."""
     chat = is_chat(before, None if before else options.init_from)
     if options.method == "sft" or not (chat or "finetune" in before) or chat != options.plain:
         return
     kind, remedy = ("a chat", "leave out") if chat else ("plain text", "give")
-    raise ConfigError(f"{options.init_from} was fine-tuned on {kind}: {remedy} --plain")
+    raise UserError(f"{options.init_from} was fine-tuned on {kind}: {remedy} --plain")
 
 
 def with_reward_head(model: GPT) -> GPT:
@@ -82,7 +83,7 @@ def open_reference(options: FinetuneConfig, process: Process) -> GPT | None:
         return None
     path = Path(options.init_from)
     if options.resume and path.suffix == ".pt" and not path.exists():
-        raise ConfigError(
+        raise UserError(
             f"{path}, the model that this run compares with, is gone: put it back, or "
             "give its new place by --init_from"
         )
@@ -105,12 +106,12 @@ def input_checksums(options: FinetuneConfig, reference: GPT | None) -> dict[str,
 def changed_inputs(
     options: FinetuneConfig, saved: dict | None, checksums: dict[str, int]
 ) -> list[Path]:
-    """Return which of the run's files have changed since the checkpoint; raise ConfigError if the
+    """Return which of the run's files have changed since the checkpoint; raise UserError if the
     reference model has."""
     before = saved["finetune"].get("checksums", {}) if saved else {}
     changed = [name for name in checksums if before.get(name, checksums[name]) != checksums[name]]
     if "init_from" in changed:
-        raise ConfigError(
+        raise UserError(
             f"{options.init_from} has changed since this run began, which compares with the model "
             "that was there: put it back, or begin anew with --overwrite"
         )
