@@ -79,7 +79,7 @@ class GroupRelativePolicy(Method):
         model.train()
         completions = []
         for i, prompt, tokens in zip(ids, prompts, found, strict=True):
-            text = decode_completion(tokens, tokenizer, self.finetuning.chat)
+            text = decode_completion(tokens, tokenizer, self.data.chat)
             said = tokens + [tokenizer.eot] * (len(tokens) < longest)
             example = Example.join([(np.array(prompt), False), (np.array(said), True)])
             completions.append(Completion(self.data.rows[i], text, example))
