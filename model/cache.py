@@ -15,7 +15,6 @@ class KVCache:
         self.slots: Tensor | None = None  # (T,): positions to write next, where compiled
         self.tokens: Tensor | None = None  # (B, capacity)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> (B, K, capacity, D) twice
-        self.inputs: dict[int, Tensor] = {}  # convolution -> (B, capacity, C)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add k and v (B, K, T, D) of the newest T tokens; return all (B, K, S, D) so far.
@@ -41,22 +40,11 @@ class KVCache:
         capacity with `slots`."""
         if self.tokens is None:
             self.tokens = idx.new_zeros(len(idx), self.capacity)
-        return self.write(self.tokens, idx)
-
-    def append_inputs(self, index: int, x: Tensor) -> Tensor:
-        """Add the inputs (B, T, C) of a convolution; return all (B, S, C), as append_tokens."""
-        if index not in self.inputs:
-            self.inputs[index] = x.new_zeros(len(x), self.capacity, x.size(2))
-        return self.write(self.inputs[index], x)
-
-    def write(self, stored: Tensor, x: Tensor) -> Tensor:
-        """Write x (B, T, ...) after the columns that are `stored`; return these, as
-        append_tokens."""
         if self.slots is not None:
-            return stored.index_copy_(1, self.slots, x)
-        end = self.length + x.size(1)
-        stored[:, self.length : end] = x
-        return stored[:, :end]
+            return self.tokens.index_copy_(1, self.slots, idx)
+        end = self.length + idx.size(1)
+        self.tokens[:, self.length : end] = idx
+        return self.tokens[:, :end]
 
     def advance(self, T: int) -> None:
         """Count T tokens that every layer has appended."""

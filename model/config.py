@@ -20,7 +20,7 @@ CHOICES = {
     "activation": ("gelu", "relu2", "swiglu"),
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
-COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "conv", "ngrams", "ngram_rows")
+COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows")
 SWITCHES = ("qk_norm", "bias", "tied", "reward_head")
 
 
@@ -51,9 +51,6 @@ class GPTConfig:
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
     qk_norm: bool = False
     """Normalise queries and keys to a root mean square of 1."""
-    conv: int = 1
-    """Newest tokens that a causal convolution mixes, channel by channel, before attention and MLP;
-    1: none."""
     activation: str = "gelu"
     """Activation of the MLP: gelu, relu2 (squared ReLU) or swiglu (gated SiLU)."""
     bias: bool = True
@@ -64,17 +61,13 @@ class GPTConfig:
     """Longest n-gram whose embedding is added to the token's; 1: none."""
     ngram_rows: int = 65_536
     """Rows of the table that all n-grams share by their hash."""
-    window: int | None = None
-    """Newest tokens that the first blocks attend to; None: all."""
-    window_blocks: float = 0.5
-    """Share of the blocks, from the first on and rounded down, that attend to the window alone."""
     reward_head: bool = False
     """A head of one output, the reward of the text so far, instead of one per token."""
 
     def __post_init__(self) -> None:
         for name in COUNTS:
             self.check_count(name)
-        for name in ("n_kv_head", "n_inner", "window"):
+        for name in ("n_kv_head", "n_inner"):
             if getattr(self, name) is not None:
                 self.check_count(name)
         if self.n_embd % self.n_head:
@@ -96,9 +89,6 @@ class GPTConfig:
         for name in SWITCHES:
             if type(getattr(self, name)) is not bool:
                 raise UserError(f"{name} is {brief(getattr(self, name))}; it must be True or False")
-        share = self.window_blocks
-        if type(share) not in (int, float) or not 0 <= share <= 1:
-            raise UserError(f"window_blocks is {brief(share)}; it must be between 0 and 1")
         if type(self.rope_base) not in (int, float) or not 0 < self.rope_base < math.inf:
             raise UserError(f"rope_base is {brief(self.rope_base)}; it must be a number above 0")
         if self.position == "rotary" and self.head_size % 2:
@@ -131,9 +121,7 @@ class GPTConfig:
         sizes = {name: getattr(self, name) for name in SIZED}
         other = GPTConfig(**sizes, **fields)
         given, theirs = (
-            asdict(config)
-            | {"n_kv_head": config.kv_heads, "n_inner": config.inner}
-            | {"window_blocks": config.num_windowed if self.window and other.window else 0}
+            asdict(config) | {"n_kv_head": config.kv_heads, "n_inner": config.inner}
             for config in (self, other)
         )
         return [name for name in given if given[name] != theirs[name]]
@@ -142,16 +130,6 @@ class GPTConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 (50257 -> 50304), for fast matmuls."""
         return -(-self.vocab_size // 64) * 64
-
-    @property
-    def num_windowed(self) -> int:
-        """Number of blocks with a window."""
-        blocks = int(self.n_layer * self.window_blocks + 1e-6)  # 49 * (1 / 49) is below 1
-        return 0 if self.window is None else blocks
-
-    def window_of(self, layer: int) -> int | None:
-        """Return how many of the newest tokens a block attends to, None for all."""
-        return self.window if layer < self.num_windowed else None
 
     @property
     def has_own_head(self) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.gpt import GPT
-from model.layers import RMS_EPS, RMSNorm, Rotary, ScaledDotProduct, ShortConv
+from model.layers import RMS_EPS, RMSNorm, Rotary, ScaledDotProduct
 from model.loss import HeadCrossEntropy, rows_within
 
 SHORT = 256  # tokens up to which a CPU attends faster in float32 than in bfloat16
@@ -97,37 +97,6 @@ class CPURotary(Rotary):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return RotaryFunction.apply(upcast_if_short(x), cos, sin)
-
-
-class ShortConvFunction(torch.autograd.Function):
-    """x (B, T, C) plus its causal convolution by taps (width, C), without copies of x."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, taps: Tensor) -> Tensor:
-        ctx.save_for_backward(x, taps)
-        y = x * (1 + taps[0])
-        for n, tap in enumerate(taps[1:], 1):
-            y[:, n:].addcmul_(x[:, :-n], tap)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, taps = ctx.saved_tensors
-        grad_x = grad * (1 + taps[0])
-        grad_taps = [(grad * x).sum((0, 1))]
-        for n, tap in enumerate(taps[1:], 1):
-            grad_x[:, :-n].addcmul_(grad[:, n:], tap)
-            grad_taps.append((grad[:, n:] * x[:, :-n]).sum((0, 1)))
-        return grad_x, torch.stack(grad_taps)
-
-
-class CPUShortConv(ShortConv):
-    """ShortConv by ShortConvFunction where x is float32 and longer than the convolution."""
-
-    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or x.dtype != taps.dtype or x.size(1) < len(taps):
-            return super().convolve(x, taps)
-        return ShortConvFunction.apply(x, taps)
 
 
 class CPUGELU(nn.GELU):
@@ -213,7 +182,6 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: CPULayerNorm,
     RMSNorm: CPURMSNorm,
     Rotary: CPURotary,
-    ShortConv: CPUShortConv,
     nn.GELU: CPUGELU,
     ScaledDotProduct: CPUScaledDotProduct,
     HeadCrossEntropy: CPUHeadCrossEntropy,

@@ -18,9 +18,6 @@ from model.layers import (
     RMSNorm,
     Rotary,
     ScaledDotProduct,
-    ShortConv,
-    last_attended,
-    local_chunks,
     make_norm,
     rotary_angles,
 )
@@ -34,7 +31,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.window = layer, config.window_of(layer)
+        self.layer = layer
         self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of q, k, v
         self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
         self.qk_norm = RMSNorm(config.head_size, gain=False) if config.qk_norm else nn.Identity()
@@ -58,9 +55,6 @@ class Attention(nn.Module):
         if self.rotary is not None:
             qk = self.rotary(qk, *angles)
         q, k = qk.split([H, K], dim=2)
-        if cache is None and mask is None and self.window is not None and self.window < T:
-            # N chunks of W queries and 2 W keys: B N in the place of B, W and 2 W in that of T
-            q, k, v, mask = local_chunks(q, k, v, self.window)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
         is_causal = cache is None and mask is None
         if cache is not None:
@@ -69,7 +63,7 @@ class Attention(nn.Module):
                 S = k.size(2)
                 mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         y = self.attend(q, k, v, mask, is_causal)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, -1, C)[:, :T]  # without the padding of the last chunk
+        y = y.transpose(1, 2).reshape(B, T, C)
         return self.dropout(self.c_proj(y))
 
 
@@ -94,10 +88,8 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.ln_1 = make_norm(config)
-        self.conv_1 = ShortConv(config, 2 * layer)
         self.attn = Attention(config, layer)
         self.ln_2 = make_norm(config)
-        self.conv_2 = ShortConv(config, 2 * layer + 1)
         self.mlp = MLP(config)
 
     def forward(
@@ -106,11 +98,9 @@ class Block(nn.Module):
         angles: tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
-        near: Tensor | None = None,
     ) -> Tensor:
-        """Return x (B, T, C) after the block, which attends by the mask `near` if there is one."""
-        x = x + self.attn(self.conv_1(self.ln_1(x), cache, mask), angles, cache, near)
-        x = x + self.mlp(self.conv_2(self.ln_2(x), cache, mask))
+        x = x + self.attn(self.ln_1(x), angles, cache, mask)
+        x = x + self.mlp(self.ln_2(x))
         return x
 
 
@@ -173,11 +163,9 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> int:
         """Return forward and backward FLOPs per token of a full context: 6 N + 12 L C T (Chowdhery
-        et al. 2022, appendix B). Attention counts without causal mask, as there and in nanoGPT, but
-        within its window."""
-        c = self.config
-        widths = [min(c.window_of(i) or c.block_size, c.block_size) for i in range(c.n_layer)]
-        return 6 * self.num_matmul_parameters() + 12 * c.n_embd * sum(widths)
+        et al. 2022, appendix B). Attention counts without causal mask, as there and in nanoGPT."""
+        attention = 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
+        return 6 * self.num_matmul_parameters() + attention
 
     def hidden(
         self,
@@ -227,14 +215,9 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe(positions)
         else:
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
-        x, near = self.transformer.drop(x), mask
-        if self.config.window is not None and (cache is not None or mask is not None):
-            if near is None:
-                S = cache.length + T
-                near = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-            near = last_attended(near, self.config.window)
-        for layer, block in enumerate(self.transformer.h):
-            x = block(x, angles, cache, mask, near if self.config.window_of(layer) else mask)
+        x = self.transformer.drop(x)
+        for block in self.transformer.h:
+            x = block(x, angles, cache, mask)
         if cache is not None:
             cache.advance(T)
         return self.transformer.ln_f(x)

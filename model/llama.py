@@ -15,8 +15,8 @@ CONSTANTS = {"position": "rotary", "norm": "rms", "bias": False}
 CHOICES = ("n_kv_head", "n_inner", "rope_base", "qk_norm", "tied")
 # relu2 is exported as a gated ReLU whose gate equals its input: relu(x) * x = relu(x)²
 ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
-FIXED = ("hidden_act", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias", "layer_types")
-UNUSED = ("rope_scaling",)  # fields that change the architecture if set
+FIXED = ("hidden_act", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias")
+UNUSED = ("rope_scaling", "use_sliding_window")  # fields that change the architecture if set
 
 
 MODEL_TYPES = ("llama", "qwen3")
@@ -45,7 +45,6 @@ def config_from_hf(values: dict) -> GPTConfig:
         rope_base=rope.get("rope_theta", 10_000.0),
         qk_norm=values["model_type"] == "qwen3",
         tied=values.get("tie_word_embeddings", False),
-        **windows_from_hf(values),
     )
     if config.n_kv_head == config.n_head:  # None, as where nothing is given
         config = replace(config, n_kv_head=None)
@@ -54,8 +53,6 @@ def config_from_hf(values: dict) -> GPTConfig:
     own = config_to_hf(config)
     supported = {name: own[name] for name in FIXED if name in own} | dict.fromkeys(UNUSED)
     values.setdefault("rms_norm_eps", 1e-6)  # the default of transformers
-    if values.get("use_sliding_window"):
-        values.setdefault("layer_types", None)  # by default, only the last blocks have a window
     for name, value in supported.items():
         if values.get(name, value) not in (value, False):
             raise UserError(f"config.json has {name} {brief(values[name])}, not {value}")
@@ -64,21 +61,10 @@ def config_from_hf(values: dict) -> GPTConfig:
     return config
 
 
-def windows_from_hf(values: dict) -> dict:
-    """Return the fields of GPTConfig for the sliding windows of a config.json."""
-    if not values.get("use_sliding_window"):
-        return {}
-    kinds = values["layer_types"] if type(values.get("layer_types")) is list else []
-    blocks = kinds.count("sliding_attention")
-    share = 0.5 if blocks == len(kinds) // 2 else blocks / len(kinds)
-    return {"window": values.get("sliding_window"), "window_blocks": share}
-
-
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' LlamaForCausalLM; with QK-norm Qwen3ForCausalLM,
     which is a LLaMA otherwise. Raise UserError naming the fields that neither supports."""
-    choices = (*CHOICES, "window_blocks", *(["window"] if config.qk_norm else []))
-    wanted = CONSTANTS | {name: getattr(config, name) for name in choices}
+    wanted = CONSTANTS | {name: getattr(config, name) for name in CHOICES}
     known = config.activation in ACTIVATIONS
     wanted["activation"] = config.activation if known else "swiglu"
     if misfits := config.differs_from(wanted):
@@ -89,13 +75,7 @@ def config_to_hf(config: GPTConfig) -> dict:
             f"because of {fields}"
         )
     architecture, model_type = ("Qwen3", "qwen3") if config.qk_norm else ("Llama", "llama")
-    kinds = [
-        "sliding_attention" if config.window_of(i) else "full_attention"
-        for i in range(config.n_layer)
-    ]
-    windows = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
     return {
-        **(windows if config.window else {}),
         "architectures": [f"{architecture}ForCausalLM"],
         "model_type": model_type,
         "hidden_act": ACTIVATIONS[config.activation],

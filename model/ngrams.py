@@ -31,23 +31,16 @@ def previous_tokens(
     They are the last ones that a token attends to: those before it in its row and in the cache, or
     where `mask` (B, 1, T, S) allows it. `missing` stands where there are fewer.
     """
+    B, T = idx.shape
     tokens = idx if cache is None else cache.append_tokens(idx)  # (B, S)
-    columns = previous_columns(idx, tokens.size(1), cache, mask, count)
-    tokens = F.pad(tokens, (count, 0), value=missing)
-    return tokens.gather(1, columns.flatten(1)).view_as(columns)
-
-
-def previous_columns(
-    x: Tensor, S: int, cache: KVCache | None, mask: Tensor | None, count: int
-) -> Tensor:
-    """Return the columns (B, T, count) of the `count` tokens before each of x (B, T, ...), nearest
-    first, in rows of S columns with `count` more in front for those that are missing."""
-    B, T = x.shape[:2]
-    columns = torch.arange(S, device=x.device)
-    own = columns[S - T :] if cache is None or cache.slots is None else cache.slots  # (T,)
+    columns = torch.arange(tokens.size(1), device=idx.device)
+    own = columns[-T:] if cache is None or cache.slots is None else cache.slots  # (T,)
+    tokens = F.pad(tokens, (count, 0), value=missing)  # column s is now s + count
     if mask is None:
-        back = torch.arange(1, count + 1, device=x.device)
-        return (own[:, None] + count - back).expand(B, T, count)
-    attended = F.pad(mask[:, 0] & (columns < own[:, None]), (count, 0), value=True)
-    columns = torch.arange(count + S, device=x.device)
-    return columns.where(attended, -1).topk(count).values
+        back = torch.arange(1, count + 1, device=idx.device)
+        nearest = (own[:, None] + count - back).expand(B, T, count)
+    else:
+        attended = F.pad(mask[:, 0] & (columns < own[:, None]), (count, 0), value=True)
+        columns = torch.arange(tokens.size(1), device=idx.device)
+        nearest = columns.where(attended, -1).topk(count).values  # (B, T, count)
+    return tokens.gather(1, nearest.flatten(1)).view_as(nearest)

@@ -13,15 +13,15 @@ from model.gpt import GPT
 from utils.devices import autocast
 
 
-@pytest.fixture(scope="module", params=["gpt2", "modern", "speedrun,conv=3", "llama,n_kv_head=1"])
+@pytest.fixture(scope="module", params=["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
 def model(request):
     torch.manual_seed(1)
     fields = parse_recipe(request.param).shape(32, 257)
     model = GPT(
         GPTConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields)
     ).eval()
-    for name, p in model.named_parameters():
-        if p.dim() > 1 or "conv" in name:
+    for p in model.parameters():
+        if p.dim() > 1:
             p.data.normal_(0, 0.3)  # far from uniform, so that wrong positions would show
     return model
 
