@@ -21,7 +21,7 @@ CHOICES = {
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
 COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows")
-SWITCHES = ("qk_norm", "bias", "tied", "reward_head")
+SWITCHES = ("qk_norm", "bias", "tied")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,6 @@ class GPTConfig:
     """Longest n-gram whose embedding is added to the token's; 1: none."""
     ngram_rows: int = 65_536
     """Rows of the table that all n-grams share by their hash."""
-    reward_head: bool = False
-    """A head of one output, the reward of the text so far, instead of one per token."""
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -130,11 +128,6 @@ class GPTConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 (50257 -> 50304), for fast matmuls."""
         return -(-self.vocab_size // 64) * 64
-
-    @property
-    def has_own_head(self) -> bool:
-        """True if the head is a weight of its own, not the embedding."""
-        return self.reward_head or not self.tied
 
     @property
     def kv_heads(self) -> int:

@@ -171,7 +171,7 @@ class CPUTrainingGPT(GPT):
     """GPT whose tied embedding and head share one gradient table."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, **options) -> Tensor:
-        separate = self.config.has_own_head or self.config.ngrams > 1
+        separate = not self.config.tied or self.config.ngrams > 1
         if targets is None or separate or options:
             return super().forward(idx, targets, **options)
         x, weight = TiedEmbedding.apply(idx, self.head_weight)

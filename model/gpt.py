@@ -119,9 +119,7 @@ class GPT(nn.Module):
         parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(parts)
-        if config.reward_head:
-            self.reward_head = nn.Linear(config.n_embd, 1, bias=False)
-        elif not config.tied:
+        if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.loss = HeadCrossEntropy(config.vocab_size)
         self.apply(self._init_weights)
@@ -139,14 +137,12 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight (padded V, C) of the head, (1, C) of a reward model's."""
-        if self.config.reward_head:
-            return self.reward_head.weight
+        """Weight (padded V, C) of the head."""
         return self.transformer.wte.weight if self.config.tied else self.lm_head.weight
 
     def num_parameters(self) -> int:
         """Return the number of trained values; a tied head counts once, padded rows do not."""
-        tables = 1 if self.config.tied or self.config.reward_head else 2
+        tables = 1 if self.config.tied else 2
         padding = tables * (self.config.padded_vocab_size - self.config.vocab_size)
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
@@ -155,7 +151,7 @@ class GPT(nn.Module):
         rows = 0
         if self.config.position == "learned":
             rows += self.config.block_size
-        if self.config.has_own_head:
+        if self.head_weight is not self.transformer.wte.weight:
             rows += self.config.vocab_size
         if self.config.ngrams > 1:
             rows += self.config.ngram_rows
@@ -223,10 +219,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary; of
-        a reward model the rewards (B, T, 1), in float32."""
-        if self.config.reward_head:
-            return (x.float() * self.head_weight.float()).sum(-1, keepdim=True)
+        """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary."""
         return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
 
     def forward(
@@ -238,8 +231,8 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Return logits (B, T, V), or the reward (B, T, 1) of the text so far; with targets (B, T),
-        their mean cross-entropy in nats, or with the reduction "none" that of each (B, T).
+        """Return logits (B, T, V); with targets (B, T), their mean cross-entropy in nats, or with
+        the reduction "none" that of each (B, T).
 
         Targets of -1 do not count. `positions` and `mask` are those of `hidden`.
         """
