@@ -113,13 +113,11 @@ class CPUGELU(nn.GELU):
 class CPUScaledDotProduct(ScaledDotProduct):
     """Attention in float32 where there are few queries, in the dtype of its input elsewhere."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if q.size(2) <= SHORT:
             q, k, v = q.float(), k.float(), v.float()
         with torch.autocast("cpu", enabled=False):
-            return super().forward(q, k, v, mask, is_causal)
+            return super().forward(q, k, v, mask)
 
 
 def cross_entropy_in_parts_(

@@ -56,13 +56,9 @@ class Attention(nn.Module):
             qk = self.rotary(qk, *angles)
         q, k = qk.split([H, K], dim=2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
-        is_causal = cache is None and mask is None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, K, S, D), S tokens so far
-            if T > 1 and mask is None:
-                S = k.size(2)
-                mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-        y = self.attend(q, k, v, mask, is_causal)  # (B, H, T, D)
+        y = self.attend(q, k, v, mask)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.dropout(self.c_proj(y))
 

@@ -80,10 +80,16 @@ class ScaledDotProduct(nn.Module):
         super().__init__()
         self.dropout = dropout
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
-    ) -> Tensor:
-        """Return (B, H, T, D) for q (B, H, T, D), k and v (B, K, S, D)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return (B, H, T, D) for q (B, H, T, D), the newest T of S tokens, k and v (B, K, S, D).
+
+        Attention is causal, or by a mask that broadcasts to (B, H, T, S), true where a query
+        attends to a key.
+        """
+        T, S = q.size(2), k.size(2)
+        if mask is None and 1 < T < S:  # is_causal would align the first query with the first key
+            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        is_causal = mask is None and T > 1  # a single query attends to all tokens
         if k.size(1) < q.size(1):  # grouped queries: H / K heads share keys and values
             k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         dropout = self.dropout if self.training else 0.0

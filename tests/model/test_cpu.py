@@ -50,7 +50,7 @@ ROWS = {  # a plain module, inputs with gradients, inputs without
     "norm without gain": lambda dtype: (RMSNorm(16, gain=False), [x4(dtype)], []),
     "rotary": rotary,
     "gelu": lambda dtype: (nn.GELU(approximate="tanh"), [20 * x4(dtype)], []),
-    "attention": lambda dtype: (ScaledDotProduct(0.0), [x4(dtype)] * 3, [None, True]),
+    "attention": lambda dtype: (ScaledDotProduct(0.0), [x4(dtype)] * 3, []),
 }
 
 
