@@ -1,12 +1,11 @@
-"""Fast paths for CPUs. The plain model knows nothing of them.
+"""Modules that are faster on CPUs. The plain model knows nothing of them.
 
-Each class here replaces a plain module in place: `for_training` and `for_inference` assign it to
-`module.__class__`, as fully_shard of PyTorch does, so that parameters and their names stay. It
-computes what its plain class computes; a test holds each against it.
+Each class computes what the plain class that it is derived from computes; a test compares them.
+model/replace.py puts them in the place of the plain ones.
 """
 
 import math
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn as nn
@@ -176,24 +175,6 @@ class CPUTrainingGPT(GPT):
         return self.loss(self.trunk(x).flatten(0, 1), weight, targets.flatten())
 
 
-REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.LayerNorm: CPULayerNorm,
-    RMSNorm: CPURMSNorm,
-    Rotary: CPURotary,
-    nn.GELU: CPUGELU,
-    ScaledDotProduct: CPUScaledDotProduct,
-    HeadCrossEntropy: CPUHeadCrossEntropy,
-    GPT: CPUTrainingGPT,
-}
-
-
-def for_training(model: GPT) -> GPT:
-    """Replace modules of a plain model by those for CPUs, in place."""
-    for module in model.modules():
-        module.__class__ = REPLACEMENTS.get(type(module), type(module))
-    return model
-
-
 def has_onednn(dtype: torch.dtype) -> bool:
     """Return whether oneDNN can multiply matrices of `dtype` here."""
     if not torch.backends.mkldnn.is_available():
@@ -240,23 +221,3 @@ class CPUInferenceGPT(GPT):
 
     def logits(self, x: Tensor) -> Tensor:
         return self.packed_head(x)
-
-
-def for_inference(model: GPT, dtype: torch.dtype, rows: int = 1) -> GPT:
-    """Replace modules and pack linear layers, in place, for about `rows` tokens at a time.
-
-    Matmuls run in `dtype`, as under autocast; queries, keys and values are float32, so the cache
-    is, too. Without oneDNN for that dtype the linear layers stay plain.
-    """
-    for_training(model)
-    model.__class__ = GPT
-    if has_onednn(dtype):
-        model.__class__ = CPUInferenceGPT
-        model.pack = partial(PackedLinear, dtype=dtype, rows=rows)
-        # a list without linear layers, so that each is freed once it is replaced
-        for module in [m for m in model.modules() if not isinstance(m, nn.Linear)]:
-            for name, child in module.named_children():
-                if isinstance(child, nn.Linear) and name != "lm_head":
-                    packed = model.pack(child.weight, child.bias, upcast=name == "c_attn")
-                    setattr(module, name, packed)
-    return model.eval()

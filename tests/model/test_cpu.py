@@ -14,6 +14,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.layers import RMSNorm, Rotary, ScaledDotProduct, rotary_angles
 from model.loss import HeadCrossEntropy, cross_entropy_
+from model.replace import CPU_CLASSES, for_inference, for_training, swap_classes
 from utils.devices import autocast
 
 CPU = torch.device("cpu")
@@ -60,8 +61,8 @@ ROWS = {  # a plain module, inputs with gradients, inputs without
 def test_a_replaced_module_computes_what_the_plain_one_does(row, dtype, backend):
     module, inputs, rest = ROWS[row](dtype)
     expected = results(module, inputs, rest)
-    fast = cpu.for_training(copy.deepcopy(module))
-    assert type(fast) is cpu.REPLACEMENTS[type(module)]
+    fast = swap_classes(copy.deepcopy(module))
+    assert type(fast) is CPU_CLASSES[type(module)]
     for found, wanted in zip(results(fast, inputs, rest, backend), expected, strict=True):
         torch.testing.assert_close(
             found.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
@@ -85,7 +86,7 @@ def test_the_loss_in_small_chunks_is_that_of_whole_logits(fast, dtype, compiled,
     whole, small = HeadCrossEntropy(300), HeadCrossEntropy(300)
     if fast:
         monkeypatch.setattr(cpu, "SOFTMAX_BYTES", 4 * 320 * 5)
-        small = cpu.for_training(small)
+        small = swap_classes(small)
     small.logits_bytes, small.matmul_bytes = 4 * 320 * 48, 4 * 32 * 100  # last chunk is smaller
     if compiled:
         small.cross_entropy_ = torch.compile(cross_entropy_, fullgraph=True, dynamic=False)
@@ -103,7 +104,7 @@ def test_the_loss_in_small_chunks_is_that_of_whole_logits(fast, dtype, compiled,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_for_training_learns_as_the_plain_one_under_its_names(recipe, dtype):
     plain = tiny(recipe)
-    fast = cpu.for_training(tiny(recipe))
+    fast = for_training(tiny(recipe), CPU)
     assert type(fast) is cpu.CPUTrainingGPT and type(plain) is GPT
     x, y = torch.randint(0, 257, (2, 3, 16))
     for model in (plain, fast):
@@ -118,7 +119,7 @@ def test_a_model_for_training_learns_as_the_plain_one_under_its_names(recipe, dt
 
 
 def test_a_tied_embedding_learns_in_the_gradient_of_the_head():
-    model, made = cpu.for_training(tiny()), []
+    model, made = for_training(tiny(), CPU), []
 
     class LargeTensors(TorchDispatchMode):
         """Collects operations that allocate a tensor as large as the embedding."""
@@ -142,7 +143,7 @@ def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
     if not cpu.has_onednn(dtype):
         pytest.skip(f"oneDNN has no matmuls in {dtype} here")
     plain = tiny(recipe).eval()
-    packed = cpu.for_inference(copy.deepcopy(plain), dtype)
+    packed = for_inference(copy.deepcopy(plain), CPU, dtype)
     assert type(packed) is cpu.CPUInferenceGPT
     idx = torch.arange(32).view(2, 16)
     with torch.no_grad(), autocast(CPU, dtype):
@@ -154,7 +155,7 @@ def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
 
 def test_without_onednn_linear_layers_stay_plain(monkeypatch):
     monkeypatch.setattr(cpu, "has_onednn", lambda dtype: False)
-    model = cpu.for_inference(tiny(), torch.float32)
+    model = for_inference(tiny(), CPU, torch.float32)
     assert type(model) is GPT and type(model.transformer.h[0].attn.c_attn) is nn.Linear
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
     assert torch.equal(cpu.linear(x, weight), F.linear(x, weight))

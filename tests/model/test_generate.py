@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from config import parse_recipe
-from model import cpu
 from model.cache import KVCache
 from model.config import GPTConfig
 from model.generate import complete, generate, next_logits, positions_and_mask, sample_token
 from model.gpt import GPT
+from model.replace import for_inference
 from utils.devices import autocast
 
 
@@ -56,7 +56,7 @@ def test_prompts_of_different_lengths_go_on_as_each_alone(model, use_cache):
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}])
 def test_packed_weights_change_no_token(model, options):
-    packed = cpu.for_inference(copy.deepcopy(model), torch.float32)
+    packed = for_inference(copy.deepcopy(model), torch.device("cpu"), torch.float32)
     prompts = [[1, 2, 3], [4]]
     assert tokens(packed, prompts, 60, **options) == tokens(model, prompts, 60, **options)
 

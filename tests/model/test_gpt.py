@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from conftest import script
 
 from config import parse_recipe
-from model import cpu
 from model.cache import KVCache
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
+from model.replace import for_training
 from utils.errors import UserError
 
 RECIPES = ("gpt2", "modern", "speedrun", "llama,n_kv_head=1")
@@ -30,7 +30,7 @@ def tiny(request):
     """Build small models of plain modules, as a GPU runs them, or of those for CPUs."""
     if request.param == "plain":
         return plain
-    return lambda *args, **changes: cpu.for_training(plain(*args, **changes))
+    return lambda *args, **changes: for_training(plain(*args, **changes), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""Every replacement of a module, or of a block's forward, that prepares a plain GPT for a device.
+
+Replacements are made in place, and parameters keep their names. A class is swapped by assignment to
+`module.__class__`, as fully_shard of PyTorch does; model/cpu.py holds the classes for CPUs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from model import cpu
+from model.gpt import GPT
+from model.layers import RMSNorm, Rotary, ScaledDotProduct
+from model.loss import HeadCrossEntropy, cross_entropy_
+
+CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LayerNorm: cpu.CPULayerNorm,
+    RMSNorm: cpu.CPURMSNorm,
+    Rotary: cpu.CPURotary,
+    nn.GELU: cpu.CPUGELU,
+    ScaledDotProduct: cpu.CPUScaledDotProduct,
+    HeadCrossEntropy: cpu.CPUHeadCrossEntropy,
+}
+SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpointing
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def for_training(
+    model: GPT, device: torch.device, checkpointing: str = "none", compiled: bool = False
+) -> GPT:
+    """Replace what trains faster on `device`, or in less memory, before DDP or FSDP2 wraps the
+    model; their hooks stay outside of a block's forward.
+
+    `checkpointing` "block" keeps the input of each block alone, for a third more compute. "cheap"
+    keeps outputs of matmuls and attention; a compiler recomputes all that it fuses. `compiled`
+    compiles the blocks, which share one graph, and the loss of a chunk of logits.
+    """
+    if device.type == "cpu":
+        swap_classes(model)
+        if type(model) is GPT:
+            model.__class__ = cpu.CPUTrainingGPT
+    for block in model.transformer.h:
+        if checkpointing == "block" or (checkpointing == "cheap" and not compiled):
+            block.forward = checkpointed(block.forward, checkpointing)
+        if compiled:
+            block.forward = compile_static(block.forward)
+    if compiled:
+        configure_compiler(checkpointing)
+        if device.type != "cpu":  # a CPU computes the loss in parts, faster than compiled
+            model.loss.cross_entropy_ = compile_static(cross_entropy_)
+    return model
+
+
+def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1) -> GPT:
+    """Replace what runs faster without gradients on `device`, for about `rows` tokens at a time.
+
+    On a CPU matmuls run in `dtype`, as under autocast; queries, keys, values and so the cache are
+    float32. Without oneDNN for that dtype the linear layers stay plain.
+    """
+    if device.type == "cpu":
+        swap_classes(model)
+        if cpu.has_onednn(dtype):
+            model.__class__ = cpu.CPUInferenceGPT
+            model.pack = partial(cpu.PackedLinear, dtype=dtype, rows=rows)
+            pack_linear_layers(model)
+    return model.eval()
+
+
+def swap_classes(model: nn.Module) -> nn.Module:
+    """Replace modules by those for CPUs."""
+    for module in model.modules():
+        module.__class__ = CPU_CLASSES.get(type(module), type(module))
+    return model
+
+
+def pack_linear_layers(model: cpu.CPUInferenceGPT) -> None:
+    """Replace the linear layers of the blocks by packed ones, each freed before the next."""
+    for block in model.transformer.h:
+        for module in (block.attn, block.mlp):
+            for name, layer in list(module.named_children()):
+                if isinstance(layer, nn.Linear):
+                    upcast = name == "c_attn"
+                    setattr(module, name, model.pack(layer.weight, layer.bias, upcast=upcast))
+
+
+def checkpointed(forward: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
+    """Return a forward that is recomputed in the backward pass, if there is one."""
+    options = {"use_reentrant": False}
+    if mode == "cheap":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+
+    def run(*args: object) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        return checkpoint(forward, *args, **options)
+
+    return run
+
+
+def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile a function as one graph for each shape of its inputs."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def configure_compiler(checkpointing: str) -> None:
+    """Set what the compiler recomputes in the backward pass, and leave blocks whole under DDP."""
+    import torch._dynamo.config  # takes a second
+    import torch._functorch.config
+
+    torch._dynamo.config.optimize_ddp = False  # it would split blocks; DDP overlaps between them
+    for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
+        setattr(torch._functorch.config, f"ban_recompute_{name}", checkpointing != "cheap")

@@ -1,0 +1,66 @@
+"""What for_training does to the blocks' forward, on modules for CPUs and plain ones."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+from config import parse_recipe
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.replace import for_training
+from utils.devices import autocast
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only chooses the classes
+
+
+def small(recipe):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(16, 257, 3, 2, 32, **parse_recipe(recipe).shape(16, 257)))
+
+
+def gradients(model, idx, dtype=torch.float32):
+    with autocast(CPU, dtype, keep_weights=False):
+        loss = model(idx, idx)
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("mode", ["cheap", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "llama,n_kv_head=1"])
+def test_recomputed_blocks_have_the_gradients_of_kept_ones(device, mode, dtype, recipe):
+    found, flops = {}, {}
+    idx = torch.randint(0, 257, (2, 16))
+    for checkpointing in ("none", mode):
+        model = for_training(small(recipe), device, checkpointing)
+        with FlopCounterMode(display=False) as counter:
+            found[checkpointing] = gradients(model, idx, dtype)
+        flops[checkpointing] = counter.get_total_flops()
+    for name, grad in found["none"].items():
+        assert torch.equal(grad, found[mode][name]), name
+    recomputed = flops[mode] - flops["none"]
+    assert recomputed > 0 if mode == "block" else recomputed == 0  # cheap repeats no matmul
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("mode", ["none", "cheap", "block"])
+def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(
+    device, mode, monkeypatch
+):
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr("model.replace.compile_static", partial_compile(counter))
+    torch._dynamo.reset()
+    idx = torch.randint(0, 257, (2, 16))
+    expected = gradients(small("modern"), idx)
+    model = for_training(small("modern"), device, mode, compiled=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = gradients(model, idx)
+    assert counter.frame_count == (1 if device is CPU else 2)  # a block, and the loss on a GPU
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-4)
+
+
+def partial_compile(backend):
+    return lambda f: torch.compile(f, fullgraph=True, dynamic=False, backend=backend)
