@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict, dataclass
-from reprlib import repr as brief
 
 from utils.errors import UserError
 
@@ -20,8 +19,24 @@ CHOICES = {
     "activation": ("gelu", "relu2", "swiglu"),
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
-COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows")
-SWITCHES = ("qk_norm", "bias", "tied")
+
+NUMBER = (int, float)
+RULES = (  # fields, a test of their values, and what it asks for
+    (
+        ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows"),
+        lambda x: type(x) is int and x >= 1,
+        "a whole number of at least 1",
+    ),
+    (
+        ("n_kv_head", "n_inner"),
+        lambda x: x is None or (type(x) is int and x >= 1),
+        "a whole number of at least 1, or None",
+    ),
+    (("dropout",), lambda x: type(x) in NUMBER and 0 <= x < 1, "at least 0 and below 1"),
+    (("rope_base",), lambda x: type(x) in NUMBER and 0 < x < math.inf, "a number above 0"),
+    (("qk_norm", "bias", "tied"), lambda x: type(x) is bool, "True or False"),
+    *(((name,), x.__contains__, f"one of {', '.join(x)}") for name, x in CHOICES.items()),
+)
 
 
 @dataclass(frozen=True)
@@ -63,40 +78,18 @@ class GPTConfig:
     """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            self.check_count(name)
-        for name in ("n_kv_head", "n_inner"):
-            if getattr(self, name) is not None:
-                self.check_count(name)
-        if self.n_embd % self.n_head:
-            raise UserError(
-                f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; "
-                "every head needs the same width"
-            )
-        if self.n_head % self.kv_heads:
-            raise UserError(
-                f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}; "
-                "each key/value head must serve the same number of query heads"
-            )
-        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
-            raise UserError(f"dropout is {brief(self.dropout)}; it must be at least 0 and below 1")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                value = brief(getattr(self, name))
-                raise UserError(f"{name} is {value}; it must be one of {', '.join(choices)}")
-        for name in SWITCHES:
-            if type(getattr(self, name)) is not bool:
-                raise UserError(f"{name} is {brief(getattr(self, name))}; it must be True or False")
-        if type(self.rope_base) not in (int, float) or not 0 < self.rope_base < math.inf:
-            raise UserError(f"rope_base is {brief(self.rope_base)}; it must be a number above 0")
+        for names, is_valid, rule in RULES:
+            for name in names:
+                if not is_valid(value := getattr(self, name)):
+                    raise UserError(f"{name} is {value!r}; it must be {rule}")
+        for name, divisor in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
+            if getattr(self, name) % (getattr(self, divisor) or 1):
+                raise UserError(
+                    f"{name} {getattr(self, name)} does not divide by "
+                    f"{divisor} {getattr(self, divisor)}"
+                )
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
-
-    def check_count(self, name: str) -> None:
-        """Raise UserError unless the field is an integer of at least 1."""
-        value = getattr(self, name)
-        if type(value) is not int or value < 1:
-            raise UserError(f"{name} is {brief(value)}; it must be a whole number of at least 1")
 
     @property
     def size(self) -> str | None:
