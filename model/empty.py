@@ -17,10 +17,10 @@ class SkipInit(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def empty_gpt(config: GPTConfig) -> GPT:
-    """Return a GPT on the device "meta": shapes without memory, for weights from a file."""
+def empty_gpt(config: GPTConfig, kind: type[GPT] = GPT) -> GPT:
+    """Return a GPT, or a subclass of it, on the device "meta", for weights from a file."""
     with torch.device("meta"), SkipInit():
-        return GPT(config)
+        return kind(config)
 
 
 def with_context(model: GPT, config: GPTConfig) -> GPT:
@@ -29,6 +29,6 @@ def with_context(model: GPT, config: GPTConfig) -> GPT:
     state, positions = model.state_dict(), "transformer.wpe.weight"
     if positions in state:
         state[positions] = state[positions][: config.block_size].contiguous()
-    copy = empty_gpt(config)
+    copy = empty_gpt(config, type(model))
     copy.load_state_dict(state, assign=True)
     return copy.requires_grad_()
