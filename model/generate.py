@@ -1,6 +1,7 @@
 """Sampling from a GPT with a key/value cache."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -12,20 +13,34 @@ from model.gpt import GPT
 CHUNK = 16  # tokens between two tests of `complete` for the end of all rows
 
 
-def sample_token(
-    logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None, top_p: float | None
-) -> Tensor:
+@dataclass(frozen=True)
+class Sampling:
+    """How to continue prompts. Row i draws its random numbers from (seed, first_row + i) alone."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int | None = None
+    """Draw from the k likeliest tokens, exactly k where some are tied."""
+    top_p: float | None = None
+    """Draw from the smallest set of tokens that reaches this probability (Holtzman et al. 2020)."""
+    seed: int = 0
+    first_row: int = 0
+
+
+def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """Draw token ids (B,) from logits (B, V) by inverting the cumulative distribution at
-    `uniform` (B,) in [0, 1). Temperature 0 takes the likeliest; exactly top_k survive ties."""
-    if temperature == 0:
+    `uniform` (B,) in [0, 1)."""
+    if sampling.temperature == 0:
         return logits.argmax(-1)
     ids = None
-    if top_k is not None or top_p is not None:
-        logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # likeliest first
-    probabilities = (logits.float() / temperature).softmax(-1)
-    if top_p is not None:  # Holtzman et al. 2020: the smallest set that reaches top_p
+    if sampling.top_k is not None or sampling.top_p is not None:
+        V = logits.size(-1)
+        logits, ids = logits.topk(min(sampling.top_k or V, V))  # likeliest first
+    probabilities = (logits.float() / sampling.temperature).softmax(-1)
+    if sampling.top_p is not None:
         before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities * (before < top_p)
+        probabilities = probabilities * (before < sampling.top_p)
     cumulative = probabilities.cumsum(-1)
     place = uniform.unsqueeze(-1) * cumulative[:, -1:]
     pick = torch.searchsorted(cumulative, place, right=True).clamp_(max=logits.size(-1) - 1)
@@ -36,43 +51,28 @@ def sample_token(
 def generate(
     model: GPT,
     prompts: list[list[int]],
-    max_new_tokens: int,
+    sampling: Sampling,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    first_row: int = 0,
     use_cache: bool = True,
     use_torch_compile: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield the next token ids (B,) of B prompts, each of one token or more, `max_new_tokens`
-    times, without a host sync.
+    """Yield the next token ids (B,) of B prompts, each of one token or more, without a host sync.
 
-    Row i draws its random numbers from (seed, first_row + i), whatever the other rows. Where the
-    context is full, its older half is dropped and the rest read again; a prompt longer than the
-    context keeps its end. `use_cache=False` reads the whole context for each token and gives the
-    same tokens. `use_torch_compile` compiles the forward of one token, in static shapes: the number
-    of prompts and the capacity of the cache, a multiple of 64.
+    Where the context is full, its older half is dropped and the rest read again; a prompt longer
+    than the context keeps its end. `use_cache=False` reads the whole context for each token and
+    gives the same tokens. `use_torch_compile` compiles the forward of one token, in static shapes:
+    the number of prompts and the capacity of the cache, a multiple of 64.
     """
     T, device = model.config.block_size, model.transformer.wte.weight.device
     one_token = torch.compile(next_logits) if use_torch_compile else None
-    seeds = range(seed * 1_000_003 + first_row, seed * 1_000_003 + first_row + len(prompts))
-    sources = [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
-    uniforms = torch.stack([torch.rand(max_new_tokens, generator=g) for g in sources]).to(device)
-    prompts = [prompt[-T:] for prompt in prompts]
-    longest = max(map(len, prompts))
-    pads = [longest - len(prompt) for prompt in prompts]  # on the left, so that all end together
+    uniforms = draw_uniforms(len(prompts), sampling).to(device)
+    context, pads = pad_left([prompt[-T:] for prompt in prompts], device)
     first = torch.tensor(pads, device=device)[:, None]  # (B, 1): index of the first token
-    rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
-    context = torch.tensor(rows, device=device)
-    room = longest + max_new_tokens
-    if use_torch_compile:
-        room = -(-room // 64) * 64
-    unread, cache = context, KVCache(min(T, room))
-    for step in range(max_new_tokens):
-        lengths = [context.size(1) - pad for pad in pads]
-        if max(lengths) > T:
+    room = context.size(1) + sampling.max_new_tokens
+    unread, cache = context, KVCache(min(T, -(-room // 64) * 64 if one_token else room))
+    for uniform in uniforms.unbind(1):
+        if context.size(1) - min(pads) > T:
+            lengths = [context.size(1) - pad for pad in pads]
             lengths = [n if n <= T else max(1, T // 2) for n in lengths]
             pads = [max(lengths) - n for n in lengths]
             first = torch.tensor(pads, device=device)[:, None]
@@ -88,10 +88,25 @@ def generate(
         else:
             where = positions_and_mask(first, end, unread, end) if any(pads) else {}
             logits = next_logits(model, unread, cache, **where)
-        token = sample_token(logits, uniforms[:, step], temperature, top_k, top_p)
+        token = sample_token(logits, uniform, sampling)
         yield token
         unread = token.unsqueeze(1)
         context = torch.cat([context, unread], dim=1)
+
+
+def draw_uniforms(rows: int, sampling: Sampling) -> Tensor:
+    """Return random numbers in [0, 1) (rows, max_new_tokens)."""
+    first = sampling.seed * 1_000_003 + sampling.first_row
+    sources = [torch.Generator().manual_seed(seed) for seed in range(first, first + rows)]
+    return torch.stack([torch.rand(sampling.max_new_tokens, generator=g) for g in sources])
+
+
+def pad_left(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Return prompts as rows (B, S) that end together, and the padding on the left of each."""
+    longest = max(map(len, prompts))
+    pads = [longest - len(prompt) for prompt in prompts]
+    rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
+    return torch.tensor(rows, device=device), pads
 
 
 def next_logits(model: GPT, unread: Tensor, cache: KVCache | None, **where: Tensor) -> Tensor:
@@ -104,7 +119,7 @@ def positions_and_mask(first: Tensor, end: int, unread: Tensor, width: int) -> d
     end at `end` and have left padding up to `first` (B, 1)."""
     query = torch.arange(end - unread.size(1), end, device=unread.device)  # (T,)
     key = torch.arange(width, device=unread.device)
-    mask = (key <= query[:, None]) & (key >= first[:, None])  # (B, T, width)
+    mask = (key <= query[:, None]) & (key >= first[..., None])  # (B, T, width)
     mask |= key == query[:, None]  # padding attends to itself: a softmax over nothing is NaN
     return {"positions": (query - first).clamp(min=0), "mask": mask[:, None]}
 
@@ -113,15 +128,15 @@ def complete(
     model: GPT,
     prompts: list[list[int]],
     eot: int,
+    sampling: Sampling,
     all_done: Callable[[bool], bool] = lambda done: done,
-    **options,
 ) -> list[list[int]]:
-    """Return what follows each prompt up to its end of text, without it; options of generate.
+    """Return what follows each prompt up to its end of text, without it.
 
     Where forward passes are collectives, `all_done` tells whether every process is done.
     """
     texts: list[list[int]] = [[] for _ in prompts]
-    tokens = generate(model, prompts, **options)
+    tokens = generate(model, prompts, sampling)
     while some := list(islice(tokens, CHUNK)):
         for text, more in zip(texts, torch.stack(some, 1).tolist(), strict=True):
             text += more

@@ -7,7 +7,14 @@ import torch
 from config import parse_recipe
 from model.cache import KVCache
 from model.config import GPTConfig
-from model.generate import complete, generate, next_logits, positions_and_mask, sample_token
+from model.generate import (
+    Sampling,
+    complete,
+    generate,
+    next_logits,
+    positions_and_mask,
+    sample_token,
+)
 from model.gpt import GPT
 from model.replace import for_inference
 from utils.devices import autocast
@@ -27,7 +34,10 @@ def model(request):
 
 
 def tokens(model, prompts, n, **options):
-    rows = list(generate(model, prompts, n, **options))
+    flags = {
+        name: options.pop(name) for name in ("use_cache", "use_torch_compile") & options.keys()
+    }
+    rows = list(generate(model, prompts, Sampling(n, **options), **flags))
     return torch.stack(rows, 1).tolist()
 
 
@@ -65,7 +75,7 @@ def test_packed_weights_change_no_token(model, options):
 def test_compiled_reading_changes_no_token_and_is_compiled_once(model, monkeypatch, backend):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     prompts = [[1, 2, 3], [4]]
-    rest = generate(model, prompts, 40, seed=3, use_torch_compile=True)
+    rest = generate(model, prompts, Sampling(40, seed=3), use_torch_compile=True)
     made = [next(rest) for _ in range(2)]
     with torch.compiler.set_stance("fail_on_recompile"):
         made += list(rest)
@@ -120,9 +130,9 @@ def test_greedy_takes_the_likeliest(model):
     assert tokens(model, [[9, 8, 7]], 1, temperature=0) == [[model(prompt)[0, -1].argmax().item()]]
 
 
-def draw(logits, n=20_000, temperature=1.0, top_k=None, top_p=None):
+def draw(logits, n=20_000, **options):
     uniform = (torch.arange(n) + 0.5) / n
-    ids = sample_token(logits.expand(n, -1), uniform, temperature, top_k, top_p)
+    ids = sample_token(logits.expand(n, -1), uniform, Sampling(1, **options))
     return torch.bincount(ids, minlength=logits.numel()) / n
 
 
@@ -149,12 +159,12 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
 def test_no_uniform_number_falls_off_the_end():
     logits = torch.randn(4, 50257)
     top = torch.full((4,), 1 - 2**-24)
-    ids = sample_token(logits, top, 1.0, None, None)
-    assert (ids < 50257).all() and (sample_token(logits, top, 1.0, None, 0.9) < 50257).all()
+    for top_p in (None, 0.9):
+        assert (sample_token(logits, top, Sampling(1, top_p=top_p)) < 50257).all()
 
 
 def test_completion_ends_before_end_of_text(model):
-    (free,) = complete(model, [[3]], eot=-1, max_new_tokens=30, seed=2)
+    (free,) = complete(model, [[3]], -1, Sampling(30, seed=2))
     assert len(free) == 30
-    (cut,) = complete(model, [[3]], eot=free[10], max_new_tokens=30, seed=2)
+    (cut,) = complete(model, [[3]], free[10], Sampling(30, seed=2))
     assert cut == free[: free.index(free[10])]

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from config import parse_recipe
 from data.tokenizer import GPT2_IDS, check_vocabulary, load_tokenizer, save_tokenizer
 from model.config import GPTConfig
-from model.generate import complete
+from model.generate import Sampling, complete
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained
 from utils.errors import UserError
@@ -69,7 +69,7 @@ def test_the_full_124m_configuration_agrees_and_generates_the_same(tmp_path):
         expected = theirs.generate(
             prompt, max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-    (found,) = complete(ours, prompt.tolist(), eot=-1, max_new_tokens=50, temperature=0)
+    (found,) = complete(ours, prompt.tolist(), -1, Sampling(50, temperature=0))
     assert found == expected[0, 8:].tolist() and len(found) == 50
 
 
