@@ -13,17 +13,9 @@ from torch import Tensor
 
 from model.cache import KVCache
 from model.config import GPTConfig
-from model.layers import (
-    ACTIVATIONS,
-    RMSNorm,
-    Rotary,
-    ScaledDotProduct,
-    make_norm,
-    rotary_angles,
-)
+from model.layers import ACTIVATIONS, RMSNorm, Rotary, ScaledDotProduct, make_norm, rotary_angles
 from model.loss import HeadCrossEntropy
-from model.ngrams import ngram_rows, previous_tokens
-from utils.errors import UserError
+from model.ngrams import ngram_rows
 
 
 class Attention(nn.Module):
@@ -88,14 +80,9 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor] | None = None,
-        cache: KVCache | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), angles, cache, mask)
+    def forward(self, x: Tensor, *where: object) -> Tensor:
+        """Return x (B, T, C) after the block; `where` are angles, cache and mask of Attention."""
+        x = x + self.attn(self.ln_1(x), *where)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -144,14 +131,9 @@ class GPT(nn.Module):
 
     def num_matmul_parameters(self) -> int:
         """Return the number of parameters without the tables that are only looked up."""
-        rows = 0
-        if self.config.position == "learned":
-            rows += self.config.block_size
-        if self.head_weight is not self.transformer.wte.weight:
-            rows += self.config.vocab_size
-        if self.config.ngrams > 1:
-            rows += self.config.ngram_rows
-        return self.num_parameters() - rows * self.config.n_embd
+        layers = (*self.transformer.h.parameters(), *self.transformer.ln_f.parameters())
+        head = self.head_weight[: self.config.vocab_size]
+        return sum(p.numel() for p in (*layers, head))
 
     def flops_per_token(self) -> int:
         """Return forward and backward FLOPs per token of a full context: 6 N + 12 L C T (Chowdhery
@@ -180,10 +162,8 @@ class GPT(nn.Module):
         """Return embeddings (B, T, C) of token ids (B, T): the token's, plus those of the n-grams
         that end there."""
         x = self.transformer.wte(idx)
-        if (N := self.config.ngrams) > 1:
-            start = self.config.vocab_size - 1  # end of text, in both tokenizers
-            previous = previous_tokens(idx, cache, mask, N - 1, start)  # (B, T, N - 1)
-            rows = ngram_rows(idx, previous, self.config.ngram_rows)
+        if self.config.ngrams > 1:
+            rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
             x = x + self.transformer.ngrams(rows).sum(-2)  # (B, T, N - 1, C) -> (B, T, C)
         return x
 
@@ -198,11 +178,8 @@ class GPT(nn.Module):
         T, angles = x.size(1), None
         if positions is None:
             start = cache.length if cache is not None else 0
-            if start + T > self.config.block_size:
-                raise UserError(
-                    f"{start + T} tokens do not fit the context of {self.config.block_size}"
-                )
             positions = torch.arange(start, start + T, device=x.device)
+            assert start + T <= self.config.block_size, f"{start + T} tokens are too many"
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)
         else:
@@ -235,7 +212,5 @@ class GPT(nn.Module):
         x = self.trunk(self.embed(idx, mask=mask), positions=positions, mask=mask)
         if targets is None:
             return self.logits(x)
-        if reduction == "mean":
-            return self.loss(x.flatten(0, 1), self.head_weight, targets.flatten())
-        losses = self.loss.of_each(x.flatten(0, 1), self.head_weight, targets.flatten())
-        return losses.view_as(targets)
+        loss = self.loss(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction)
+        return loss if reduction == "mean" else loss.view_as(targets)

@@ -1,23 +1,11 @@
 """LLaMA and Qwen3 models to and from Hugging Face's format. A Qwen3 is a LLaMA with QK-norm."""
 
-from dataclasses import replace
-from reprlib import repr as brief
-
 import torch
 from torch import Tensor
 
 from model.config import GPTConfig
-from model.layers import RMS_EPS as EPS
+from model.layers import RMS_EPS
 from utils.errors import UserError
-
-# fields of GPTConfig in which every LLaMA differs from GPT-2, and those that it is free to choose
-CONSTANTS = {"position": "rotary", "norm": "rms", "bias": False}
-CHOICES = ("n_kv_head", "n_inner", "rope_base", "qk_norm", "tied")
-# relu2 is exported as a gated ReLU whose gate equals its input: relu(x) * x = relu(x)²
-ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
-FIXED = ("hidden_act", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias")
-UNUSED = ("rope_scaling", "use_sliding_window")  # fields that change the architecture if set
-
 
 MODEL_TYPES = ("llama", "qwen3")
 SIZES = {  # fields of LlamaConfig and ours
@@ -29,66 +17,66 @@ SIZES = {  # fields of LlamaConfig and ours
     "num_key_value_heads": "n_kv_head",
     "intermediate_size": "n_inner",
 }
+# fields of GPTConfig in which every LLaMA differs from GPT-2, and those that it is free to choose
+CONSTANTS = {"position": "rotary", "norm": "rms", "bias": False}
+CHOICES = ("n_kv_head", "n_inner", "rope_base", "qk_norm", "tied")
+# relu2 becomes a gated ReLU whose gate equals its input: relu(x) * x = relu(x)²
+ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
 
 
 def config_from_hf(values: dict) -> GPTConfig:
     """Return the GPTConfig of the config.json of a LLaMA or Qwen3; raise UserError naming a field
     whose value is not supported."""
-    if missing := [name for name in SIZES if name not in values]:
-        raise UserError(f"config.json lacks {', '.join(missing)}")
-    activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    act, rope = values.get("hidden_act"), values.get("rope_parameters") or values
+    rope = values.get("rope_parameters") or values
+    sizes = {ours: values[name] for name, ours in SIZES.items()}
+    if sizes["n_kv_head"] == sizes["n_head"]:
+        sizes["n_kv_head"] = None  # as where it is not given
+    if sizes["n_inner"] == 4 * sizes["n_embd"]:
+        sizes["n_inner"] = None
     config = GPTConfig(
-        **{ours: values[name] for name, ours in SIZES.items()},
+        **sizes,
         **CONSTANTS,
-        activation=activations.get(act, "swiglu") if isinstance(act, str) else "swiglu",
+        activation="swiglu",
         rope_base=rope.get("rope_theta", 10_000.0),
         qk_norm=values["model_type"] == "qwen3",
         tied=values.get("tie_word_embeddings", False),
     )
-    if config.n_kv_head == config.n_head:  # None, as where nothing is given
-        config = replace(config, n_kv_head=None)
-    if config.n_inner == 4 * config.n_embd:
-        config = replace(config, n_inner=None)
-    own = config_to_hf(config)
-    supported = {name: own[name] for name in FIXED if name in own} | dict.fromkeys(UNUSED)
-    values.setdefault("rms_norm_eps", 1e-6)  # the default of transformers
+    supported = {
+        "hidden_act": "silu",
+        "head_dim": config.head_size,
+        "rms_norm_eps": RMS_EPS,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
+        "rope_scaling": None,
+        "rope_type": "default",
+    }
+    found = {"rms_norm_eps": 1e-6, **rope, **values}  # 1e-6 is transformers' default
     for name, value in supported.items():
-        if values.get(name, value) not in (value, False):
-            raise UserError(f"config.json has {name} {brief(values[name])}, not {value}")
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(f"config.json has rope_type {brief(rope['rope_type'])}, not default")
+        if found.get(name) not in (value, None):
+            raise UserError(f"config.json has {name} {found[name]!r}; only {value} is supported")
     return config
 
 
 def config_to_hf(config: GPTConfig) -> dict:
-    """Return the config.json of transformers' LlamaForCausalLM; with QK-norm Qwen3ForCausalLM,
-    which is a LLaMA otherwise. Raise UserError naming the fields that neither supports."""
+    """Return the config.json of transformers' LlamaForCausalLM; with QK-norm Qwen3ForCausalLM.
+    Raise UserError naming the fields that neither supports."""
     wanted = CONSTANTS | {name: getattr(config, name) for name in CHOICES}
-    known = config.activation in ACTIVATIONS
-    wanted["activation"] = config.activation if known else "swiglu"
+    wanted["activation"] = config.activation if config.activation in ACTIVATIONS else "swiglu"
     if misfits := config.differs_from(wanted):
         fields = ", ".join(f"{name}={getattr(config, name)}" for name in misfits)
-        unlike = ", ".join(f"{name}={getattr(config, name)}" for name in config.differs_from({}))
         raise UserError(
-            f"transformers has no class for this model: no GPT-2 because of {unlike}, and no LLaMA "
-            f"because of {fields}"
+            f"transformers has no class for this model: it is no GPT-2, and no LLaMA with {fields}"
         )
-    architecture, model_type = ("Qwen3", "qwen3") if config.qk_norm else ("Llama", "llama")
+    name = "Qwen3" if config.qk_norm else "Llama"
     return {
-        "architectures": [f"{architecture}ForCausalLM"],
-        "model_type": model_type,
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
         "hidden_act": ACTIVATIONS[config.activation],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.n_embd,
+        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
         "intermediate_size": config.inner,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
-        "max_position_embeddings": config.block_size,
         "rope_theta": config.rope_base,
-        "rms_norm_eps": EPS,
+        "rms_norm_eps": RMS_EPS,
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": config.dropout,
@@ -96,68 +84,56 @@ def config_to_hf(config: GPTConfig) -> dict:
     }
 
 
-def weights_from_hf(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Return our state dict from tensors with the names and shapes that weights_to_hf gives; raise
-    UserError for weights that this architecture lacks."""
-
-    def padded(table: Tensor) -> Tensor:
-        rows = config.padded_vocab_size - config.vocab_size
-        return torch.cat([table, table.new_zeros(rows, config.n_embd)])
-
-    ours = {
-        "transformer.wte.weight": padded(theirs["model.embed_tokens.weight"]),
-        "transformer.ln_f.weight": theirs["model.norm.weight"],
+def weight_names(config: GPTConfig) -> dict[str, dict[str, int]]:
+    """Return our names of the weights, each with the names and rows of the ones that it stacks."""
+    C, K = config.n_embd, config.kv_heads * config.head_size
+    block = {
+        "attn.c_attn": {"self_attn.q_proj": C, "self_attn.k_proj": K, "self_attn.v_proj": K},
+        "attn.c_proj": {"self_attn.o_proj": C},
+        "mlp.c_fc": {"mlp.gate_proj": config.inner, "mlp.up_proj": config.inner},
+        "mlp.c_proj": {"mlp.down_proj": C},
+        "ln_1": {"input_layernorm": C},
+        "ln_2": {"post_attention_layernorm": C},
+    }
+    names = {
+        "transformer.wte.weight": {"model.embed_tokens.weight": config.vocab_size},
+        "transformer.ln_f.weight": {"model.norm.weight": C},
     }
     if not config.tied:
-        ours["lm_head.weight"] = padded(theirs["lm_head.weight"])
+        names["lm_head.weight"] = {"lm_head.weight": config.vocab_size}
     for layer in range(config.n_layer):
-        prefix, name = f"transformer.h.{layer}.", f"model.layers.{layer}.{{}}.weight".format
-        qkv = [theirs[name(f"self_attn.{x}_proj")] for x in "qkv"]
-        gate, up = theirs[name("mlp.gate_proj")], theirs[name("mlp.up_proj")]
-        if config.activation == "relu2" and not torch.equal(gate, up):
-            raise UserError(f"layer {layer} has a gated ReLU, which is no squared ReLU")
-        norms = [theirs[name(f"self_attn.{x}_norm")] for x in "qk"] if config.qk_norm else []
-        if any((norm != 1).any() for norm in norms):
-            raise UserError(f"layer {layer} has gains in its QK-norm, which is without them here")
-        parts = {
-            "attn.c_attn": torch.cat(qkv),
-            "attn.c_proj": theirs[name("self_attn.o_proj")],
-            "mlp.c_fc": torch.cat([gate, up]) if config.activation == "swiglu" else gate,
-            "mlp.c_proj": theirs[name("mlp.down_proj")],
-            "ln_1": theirs[name("input_layernorm")],
-            "ln_2": theirs[name("post_attention_layernorm")],
-        }
-        ours |= {f"{prefix}{part}.weight": x for part, x in parts.items()}
+        for ours, theirs in block.items():
+            names[f"transformer.h.{layer}.{ours}.weight"] = {
+                f"model.layers.{layer}.{name}.weight": rows for name, rows in theirs.items()
+            }
+    return names
+
+
+def qk_norms(config: GPTConfig) -> dict[str, Tensor]:
+    """Return the gains of a Qwen3's QK-norm by name; all are 1, since ours has none."""
+    names = [f"{i}.self_attn.{x}_norm.weight" for i in range(config.n_layer) for x in "qk"]
+    return {f"model.layers.{x}": torch.ones(config.head_size) for x in names if config.qk_norm}
+
+
+def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Return our state dict, from that of transformers' LlamaForCausalLM or Qwen3ForCausalLM."""
+    ours = {
+        name: torch.cat([state[x] for x in theirs]) for name, theirs in weight_names(config).items()
+    }
+    known = {name for theirs in weight_names(config).values() for name in theirs}
+    rest, norms = {name: x for name, x in state.items() if name not in known}, qk_norms(config)
+    assert rest.keys() == norms.keys(), f"unknown tensors: {sorted(rest.keys() ^ norms.keys())}"
+    for name, gain in norms.items():
+        assert torch.equal(rest[name], gain), f"{name} is not 1: QK-norm has no gains here"
     return ours
 
 
 def weights_to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Return the state dict of transformers' LlamaForCausalLM or Qwen3ForCausalLM, without padding
-    of the vocabulary."""
-    widths = [n * config.head_size for n in (config.n_head, config.kv_heads, config.kv_heads)]
-    theirs = {
-        "model.embed_tokens.weight": state["transformer.wte.weight"][: config.vocab_size],
-        "model.norm.weight": state["transformer.ln_f.weight"],
-    }
-    if not config.tied:
-        theirs["lm_head.weight"] = state["lm_head.weight"][: config.vocab_size]
-    for layer in range(config.n_layer):
-        ours = f"transformer.h.{layer}."
-        q, k, v = state[ours + "attn.c_attn.weight"].split(widths)
-        fc = state[ours + "mlp.c_fc.weight"]
-        gate, up = fc.chunk(2) if config.activation == "swiglu" else (fc, fc.clone())
-        parts = {
-            "self_attn.q_proj": q,
-            "self_attn.k_proj": k,
-            "self_attn.v_proj": v,
-            "self_attn.o_proj": state[ours + "attn.c_proj.weight"],
-            "mlp.gate_proj": gate,
-            "mlp.up_proj": up,
-            "mlp.down_proj": state[ours + "mlp.c_proj.weight"],
-            "input_layernorm": state[ours + "ln_1.weight"],
-            "post_attention_layernorm": state[ours + "ln_2.weight"],
-        }
-        if config.qk_norm:  # ours has no weights
-            parts |= {f"self_attn.{x}_norm": torch.ones(config.head_size) for x in "qk"}
-        theirs |= {f"model.layers.{layer}.{name}.weight": x for name, x in parts.items()}
+    """Return the state dict of transformers' LlamaForCausalLM or Qwen3ForCausalLM."""
+    theirs = qk_norms(config)
+    for ours, rows in weight_names(config).items():
+        x = state[ours]
+        if config.activation == "relu2" and "c_fc" in ours:
+            x = torch.cat([x, x])
+        theirs |= zip(rows, x.split(list(rows.values())), strict=True)
     return theirs

@@ -130,13 +130,14 @@ class HeadCrossEntropy(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
 
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,)."""
-        return ChunkedCrossEntropy.apply(x, weight, targets, self, torch.is_grad_enabled())
-
-    def of_each(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy (N,) in nats of each target, 0 for -1. Where there are several
-        chunks, the backward pass computes the logits of each again."""
+    def forward(
+        self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"
+    ) -> Tensor:
+        """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,); with the
+        reduction "none" the cross-entropy (N,) of each target, 0 for -1, for which the backward
+        pass recomputes the logits of each chunk if there are several."""
+        if reduction == "mean":
+            return ChunkedCrossEntropy.apply(x, weight, targets, self, torch.is_grad_enabled())
         rows = rows_within(self.logits_bytes, 4 * len(weight))
         if len(x) <= rows:
             return self.of_chunk(x, weight, targets)

@@ -9,33 +9,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.cache import KVCache
+from model.config import GPTConfig
 
 MULTIPLIER = 1_000_003  # as in Python's hash of a tuple
 
 
-def ngram_rows(tokens: Tensor, previous: Tensor, num_rows: int) -> Tensor:
-    """Return the rows (B, T, N - 1) of the n-grams, n = 2 to N, that end at each of `tokens`
-    (B, T), from the N - 1 tokens before each (B, T, N - 1), nearest first."""
-    value, rows = tokens, []
-    for before in previous.unbind(-1):
+def ngram_rows(
+    idx: Tensor, cache: KVCache | None, mask: Tensor | None, config: GPTConfig
+) -> Tensor:
+    """Return the rows (B, T, N - 1) of the n-grams, n = 2 to N, that end at each id (B, T)."""
+    value, rows = idx, []
+    for before in previous_tokens(idx, cache, mask, config).unbind(-1):
         value = value * MULTIPLIER + before + 1  # wraps around at 64 bits on every device
-        rows.append((value ^ (value >> 15)) % num_rows)
+        rows.append((value ^ (value >> 15)) % config.ngram_rows)
     return torch.stack(rows, -1)
 
 
 def previous_tokens(
-    idx: Tensor, cache: KVCache | None, mask: Tensor | None, count: int, missing: int
+    idx: Tensor, cache: KVCache | None, mask: Tensor | None, config: GPTConfig
 ) -> Tensor:
-    """Return the `count` tokens before each of `idx` (B, T), nearest first: (B, T, count).
+    """Return the N - 1 tokens before each of `idx` (B, T), nearest first: (B, T, N - 1).
 
     They are the last ones that a token attends to: those before it in its row and in the cache, or
-    where `mask` (B, 1, T, S) allows it. `missing` stands where there are fewer.
+    where `mask` (B, 1, T, S) allows it. End of text stands where there are fewer.
     """
-    B, T = idx.shape
+    (B, T), count = idx.shape, config.ngrams - 1
     tokens = idx if cache is None else cache.append_tokens(idx)  # (B, S)
     columns = torch.arange(tokens.size(1), device=idx.device)
     own = columns[-T:] if cache is None or cache.slots is None else cache.slots  # (T,)
-    tokens = F.pad(tokens, (count, 0), value=missing)  # column s is now s + count
+    eot = config.vocab_size - 1  # in both tokenizers
+    tokens = F.pad(tokens, (count, 0), value=eot)  # column s is now s + count
     if mask is None:
         back = torch.arange(1, count + 1, device=idx.device)
         nearest = (own[:, None] + count - back).expand(B, T, count)
