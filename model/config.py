@@ -20,22 +20,15 @@ CHOICES = {
 }
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
 
+COUNTS = "block_size vocab_size n_layer n_head n_embd ngrams ngram_rows"
 NUMBER = (int, float)
 RULES = (  # fields, a test of their values, and what it asks for
-    (
-        ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows"),
-        lambda x: type(x) is int and x >= 1,
-        "a whole number of at least 1",
-    ),
-    (
-        ("n_kv_head", "n_inner"),
-        lambda x: x is None or (type(x) is int and x >= 1),
-        "a whole number of at least 1, or None",
-    ),
-    (("dropout",), lambda x: type(x) in NUMBER and 0 <= x < 1, "at least 0 and below 1"),
-    (("rope_base",), lambda x: type(x) in NUMBER and 0 < x < math.inf, "a number above 0"),
-    (("qk_norm", "bias", "tied"), lambda x: type(x) is bool, "True or False"),
-    *(((name,), x.__contains__, f"one of {', '.join(x)}") for name, x in CHOICES.items()),
+    (COUNTS, lambda x: type(x) is int and x >= 1, "a whole number of at least 1"),
+    ("n_kv_head n_inner", lambda x: x is None or type(x) is int and x >= 1, "at least 1, or None"),
+    ("dropout", lambda x: type(x) in NUMBER and 0 <= x < 1, "at least 0 and below 1"),
+    ("rope_base", lambda x: type(x) in NUMBER and 0 < x < math.inf, "a number above 0"),
+    ("qk_norm bias tied", lambda x: type(x) is bool, "True or False"),
+    *((name, x.__contains__, f"one of {', '.join(x)}") for name, x in CHOICES.items()),
 )
 
 
@@ -79,7 +72,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for names, is_valid, rule in RULES:
-            for name in names:
+            for name in names.split():
                 if not is_valid(value := getattr(self, name)):
                     raise UserError(f"{name} is {value!r}; it must be {rule}")
         for name, divisor in (("n_embd", "n_head"), ("n_head", "n_kv_head")):

@@ -193,17 +193,11 @@ class PackedLinear(nn.Module):
     """Linear layer for inference: its weight (out, in) is kept in `dtype` and in the memory layout
     in which oneDNN reads it for about `rows` rows. It has no gradient."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        dtype: torch.dtype,
-        rows: int,
-        upcast: bool = False,
-    ) -> None:
+    upcast = False  # to float32, after the matmul
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> None:
         super().__init__()
-        self.dtype, self.upcast = dtype, upcast
+        self.dtype = dtype
         self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), rows)
         self.bias = None if bias is None else bias.detach().to(dtype)
 
@@ -215,9 +209,11 @@ class PackedLinear(nn.Module):
 class CPUInferenceGPT(GPT):
     """GPT whose head is a PackedLinear, made at its first use."""
 
+    packing: tuple[torch.dtype, int]  # dtype and rows
+
     @cached_property
     def packed_head(self) -> PackedLinear:
-        return self.pack(self.head_weight[: self.config.vocab_size], None)
+        return PackedLinear(self.head_weight[: self.config.vocab_size], None, *self.packing)
 
     def logits(self, x: Tensor) -> Tensor:
         return self.packed_head(x)

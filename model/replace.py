@@ -69,10 +69,15 @@ def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: in
     """
     if device.type == "cpu":
         swap_classes(model)
-        if cpu.has_onednn(dtype):
-            model.__class__ = cpu.CPUInferenceGPT
-            model.pack = partial(cpu.PackedLinear, dtype=dtype, rows=rows)
-            pack_linear_layers(model)
+    if device.type == "cpu" and cpu.has_onednn(dtype):
+        model.__class__, model.packing = cpu.CPUInferenceGPT, (dtype, rows)
+        for block in model.transformer.h:
+            for module in (block.attn, block.mlp):
+                for name in module._modules.keys() & {"c_attn", "c_fc", "c_proj"}:
+                    layer = getattr(module, name)
+                    packed = cpu.PackedLinear(layer.weight, layer.bias, dtype, rows)
+                    packed.upcast = name == "c_attn"
+                    setattr(module, name, packed)
     return model.eval()
 
 
@@ -81,16 +86,6 @@ def swap_classes(model: nn.Module) -> nn.Module:
     for module in model.modules():
         module.__class__ = CPU_CLASSES.get(type(module), type(module))
     return model
-
-
-def pack_linear_layers(model: cpu.CPUInferenceGPT) -> None:
-    """Replace the linear layers of the blocks by packed ones, each freed before the next."""
-    for block in model.transformer.h:
-        for module in (block.attn, block.mlp):
-            for name, layer in list(module.named_children()):
-                if isinstance(layer, nn.Linear):
-                    upcast = name == "c_attn"
-                    setattr(module, name, model.pack(layer.weight, layer.bias, upcast=upcast))
 
 
 def checkpointed(forward: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
@@ -113,10 +108,10 @@ def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def configure_compiler(checkpointing: str) -> None:
-    """Set what the compiler recomputes in the backward pass, and leave blocks whole under DDP."""
+    """Leave blocks whole under DDP, and with "cheap" recompute all that the compiler can fuse."""
     import torch._dynamo.config  # takes a second
     import torch._functorch.config
 
-    torch._dynamo.config.optimize_ddp = False  # it would split blocks; DDP overlaps between them
+    torch._dynamo.config.optimize_ddp = False  # DDP overlaps between blocks
     for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
         setattr(torch._functorch.config, f"ban_recompute_{name}", checkpointing != "cheap")
