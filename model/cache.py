@@ -6,45 +6,29 @@ from torch import Tensor
 class KVCache:
     """Keys and values of past tokens, so that a new token costs one forward pass of itself alone.
 
-    Holds at most `capacity` tokens; memory is taken at the first append, in the values' dtype.
+    Holds at most `capacity` tokens; memory is taken at the first append.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0  # tokens in every layer; not updated where `slots` is set
         self.slots: Tensor | None = None  # (T,): positions to write next, where compiled
-        self.tokens: Tensor | None = None  # (B, capacity)
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> (B, K, capacity, D) twice
+        self.stored: dict[object, Tensor] = {}
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v (B, K, T, D) of the newest T tokens; return all (B, K, S, D) so far.
+    def append(self, name: object, x: Tensor, dim: int) -> Tensor:
+        """Add the values `x` of the newest T tokens, along `dim`; return those of all S so far.
 
         With `slots`, return the whole capacity: a mask has to hide what is not written yet.
         """
-        if layer not in self.layers:
-            B, K, _, D = v.shape
+        if name not in self.stored:
+            shape = [self.capacity if i == dim else n for i, n in enumerate(x.shape)]
             # zeros: a mask multiplies by 0, which would not hide NaN
-            self.layers[layer] = tuple(v.new_zeros(B, K, self.capacity, D) for _ in range(2))
-        keys, values = self.layers[layer]
+            self.stored[name] = x.new_zeros(shape)
+        stored, T = self.stored[name], x.size(dim)
         if self.slots is not None:
-            keys.index_copy_(2, self.slots, k.to(keys.dtype))
-            values.index_copy_(2, self.slots, v)
-            return keys, values
-        end = self.length + k.size(2)
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return keys[:, :, :end], values[:, :, :end]
-
-    def append_tokens(self, idx: Tensor) -> Tensor:
-        """Add the ids (B, T) of the newest T tokens; return all (B, S) so far, or the whole
-        capacity with `slots`."""
-        if self.tokens is None:
-            self.tokens = idx.new_zeros(len(idx), self.capacity)
-        if self.slots is not None:
-            return self.tokens.index_copy_(1, self.slots, idx)
-        end = self.length + idx.size(1)
-        self.tokens[:, self.length : end] = idx
-        return self.tokens[:, :end]
+            return stored.index_copy_(dim, self.slots, x)
+        stored.narrow(dim, self.length, T).copy_(x)
+        return stored.narrow(dim, 0, self.length + T)
 
     def advance(self, T: int) -> None:
         """Count T tokens that every layer has appended."""

@@ -81,7 +81,7 @@ def generate(
         if not use_cache:
             unread, cache = context, None
         end = context.size(1)
-        if one_token and cache and cache.layers:  # the prompt is in the cache
+        if one_token and cache and cache.stored:  # the prompt is in the cache
             cache.slots = torch.arange(end - 1, end, device=device)
             where = positions_and_mask(first, end, unread, cache.capacity)
             logits = one_token(model, unread, cache, **where)

@@ -49,7 +49,8 @@ class Attention(nn.Module):
         q, k = qk.split([H, K], dim=2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, K, S, D), S tokens so far
+            k = cache.append((self.layer, "k"), k.type_as(v), dim=2)  # (B, K, S, D)
+            v = cache.append((self.layer, "v"), v, dim=2)
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.dropout(self.c_proj(y))

@@ -17,24 +17,13 @@ MULTIPLIER = 1_000_003  # as in Python's hash of a tuple
 def ngram_rows(
     idx: Tensor, cache: KVCache | None, mask: Tensor | None, config: GPTConfig
 ) -> Tensor:
-    """Return the rows (B, T, N - 1) of the n-grams, n = 2 to N, that end at each id (B, T)."""
-    value, rows = idx, []
-    for before in previous_tokens(idx, cache, mask, config).unbind(-1):
-        value = value * MULTIPLIER + before + 1  # wraps around at 64 bits on every device
-        rows.append((value ^ (value >> 15)) % config.ngram_rows)
-    return torch.stack(rows, -1)
+    """Return the rows (B, T, N - 1) of the n-grams, n = 2 to N, that end at each id (B, T).
 
-
-def previous_tokens(
-    idx: Tensor, cache: KVCache | None, mask: Tensor | None, config: GPTConfig
-) -> Tensor:
-    """Return the N - 1 tokens before each of `idx` (B, T), nearest first: (B, T, N - 1).
-
-    They are the last ones that a token attends to: those before it in its row and in the cache, or
+    The tokens before it are the last ones that it attends to: those of its row and of the cache, or
     where `mask` (B, 1, T, S) allows it. End of text stands where there are fewer.
     """
     (B, T), count = idx.shape, config.ngrams - 1
-    tokens = idx if cache is None else cache.append_tokens(idx)  # (B, S)
+    tokens = idx if cache is None else cache.append("tokens", idx, dim=1)  # (B, S)
     columns = torch.arange(tokens.size(1), device=idx.device)
     own = columns[-T:] if cache is None or cache.slots is None else cache.slots  # (T,)
     eot = config.vocab_size - 1  # in both tokenizers
@@ -46,4 +35,8 @@ def previous_tokens(
         attended = F.pad(mask[:, 0] & (columns < own[:, None]), (count, 0), value=True)
         columns = torch.arange(tokens.size(1), device=idx.device)
         nearest = columns.where(attended, -1).topk(count).values  # (B, T, count)
-    return tokens.gather(1, nearest.flatten(1)).view_as(nearest)
+    value, rows = idx, []
+    for column in nearest.unbind(-1):
+        value = value * MULTIPLIER + tokens.gather(1, column) + 1  # wraps around at 64 bits
+        rows.append((value ^ (value >> 15)) % config.ngram_rows)
+    return torch.stack(rows, -1)
