@@ -5,7 +5,6 @@ over chunks runs outside of compiled graphs; what may be compiled is the work on
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn as nn
@@ -50,22 +49,10 @@ def cross_entropy_(
     return nats
 
 
-@cache
-def accumulates_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether addmm on the device adds a matmul in `dtype` to a float32 matrix."""
-    a = torch.eye(16, dtype=dtype, device=device)
-    total = torch.ones(16, 16, device=device)
-    try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return torch.equal(total, torch.ones_like(total) + a)
-
-
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
-    """Add the matmul a @ b to the float32 matrix `total`. Where addmm cannot do it for the dtype of
-    a and b, matmuls of at most `limit` bytes are computed and added one by one."""
-    if a.dtype is not total.dtype and accumulates_in_float32(a.device, a.dtype):
+    """Add the matmul a @ b to the float32 matrix `total`: on CUDA in one addmm, elsewhere by
+    matmuls of at most `limit` bytes."""
+    if a.is_cuda and a.dtype is not total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
     rows = rows_within(limit, a.dtype.itemsize * b.size(1))
