@@ -4,7 +4,6 @@ Each class computes what the plain class that it is derived from computes; a tes
 model/replace.py puts them in the place of the plain ones.
 """
 
-import math
 from functools import cached_property
 
 import torch
@@ -96,17 +95,6 @@ class CPURotary(Rotary):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return RotaryFunction.apply(upcast_if_short(x), cos, sin)
-
-
-class CPUGELU(nn.GELU):
-    """GELU whose compiled form has a sigmoid for the tanh: 1 + tanh(u) = 2 sigmoid(2u)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return super().forward(x)
-        y = x.float()
-        y = y * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))
-        return y.to(x.dtype)
 
 
 class CPUScaledDotProduct(ScaledDotProduct):

@@ -63,7 +63,7 @@ class MLP(nn.Module):
         super().__init__()
         inputs = 2 if config.activation == "swiglu" else 1
         self.c_fc = nn.Linear(config.n_embd, inputs * config.inner, bias=config.bias)
-        self.activation = ACTIVATIONS[config.activation]()
+        self.activation = ACTIVATIONS[config.activation]
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -44,25 +44,21 @@ def rotary_angles(positions: Tensor, width: int, base: float) -> tuple[Tensor, T
     return angles.cos(), angles.sin()
 
 
-class ReLUSquared(nn.Module):
+def relu_squared(x: Tensor) -> Tensor:
     """Square the positive part (So et al. 2021)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x).square()
+    return F.relu(x).square()
 
 
-class SwiGLU(nn.Module):
+def swiglu(x: Tensor) -> Tensor:
     """Gate one half of the channels by the SiLU of the other (Shazeer 2020)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, x = x.chunk(2, dim=-1)
-        return F.silu(gate) * x
+    gate, x = x.chunk(2, dim=-1)
+    return F.silu(gate) * x
 
 
 ACTIVATIONS = {
-    "gelu": partial(nn.GELU, approximate="tanh"),  # OpenAI's GPT-2 has the tanh approximation
-    "relu2": ReLUSquared,
-    "swiglu": SwiGLU,
+    "gelu": partial(F.gelu, approximate="tanh"),  # OpenAI's GPT-2 has the tanh approximation
+    "relu2": relu_squared,
+    "swiglu": swiglu,
 }
 
 

@@ -21,7 +21,6 @@ CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: cpu.CPULayerNorm,
     RMSNorm: cpu.CPURMSNorm,
     Rotary: cpu.CPURotary,
-    nn.GELU: cpu.CPUGELU,
     ScaledDotProduct: cpu.CPUScaledDotProduct,
     HeadCrossEntropy: cpu.CPUHeadCrossEntropy,
 }

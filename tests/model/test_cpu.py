@@ -50,7 +50,6 @@ ROWS = {  # a plain module, inputs with gradients, inputs without
     "norm": lambda dtype: (RMSNorm(16), [x4(dtype)], []),
     "norm without gain": lambda dtype: (RMSNorm(16, gain=False), [x4(dtype)], []),
     "rotary": rotary,
-    "gelu": lambda dtype: (nn.GELU(approximate="tanh"), [20 * x4(dtype)], []),
     "attention": lambda dtype: (ScaledDotProduct(0.0), [x4(dtype)] * 3, []),
 }
 
