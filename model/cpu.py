@@ -135,34 +135,6 @@ class CPUHeadCrossEntropy(HeadCrossEntropy):
     cross_entropy_ = staticmethod(cross_entropy_in_parts_)
 
 
-class TiedEmbedding(torch.autograd.Function):
-    """Rows of a weight (V, C) for token ids (B, T), and the weight for the head tied to it.
-
-    The embedding's gradient is added into the head's in place, which saves a second (V, C) table.
-    """
-
-    @staticmethod
-    def forward(ctx, idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(idx)
-        return F.embedding(idx, weight), weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, grad_x: Tensor, grad_weight: Tensor) -> tuple[None, Tensor]:
-        (idx,) = ctx.saved_tensors
-        return None, grad_weight.index_add_(0, idx.flatten(), grad_x.flatten(0, 1))
-
-
-class CPUTrainingGPT(GPT):
-    """GPT whose tied embedding and head share one gradient table."""
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None, **options) -> Tensor:
-        separate = not self.config.tied or self.config.ngrams > 1
-        if targets is None or separate or options:
-            return super().forward(idx, targets, **options)
-        x, weight = TiedEmbedding.apply(idx, self.head_weight)
-        return self.loss(self.trunk(x).flatten(0, 1), weight, targets.flatten())
-
-
 def has_onednn(dtype: torch.dtype) -> bool:
     """Return whether oneDNN can multiply matrices of `dtype` here."""
     if not torch.backends.mkldnn.is_available():

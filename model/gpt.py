@@ -155,28 +155,11 @@ class GPT(nn.Module):
         Rows with padding or with several continuations need `positions` (B, T), each below the
         block size, and `mask` (B, 1, T, S), true where a token may attend to one of S tokens.
         """
-        return self.trunk(self.embed(idx, cache, mask), cache, positions, mask)
-
-    def embed(
-        self, idx: Tensor, cache: KVCache | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Return embeddings (B, T, C) of token ids (B, T): the token's, plus those of the n-grams
-        that end there."""
-        x = self.transformer.wte(idx)
+        x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngrams > 1:
             rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
-            x = x + self.transformer.ngrams(rows).sum(-2)  # (B, T, N - 1, C) -> (B, T, C)
-        return x
-
-    def trunk(
-        self,
-        x: Tensor,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return final hidden states (B, T, C) of token embeddings (B, T, C)."""
-        T, angles = x.size(1), None
+            x = x + self.transformer.ngrams(rows).sum(-2)
+        T, angles = idx.size(1), None
         if positions is None:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + T, device=x.device)
@@ -210,7 +193,8 @@ class GPT(nn.Module):
 
         Targets of -1 do not count. `positions` and `mask` are those of `hidden`.
         """
-        x = self.trunk(self.embed(idx, mask=mask), positions=positions, mask=mask)
+        # not self.hidden: FSDP2 gathers weights around that one, and has done so for forward
+        x = GPT.hidden(self, idx, positions=positions, mask=mask)
         if targets is None:
             return self.logits(x)
         loss = self.loss(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction)
