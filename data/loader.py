@@ -1,15 +1,16 @@
 """Batches as a pure function of (seed, step), so that the loader has no state to save.
 
-The train tokens of a folder are one virtual stream. Sequence w is tokens [w*T, w*T + T]: T inputs
-and T targets, shifted by one. Sequences cross shard borders; only the last partial one is left out.
-Epoch e visits every sequence exactly once, in an order drawn from (seed, e). Step s takes positions
-[s*G, (s+1)*G) of that order, G sequences in a global batch; ranks and micro-steps slice that range.
+The train tokens of one or several folders are one virtual stream. Sequence w is tokens
+[w*T, w*T + T]: T inputs and T targets, shifted by one. Sequences cross the borders of shards and
+folders; only the last partial one is left out. Epoch e visits every sequence exactly once, in an
+order drawn from (seed, e). Step s takes positions [s*G, (s+1)*G) of that order, G sequences in a
+global batch; ranks and micro-steps slice that range.
 """
 
 import hashlib
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -52,15 +53,22 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class TokenStream:
-    """The tokens of all shards of a split as one virtual array, mapped from disk."""
+    """The tokens of a split in one or several folders as one virtual array, mapped from disk.
 
-    def __init__(self, folder: Path | str, split: str) -> None:
+    Raises UserError if the folders hold no shards of the split, or have several tokenizers.
+    """
+
+    def __init__(self, folders: Path | Sequence[Path], split: str) -> None:
         self.split = split
-        self.shards = find_shards(Path(folder), split)
+        self.folders = [folders] if isinstance(folders, Path) else list(folders)
+        self.shards = [shard for folder in self.folders for shard in find_shards(folder, split)]
         self.ends = np.cumsum([shard.tokens for shard in self.shards])
-        manifest = read_manifest(Path(folder)) or {}
-        self.tokenizer: str = manifest.get("tokenizer", GPT2Tokenizer.name)
-        self.vocab_size: int = manifest.get("vocab_size", GPT2Tokenizer.vocab_size)
+        gpt2 = {"tokenizer": GPT2Tokenizer.name, "vocab_size": GPT2Tokenizer.vocab_size}
+        manifests = [read_manifest(folder) or gpt2 for folder in self.folders]
+        found = {(manifest["tokenizer"], manifest["vocab_size"]) for manifest in manifests}
+        if len(found) > 1:
+            raise UserError(f"the folders of --data_dir have several tokenizers: {sorted(found)}")
+        ((self.tokenizer, self.vocab_size),) = found
         self._open = lru_cache(maxsize=128)(lambda i: self.shards[i].open())  # few open files
 
     def __len__(self) -> int:
@@ -77,14 +85,6 @@ class TokenStream:
         length = min(len(self), CHECKED)
         ends = (self.tokens(start, length) for start in (0, len(self) - length))
         return zlib.crc32(np.concatenate([*ends, [len(self)]]).tobytes())
-
-    @property
-    def has_low_ids(self) -> bool:
-        """True if the first million tokens are far below the vocabulary of GPT-2 that a folder
-        without a manifest is read with, as those of a smaller tokenizer would be."""
-        if self.tokenizer != GPT2Tokenizer.name or len(self) < 1000:
-            return False
-        return int(self.tokens(0, min(len(self), 10**6)).max()) < 10_000
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise UserError for a bad id."""
@@ -113,7 +113,7 @@ class Sequences:
         self.stream, self.block_size = stream, block_size
         if len(stream) <= block_size:
             raise UserError(
-                f"{stream.shards[0].path.parent} holds {len(stream):,} {stream.split} tokens, too "
+                f"{stream.folders[0]} holds {len(stream):,} {stream.split} tokens, too "
                 f"few for one sequence of {block_size:,}; lower --block_size, add text, or shard "
                 "it again with another --val_fraction"
             )
