@@ -208,8 +208,8 @@ def main(config: DataConfig) -> None:
     shares = (0 <= config.val_fraction < 1, 0 <= config.worker_index < config.worker_count)
     if min(counts) < 1 or not all(shares):
         raise UserError(
-            "--shard_size, --num_workers and --max_shards must be at least 1, --val_fraction and "
-            "--worker_index at least 0, and these two below 1 and --worker_count"
+            "--shard_size, --num_workers and --max_shards must be at least 1, --val_fraction from "
+            "0 to below 1, --worker_index from 0 to below --worker_count"
         )
     began = time.time()
     manifest, new = prepare(config)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def suffix_of(name: str) -> str:
 
 def builder_of(name: str) -> tuple[str, dict]:
     """Return the builder of `datasets` for a file or URL, and its options."""
-    return ROWS.get(suffix_of(name), TEXT)
+    found = ROWS.get(suffix_of(name), TEXT)
+    return ("json", {}) if found == LINES and "://" in name else found  # "text" opens no URL
 
 
 def is_binary(path: Path) -> bool:
@@ -72,14 +74,14 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
                 sizes[str(path)] = path.stat().st_size
             else:
                 left_out[path.suffix.lower() or "without a suffix"] += 1
-        if "://" in name:
+        if "://" in name and builder_of(name) != TEXT:
             sizes[name] = -1
         elif os.path.isfile(name):
             if is_binary(Path(name)):
                 raise UserError(f"--input {name} is binary, not UTF-8 text; convert it first")
             sizes[name] = os.path.getsize(name)
         elif not os.path.isdir(name):
-            raise UserError(f"--input {name} does not exist")
+            raise UserError(f"--input {name} does not exist, or is a URL of a text: download it")
     others = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
     if not sizes:
         kinds = ", ".join(IN_FOLDERS)
@@ -160,7 +162,8 @@ class Source:
             # datasets expands patterns, but the shell has done so
             names = [x if "://" in x else re.sub("([*?[])", r"[\1]", x) for x in files]
             options = {**options, "data_files": names}
-        stream = datasets.load_dataset(builder, split="train", streaming=True, **options)
+        load = partial(datasets.load_dataset, builder, split="train", streaming=True, **options)
+        stream = load()
         if not files:
             self.share([""] * stream.num_shards)  # number of files
             stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
@@ -172,7 +175,10 @@ class Source:
                     f"{files[0] if files else self.dataset} has no column {self.text_column!r} but "
                     f"{', '.join(names):.300}; choose one by --text_column"
                 )
-        stream = stream if builder == "text" else stream.select_columns([self.text_column])
+        if builder == "parquet":  # other columns may differ between files
+            stream = load(columns=[self.text_column])
+        elif builder != "text":
+            stream = stream.select_columns([self.text_column])
         return stream.with_format("arrow")
 
     def batches(self, position: dict | None) -> Iterator[tuple[dict, list]]:

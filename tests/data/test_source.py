@@ -1,0 +1,157 @@
+"""Files as strangers have them: compressed, in other formats, with other columns and names."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+
+import pyarrow as pa
+import pytest
+from conftest import documents, script
+from pyarrow import parquet
+from test_fineweb_edu import shard, texts_in
+
+from data.source import Source, list_files
+from utils.errors import UserError
+
+TEXTS = documents()[:230]
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: pa.Codec("zstd").compress(data, asbytes=True),
+}
+
+
+def source(*files, column="text"):
+    return Source([str(file) for file in files], "", "", column, 0, 1)
+
+
+def read(*files, position=None, **options):
+    return [t for _, texts in source(*files, **options).batches(position) for t in texts]
+
+
+def rows(texts=TEXTS):
+    """JSON lines of which some have a field more."""
+    extra = [{"text": text, **({"id": i} if i % 7 == 3 else {})} for i, text in enumerate(texts)]
+    return "".join(json.dumps(row) + "\n" for row in extra).encode()
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Files of every format."""
+    folder = tmp_path_factory.mktemp("mixed")
+    parquet.write_table(
+        pa.table({"id": range(230), "text": TEXTS}), folder / "a.parquet", row_group_size=70
+    )
+    parquet.write_table(pa.table({"text": TEXTS[:99]}), folder / "b.parquet")
+    for suffix, compress in COMPRESS.items():
+        (folder / f"c.jsonl{suffix}").write_bytes(compress(rows()))
+        (folder / f"d{suffix[1:]}.txt{suffix}").write_bytes(compress("a\r\nnaïve book".encode()))
+    table = "".join(f'{i},"{text}"\n' for i, text in enumerate(TEXTS))
+    (folder / "e.csv.gz").write_bytes(gzip.compress(f"id,text\n{table}".encode()))
+    (folder / "f.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+    return folder
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_files_are_read_as_what_they_hold(tmp_path, suffix):
+    parts = [rows(TEXTS[:9]), rows(TEXTS[9:])]  # as pigz, pbzip2 and zstd -T write
+    path = tmp_path / ("B.JSONL" + suffix if suffix else "B [1]*.JSONL")  # a name, no pattern
+    path.write_bytes(b"".join(COMPRESS[suffix](part) for part in parts))
+    assert read(path) == TEXTS
+    if suffix:
+        path.write_bytes(path.read_bytes()[:-9])
+        with pytest.raises(UserError, match="JSONL.* is damaged or cannot be read"):
+            read(path)
+
+
+def test_every_format_gives_its_texts_and_is_continued_at_any_batch(mixed):
+    files = sorted(mixed.iterdir())
+    book = ["a\nnaïve book"]
+    expected = [*TEXTS, *TEXTS[:99], *TEXTS * 5, *book * 5, *TEXTS, *TEXTS]
+    assert read(*files) == expected
+    batches, before = list(source(*files).batches(None)), 0
+    assert len(batches) > 20
+    for position, texts in batches:
+        saved = json.loads(json.dumps(position))
+        assert read(*files, position=saved) == expected[before:]
+        before += len(texts)
+
+
+def test_rows_without_a_text_are_counted_and_a_missing_column_names_those_there(tmp_path):
+    lines = ['{"content": "good"}', '{"content": 7}', '{"text": "x"}', "{not json", "[]", ""]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join([*lines, '{"content": "\\ud800"}', '{"content": " "}'])
+    )
+    table = pa.table({"id": [1, 2], "content": ["from parquet", None]})
+    parquet.write_table(table, tmp_path / "b.parquet")
+    (tmp_path / "c.csv").write_text('id,content\n1,"two\nlines, ""quoted"""\n2,NA\n')
+    (tmp_path / "d.TSV").write_text("content\tid\nfirst\t1\n")
+    args = ["--text_column", "content", "--val_fraction", 0]
+    files = sorted(tmp_path.iterdir())
+    done = shard(files, tmp_path / "out", *args)
+    expected = ["good", "from parquet", 'two\nlines, "quoted"', "NA", "first"]
+    assert texts_in(tmp_path / "out", "train") == expected
+    assert "skipped: 5 without text, 1 not tokenizable, 1 empty" in done.stdout
+    for path in files:
+        names = "content, id" if path.suffix == ".TSV" else "content"
+        with pytest.raises(
+            UserError, match=f"{path.name} has no column 'body' but .*{names}.*--text_c"
+        ):
+            read(path, column="body")
+
+
+def test_text_is_utf8_with_or_without_a_mark_and_a_binary_file_is_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    for encoding, text in (
+        ("utf-8", "Käse"),
+        ("utf-8-sig", "Käse"),
+        ("latin-1", "K\ufffdse"),
+    ):
+        path.write_bytes("Käse".encode(encoding))
+        assert read(path) == [text]
+    for name in ("photo.jpg", "image.txt", "old.csv"):
+        (tmp_path / name).write_bytes(b"\xff\xd8\xff\xe0\0\x10JFIF")
+        done = shard(tmp_path / name, tmp_path / "out", code=2)
+        assert f"{name} is binary, not UTF-8 text" in done.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path):
+    folder = tmp_path / "in"
+    names = ["a.txt", "b.py", "c.jsonl", "sub/a.TXT", "1.jpg", ".hidden/x.txt", "README", "2.jpg"]
+    for name in [*names, "site-packages/x.py"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"text of {name}")
+    (folder / "d.txt").write_bytes(b"\0\0")
+    (folder / "linked.txt").symlink_to(folder / "README")
+    (folder / "gone.txt").symlink_to(tmp_path / "nothing")
+    done = script("data/fineweb-edu.py", "--input", folder, "--local_dir", tmp_path / "out",
+                  "--tokenizer", "bytes", "--val_fraction", 0)  # fmt: skip
+    texts = [f"text of {name}" for name in ("a.txt", "b.py", "README", "sub/a.TXT")]
+    assert texts_in(tmp_path / "out", "train") == texts  # c.jsonl is none
+    assert "left out: 2 .jpg, 2 .txt, 1 without a suffix" in done.stderr
+    assert list_files((str(folder / "README"),)) == {str(folder / "README"): 14}
+    for name, message in (("sub2", "does not exist"), (".hidden/y", "does not exist")):
+        with pytest.raises(UserError, match=message):
+            list_files((str(folder / name),))
+    os.mkdir(folder / "empty")
+    with pytest.raises(UserError, match="empty holds no .parquet, .jsonl, .txt, .py, but nothing"):
+        list_files((str(folder / "empty"),))
+
+
+def test_a_damaged_file_among_others_is_named(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.jsonl.gz").write_bytes(gzip.compress(rows()))
+        parquet.write_table(pa.table({"text": TEXTS}), tmp_path / f"{i}.parquet")
+    cut = (tmp_path / "1.jsonl.gz").read_bytes()[:-20]
+    (tmp_path / "1.jsonl.gz").write_bytes(cut)
+    files = sorted(tmp_path.glob("*.gz"))
+    with pytest.raises(UserError, match="1.jsonl.gz is damaged or cannot be read"):
+        read(*files)
+    (tmp_path / "2.parquet").write_bytes(b"PAR1 no parquet")
+    with pytest.raises(UserError, match="2.parquet is damaged or cannot be read"):
+        read(*sorted(tmp_path.glob("*.parquet")))
