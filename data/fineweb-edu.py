@@ -39,7 +39,6 @@ FEW = 1024  # validation tokens that give a rough loss at best
 # options that a folder keeps, in its manifest
 SETTINGS = ("text_column", "shard_size", "format", "val_fraction", "worker_index", "worker_count")
 SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 10**10}  # tokens
-PIECE_CHARS = 1_000_000  # a longer document is tokenized in pieces
 
 
 @dataclass
@@ -75,24 +74,7 @@ class DataConfig:
     """Machines that share the work: machine i reads every n-th source file, beginning with i."""
 
 
-def split_text(text: str) -> Iterator[str]:
-    """Yield pieces of a long text whose tokens are those of the whole.
-
-    Cuts before white space that follows something else, where GPT-2's tokenizer always cuts.
-    """
-    start = 0
-    while len(text) - start > PIECE_CHARS:
-        end = start + PIECE_CHARS
-        while end < len(text) and not (text[end].isspace() and not text[end - 1].isspace()):
-            end += 1
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-def tokenize(
-    tokenizer: Tokenizer, val_fraction: float, text: object
-) -> tuple[str, np.ndarray | None]:
+def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> tuple:
     """Return split and tokens of a text, end of text first, or the reason to skip it and None."""
     if not isinstance(text, str):
         return "without text", None
@@ -100,19 +82,19 @@ def tokenize(
         return "empty", None
     try:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        parts = [np.array([tokenizer.eot], np.uint16), *map(tokenizer.encode, split_text(text))]
+        tokens = np.append(np.array([tokenizer.eot], np.uint16), tokenizer.encode(text))
     except ValueError:  # lone surrogates; tiktoken fails on a million spaces in a row
         return "not tokenizable", None
     in_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
-    return "val" if in_val else "train", np.concatenate(parts)
+    return "val" if in_val else "train", tokens
 
 
 def tokenize_batches(
     config: DataConfig, source: Source, tokenizer: Tokenizer, position: dict | None
-) -> Iterator[tuple[dict, list[tuple[str, np.ndarray | None]]]]:
+) -> Iterator[tuple[dict, list[tuple]]]:
     """Yield position and documents of each batch in order, as a thread pool tokenizes them."""
 
-    def tokenize_batch(texts: list) -> list[tuple[str, np.ndarray | None]]:
+    def tokenize_batch(texts: list) -> list[tuple]:
         return [tokenize(tokenizer, config.val_fraction, text) for text in texts]
 
     pending: deque[tuple[dict, int, Future]] = deque()
@@ -127,8 +109,7 @@ def tokenize_batches(
             ):
                 before, _, task = pending.popleft()
                 yield before, task.result()
-        for before, _, task in pending:
-            yield before, task.result()
+        yield from ((before, task.result()) for before, _, task in pending)
     finally:
         workers.shutdown(cancel_futures=True)
 
@@ -144,9 +125,9 @@ def write_shards(
     manifest, start = sharder.manifest, sharder.manifest["state"]
     first, written = start["documents"], start["tokens"]  # in the first batch and document
     total = config.max_shards and config.max_shards * config.shard_size
-    lag = 0.1 if sys.stderr.isatty() else 60  # seconds between two lines of progress
-    bar = tqdm(total=total, initial=sharder.tokens, unit="tok", unit_scale=True, delay=lag)
-    bar.mininterval = lag
+    lag = 0.1 if sys.stderr.isatty() else 60  # seconds between two updates of the bar
+    bar = tqdm(total=total, unit="tok", unit_scale=True, delay=lag, mininterval=lag)
+    bar.update(sharder.tokens)
     last = None  # the newest document, written once the next one is there
     skipped: Counter[str] = Counter()  # after it: a run that continues at `last` counts them again
     for before, documents in tokenize_batches(config, source, tokenizer, start["source"]):
@@ -163,13 +144,12 @@ def write_shards(
             last = split, tokens, written, {"source": before, "documents": n}
             written = 0
         first = 0
-    hold_out = last and config.val_fraction and config.worker_count == 1
-    if hold_out and sharder.needs_tail(last[0]):
-        complete = sharder.write_with_tail(*last[1:], config.val_fraction)
-    else:
-        complete = last is None or sharder.write(*last)
-    manifest["skipped"] = Counter(manifest["skipped"]) + (skipped if complete else Counter())
-    return complete
+    alone = config.val_fraction and config.worker_count == 1
+    tail = last and alone and sharder.tail(last[0], last[1], last[2], config.val_fraction)
+    if last and not (sharder.write_with_tail(*last[1:], tail) if tail else sharder.write(*last)):
+        return False
+    manifest["skipped"] = Counter(manifest["skipped"]) + skipped
+    return True
 
 
 def prepare(config: DataConfig) -> tuple[dict, int]:
@@ -186,13 +166,12 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         manifest = sharder.manifest
         if manifest["complete"] or (manifest["stopped"] and sharder.full):
             return manifest, 0
-        known = None if config.input or config.worker_count > 1 else SAMPLES.get(hub[1])
-        sharder.reopen(known)
+        whole_sample = not config.input and config.worker_count == 1
+        sharder.reopen(SAMPLES.get(config.remote_name) if whole_sample else None)
         before = sharder.tokens
         complete = not sharder.full and write_shards(config, source, sharder, tokenizer)
         if complete and not manifest["documents"] and config.worker_count == 1:
-            skipped = describe_skipped(manifest)
-            raise UserError(f"{' '.join(settings['source'][:3])} holds no text; {skipped}")
+            raise UserError(f"{settings['source'][0]} holds no text; {describe_skipped(manifest)}")
         sharder.end(complete)
     return manifest, sharder.tokens - before
 
@@ -204,7 +183,11 @@ def describe_skipped(manifest: dict) -> str:
 
 
 def main(config: DataConfig) -> None:
-    counts = (config.shard_size, config.num_workers, config.max_shards or 1)
+    counts = (
+        config.shard_size,
+        config.num_workers,
+        1 if config.max_shards is None else config.max_shards,
+    )
     shares = (0 <= config.val_fraction < 1, 0 <= config.worker_index < config.worker_count)
     if min(counts) < 1 or not all(shares):
         raise UserError(
@@ -221,12 +204,11 @@ def main(config: DataConfig) -> None:
     for split in ("train", "val"):
         sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]
         print(f"{split}: {sum(sizes):,} tokens in {len(sizes)} shards")
-    how = "the tail of the last text" if "held_out" in manifest else "documents chosen by hash"
-    print(f"validation: {how if sizes else 'none'}")
+    tail = "the tail of the last text" if "held_out" in manifest else "documents chosen by hash"
+    print(f"validation: {tail if sizes else 'none'}")
     print(f"{new:,} new tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)")
     if sum(sizes) < FEW and config.worker_count == 1:
-        print("warning: train.py needs more validation tokens: raise --val_fraction, add text, or")
-        print("continue without --max_shards")
+        print("warning: train.py needs more validation tokens: raise --val_fraction or add text")
 
 
 if __name__ == "__main__":

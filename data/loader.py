@@ -60,7 +60,8 @@ class TokenStream:
 
     def __init__(self, folders: Path | Sequence[Path], split: str) -> None:
         self.split = split
-        self.folders = [folders] if isinstance(folders, Path) else list(folders)
+        self.folders = [folders] if isinstance(folders, str | Path) else folders
+        self.folders = [Path(folder) for folder in self.folders]
         self.shards = [shard for folder in self.folders for shard in find_shards(folder, split)]
         self.ends = np.cumsum([shard.tokens for shard in self.shards])
         gpt2 = {"tokenizer": GPT2Tokenizer.name, "vocab_size": GPT2Tokenizer.vocab_size}

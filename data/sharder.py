@@ -156,21 +156,20 @@ class Sharder:
                     return False
         return True
 
-    def needs_tail(self, split: str) -> bool:
-        """Return whether a split would have no text with the last one, which is for `split`."""
+    def tail(self, split: str, tokens: np.ndarray, start: int, val_fraction: float) -> int:
+        """Return how many tokens of the last text are held out for validation, 0 if both splits
+        have text, this one in `split` included: a tenth of it, or val_fraction of all tokens if
+        that is more, but at most half."""
         written = {split, *self.open, *(shard["split"] for shard in self.manifest["shards"])}
-        return "held_out" in self.manifest or written != {"train", "val"}
-
-    def write_with_tail(
-        self, tokens: np.ndarray, start: int, position: dict, val_fraction: float
-    ) -> bool:
-        """Write the last text from token `start` on, its tail for validation: a tenth of it, or
-        val_fraction of all tokens if that is more, but at most half. Returns as `write` does."""
-        if "held_out" not in self.manifest:
+        if "held_out" not in self.manifest and written != {"train", "val"}:
             total = self.tokens - start + len(tokens)
             tail = max(len(tokens) // 10, int(val_fraction * total))
             self.manifest["held_out"] = min(tail, len(tokens) // 2)
-        cut = len(tokens) - self.manifest["held_out"]
+        return self.manifest.get("held_out", 0)
+
+    def write_with_tail(self, tokens: np.ndarray, start: int, position: dict, tail: int) -> bool:
+        """Write the last text from token `start` on, its tail for validation, as `write` does."""
+        cut = len(tokens) - tail
         if start < cut and not self.write("train", tokens[:cut], start, position):
             return False
         both = np.concatenate([tokens[:cut], tokens[:1], tokens[cut:]])  # end of text before each

@@ -62,26 +62,23 @@ def walk(folder: str) -> list[Path]:
 
 def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     """Return the sizes in bytes of the files of `inputs` by name, -1 for a URL; folders in name
-    order. Print what is left out of the folders.
-
-    Raises UserError for a name that does not exist, a binary file that is named, or no file at all.
-    """
+    order. Print what is left out of the folders; raise UserError for an input that is no text."""
     sizes: dict[str, int] = {}
     left_out: Counter[str] = Counter()
     for name in inputs:
-        for path in walk(name) if os.path.isdir(name) else []:
-            if suffix_of(path.name) in IN_FOLDERS and path.is_file() and not is_binary(path):
-                sizes[str(path)] = path.stat().st_size
-            else:
-                left_out[path.suffix.lower() or "without a suffix"] += 1
-        if "://" in name and builder_of(name) != TEXT:
+        if os.path.isdir(name):
+            for path in walk(name):
+                if suffix_of(path.name) in IN_FOLDERS and path.is_file() and not is_binary(path):
+                    sizes[str(path)] = path.stat().st_size
+                else:
+                    left_out[path.suffix.lower() or "without a suffix"] += 1
+        elif "://" in name and builder_of(name) != TEXT:
             sizes[name] = -1
-        elif os.path.isfile(name):
-            if is_binary(Path(name)):
-                raise UserError(f"--input {name} is binary, not UTF-8 text; convert it first")
+        elif os.path.isfile(name) and not is_binary(Path(name)):
             sizes[name] = os.path.getsize(name)
-        elif not os.path.isdir(name):
-            raise UserError(f"--input {name} does not exist, or is a URL of a text: download it")
+        else:
+            problem = "is binary, not UTF-8 text" if os.path.isfile(name) else "does not exist"
+            raise UserError(f"--input {name} {problem}")
     others = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
     if not sizes:
         kinds = ", ".join(IN_FOLDERS)
@@ -144,14 +141,6 @@ class Source:
             return [[]]
         return [list(files) for _, files in groupby(self.share(self.files), builder_of)]
 
-    def newest_commit(self) -> str | None:
-        """Return the newest commit of the dataset on the hub, None for local text."""
-        if self.files or Path(self.dataset).exists():
-            return None
-        from huggingface_hub import HfApi
-
-        return HfApi().dataset_info(self.dataset).sha
-
     def open(self, files: list[str], commit: str | None):
         """Return the stream of a group of files, or of the hub's dataset if there are none."""
         import datasets
@@ -189,11 +178,14 @@ class Source:
         growing pauses; raises UserError if they keep failing, and for a file that is damaged.
         """
         set_up_datasets()
+        from huggingface_hub import HfApi
+
         at = position or {"revision": None, "group": 0, "stream": None}
         failures, files, stream = 0, [], None
         while True:
             try:
-                at = {**at, "revision": at["revision"] or self.newest_commit()}
+                if not self.files and at["revision"] is None:
+                    at = {**at, "revision": HfApi().dataset_info(self.dataset).sha}
                 for files in self.groups()[at["group"] :]:
                     stream = self.open(files, at["revision"])
                     if at["stream"]:
@@ -212,25 +204,20 @@ class Source:
                 raise
             except Exception as error:  # from datasets, its file systems or its parsers
                 failures += 1
-                wait_before_retry(error, failures, self.file_at(files, stream))
+                self.wait_before_retry(error, failures, files, stream)
 
-    def file_at(self, files: list[str], stream) -> str:
-        """Return the name of the file that a stream reads now, or of the hub's dataset."""
-        if not files:
-            return f"{self.dataset} {self.remote_name}"
-        state = stream.state_dict() if stream else {"shard_idx": 0}
-        while "shard_idx" not in state:
+    def wait_before_retry(self, error: Exception, failures: int, files: list[str], stream) -> None:
+        """Pause after a failed read; raise UserError if it is permanent or one too many."""
+        reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})"
+        state = stream.state_dict() if files and stream else {"shard_idx": 0}
+        while "shard_idx" not in state:  # index of the file that is read now
             state = state["examples_iterable"]
-        return files[min(state["shard_idx"], len(files) - 1)]
-
-
-def wait_before_retry(error: Exception, failures: int, name: str) -> None:
-    """Pause after a failed read; raise UserError if it is permanent or one too many."""
-    reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})"
-    permanent = isinstance(error, ValueError | ImportError | MemoryError) or os.path.exists(name)
-    if permanent or PERMANENT.match(type(error).__name__):
-        raise UserError(f"{name} is damaged or cannot be read {reason}") from error
-    if failures > RETRIES:
-        raise UserError(f"reading {name} failed {reason}; run the same command again") from error
-    print(f"read failed {reason}, trying again in {2 ** (failures - 1)} s", file=sys.stderr)
-    time.sleep(2 ** (failures - 1))
+        name = (files or [self.dataset])[min(state["shard_idx"], len(files or [0]) - 1)]
+        permanent = isinstance(error, ValueError | ImportError | MemoryError) or (
+            os.path.exists(name) or PERMANENT.match(type(error).__name__)
+        )
+        if permanent or failures > RETRIES:
+            again = "" if permanent else "; run the same command again to continue"
+            raise UserError(f"{name} is damaged or cannot be read {reason}{again}") from error
+        print(f"read failed {reason}, trying again in {2 ** (failures - 1)} s", file=sys.stderr)
+        time.sleep(2 ** (failures - 1))

@@ -86,7 +86,7 @@ def test_a_parquet_file_with_another_column(home):
 
 def test_a_compressed_crawl(home):
     first, second = run("A compressed crawl", home)
-    assert "600 documents" in first and "complete; 0 tokens" in second
+    assert "600 documents" in first and "\n0 new tokens" in second
 
 
 def test_fine_tuning(home):

@@ -190,7 +190,7 @@ def test_where_no_text_is_hashed_into_a_split_the_tail_of_the_last_is_held_out(t
     expected = tokens(tmp_path / "a")
     assert len(expected[1]) == 1 + tail == 1 + (len(texts_in(tmp_path / "a", "val")[0].encode()))
     assert tail == (1 + (source / f"{count - 1}.txt").stat().st_size) // 10
-    options["shard_size"] = 1000
+    options["shard_size"] = 9_001
     prepare(source, tmp_path / "b", **options)
     assert tokens(tmp_path / "b") == expected
     shards = max(int(p.stem[6:]) for p in (tmp_path / "b").glob("train_*.npy"))
@@ -230,20 +230,6 @@ def test_a_document_longer_than_a_shard_spans_several(tmp_path):
     shard(source, tmp_path / "out", "--val_fraction", 0)
     assert texts_in(tmp_path / "out", "train") == ["word " * 30_000]
     assert len(list((tmp_path / "out").glob("train_*.npy"))) == 8
-
-
-def test_long_documents_cut_in_pieces_give_the_same_tokens(monkeypatch):
-    text = " ".join(documents()[:20]) + "\n\n  \t end" + "x" * 500 + "   "
-    monkeypatch.setattr(fineweb_edu, "PIECE_CHARS", 37)
-    parts = list(fineweb_edu.split_text(text))
-    assert "".join(parts) == text and len(parts) > 50
-    try:
-        tokenizer = load_tokenizer("gpt2")
-    except ValueError as error:
-        pytest.skip(str(error))
-    assert np.concatenate([tokenizer.encode(p) for p in parts]).tolist() == (
-        tokenizer.encode(text).tolist()
-    )
 
 
 def test_two_processes_do_not_shard_into_one_folder(corpus, tmp_path):
@@ -403,7 +389,7 @@ def test_failed_downloads_are_tried_again(server, plain, tmp_path, monkeypatch):
 def test_a_server_that_stays_away_ends_in_a_sentence(server, tmp_path, monkeypatch):
     Flaky.failures = 10**6
     waits = []
-    with pytest.raises(UserError, match="reading .* failed .* run the same command again"):
+    with pytest.raises(UserError, match="cannot be read .* run the same command again"):
         in_process(monkeypatch, server, tmp_path, waits)
     Flaky.failures = 0
     assert {1, 2, 4, 8, 16, 32} <= set(waits)

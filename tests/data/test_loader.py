@@ -86,6 +86,11 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
         Sequences(TokenStream(tmp_path, "train"), 4).batch(np.arange(2))
 
 
+def test_folders_of_several_tokenizers_are_not_joined(tmp_path, shards):
+    with pytest.raises(UserError, match="several tokenizers: .*bytes.*gpt2"):
+        TokenStream([shards, folder_of(tmp_path, [10_000])], "train")
+
+
 def test_too_few_tokens_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="too few for one sequence"):
         Sequences(TokenStream(folder_of(tmp_path, [8]), "train"), 8)
