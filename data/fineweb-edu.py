@@ -12,6 +12,7 @@ A run that is killed at any moment continues from the last whole shard when it i
 shards do not depend on kills or on the number of threads.
 """
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -28,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import numpy as np
 from tqdm import tqdm
 
-from data.sharder import Sharder, output_folder
+from data.sharder import Sharder
 from data.source import Source, list_files
 from data.tokenizer import Tokenizer, load_tokenizer
 from utils.cli import run
 from utils.errors import UserError
+from utils.files import lock_folder
 
 MAX_PENDING_CHARS = 50_000_000  # text that is read but not yet written
 FEW = 1024  # validation tokens that give a rough loss at best
@@ -161,7 +163,9 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
     settings = {name: getattr(config, name) for name in SETTINGS}
     settings |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     settings |= {"eot": tokenizer.eot, "source": list(config.input or hub), "files": sizes}
-    with output_folder(config.local_dir):
+    with contextlib.ExitStack() as stack:
+        if (lock := lock_folder(config.local_dir, "sharding into")) is not None:
+            stack.callback(os.close, lock)
         sharder = Sharder(config.local_dir, settings, config.max_shards)
         manifest = sharder.manifest
         if manifest["complete"] or (manifest["stopped"] and sharder.full):
@@ -170,16 +174,11 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         sharder.reopen(SAMPLES.get(config.remote_name) if whole_sample else None)
         before = sharder.tokens
         complete = not sharder.full and write_shards(config, source, sharder, tokenizer)
-        if complete and not manifest["documents"] and config.worker_count == 1:
-            raise UserError(f"{settings['source'][0]} holds no text; {describe_skipped(manifest)}")
+        if complete and not manifest["documents"]:
+            name, skipped = settings["source"][0], manifest["skipped"]
+            raise UserError(f"{name} holds no text for this worker; skipped: {skipped or 'none'}")
         sharder.end(complete)
     return manifest, sharder.tokens - before
-
-
-def describe_skipped(manifest: dict) -> str:
-    """Return how many rows and documents were skipped for which reason."""
-    counts = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items())
-    return f"skipped: {counts or 'none'}"
 
 
 def main(config: DataConfig) -> None:
@@ -200,7 +199,8 @@ def main(config: DataConfig) -> None:
     print(
         f"{config.local_dir}: {'complete' if manifest['complete'] else 'stopped at --max_shards'}"
     )
-    print(f"{manifest['documents']:,} documents; {describe_skipped(manifest)}")
+    skipped = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items())
+    print(f"{manifest['documents']:,} documents; skipped: {skipped or 'none'}")
     for split in ("train", "val"):
         sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]
         print(f"{split}: {sum(sizes):,} tokens in {len(sizes)} shards")

@@ -1,15 +1,13 @@
 """Resumable writing of documents to the shards of a folder, with a manifest of the progress."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from data.shards import MANIFEST, header, inspect_shard, read_manifest, shard_paths, write_manifest
 from utils.errors import UserError
-from utils.files import check_space, lock_folder, sha256, sync_folder
+from utils.files import check_space, sha256, sync_folder
 
 
 class ShardWriter:
@@ -49,22 +47,6 @@ class ShardWriter:
         sync_folder(self.path.parent)
         name = self.path.name
         return {"file": name, "split": self.split, "tokens": self.tokens, "sha256": digest}
-
-
-@contextlib.contextmanager
-def output_folder(folder: Path) -> Iterator[None]:
-    """Make and lock a folder; turn disk errors inside the context into UserError."""
-    try:
-        lock = lock_folder(folder, "sharding into")
-        with contextlib.ExitStack() as stack:
-            if lock is not None:
-                stack.callback(os.close, lock)
-            yield
-    except OSError as error:
-        raise UserError(
-            f"writing to {folder} failed ({error.strerror}); whole shards are safe: free disk "
-            "space or correct this, and run the same command again to continue"
-        ) from error
 
 
 class Sharder:
@@ -110,9 +92,8 @@ class Sharder:
     @property
     def tokens(self) -> int:
         """Number of tokens in all shards, unfinished ones included."""
-        return sum(s["tokens"] for s in self.manifest["shards"]) + sum(
-            writer.tokens for writer in self.open.values()
-        )
+        unfinished = sum(writer.tokens for writer in self.open.values())
+        return unfinished + sum(s["tokens"] for s in self.manifest["shards"])
 
     def reopen(self, known_tokens: int | None) -> None:
         """Open the unfinished shards to continue them after the tokens that were saved.

@@ -126,20 +126,10 @@ class Source:
     worker_index: int
     worker_count: int
 
-    def share(self, files: list[str]) -> list[str]:
-        """Return this worker's part of all files; raise UserError if it gets none."""
-        if self.worker_index >= len(files):
-            raise UserError(
-                f"--worker_index {self.worker_index} has nothing to read: there are {len(files)} "
-                f"files; lower --worker_count to {len(files)} for all workers"
-            )
-        return files[self.worker_index :: self.worker_count]
-
     def groups(self) -> list[list[str]]:
         """Return this worker's files, neighbours of one builder together; [[]] for the hub."""
-        if not self.files:
-            return [[]]
-        return [list(files) for _, files in groupby(self.share(self.files), builder_of)]
+        mine = self.files[self.worker_index :: self.worker_count]
+        return [list(x) for _, x in groupby(mine, builder_of)] if self.files else [[]]
 
     def open(self, files: list[str], commit: str | None):
         """Return the stream of a group of files, or of the hub's dataset if there are none."""
@@ -154,7 +144,6 @@ class Source:
         load = partial(datasets.load_dataset, builder, split="train", streaming=True, **options)
         stream = load()
         if not files:
-            self.share([""] * stream.num_shards)  # number of files
             stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
         if not files or builder_of(files[0]) != TEXT:
             names = stream.column_names or next(iter(stream), {})

@@ -8,7 +8,7 @@ import pytest
 from data.sharder import ShardWriter
 from data.shards import find_shards, header, inspect_shard, split_of, write_manifest
 from utils.errors import UserError
-from utils.files import check_space, format_bytes
+from utils.files import check_space
 
 
 def write(folder, split, index, tokens, suffix=".npy"):
@@ -109,14 +109,6 @@ def test_too_little_room_says_how_much_is_needed_and_free(tmp_path, monkeypatch)
     check_space(tmp_path, 3_100_000_000, "all of it")
     with pytest.raises(UserError, match=r"^a shard needs 20.0 GB, .* only 3.1 GB free"):
         check_space(tmp_path, 20 * 10**9, "a shard")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (40_130, "40.1 kB"), (7 * 10**14, "700.0 TB")],
-)
-def test_bytes_are_written_as_people_do(size, text):
-    assert format_bytes(size) == text
 
 
 @pytest.mark.parametrize(
