@@ -59,9 +59,8 @@ class TokenStream:
     """
 
     def __init__(self, folders: Path | Sequence[Path], split: str) -> None:
-        self.split = split
-        self.folders = [folders] if isinstance(folders, str | Path) else folders
-        self.folders = [Path(folder) for folder in self.folders]
+        folders = [folders] if isinstance(folders, str | Path) else folders
+        self.split, self.folders = split, [Path(folder) for folder in folders]
         self.shards = [shard for folder in self.folders for shard in find_shards(folder, split)]
         self.ends = np.cumsum([shard.tokens for shard in self.shards])
         gpt2 = {"tokenizer": GPT2Tokenizer.name, "vocab_size": GPT2Tokenizer.vocab_size}
@@ -99,8 +98,7 @@ class TokenStream:
                 raise UserError(
                     f"{shard.path} holds token id {part.max()} at position "
                     f"{offset + int(part.argmax()):,}, outside the vocabulary of "
-                    f"{self.vocab_size:,} ({self.tokenizer}); make or copy the shard again; "
-                    f"python data/verify.py --data_dir {shard.path.parent} checks them all"
+                    f"{self.vocab_size:,} ({self.tokenizer}); make or copy the shard again"
                 )
             parts.append(part)
             start, length, i = start + len(part), length - len(part), i + 1

@@ -67,16 +67,14 @@ class Sharder:
         if found is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a {MANIFEST}; {other}")
         if found is None or not (found["shards"] or found["complete"]):
+            start = {"source": None, "documents": 0, "tokens": 0, "open": {}}
             found = {**settings, "complete": False, "stopped": False, "documents": 0, "skipped": {}}
-            found |= {
-                "shards": [],
-                "state": {"source": None, "documents": 0, "tokens": 0, "open": {}},
-            }
+            found |= {"shards": [], "state": start}
             write_manifest(folder, found)
         self.manifest = found
         for key, value in settings.items():
-            if found.get(key) != value:
-                made = f"with {key} {found.get(key)!a:.100}, not {value!a:.100}"
+            if found.get(key, value) != value:
+                made = f"with {key} {found[key]!a:.100}, not {value!a:.100}"
                 made = "of files with other names or sizes" if key == "files" else made
                 raise UserError(f"{folder} holds shards made {made}; {other}")
         for entry in found["shards"]:

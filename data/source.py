@@ -19,7 +19,7 @@ UTF8 = {"encoding": "utf-8-sig", "encoding_errors": "replace"}  # -sig drops a b
 CSV = {"encoding_errors": "replace", "keep_default_na": False, "na_filter": False}
 TEXT = ("text", {"sample_by": "document", **UTF8})  # builder of `datasets` and its options
 # builder "json" refuses rows with other fields than the first ones, so we parse the lines
-LINES = ("text", {"sample_by": "line", **UTF8})
+LINES = ("text", {"sample_by": "line", "chunksize": 2**20, **UTF8})
 PARQUET = ("parquet", {"batch_size": 1000})
 ROWS = {".jsonl": LINES, ".ndjson": LINES, ".json": ("json", {}), ".parquet": PARQUET}
 ROWS |= {".csv": ("csv", {"sep": ",", **CSV}), ".tsv": ("csv", {"sep": "\t", **CSV})}
@@ -97,6 +97,7 @@ def set_up_datasets() -> None:
 
     datasets.config.STREAMING_READ_MAX_RETRIES = 1  # `Source.batches` retries, with a message
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request to the hub, also for local files
+    datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors reach the caller anyway
     # fsspec needs a package for zstd, and reads only the first frame of a file by some of them
     zstd = lambda file, **_: io.BufferedReader(CompressedInputStream(file, "zstd"))  # noqa: E731
