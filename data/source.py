@@ -145,6 +145,8 @@ class Source:
         load = partial(datasets.load_dataset, builder, split="train", streaming=True, **options)
         stream = load()
         if not files:
+            if self.worker_index >= stream.num_shards:
+                raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
             stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
         if not files or builder_of(files[0]) != TEXT:
             names = stream.column_names or next(iter(stream), {})
