@@ -11,60 +11,47 @@ neither on the batch size nor on the number of processes.
 """
 
 import math
-import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from tqdm import tqdm
 
-from config import TrainConfig
 from data.loader import Sequences, TokenStream
 from data.shards import corpus_name
-from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from evaluation.metrics import Result, check_lengths, score_benchmark, validation_loss
-from evaluation.scoring import score_items
-from evaluation.table import (
-    check_replaceable,
-    format_table,
-    is_dump,
-    is_table,
-    table_rows,
-    write_dump,
-    write_table,
-)
-from evaluation.tasks import read_rows_on_all
+from data.tokenizer import load_tokenizer
+from evaluation.periodic import read_on_all
+from evaluation.scoring import Scorer
+from evaluation.table import format_table, write_dump, write_table
+from evaluation.tasks import TASKS, Result, TaskScores
 from finetuning.answers import Questions
-from model import cpu
-from model.gpt import GPT
-from training.checkpoint import checksum
-from training.checkpoint_folder import find_best, is_chat, open_model, refuse_both_sources
-from utils import distributed, malloc
+from finetuning.chat import is_chat
+from model.replace import for_inference
+from training.checkpoint import open_model
+from utils import distributed
 from utils.cli import run
 from utils.devices import pick_dtype
 from utils.errors import UserError, did_you_mean
 
-TASKS = ("val", "hellaswag", "lambada", "cbt_cn", "cbt_ne")
-Protocol = Literal["build-nanogpt", "lm-eval"]
-
 
 @dataclass
 class EvalConfig:
-    """Score a model: validation loss, HellaSwag, LAMBADA, the Children's Book Test, questions."""
+    """Score a model."""
 
-    checkpoint: Path = Path("checkpoints")
-    """Checkpoint of train.py, or a folder: its best one, else its newest."""
+    checkpoint: Path | None = None
+    """Checkpoint of train.py, or a folder: its best one, else its newest; default: checkpoints."""
     model: str | None = None
     """Score a Hugging Face GPT-2 instead: its name (gpt2, gpt2-medium, ...) or folder."""
     tasks: tuple[str, ...] = ("hellaswag", "lambada")
-    """val, hellaswag, lambada, cbt_cn, cbt_ne, or .jsonl files of questions: prompt and answer."""
+    """Benchmarks, val for the validation loss, or .jsonl files of questions: prompt and answer."""
     data: tuple[Path, ...] = ()
     """Files in the original formats, one per benchmark of --tasks in order; else from the hub."""
-    data_dir: Path | None = None
-    """Folder of shards for the task val; by default the one the checkpoint was trained on."""
-    hellaswag_protocols: tuple[Protocol, ...] = ("build-nanogpt", "lm-eval")
-    """HellaSwag's raw text, or lm-evaluation-harness's clean text; each is a pass over the data."""
+    data_dir: tuple[Path, ...] = ()
+    """Folders of shards for the task val; by default those the checkpoint was trained on."""
+    protocols: tuple[str, ...] = ()
+    """Score benchmarks under these protocols alone, as lm-eval (docs/EVALUATION.md)."""
     limit: int | None = None
     """Score only the first examples of each benchmark."""
     val_tokens: int = 10_485_760
@@ -81,157 +68,102 @@ class EvalConfig:
     """Ask questions as in a chat; on for a model that finetune.py taught to."""
     batch_size: int = 16
     """Examples in a forward pass."""
-    out: Path | None = None
-    """JSON file for the table; default: evaluation_NAME.json beside the checkpoint NAME.pt."""
+    out: Path = Path("logs/evaluation.json")
+    """JSON file for the table, replaced each time."""
     dump: Path | None = None
-    """JSON lines file with one row per example and protocol of this call, replaced each time."""
+    """JSON lines file with one row per example and protocol, replaced each time."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Dtype of matmuls; auto: bfloat16 where the processor has it."""
 
 
-def default_out(config: EvalConfig) -> Path:
-    """Return the path of the table: beside the checkpoint, in the folder of the model, or in logs/
-    for a model of the hub."""
-    if config.model is None:
-        return config.checkpoint.with_name(f"evaluation_{config.checkpoint.stem}.json")
-    if Path(config.model).is_dir():
-        return Path(config.model) / "evaluation.json"
-    return Path("logs") / f"evaluation_{config.model.replace('/', '_')}.json"
-
-
-def checked_files(config: EvalConfig) -> dict[str, Path | None]:
-    """Return the file of each benchmark, None for the hub; raise UserError for a wrong option."""
-    tasks = [task for task in config.tasks if task in TASKS and task != "val"]
+def check(config: EvalConfig) -> None:
+    """Raise UserError for a wrong option, before anything is read or scored."""
+    if config.checkpoint and config.model:
+        raise UserError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
+    known, benchmarks = ["val", *TASKS], [task for task in config.tasks if task in TASKS]
     for task in config.tasks:
-        if task not in TASKS and not task.endswith(".jsonl"):
-            hint = did_you_mean(task, TASKS)
-            raise UserError(f"--tasks has no {task}{hint}: {', '.join(TASKS)} or FILE.jsonl")
-    if not config.tasks or len(set(config.tasks)) < len(config.tasks):
-        raise UserError(f"--tasks {' '.join(config.tasks)}: give each task once")
-    names = [Path(task).stem for task in config.tasks]
-    if same := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"--tasks has two files called {same}: rename one, or score it alone")
-    if config.data and not tasks:
-        raise UserError(
-            "--data gives the files of benchmarks, and --tasks names none; leave it out, and give "
-            "the shards of the task val by --data_dir"
-        )
-    if config.data and len(config.data) != len(tasks):
-        raise UserError(
-            f"--data has {len(config.data)} files for the benchmarks {' '.join(tasks)}; "
-            "give one for each, in that order"
-        )
-    if config.num_samples < 0 or not 0 < config.temperature < math.inf:
-        raise UserError("--num_samples must be at least 0, --temperature above 0")
-    for name in ("limit", "val_tokens", "batch_size", "max_new_tokens"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value} must be at least 1")
-    if config.dump and config.dump.resolve() == config.out.resolve():
-        raise UserError(f"--out and --dump are both {config.out}; give two files")
-    check_replaceable(config.out, "--out", is_table)
-    if config.dump and set(config.tasks) == {"val"}:
-        raise UserError("--dump has a row per example of a benchmark, and --tasks has none")
-    if config.dump:
-        check_replaceable(config.dump, "--dump", is_dump)
-    return dict(zip(tasks, config.data or [None] * len(tasks), strict=True))
+        if task not in known and not task.endswith(".jsonl"):
+            hint = did_you_mean(task, known)
+            raise UserError(f"--tasks has no {task}{hint}: {', '.join(known)} or FILE.jsonl")
+    if config.data and len(config.data) != len(benchmarks):
+        raise UserError(f"--data has {len(config.data)} files for {len(benchmarks)} benchmarks")
+    for path in filter(None, (config.out, config.dump)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            open(path, "a").close()
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def open_validation(config: EvalConfig, model: GPT, tokenizer: Tokenizer, saved: dict) -> Sequences:
-    """Return the validation split of --data_dir, or of the folder the model was trained on."""
-    folder = config.data_dir
-    if folder is None and saved:
-        folder = TrainConfig.from_dict(saved["train_config"]).data_dir
-        if not folder.is_dir():
-            raise UserError(
-                f"there is no folder {folder}, the --data_dir stored in the checkpoint; give the "
-                "folder of its shards by --data_dir"
-            )
-    if folder is None:
-        raise UserError("the task val needs --data_dir, a folder of shards")
-    stream = TokenStream(folder, "val")
-    if stream.tokenizer != tokenizer.name:
-        raise UserError(
-            f"{folder} holds {stream.tokenizer} tokens, but the model was trained on "
-            f"{tokenizer.name} tokens; give another --data_dir"
-        )
-    return Sequences(stream, model.config.block_size)
+def open_validation(config: EvalConfig, scorer: Scorer, saved: dict) -> Sequences:
+    """Return the validation split of --data_dir, or of the shards the model was trained on."""
+    folders = config.data_dir or [Path(x) for x in saved.get("config", {}).get("data_dir", ())]
+    if not folders:
+        raise UserError("the task val needs --data_dir, folders of shards")
+    stream, wanted = TokenStream(folders, "val"), scorer.tokenizer.name
+    if stream.tokenizer != wanted:
+        raise UserError(f"{folders[0]} holds {stream.tokenizer} tokens, the model takes {wanted}")
+    return Sequences(stream, scorer.model.config.block_size)
 
 
-def validation(
-    config: EvalConfig, model: GPT, tokenizer: Tokenizer, sequences: Sequences, **options
-) -> list[Result]:
-    """Return loss in nats per token, bits per byte and perplexity on a folder of shards."""
-    options |= {"tokens": config.val_tokens, "token_bytes": bytes_per_token(tokenizer)}
-    scores = validation_loss(model, sequences, **options)
+def validate(config: EvalConfig, sequences: Sequences, scorer: Scorer) -> TaskScores:
+    """Return loss in nats per token, bits per byte and perplexity on a split."""
+    scores = scorer.validation_loss(sequences, config.val_tokens)
     scores["perplexity"] = math.exp(scores["loss"])
-    n = sequences.count_within(config.val_tokens)
     corpus = corpus_name(sequences.stream.shards[0].path.parent)
-    return [Result("val", corpus, key, n * sequences.block_size, x) for key, x in scores.items()]
+    n = sequences.count_within(config.val_tokens) * sequences.block_size
+    return [Result("val", corpus, metric, n, value) for metric, value in scores.items()], []
+
+
+def open_task(
+    name: str, path: Path | None, config: EvalConfig, scorer: Scorer, saved: dict
+) -> Callable[[Scorer], TaskScores]:
+    """Read what a task needs, and return the function that scores it."""
+    if name == "val":
+        return partial(validate, config, open_validation(config, scorer, saved))
+    if name in TASKS:
+        task = TASKS[name]
+        rows = read_on_all(partial(task.read, path), scorer.process)[: config.limit]
+        protocols = [p for p in task.protocols if p in (config.protocols or task.protocols)]
+        if not protocols:
+            raise UserError(f"{name} has the --protocols {', '.join(task.protocols)}")
+        return lambda scorer: task.score(rows, scorer.score, protocols)
+    setup = (scorer.tokenizer, scorer.model.config.block_size, scorer.process, scorer.dtype)
+    questions = Questions(Path(name), *setup, config)
+    sampling = {key: getattr(config, key) for key in ("num_samples", "temperature", "seed")}
+    return lambda scorer: questions.score(scorer.model, **sampling, progress=scorer.progress)
 
 
 def main(config: EvalConfig) -> None:
-    refuse_both_sources(sys.argv[1:])
-    if config.model is None:
-        config.checkpoint = find_best(config.checkpoint)
-    config.out = config.out or default_out(config)
-    files = checked_files(config)
+    check(config)
+    name = str(config.model or config.checkpoint or "checkpoints")
     process = distributed.start(config.device)
-    model, name, saved = open_model(config.checkpoint, config.model, exact=True)
-    tokenizer = load_tokenizer(name)
-    # read everything before the first forward pass, so that a missing file costs no time
-    val = open_validation(config, model, tokenizer, saved) if "val" in config.tasks else None
-    rows = {task: read_rows_on_all(task, path, process) for task, path in files.items()}
-    for task, items in rows.items():
-        check_lengths(task, items[: config.limit], tokenizer, model.config.block_size)
-    weights = f"{checksum(model.state_dict()):08x}"
+    model, tokenizer, saved = open_model(name, exact=True)
+    config.chat = config.chat or is_chat(saved, name)
     dtype = pick_dtype(config.dtype, process.device)
-    chat = config.chat or is_chat(saved, config.model)
-    setup = (tokenizer, model.config.block_size, process, dtype)
-    names = ("max_new_tokens", "batch_size", "limit")
-    asking = {name: getattr(config, name) for name in names}
-    questions = {
-        task: Questions(Path(task), *setup, chat=chat, **asking)
-        for task in config.tasks
-        if task not in TASKS
-    }
-    model.to(process.device)
-    if process.device.type == "cpu":
-        cpu.for_inference(model, dtype, rows=2048)
-    malloc.reuse_freed_memory()
-    results: list[Result] = []
-    examples: list[dict] = []
-    options = {"batch_size": config.batch_size, "dtype": dtype}
-    for task in config.tasks:
-        if val is not None and task == "val":
-            results += validation(config, model, tokenizer, val, process=process, **options)
-            continue
-        with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
-            if task in questions:
-                names = ("num_samples", "temperature", "seed")
-                sampling = {name: getattr(config, name) for name in names}
-                found, more = questions[task].score(model, **sampling, progress=bar.update)
-                results += found
-                examples += more
-                continue
-            score = partial(score_items, model, tokenizer, process, progress=bar.update, **options)
-            chosen, protocols = rows[task][: config.limit], config.hellaswag_protocols
-            found, more = score_benchmark(task, chosen, score, tokenizer, protocols)
-        results += found
-        examples += more
+    scorer = Scorer(model, load_tokenizer(tokenizer), process, dtype, config.batch_size)
+    paths, jobs = iter(config.data), {}
+    for task in config.tasks:  # read all before the first forward pass: a mistake costs no time
+        path = next(paths, None) if task in TASKS else None
+        jobs[task] = open_task(task, path, config, scorer, saved)
+    for_inference(model.to(process.device), process.device, dtype, rows=2048)
+    results, examples = [], []
+    for task, job in jobs.items():
+        try:
+            with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
+                found, more = job(replace(scorer, progress=bar.update))
+            results, examples = results + found, examples + more
+        except UserError as error:
+            process.print(f"{task} is left out: {error}")
     if process.is_main:
-        origin = {"model": config.model or str(config.checkpoint), "weights": weights}
-        origin |= {"dtype": str(dtype).removeprefix("torch.")}
-        origin |= {name: saved[name] for name in ("run_id", "step") if saved}
-        size = model.config.size or "gpt2"
-        table = table_rows(results, origin, size)
-        write_table(config.out, table, origin)
+        about = {key: saved[key] for key in ("run_id", "step") if key in saved}
+        about |= {"model": name, "dtype": str(dtype).removeprefix("torch.")}
+        write_table(config.out, results, about)
         if config.dump:
             write_dump(config.dump, examples)
-        print(format_table(table, size))
-        print(f"wrote {', '.join(map(str, filter(None, (config.out, config.dump))))}")
+        print(format_table(results, model.config.size or "gpt2"))
     distributed.stop()
 
 

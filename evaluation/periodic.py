@@ -1,20 +1,19 @@
 """Evaluator: the validation, benchmarks and text samples that train.py runs every n steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from config import TrainConfig
 from data.loader import Sequences
-from data.tokenizer import Tokenizer, bytes_per_token, load_tokenizer
-from evaluation.metrics import benchmark_row, check_lengths, validation_loss
-from evaluation.scoring import score_items
-from evaluation.tasks import read_rows_on_all
-from model.generate import complete
+from data.tokenizer import load_tokenizer
+from evaluation.scoring import Scorer
+from evaluation.tasks import TASKS
+from model.generate import Sampling, complete
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
@@ -22,9 +21,33 @@ from utils.errors import UserError
 
 SUBSET = 500  # examples of a benchmark that are scored during training without --eval_full
 SAMPLE_TOKENS = 128
+Found = TypeVar("Found")
 
 
-@dataclass
+def is_due(every: int, step: int) -> bool:
+    """Return True if something that happens every n steps is due after `step` steps; 0: never."""
+    return every > 0 and step % every == 0
+
+
+def read_on_all(read: Callable[[], Found], process: Process) -> Found:
+    """Return the result of `read` on every process; the main one reads, and downloads, first.
+
+    Raises UserError on all if one of them cannot read.
+    """
+    found = problem = None
+    if not process.is_main:
+        process.wait_for_main()
+    try:
+        found = read()
+    except UserError as error:
+        problem = error
+    if process.is_main:
+        process.wait_for_main()
+    if not process.all_agree(problem is None):
+        raise problem or UserError("another process could not read a file that this one could")
+    return found
+
+
 class Evaluator:
     """Evaluate a model while it trains, at the intervals of its TrainConfig and at the last step.
 
@@ -32,17 +55,28 @@ class Evaluator:
     there are no benchmarks, no samples and no bits per byte.
     """
 
-    config: TrainConfig
-    model: GPT
-    sequences: Sequences  # validation split
-    tokenizer: Tokenizer | None
-    process: Process
-    dtype: torch.dtype  # autocast dtype of matmuls
-    benchmark_rows: dict[str, list[dict]]  # by name of the benchmark, from read_benchmarks
-
-    def __post_init__(self) -> None:
-        self.options = {"batch_size": self.config.micro_batch_size, "dtype": self.dtype}
-        self.token_bytes = bytes_per_token(self.tokenizer) if self.tokenizer else None
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: GPT,
+        sequences: Sequences,  # of the validation split
+        process: Process,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config, self.sequences, tokenizer = config, sequences, None
+        try:
+            tokenizer = read_on_all(partial(load_tokenizer, sequences.stream.tokenizer), process)
+        except UserError as error:
+            process.print(f"{error}; so there are no samples, benchmarks and bits per byte")
+        self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
+        self.rows = {}  # by name of a benchmark
+        for name, task in TASKS.items() if tokenizer else ():
+            if getattr(config, f"{name}_every", 0):
+                path = getattr(config, f"{name}_data")
+                rows = read_on_all(partial(task.read, path), process)
+                count = len(rows) if config.eval_full else min(len(rows), SUBSET)
+                evenly_spaced = np.linspace(0, len(rows) - 1, count).astype(int)
+                self.rows[name] = [rows[i] for i in evenly_spaced]
 
     def uncompiled(self) -> AbstractContextManager:
         """Return a context in which compiled blocks run uncompiled, for varying shapes."""
@@ -50,85 +84,33 @@ class Evaluator:
             return nullcontext()
         return torch.compiler.set_stance("force_eager")
 
-    def is_last(self, step: int) -> bool:
-        """Return whether the run ends after `step` steps."""
-        return step == self.config.max_steps
-
-    def due(self, step: int) -> bool:
-        """Return True if the model is to be validated after `step` steps."""
-        return self.is_last(step) or is_due(self.config.eval_every, step)
+    def due(self, step: int, name: str = "eval") -> bool:
+        """Return True if validation, or a benchmark, is due after `step` steps."""
+        return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
 
     def validate(self) -> dict[str, float]:
         """Return the validation loss in nats per token and, with a tokenizer, bits_per_byte."""
-        model, sequences, tokens = self.model, self.sequences, self.config.val_tokens
-        options = {**self.options, "tokens": tokens, "token_bytes": self.token_bytes}
-        return validation_loss(model, sequences, self.process, **options)
+        return self.scorer.validation_loss(self.sequences, self.config.val_tokens)
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield the name and the figures of each benchmark that is due after `step` steps."""
-        score = partial(score_items, self.model, self.tokenizer, self.process, **self.options)
-        for task, rows in self.benchmark_rows.items() if self.tokenizer else ():
-            if self.is_last(step) or is_due(getattr(self.config, f"{task}_every"), step):
+        """Yield the name and the figures, under its first protocol, of each benchmark that is due
+        after `step` steps."""
+        for name, rows in self.rows.items():
+            if self.due(step, name):
                 with self.uncompiled():
-                    row = benchmark_row(task, rows, score, self.tokenizer)
-                yield task, row
+                    first = TASKS[name].protocols[:1]
+                    results, _ = TASKS[name].score(rows, self.scorer.score, first)
+                yield name, {"n": results[0].n} | {r.metric: r.value for r in results}
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
-        every, tokenizer = self.config.sample_every, self.tokenizer
-        if tokenizer is None or not (is_due(every, step) or every and self.is_last(step)):
+        model, tokenizer = self.scorer.model, self.scorer.tokenizer
+        if tokenizer is None or not self.config.sample_every or not self.due(step, "sample"):
             return None
-        length = min(SAMPLE_TOKENS, self.model.config.block_size)
-        options = {"max_new_tokens": length, "temperature": 0.8, "seed": self.config.seed + step}
-        self.model.eval()
-        with autocast(self.process.device, self.dtype), self.uncompiled():
-            (tokens,) = complete(self.model, [[tokenizer.eot]], tokenizer.eot, **options)
-        self.model.train()
+        length = min(SAMPLE_TOKENS, model.config.block_size)
+        sampling = Sampling(length, temperature=0.8, seed=self.config.seed + step)
+        model.eval()
+        with autocast(self.scorer.process.device, self.scorer.dtype), self.uncompiled():
+            (tokens,) = complete(model, [[tokenizer.eot]], tokenizer.eot, sampling)
+        model.train()
         return tokenizer.decode_bytes(tokens).decode(errors="replace")
-
-
-def open_evaluator(
-    config: TrainConfig,
-    model: GPT,
-    sequences: Sequences,
-    process: Process,
-    dtype: torch.dtype,
-    notes: list[str],
-) -> Evaluator:
-    """Return the Evaluator of a run, with its tokenizer and benchmarks read on every process."""
-    tokenizer = load_tokenizer_on_all(sequences.stream.tokenizer, process, notes)
-    benchmarks = read_benchmarks(config, process)
-    for task, rows in benchmarks.items() if tokenizer else ():
-        check_lengths(task, rows, tokenizer, model.config.block_size)
-    return Evaluator(config, model, sequences, tokenizer, process, dtype, benchmarks)
-
-
-def is_due(every: int, step: int) -> bool:
-    """Return whether something that happens every n steps is due after `step` steps; 0: never."""
-    return every > 0 and step % every == 0
-
-
-def read_benchmarks(config: TrainConfig, process: Process) -> dict[str, list[dict]]:
-    """Return the rows of the benchmarks that a run scores: SUBSET each, or all with --eval_full."""
-    found = {}
-    for task in ("hellaswag", "lambada"):
-        if getattr(config, f"{task}_every"):
-            rows = read_rows_on_all(task, getattr(config, f"{task}_data"), process)
-            found[task] = rows if config.eval_full else evenly_spaced_subset(rows, SUBSET)
-    return found
-
-
-def evenly_spaced_subset(rows: list[dict], count: int) -> list[dict]:
-    """Return at most `count` rows, evenly spaced from the first to the last."""
-    keep = np.linspace(0, len(rows) - 1, min(count, len(rows)))
-    return [rows[i] for i in keep.astype(int)]
-
-
-def load_tokenizer_on_all(name: str, process: Process, notes: list[str]) -> Tokenizer | None:
-    """Return a tokenizer if every process can load it; else None, and append why to `notes`."""
-    tokenizer = None
-    try:
-        tokenizer = load_tokenizer(name)
-    except UserError as error:
-        notes.append(f"{error}. This run goes without samples, benchmarks and bits per byte.")
-    return tokenizer if process.all_agree(tokenizer is not None) else None

@@ -1,42 +1,31 @@
-"""Log-probabilities of continuations, on which HellaSwag, LAMBADA and CBT are built.
+"""Scorer: log-probabilities of continuations, and the validation loss, on all processes together.
 
 A context and its continuations share one row of a batch, so that the context is computed once; the
 attention mask hides the continuations from each other. The head runs at scored positions only.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
+from data.loader import Sequences
+from data.tokenizer import Tokenizer, bytes_per_token
 from evaluation.targets import score_targets
-from evaluation.tasks import Item
+from evaluation.tasks import Item, Score
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
 
-class Score(NamedTuple):
-    """A model's prediction of one continuation of a context."""
-
-    logprob: float  # of the whole continuation, in nats
-    tokens: int  # of the continuation
-    greedy: bool  # greedy decoding gives the continuation
-    greedy_filtered: bool  # greedy decoding gives it if no banned token can be the first
-    last: bool  # the last token is the likeliest after those before it
-    context_logprob: float  # of the context after its first token, in nats; 0 unless requested
-    context_tokens: int  # tokens in context_logprob
-
-
 @dataclass(frozen=True)
-class Row:
+class PackedItem:
     """Token ids of a context and of the continuations that share it in one row of a batch."""
 
     item: int
@@ -51,7 +40,7 @@ class Row:
         return -(-tokens // 8) * 8
 
 
-def make_rows(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Row]:
+def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[PackedItem]:
     """Return the tokenised items as rows. If a context and a continuation together exceed the block
     size, the context loses its start (as in lm-eval), and each continuation gets its own row."""
     rows = []
@@ -62,20 +51,20 @@ def make_rows(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[
         choices = [tokenizer.encode(space + choice).tolist() for choice in item.choices]
         longest = max(map(len, choices))
         if longest > block_size:
-            raise UserError(
-                f"a continuation is {longest} tokens long; this model's block size is {block_size}"
-            )
-        if len(context) + longest - 1 <= block_size:
-            rows.append(Row(number, 0, context, choices))
-        else:
-            for n, choice in enumerate(choices):
-                room = block_size + 1 - len(choice)
-                rows.append(Row(number, n, context[-room:], [choice]))
+            raise UserError(f"a continuation has {longest} tokens, the context {block_size}")
+        fits = len(context) + longest - 1 <= block_size
+        for n, group in enumerate([choices] if fits else [[choice] for choice in choices]):
+            room = block_size + 1 - max(map(len, group))
+            rows.append(PackedItem(number, n, context[-room:], group))
     return rows
 
 
-def collate(rows: list[Row]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return token ids (B, T), positions (B, T) and mask (B, 1, T, T) of rows.
+def to_tensors(
+    rows: list[PackedItem], with_context: bool
+) -> tuple[Tensor, Tensor, Tensor | None, list[tuple]]:
+    """Return token ids (B, T), positions (B, T), mask (B, 1, T, T), and spans of tokens to predict:
+    those of each continuation and, with the context, before them those after its first. A span is a
+    row, the columns whose outputs predict its tokens, and these.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row; the last token of a
     continuation is never an input:
@@ -88,94 +77,127 @@ def collate(rows: list[Row]) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     idx, positions = np.zeros((2, len(rows), max(row.length for row in rows)), np.int64)
     part = np.full(idx.shape, -1)  # 0: context; 1, 2, ...: continuations; -1: padding
+    spans = []
     for b, row in enumerate(rows):
         end = len(row.context)
         idx[b, :end], positions[b, :end], part[b, :end] = row.context, range(end), 0
+        if with_context:
+            spans.append((b, range(end - 1), row.context[1:]))
         for n, choice in enumerate(row.choices, 1):
             start, end = end, end + len(choice) - 1
             idx[b, start:end], part[b, start:end] = choice[:-1], n
             positions[b, start:end] = len(row.context) + np.arange(end - start)
+            spans.append((b, [len(row.context) - 1, *range(start, end)], choice))
     mask = None
     if any(len(row.choices) > 1 for row in rows):
         part = torch.from_numpy(part)
         mask = (part[:, None, :] == part[:, :, None]) | (part == 0)[:, None, :]
         mask = mask.tril().unsqueeze(1)
-    return torch.from_numpy(idx), torch.from_numpy(positions), mask
+    return torch.from_numpy(idx), torch.from_numpy(positions), mask, spans
 
 
-def score_rows(
-    model: GPT, rows: list[Row], *, dtype: torch.dtype, banned: list[int], with_context: bool
-) -> list[Score]:
-    """Return the scores of all continuations in a batch of rows, in order."""
-    device = model.transformer.wte.weight.device
-    idx, positions, mask = (x if x is None else x.to(device) for x in collate(rows))
-    # for each token to predict: its row b, the column t whose output predicts it, and its id
-    b_index, t_index, targets, span_lengths = [], [], [], []
-    for b, row in enumerate(rows):
-        end = len(row.context)
-        spans = [(range(end - 1), row.context[1:])] if with_context else []
-        for choice in row.choices:
-            start, end = end, end + len(choice) - 1
-            spans.append(([len(row.context) - 1, *range(start, end)], choice))
-        for columns, tokens in spans:
-            b_index += [b] * len(columns)
-            t_index += columns
-            targets += tokens
-            span_lengths.append(len(columns))
-    b_index, t_index, targets = torch.tensor([b_index, t_index, targets], device=device)  # (N,)
-    with autocast(device, dtype):
-        x = model.hidden(idx, positions=positions, mask=mask)[b_index, t_index]  # (N, C)
-    found = score_targets(x, model.head_weight[: model.config.vocab_size], targets, banned)
-    spans = zip(*(values.cpu().split(span_lengths) for values in found), strict=True)
-    scores = []
-    for row in rows:
-        context_logprob = next(spans)[0].double().sum().item() if with_context else 0.0
-        context_tokens = len(row.context) - 1 if with_context else 0
-        for choice in row.choices:
-            nats, hits, filtered = next(spans)
-            logprob, filtered = nats.double().sum().item(), filtered[0] and hits[1:].all()
-            flags = (bool(hits.all()), bool(filtered), bool(hits[-1]))
-            scores.append(Score(logprob, len(choice), *flags, context_logprob, context_tokens))
-    return scores
+@dataclass(frozen=True)
+class Scorer:
+    """A model, and how to run it over batches that the processes share.
 
-
-@torch.no_grad()
-def score_items(
-    model: GPT,
-    tokenizer: Tokenizer,
-    process: Process,
-    items: list[Item],
-    *,
-    batch_size: int,
-    dtype: torch.dtype,
-    banned: list[int] | None = None,
-    with_context: bool = False,
-    progress: Callable[[int], None] = lambda rows: None,
-) -> list[list[Score]]:
-    """Return a Score for each continuation of each item, on every process; they share the work.
-
-    `banned` are the token ids of Score.greedy_filtered; `with_context` scores the context too;
-    `progress` is called with the number of rows done since its last call.
+    All processes call each method with the same arguments and get the same figures.
     """
-    model.eval()
-    rows = sorted(make_rows(items, tokenizer, model.config.block_size), key=lambda r: -r.length)
-    batches = [  # of rows of equal length
-        group[start : start + batch_size]
-        for group in (list(group) for _, group in groupby(rows, attrgetter("length")))
-        for start in range(0, len(group), batch_size)
-    ]
-    starts = np.cumsum([0, *(len(item.choices) for item in items)])
-    table = torch.zeros(starts[-1], len(Score._fields), dtype=torch.float64)
-    options = {"dtype": dtype, "banned": banned or [], "with_context": with_context}
-    for mine, batch, counts in process.share(batches):
-        scores = score_rows(model, batch, **options)
-        if counts:
-            index = [starts[r.item] + r.first + n for r in batch for n in range(len(r.choices))]
-            table[index] = torch.tensor(scores, dtype=torch.float64)
-        turn = mine - process.rank
-        progress(sum(len(b) for b in batches[turn : turn + process.world_size]))
-    model.train()
-    kinds = Score.__annotations__.values()
-    rows = process.sum_float64(table).tolist()
-    found = [Score(*(kind(x) for kind, x in zip(kinds, row, strict=True))) for row in rows]
-    return [found[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+    model: GPT
+    tokenizer: Tokenizer | None
+    """None where only the loss is needed."""
+    process: Process
+    dtype: torch.dtype
+    """Autocast dtype of matmuls."""
+    batch_size: int
+    progress: Callable[[int], None] = lambda rows: None
+    """Called with the number of rows done since the last call."""
+
+    @torch.no_grad()
+    def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
+        """Return the mean loss in nats per token over the first `tokens` targets of a split.
+
+        The figure is the same for any number of processes: each batch's nats have a slot of their
+        own, which are summed over processes, then added up in one order. The last batch is filled
+        with sequences that do not count, so that all have one shape.
+
+        With a tokenizer it adds bits_per_byte = nats / ln 2 / bytes, which does not depend on the
+        tokenizer: tokens of 4 bytes at a loss of 2.77 nats = 4 bits give 1 bit per byte.
+        """
+        self.model.eval()
+        token_bytes = bytes_per_token(self.tokenizer) if self.tokenizer else None  # (vocab_size,)
+        n, size = sequences.count_within(tokens), self.batch_size
+        batches = np.array_split(np.arange(n), range(size, n, size))
+        sums = torch.zeros(2, len(batches), dtype=torch.float64)  # nats and bytes of each batch
+        for mine, batch, counts in self.process.share(batches):
+            inputs, targets = sequences.batch(np.resize(batch, len(batches[0])))  # (B, T)
+            targets[len(batch) :] = -1
+            idx, labels = (torch.from_numpy(x).to(self.process.device) for x in (inputs, targets))
+            with autocast(self.process.device, self.dtype):
+                loss = self.model(idx, labels)
+            if counts:
+                counted = targets[: len(batch)]
+                sums[0, mine] = loss.item() * counted.size
+                sums[1, mine] = 0 if token_bytes is None else float(token_bytes[counted].sum())
+        nats, n_bytes = self.process.sum_float64(sums).sum(dim=1).tolist()
+        self.model.train()
+        scores = {"loss": nats / (n * sequences.block_size)}
+        return scores | ({"bits_per_byte": nats / math.log(2) / n_bytes} if n_bytes else {})
+
+    @torch.no_grad()
+    def score(
+        self, items: list[Item], banned: Sequence[str] = (), with_context: bool = False
+    ) -> list[list[Score]]:
+        """Return a Score for each continuation of each item; `banned` are the words of
+        Score.greedy_filtered, `with_context` scores the context too."""
+        self.model.eval()
+        rows = pack(items, self.tokenizer, self.model.config.block_size)
+        rows.sort(key=lambda row: -row.length)
+        batches = [  # of rows of equal length
+            group[start : start + self.batch_size]
+            for group in (list(group) for _, group in groupby(rows, attrgetter("length")))
+            for start in range(0, len(group), self.batch_size)
+        ]
+        words = [self.tokenizer.encode(" " + word).tolist() for word in banned]
+        ids = [word[0] for word in words if len(word) == 1]
+        starts = np.cumsum([0, *(len(item.choices) for item in items)])
+        table = torch.zeros(starts[-1], len(Score._fields), dtype=torch.float64)
+        for mine, batch, counts in self.process.share(batches):
+            scores = self.score_batch(batch, ids, with_context)
+            if counts:
+                index = [starts[r.item] + r.first + n for r in batch for n in range(len(r.choices))]
+                table[index] = torch.tensor(scores, dtype=torch.float64)
+            turn = mine - self.process.rank
+            self.progress(sum(len(b) for b in batches[turn : turn + self.process.world_size]))
+        self.model.train()
+        kinds = Score.__annotations__.values()
+        table = self.process.sum_float64(table).tolist()
+        found = [Score(*(kind(x) for kind, x in zip(kinds, row, strict=True))) for row in table]
+        return [found[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+    def score_batch(
+        self, rows: list[PackedItem], banned: list[int], with_context: bool
+    ) -> list[Score]:
+        """Return the scores of all continuations in a batch of rows, in order."""
+        model, device = self.model, self.process.device
+        idx, positions, mask, spans = to_tensors(rows, with_context)
+        mask = mask if mask is None else mask.to(device)
+        where = [(b, t, id_) for b, *pairs in spans for t, id_ in zip(*pairs, strict=True)]
+        b_index, t_index, targets = torch.tensor(where, device=device).T  # (N,)
+        with autocast(device, self.dtype):
+            x = model.hidden(idx.to(device), positions=positions.to(device), mask=mask)  # (B, T, C)
+        weight = model.head_weight[: model.config.vocab_size]
+        found = score_targets(x[b_index, t_index], weight, targets, banned)
+        lengths = [len(ids) for *_, ids in spans]
+        of_spans = zip(*(values.cpu().split(lengths) for values in found), strict=True)
+        scores = []
+        for row in rows:
+            context = (0.0, 0)
+            if with_context:
+                context = (next(of_spans)[0].double().sum().item(), len(row.context) - 1)
+            for choice in row.choices:
+                nats, hits, filtered = next(of_spans)
+                flags = hits.all(), filtered[0] and hits[1:].all(), hits[-1]
+                logprob = nats.double().sum().item()
+                scores.append(Score(logprob, len(choice), *map(bool, flags), *context))
+        return scores
