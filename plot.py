@@ -28,9 +28,7 @@ class PlotConfig:
 
 
 def main(config: PlotConfig) -> None:
-    size = NICKNAMES[config.sz] if config.sz else None
-    if reason := draw(list(config.log), config.out, size, config.x):
-        print(f"the validation loss of OpenAI's GPT-2 is not drawn: {reason}")
+    draw(list(config.log), config.out, NICKNAMES[config.sz] if config.sz else None, config.x)
     print(f"wrote {config.out}")
 
 
