@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -22,7 +23,8 @@ from utils.logger import read_metrics
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 AXIS_LABELS = {"step": "step", "tokens": "training tokens", "hours": "hours of training steps"}
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
-MARKERS = dict(zip(TASKS, "os^D", strict=False))
+DASHES = ((6, 3), (1, 2), (6, 2, 1, 2), (3, 1))
+MARKS = dict(zip(TASKS, cycle(zip("os^D", DASHES, strict=True)), strict=False))  # for each task
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,12 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     if size and any((run.vocab_size, run.corpus) != gpt2 for run in runs):
         print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
     else:
-        draw_published(panels["loss"], VALIDATION, ("FineWeb-Edu", "loss", size), "")
+        draw_published(panels["loss"], VALIDATION, ("FineWeb-Edu", "loss", size), "val")
     scale_losses(panels["loss"], key)
     for name in tasks:
         task = TASKS[name]
         figure_key = (task.protocols[0], task.metric, size)
-        draw_published(panels["accuracy"], task.published, figure_key, f", {name}")
+        draw_published(panels["accuracy"], task.published, figure_key, name)
     if tasks:
         panels["accuracy"].set(ylabel="accuracy", xlim=(0, None), title="benchmarks")
     panels["rate"].set(ylabel="learning rate")
@@ -114,17 +116,17 @@ def draw_run(panels: dict[str, plt.Axes], run: Run, unit: str, key: str, style: 
     for name, task in TASKS.items():
         x, accuracies = run.curve(unit, name, task.metric)
         if accuracies:
-            marked = {"marker": MARKERS[name], "ms": 4, "label": f"{name}, {run.label}"}
+            marked = {"marker": MARKS[name][0], "ms": 4, "label": f"{name}, {run.label}"}
             panels["accuracy"].plot(x, accuracies, **marked, **style)
 
 
-def draw_published(axes: plt.Axes, figures: Published, key: tuple, name: str) -> None:
+def draw_published(axes: plt.Axes, figures: Published, key: tuple, task: str) -> None:
     """Draw a figure of OpenAI's GPT-2 as a dashed horizontal line, if there is one."""
     if key in figures:
         value, source = figures[key]
-        label = f"OpenAI {key[-1]}{name}: {value:g}\n({source.split(',')[0]})"
-        dashes = (0, (6, 1 + 2 * len(axes.get_lines())))
-        axes.axhline(value, color="black", ls=dashes, lw=1, label=label)
+        label = f"{task}, OpenAI {key[-1]}: {value:g}\n({source.split(',')[0]})"
+        dashes = MARKS[task][1] if task in MARKS else DASHES[0]
+        axes.axhline(value, color="black", ls=(0, dashes), lw=1, label=label)
 
 
 def scale_losses(axes: plt.Axes, key: str) -> None:
