@@ -4,21 +4,18 @@
     python convert.py --model gpt2 --out checkpoints/gpt2.pt
 
 The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelForCausalLM and
-AutoTokenizer, in float32 with every bit of the weights. An imported GPT-2 can be sampled, scored
-and resumed.
+AutoTokenizer, in float32 with every bit of the weights. An imported model can be sampled, scored
+and trained from by --init_from.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from config import TrainConfig, recipe_of
 from data.tokenizer import load_tokenizer, save_tokenizer
-from finetuning.chat import CHAT_TEMPLATE
+from finetuning.chat import CHAT_TEMPLATE, is_chat
 from model.huggingface import save_pretrained
-from training import checkpoint as ckpt
-from training.checkpoint_folder import is_chat, open_model
+from training.checkpoint import assemble, config_values, open_model, save_checkpoint
 from training.state import TrainState
 from utils.cli import run
 from utils.errors import UserError
@@ -38,38 +35,33 @@ class ConvertConfig:
 
 def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers."""
-    model, name, saved = open_model(config.checkpoint, None, exact=True)
-    tokenizer, template = load_tokenizer(name), CHAT_TEMPLATE if is_chat(saved) else None
-    try:
-        save_pretrained(model, config.out)
-        save_tokenizer(tokenizer, config.out, model.config.block_size, template)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{config.out} could not be written whole: {reason}; choose another --out"
-        ) from error
+    model, name, saved = open_model(config.checkpoint, exact=True)
+    save_pretrained(model, config.out)
+    template = CHAT_TEMPLATE if is_chat(saved, config.checkpoint) else None
+    save_tokenizer(load_tokenizer(name), config.out, model.config.block_size, template)
+    if model.config.activation == "relu2":
+        print("note: only transformers runs ReLU²; llama.cpp and vLLM compute another function")
 
 
 def import_model(config: ConvertConfig) -> None:
     """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt with --model")
-    model, tokenizer, _ = open_model(config.out, config.model)
-    shape = ckpt.config_values(model.config)
-    names = ("n_layer", "n_head", "n_embd", "block_size")
-    settings = TrainConfig(recipe=recipe_of(model.config), **{name: shape[name] for name in names})
-    state = ckpt.assemble(
+    model, tokenizer, _ = open_model(config.model)
+    sizes = {k: getattr(model.config, k) for k in ("n_layer", "n_head", "n_embd", "block_size")}
+    options = TrainConfig(recipe=recipe_of(model.config), **sizes)
+    state = assemble(
         model.state_dict(),
         optimizer={},
-        seed=settings.seed,
-        model_config=shape,
+        script="train.py",
+        config=options.to_dict(),
+        model_config=config_values(model.config),
         tokenizer=tokenizer,
         train_tokens=0,
-        train_config=settings.to_dict(),
-        **TrainState.start(settings, None).to_checkpoint(),
+        **TrainState.start(None, None).to_checkpoint(),
     )
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    ckpt.save_checkpoint(config.out, state)
+    save_checkpoint(config.out, state)
 
 
 def main(config: ConvertConfig) -> None:

@@ -12,44 +12,75 @@ first is printed while it is generated, the others after it. The same seed gives
 import codecs
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from config import SamplingConfig
 from data.tokenizer import Tokenizer, load_tokenizer
-from finetuning.chat import Messages, fit_history
-from model import cpu
-from model.generate import generate
+from finetuning.chat import Messages, fit_history, is_chat
+from model.generate import Sampling, generate
 from model.gpt import GPT
-from training.checkpoint_folder import is_chat, open_model, refuse_both_sources
+from model.replace import for_inference
+from training.checkpoint import open_model
 from utils.cli import run
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
 
-OPTIONS = {  # type, least and greatest value; --interactive can change these options
-    "temperature": (float, 0, math.inf),
-    "top_k": (int, 1, math.inf),
-    "top_p": (float, 1e-9, 1),
-    "max_new_tokens": (int, 0, 2**24 - 1),
-    "num_samples": (int, 1, 2**16 - 1),
-    "seed": (int, 0, 2**31 - 1),
-}
-LEAST_TEMPERATURE = 1e-6  # beside 0; logits that are divided by less overflow
-NANOGPT_OPTIONS = {
-    "start": "--prompt is the text to continue, --prompt @FILE that of a file",
-    "out_dir": "--checkpoint is a checkpoint or a folder of them",
-    "init_from": "--model is a Hugging Face name or folder, --checkpoint a checkpoint",
-    "compile": "--use_torch_compile compiles the forward pass of one token",
-}
-Show = Callable[[str], None]  # takes each piece of the output
-CHAT_HELP = 'say something, "/" for the options, "/new" for a new chat, "/quit"\n'
-HELP = 'enter a prompt to continue, "/" for the options, "/top_k 50" to change one, "/quit"\n'
+
+@dataclass
+class SampleConfig:
+    """Write text with a trained model."""
+
+    checkpoint: Path = Path("checkpoints")
+    """Checkpoint of train.py or finetune.py, or a folder: its best one, else its newest."""
+    model: str | None = None
+    """Hugging Face model to sample from instead: a name (gpt2, gpt2-xl, ...) or a folder."""
+    prompt: str = ""
+    """Text to continue; @FILE reads a file, - standard input."""
+    num_samples: int = 1
+    """Texts to write; the first is shown while it is generated."""
+    interactive: bool = False
+    """Ask for prompts; /new and /quit are commands."""
+    chat: bool = False
+    """Answer as the assistant of a chat; without --prompt, talk with the keyboard."""
+    json: bool = False
+    """Write one line of JSON per text."""
+    max_new_tokens: int = 200
+    """Longest continuation in tokens; end of text ends it sooner. Where the context is full,
+    its older half is dropped."""
+    temperature: float = 0.8
+    """Sampling temperature; 0: always the likeliest token."""
+    top_k: int | None = None
+    """Sample from the k likeliest tokens."""
+    top_p: float | None = None
+    """Sample from the likeliest tokens that together have this probability."""
+    seed: int = 1337
+    """Seed; sample i depends on (seed, i) alone."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of matmuls. auto: bfloat16 where the processor has it."""
+    use_torch_compile: bool = False
+    """Compile the forward pass of one token, for long texts."""
+
+    def __post_init__(self) -> None:
+        least = {"num_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
+        for name, value in least.items():
+            if (given := getattr(self, name)) is not None and not given >= value:
+                raise UserError(f"--{name} {given} must be at least {value}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"--top_p {self.top_p} must be above 0 and at most 1")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How to draw tokens."""
+        limits = {"top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
+        return Sampling(self.max_new_tokens, self.temperature, **limits)
 
 
 def read_prompt(prompt: str) -> str:
@@ -58,166 +89,114 @@ def read_prompt(prompt: str) -> str:
         if prompt == "-":
             return sys.stdin.buffer.read().decode("utf-8-sig")
         if prompt.startswith("@"):
-            return Path(prompt[1:]).read_bytes().decode("utf-8-sig")
-        prompt.encode()  # raises for bytes of the command line that are not UTF-8
+            return Path(prompt[1:]).read_text(encoding="utf-8-sig")
+        return prompt
     except (OSError, UnicodeError) as error:
-        hint = "; to write after an @, give the text by --prompt -" if prompt[:1] == "@" else ""
-        raise UserError(f"--prompt {prompt!a} cannot be read as text: {error}{hint}") from error
-    return prompt
+        raise UserError(f"--prompt {prompt} cannot be read as text: {error}") from error
 
 
-def check(config: SamplingConfig, prefix: str = "--") -> None:
-    """Raise UserError for the first option that is out of range, named with `prefix`."""
-    for name, (_, least, greatest) in OPTIONS.items():
-        value = getattr(config, name)
-        if value is not None and not least <= value <= greatest:
-            bounds = f"from {least} to {greatest}" if greatest < math.inf else f"at least {least}"
-            raise UserError(f"{prefix}{name} {value} must be {bounds}")
-    if 0 < config.temperature < LEAST_TEMPERATURE:
-        raise UserError(
-            f"{prefix}temperature {config.temperature} must be at least {LEAST_TEMPERATURE}, or 0 "
-            "for the likeliest tokens"
+@dataclass
+class Writer:
+    """Writes samples of a model, of which `show` gets the text piece by piece."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    config: SampleConfig
+    show: Callable[[str], None]
+
+    def write(self, text: str, history: Messages, seed: int) -> list[dict]:
+        """Continue a prompt, or with --chat answer it as the newest message after `history`. Return
+        prompt, text, number of tokens and reason of the end ("finish") of each sample."""
+        config, tokenizer, T = self.config, self.tokenizer, self.model.config.block_size
+        prompt, heading = tokenizer.encode(text).tolist() or [tokenizer.eot], text
+        if config.chat:
+            messages = [*history, {"role": "user", "content": text}]
+            prompt, heading = fit_history(messages, tokenizer, T, config.max_new_tokens), ""
+        if len(prompt) > T:
+            raise UserError(
+                f"the prompt has {len(prompt):,} tokens; this model reads at most {T:,}"
+            )
+        start = {"prompt": text, "text": "", "tokens": 0, "finish": "length"}
+        samples = [{"sample": i, **start} for i in range(config.num_samples)]
+        # incremental, because a character can span several tokens
+        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in samples]
+        device = self.model.transformer.wte.weight.device
+        options = {"use_torch_compile": config.use_torch_compile}
+        rows = generate(
+            self.model, [prompt] * len(samples), replace(config.sampling, seed=seed), **options
         )
+        self.show(heading)
+        with autocast(device, pick_dtype(config.dtype, device)):
+            for tokens in rows:
+                for sample, decoder, token in zip(samples, decoders, tokens.tolist(), strict=True):
+                    if token == tokenizer.eot:
+                        sample["finish"] = "end of text"
+                    if sample["finish"] == "length":
+                        piece = decoder.decode(tokenizer.decode_bytes([token]))
+                        if config.chat and sample["tokens"] == 0:
+                            piece = piece.removeprefix(" ")  # after "Assistant:"
+                        sample["text"] += piece
+                        sample["tokens"] += 1
+                        if sample is samples[0]:
+                            self.show(piece)
+                if all(sample["finish"] == "end of text" for sample in samples):
+                    break
+        for sample, decoder in zip(samples, decoders, strict=True):
+            tail = decoder.decode(b"", final=True)
+            sample["text"] += tail
+            rule = f"\n{'-' * 80}\n{heading}{sample['text']}"
+            self.show((tail if sample is samples[0] else rule) + "\n")
+        return samples
 
-
-def write_samples(
-    model: GPT,
-    tokenizer: Tokenizer,
-    text: str,
-    config: SamplingConfig,
-    show: Show,
-    history: Messages | None = None,
-) -> list[dict]:
-    """Continue a prompt, or with --chat answer it as the newest of the messages in `history`; pass
-    the first sample to `show` while it is generated, then the others. Return prompt, text, number
-    of tokens and reason of the end ("finish") of each sample."""
-    prompt, heading = tokenizer.encode(text).tolist() or [tokenizer.eot], text
-    if config.chat:
-        messages = [*(history or []), {"role": "user", "content": text}]
-        size, heading = model.config.block_size, ""
-        prompt = fit_history(messages, tokenizer, size, config.max_new_tokens)
-    if len(prompt) > model.config.block_size:
-        raise UserError(
-            f"the prompt is {len(prompt):,} tokens long; this model reads at most "
-            f"{model.config.block_size:,}: shorten it"
-        )
-    device = model.transformer.wte.weight.device
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "use_torch_compile")
-    options = {name: getattr(config, name) for name in names}
-    start = {"prompt": text, "text": "", "tokens": 0, "finish": "length"}
-    samples = [{"sample": i, **start} for i in range(config.num_samples)]
-    # incremental, because a character can span several tokens
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in samples]
-    show(heading)
-    with autocast(device, pick_dtype(config.dtype, device)):
-        for tokens in generate(model, [prompt] * config.num_samples, **options):
-            for sample, decoder, token in zip(samples, decoders, tokens.tolist(), strict=True):
-                if token == tokenizer.eot:
-                    sample["finish"] = "end of text"
-                if sample["finish"] == "length":
-                    piece = decoder.decode(tokenizer.decode_bytes([token]))
-                    if config.chat and sample["tokens"] == 0:
-                        piece = piece.removeprefix(" ")  # after "Assistant:"
-                    sample["text"] += piece
-                    sample["tokens"] += 1
-                    if sample is samples[0]:
-                        show(piece)
-            if all(sample["finish"] == "end of text" for sample in samples):
-                break
-    for sample, decoder in zip(samples, decoders, strict=True):
-        tail = decoder.decode(b"", final=True)
-        sample["text"] += tail
-        rule = f"\n{'-' * 80}\n{heading}{sample['text']}"
-        show((tail if sample is samples[0] else rule) + "\n")
-    return samples
-
-
-def with_option(config: SamplingConfig, command: str) -> SamplingConfig:
-    """Return the options changed by "/name value"; raise UserError for a wrong name or value."""
-    name, _, value = command[1:].strip().partition(" ")
-    if name not in OPTIONS:
-        raise UserError(f"there is no /{name}; there are /{' /'.join(OPTIONS)} and /quit")
-    try:
-        number = None if value == "none" and name.startswith("top_") else OPTIONS[name][0](value)
-    except ValueError as error:
-        kind = "whole number" if OPTIONS[name][0] is int else "number"
-        raise UserError(f"/{name} takes a {kind}, not {value!r}") from error
-    config = replace(config, **{name: number})
-    check(config, prefix="/")
-    return config
-
-
-def converse(model: GPT, tokenizer: Tokenizer, config: SamplingConfig, show: Show) -> None:
-    """Continue prompts from the keyboard, or answer them with --chat, until the input ends; Ctrl-C
-    ends a sample."""
-    with contextlib.suppress(ImportError):  # a Python built without it
-        import readline  # noqa: F401  line editing and history for input()
-    show(CHAT_HELP if config.chat else HELP)
-    history: Messages = []
-    while True:
-        try:
-            line = input("> ")
-            if line.split()[:1] == ["/quit"]:
+    def converse(self) -> None:
+        """Continue prompts from the keyboard, or answer them with --chat, until /quit or the end of
+        the input; Ctrl-C ends a sample."""
+        with contextlib.suppress(ImportError):  # a Python built without it
+            import readline  # noqa: F401  line editing and history for input()
+        history: Messages = []
+        seed = self.config.seed
+        self.show("enter a prompt; /new begins a new chat, /quit ends\n")
+        while True:
+            try:
+                line = input("> ")
+                if line.strip() == "/quit":
+                    return
+                if line.strip() == "/new":
+                    history = []
+                elif line:
+                    answer, *_ = self.write(line, history, seed)
+                    history += [{"role": "user", "content": line}]
+                    history += [{"role": "assistant", "content": answer["text"]}]
+                    seed += 1  # another text next time
+            except UserError as error:
+                self.show(f"{error}\n")
+            except KeyboardInterrupt:
+                self.show("\n")
+            except EOFError:
                 return
-            if line.strip() == "/":
-                values = [f"/{name} {getattr(config, name)}" for name in OPTIONS]
-                show("  ".join(values).lower() + "\n")
-            elif line.strip() == "/new" and config.chat:
-                history = []
-            elif line.startswith("/"):
-                config = with_option(config, line)
-            elif line:
-                line.encode()
-                answer, *_ = write_samples(model, tokenizer, line, config, show, history)
-                history += [{"role": "user", "content": line}]
-                history += [{"role": "assistant", "content": answer["text"]}]
-                config = replace(config, seed=(config.seed + 1) % 2**31)  # another text next time
-        except UserError as error:
-            show(f"{error}\n")
-        except UnicodeError:
-            show("this line is not UTF-8 text; enter another\n")
-        except KeyboardInterrupt:
-            show("\n")
-        except EOFError:
-            show("\n")
-            return
 
 
-def main(config: SamplingConfig) -> None:
-    check(config)
-    if config.chat and config.json and not config.prompt:
-        raise UserError("--chat --json needs --prompt, the message to answer")
-    if config.chat and not config.prompt:
-        config = replace(config, interactive=True)
-    if config.interactive and (config.json or config.prompt):
+def main(config: SampleConfig) -> None:
+    interactive = config.interactive or (config.chat and not config.prompt)
+    if interactive and (config.json or config.prompt):
         raise UserError("--interactive asks for prompts: leave out --prompt and --json")
-    if sys.stdin is None and (config.interactive or config.prompt == "-"):
-        raise UserError(
-            "--interactive and --prompt - read standard input, which is closed; give --prompt TEXT "
-            "or --prompt @FILE"
-        )
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    refuse_both_sources(sys.argv[1:])
-    exact = dtype is torch.float32
-    model, name, saved = open_model(config.checkpoint, config.model, exact=exact)
-    if config.chat and not is_chat(saved, config.model):
+    name = config.model or config.checkpoint
+    model, tokenizer, saved = open_model(name, exact=dtype is torch.float32)
+    if config.chat and not is_chat(saved, name):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
-    tokenizer = load_tokenizer(name)
     model.to(device)
-    if device.type == "cpu" and not config.use_torch_compile:
-        cpu.for_inference(model, dtype)
-    show = partial(print, end="", flush=True)
-    if config.interactive:
-        converse(model, tokenizer, config, show)
-        return
-    text = read_prompt(config.prompt)
-    if not config.json:
-        write_samples(model, tokenizer, text, config, show)
-        return
-    for sample in write_samples(model, tokenizer, text, config, lambda piece: None):
-        show(json.dumps(sample) + "\n")
+    if not config.use_torch_compile:
+        for_inference(model, device, dtype)
+    show = (lambda piece: None) if config.json else partial(print, end="", flush=True)
+    writer = Writer(model, load_tokenizer(tokenizer), config, show)
+    if interactive:
+        return writer.converse()
+    for sample in writer.write(read_prompt(config.prompt), [], config.seed):
+        if config.json:
+            print(json.dumps(sample))
 
 
 if __name__ == "__main__":
-    run(main, SamplingConfig, hints=NANOGPT_OPTIONS)
+    run(main, SampleConfig)

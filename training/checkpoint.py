@@ -1,47 +1,43 @@
-"""The checkpoint file, in the one place that knows its format.
+"""The checkpoint file, in the one place that knows its format, and the checkpoints of a folder.
 
     model         weights in bfloat16, under nanoGPT's names: complete and usable by themselves
     model_low     float32 bits minus the bfloat16 half, int16: both give the float32 weights
     optimizer     state by parameter name
-    step, tokens, best_loss, run_id, seed (with the step, all random state there is)
-    guard         recent losses and gradient norms, for the detection of spikes
-    model_config, tokenizer, train_tokens, train_config, versions, format_version
+    step, tokens, best_loss, run_id, guard (with the seed, all random state there is)
+    script, config (options, resolved), model_config, tokenizer, train_tokens, versions
     checksums     of the tensors of model, model_low and optimizer
 
 Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. The state is
 that of the whole model: a file resumes on any number of processes.
 """
 
-import math
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from data.tokenizer import TOKENIZERS, check_vocabulary
 from model.config import SIZED, GPTConfig
 from model.empty import empty_gpt
 from model.gpt import GPT
+from model.huggingface import find_folder, load_pretrained
 from utils.errors import UserError
-from utils.files import atomic_write, check_space
+from utils.files import atomic_write, check_space, link_or_copy, sync_folder
 
-FORMAT_VERSION = 1
-NAMES_BY_TYPE = {
-    dict: ("model", "model_low", "optimizer", "guard", "model_config", "train_config"),
-    int: ("step", "tokens", "seed", "train_tokens"),
-    float: ("best_loss",),
-    str: ("run_id", "tokenizer"),
-}
-TYPES = {name: kind for kind, names in NAMES_BY_TYPE.items() for name in names}
-LARGEST = {int: 2**63 - 1, float: math.inf}  # upper bound of numbers; the lower one is 0
-# optimizer state of a weight, all float32; NorMuon adds the last
-ADAMW, MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer", "row_squares")
+FORMAT_VERSION = 2
+LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into bfloat16, rounded half up, and the int16 difference of the bits. Rounding
-    them as an integer keeps the difference within int16, infinities and NaNs included."""
-    bits = x.contiguous().view(torch.int32)
+    them as an integer keeps the difference within int16. Every NaN becomes the same one, as some
+    would round to infinity."""
+    bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
     high = ((bits + 0x8000) >> 16).to(torch.int16)
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
     return high.view(torch.bfloat16), low
@@ -53,21 +49,19 @@ def join_float32(high: Tensor, low: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def assemble(weights: dict[str, Tensor], **rest: object) -> dict:
-    """Return the content of a file from float32 `weights` on the CPU and the other TYPES."""
+def assemble(weights: dict[str, Tensor], optimizer: dict, **rest: object) -> dict:
+    """Return the content of a file from float32 `weights` and the optimizer state, on the CPU."""
     halves = {name: split_float32(weight) for name, weight in weights.items()}
     state = {
         "format_version": FORMAT_VERSION,
         "versions": {"torch": str(torch.__version__)},
         "model": {name: high for name, (high, _) in halves.items()},
         "model_low": {name: low for name, (_, low) in halves.items()},
+        "optimizer": optimizer,
         **rest,
     }
-    assert set(TYPES) <= set(state), set(TYPES) - set(state)
-    state["checksums"] = {
-        part: checksum(state[part]) for part in ("model", "model_low", "optimizer")
-    }
-    return state
+    parts = ("model", "model_low", "optimizer")
+    return state | {"checksums": {part: checksum(state[part]) for part in parts}}
 
 
 def checksum(tensors: dict) -> int:
@@ -85,22 +79,16 @@ def checksum(tensors: dict) -> int:
     return total
 
 
-def verify(state: dict, path: Path, *parts: str) -> None:
-    """Raise UserError if the tensors of a part, which model_config has checked, are not those
-    that were written. Files from before there were checksums pass."""
-    checksums = state.get("checksums", {})
+def verify(saved: dict, *parts: str) -> None:
+    """Raise ValueError if the tensors of a part are not those that were written."""
     for part in parts:
-        if part in checksums and checksums[part] != checksum(state[part]):
-            raise UserError(
-                f"{path} is damaged: the tensors of {part!r} do not have their checksum; use "
-                "another checkpoint"
-            )
+        if saved["checksums"][part] != checksum(saved[part]):
+            raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
-    """Write a file atomically: `path` is the old file or the whole new one. Raises UserError
-    if it cannot be written, also where its folder is gone; a disk that is too full is found before.
-    """
+    """Write a file atomically: `path` is the old file or the whole new one. Raises UserError if it
+    cannot be written; a disk that is too full is found before."""
     moments = [x for values in state["optimizer"].values() for x in values.values()]
     tensors = [*state["model"].values(), *state["model_low"].values(), *moments]
     try:
@@ -108,123 +96,119 @@ def save_checkpoint(path: Path, state: dict) -> None:
         check_space(path.parent, sum(1000 + x.nbytes for x in tensors), path.name)
         with atomic_write(path) as file:
             torch.save(state, file)
-    except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to torch
+    except Exception as error:  # a full disk is a RuntimeError to torch
         kept = "; the one before it is untouched" if path.exists() else ""
-        reason = failure_reason(error, path.parent)
-        raise UserError(f"{path} could not be written: {reason}{kept}") from error
+        raise UserError(f"{path} could not be written: {first_line(error)}{kept}") from error
 
 
-def failure_reason(error: Exception, folder: Path) -> str:
-    """Return why a file could not be written to a folder. PyTorch raises an error of its own while
-    it handles that of the system."""
-    if not folder.is_dir():
-        return f"the folder {folder} was moved or removed; move it back"
-    if isinstance(error, UserError):
-        return str(error)
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
-        cause = cause.__context__
-    return cause.strerror if cause else "the file is too large for its disk, or the disk is full"
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged or foreign file raises into a UserError with its path."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"there is no checkpoint {path}; give another path") from error
+    except Exception as error:
+        raise UserError(
+            f"{path} is damaged or not a checkpoint of this project: {first_line(error)}"
+        ) from error
 
 
 def load_checkpoint(path: Path) -> dict:
     """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
     UserError for a file that is absent, damaged or not a checkpoint of this project."""
-    if not path.is_file():
-        raise UserError(f"there is no checkpoint {path}; train one, or give another path")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except PermissionError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # a damaged pickle can ask torch for anything
-        raise UserError(
-            f"{path} is damaged or not a checkpoint of plain tensors ({type(error).__name__}); "
-            f"name another one of {path.parent}, if it holds one"
-        ) from error
-    if type(state) is not dict or not is_valid(state.get("format_version"), int):
-        raise UserError(
-            f"{path} is not a checkpoint of this project's train.py; of other projects, Hugging "
-            "Face folders can be read: --init_from FOLDER, --model FOLDER"
-        )
-    if state["format_version"] != FORMAT_VERSION:
-        raise UserError(
-            f"{path} has format {state['format_version']}; this code reads {FORMAT_VERSION}"
-        )
-    guard = state.setdefault("guard", {})  # older files have none
-    wrong = [key for key, kind in TYPES.items() if not is_valid(state.get(key), kind)]
-    wrong += ["checksums"] * (type(state.get("checksums", {})) is not dict)
-    if wrong or not is_guard_state(guard):
-        wrong = ", ".join(wrong or ["guard"])
-        raise UserError(f"{path} is damaged: {wrong} missing or of a wrong type")
-    return state
+    with reading(path):
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if (found := saved["format_version"]) != FORMAT_VERSION:
+            raise ValueError(f"it has format {found}, this code reads {FORMAT_VERSION}")
+    return saved
 
 
-def is_valid(value: object, kind: type) -> bool:
-    """Return whether a value is of that type and, if a number, not negative or beyond int64."""
-    return type(value) is kind and (kind not in LARGEST or 0 <= value <= LARGEST[kind])
-
-
-def is_guard_state(values: dict) -> bool:
-    """Return whether these are windows and counts of training/guard.py, or nothing."""
-    windows = [values.get(name, []) for name in ("loss", "grad_norm")]
-    counts = [values.get(name, 0) for name in ("skipped", "in_a_row")]
-    floats = all(type(w) is list and all(type(x) is float for x in w) for w in windows)
-    return floats and all(is_valid(count, int) for count in counts)
-
-
-def is_plain_tensor(x: object, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Return whether a value is a contiguous dense tensor of that dtype and shape."""
-    plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and x.is_cpu
-    return plain and x.dtype is dtype and x.shape == shape and x.is_contiguous()
-
-
-def model_config(state: dict, path: Path) -> GPTConfig:
-    """Return the architecture of a loaded checkpoint. Raises UserError, before memory for it
-    is taken, unless weights and optimizer state have its names, shapes and dtypes."""
-    model, low, optimizer = state["model"], state["model_low"], state["optimizer"]
-    try:
-        config = GPTConfig(**state["model_config"])
-        if config.n_layer > len(model):
-            raise UserError(f"{config.n_layer} layers of {len(model)} weights")
-        shapes = {name: x.shape for name, x in empty_gpt(config).state_dict().items()}
-    except (TypeError, ValueError, RuntimeError) as error:  # of sizes beyond int64, the last
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{path} describes no model that can be built: {reason}") from error
-    misfit = f"{path} does not fit its own architecture"
-    if not set(shapes) == set(model) == set(low) == (set(optimizer) or set(shapes)):
-        raise UserError(f"{misfit}: weights are missing or unknown")
-    for name, shape in shapes.items():
-        parts = {"model": (model[name], torch.bfloat16), "model_low": (low[name], torch.int16)}
-        if optimizer:
-            moments = optimizer[name] if type(optimizer[name]) is dict else {}
-            kept = MUON[: len(moments)] if MUON[0] in moments else ADAMW
-            parts |= {key: (moments.get(key), torch.float32) for key in kept}
-        shapes_by_part = {"step": torch.Size(), "row_squares": torch.Size((*shape[:1], 1))}
-        for part, (x, dtype) in parts.items():
-            if not is_plain_tensor(x, dtype, shapes_by_part.get(part, shape)):
-                raise UserError(f"{misfit}: {part} of {name} is not as train.py writes it")
-    return config
-
-
-def load_weights(model: GPT, state: dict, *, exact: bool) -> None:
-    """Load weights of a checkpoint that model_config has checked: float32 if `exact`, else their
-    bfloat16 half."""
-    weights, low = state["model"], state["model_low"]
+def load_weights(model: GPT, saved: dict, *, exact: bool) -> None:
+    """Load the weights of a checkpoint: float32 if `exact`, else their bfloat16 half."""
+    weights, low = saved["model"], saved["model_low"]
+    verify(saved, "model", *(["model_low"] if exact else []))
     if exact:
         weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, strict=True)
 
 
-def load_model(path: Path, *, exact: bool = False) -> tuple[GPT, dict]:
+def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tuple[GPT, dict]:
     """Return the model of a checkpoint in evaluation mode, and the whole file."""
-    state = load_checkpoint(path)
-    model = empty_gpt(model_config(state, path)).to_empty(device="cpu")
-    verify(state, path, "model", *(["model_low"] if exact else []))
-    load_weights(model, state, exact=exact)
-    return model.eval(), state
+    saved = load_checkpoint(path)
+    with reading(path):
+        if kind is GPT and "reward_head.weight" in saved["model"]:
+            raise UserError(f"{path} is a reward model, which rates text and writes none")
+        model = empty_gpt(GPTConfig(**saved["model_config"]), kind).to_empty(device="cpu")
+        load_weights(model, saved, exact=exact)
+    return model.eval(), saved
 
 
 def config_values(config: GPTConfig) -> dict:
     """Return a GPTConfig as plain values: its sizes, and the fields that differ from GPT-2's."""
     values, default = asdict(config), asdict(GPTConfig())
     return {name: x for name, x in values.items() if name in SIZED or x != default[name]}
+
+
+# the checkpoints of a folder
+
+
+def keep_numbered(folder: Path, step: int, keep: int) -> None:
+    """Link model_last.pt as model_step_{step}.pt, and keep the newest `keep` of these."""
+    if keep:
+        # model_last.pt is replaced, never rewritten
+        link_or_copy(folder / LAST, folder / NUMBERED.format(step))
+        for path in sorted(folder.glob("model_step_*.pt"))[:-keep]:
+            path.unlink()
+        sync_folder(folder)
+
+
+def find_newest(folder: Path) -> Path | None:
+    """Return the checkpoint to resume in a folder: the last, else the newest numbered one, else the
+    best; None if there is none."""
+    found = [folder / BEST, *sorted(folder.glob("model_step_*.pt")), folder / LAST]
+    return next((path for path in reversed(found) if path.exists()), None)
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Return the folder of checkpoints that a folder is, or that a run's folder holds."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def find_checkpoint(name: str | Path) -> Path | None:
+    """Return the checkpoint that a name stands for: a file, or the best, else the newest one of a
+    folder; None for a Hugging Face folder or the name of a model on the hub."""
+    path = Path(name)
+    if not path.is_dir():
+        return path if path.is_file() or path.suffix == ".pt" else None
+    folder = checkpoint_folder(path)
+    found = folder / BEST if (folder / BEST).exists() else find_newest(folder)
+    if found is None and not (path / "config.json").exists():
+        raise UserError(f"{folder} holds no checkpoint and no model of Hugging Face's format")
+    if found and os.environ.get("RANK", "0") == "0":
+        print(f"reading {found}", file=sys.stderr)
+    return found
+
+
+def open_model(
+    name: str | Path, kind: type[GPT] = GPT, *, exact: bool = False
+) -> tuple[GPT, str, dict]:
+    """Return a model in evaluation mode, its tokenizer's name, and the content of its checkpoint,
+    {} for a Hugging Face model. `name` is a checkpoint, a run's folder, or a Hugging Face folder or
+    name; `exact` takes all bits of the weights."""
+    if path := find_checkpoint(name):
+        model, saved = load_model(path, kind, exact=exact)
+        return model, saved["tokenizer"], saved
+    check_vocabulary(find_folder(str(name)))
+    model = load_pretrained(name)
+    for tokenizer, tokens in TOKENIZERS.items():
+        if tokens.vocab_size == model.config.vocab_size:
+            return model.eval(), tokenizer, {}
+    raise UserError(f"no tokenizer here has the {model.config.vocab_size} tokens of {name}")

@@ -17,18 +17,15 @@ class Guard:
 
     def __init__(self, skip_spikes: float | None, state: dict) -> None:
         self.skip_spikes = skip_spikes
-        self.windows = {
-            name: deque(state.get(name, []), maxlen=WINDOW) for name in ("loss", "grad_norm")
-        }
-        self.skipped = int(state.get("skipped", 0))
-        self.in_a_row = int(state.get("in_a_row", 0))
+        names = ("loss", "grad_norm")
+        self.windows = {name: deque(state.get(name, []), maxlen=WINDOW) for name in names}
+        self.in_a_row = state.get("in_a_row", 0)  # steps that were not finite
 
     def check(self, loss: float, grad_norm: float) -> str | None:
         """Count the step; return the reason to skip its update, or None."""
         values = {"loss": loss, "grad_norm": grad_norm}
         if not all(map(math.isfinite, values.values())):
             self.in_a_row += 1
-            self.skipped += 1
             return f"loss {loss}, gradient norm {grad_norm}"
         self.in_a_row = 0
         if not self.skip_spikes:
@@ -38,7 +35,6 @@ class Guard:
             if (z := self.z_score(name, value)) > self.skip_spikes:
                 spikes.append(f"{name} {value:.4g} is {z:.1f} standard deviations above the mean")
             self.windows[name].append(value)
-        self.skipped += bool(spikes)
         return f"{'; '.join(spikes)} of the last {WINDOW} steps" if spikes else None
 
     def z_score(self, name: str, value: float) -> float:
@@ -47,18 +43,8 @@ class Guard:
         deviation = statistics.pstdev(window) if len(window) == WINDOW else 0.0
         return (value - statistics.fmean(window)) / deviation if deviation else 0.0
 
-    def failure_message(self, step: int, batch: int) -> str:
-        """Return why the run ends after the bad steps up to `step`, of `batch` sequences each."""
-        first = step - self.in_a_row
-        return (
-            f"{self.in_a_row} steps in a row had no finite loss and gradient: steps {first + 1} to "
-            f"{step}, positions {first * batch:,} to {step * batch - 1:,} of the data order (their "
-            f"sequences are in metrics.jsonl); the checkpoint is of step {first}, before them. "
-            "Resume an earlier one with a lower --max_lr, or begin anew with --overwrite"
-        )
-
     @property
     def state(self) -> dict:
         """Plain values for a checkpoint."""
         windows = {name: list(window) for name, window in self.windows.items()}
-        return {**windows, "skipped": self.skipped, "in_a_row": self.in_a_row}
+        return {**windows, "in_a_row": self.in_a_row}

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from config import Recipe
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0
 STEPS = 5
 
@@ -22,22 +24,16 @@ class Muon(torch.optim.Optimizer):
 
     The parameters of a group have one shape. "split_sizes" of a group are the row counts of the
     matrices that one parameter stacks, as queries, keys and values: each is orthogonalized alone.
-    `cautious` decays only the weights that the update shrinks. `normuon` is the decay of the mean
-    square by which each row is divided, 0 for none. Matmuls run in `dtype`. A step takes few
+    The recipe says momentum, cautious decay and NorMuon. Matmuls run in `dtype`. A step takes few
     kernels for any number of layers: torch._foreach_* work on all matrices at once.
     """
 
     def __init__(
-        self,
-        groups: list[dict],
-        *,
-        weight_decay: float,
-        cautious: bool,
-        dtype: torch.dtype,
-        normuon: float = 0.0,
+        self, groups: list[dict], recipe: Recipe, weight_decay: float, dtype: torch.dtype
     ) -> None:
-        super().__init__(groups, {"lr": 0.0, "momentum": 0.95, "weight_decay": weight_decay})
-        self.cautious, self.dtype, self.normuon = cautious, dtype, normuon
+        super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
+        self.momentum, self.cautious = recipe.momentum, recipe.cautious
+        self.normuon, self.dtype = recipe.normuon, dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -69,10 +65,9 @@ class Muon(torch.optim.Optimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momentum = self.param_groups[0]["momentum"]
         buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        torch._foreach_lerp_(gradients, buffers, momentum)
+        torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
+        torch._foreach_lerp_(gradients, buffers, self.momentum)
 
     def normalize_rows(self, updates: list[Tensor]) -> list[Tensor]:
         """Divide each row of the updates (N, R / W, C) by the root of its running mean square norm,

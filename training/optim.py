@@ -1,43 +1,54 @@
-"""Parameter groups and optimizers."""
+"""Parameter groups and optimizers.
+
+An optimizer of the blocks' matrices is an entry of MOMENTS, a branch here and a file of its own.
+"""
 
 from collections import defaultdict
 
 import torch
 import torch.nn as nn
 
-from config import TrainConfig
+from config import OptimizerOptions, Recipe
 from model.gpt import GPT
 from training.muon import Muon
+from utils.errors import UserError
+
+MOMENTS = {"adamw": 2, "muon": 1}  # float32 numbers of state for each weight of a matrix
 
 
 def make_optimizers(
-    model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32
+    model: GPT, options: OptimizerOptions, recipe: Recipe, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW (Loshchilov and Hutter 2019), with Muon for the blocks' matrices if asked for.
+    """Return AdamW (Loshchilov and Hutter 2019), with the recipe's optimizer for the blocks'
+    matrices if that is another.
 
     The caller sets the "lr" of every group before each step: the learning rate times the group's
     "lr_scale". AdamW alone decays matrices and embeddings, as in nanoGPT and llm.c; beside Muon,
     which decays its matrices, nothing. Muon's matmuls run in `dtype`.
     """
-    recipe, betas = config.resolved_recipe, (config.beta1, config.beta2)
-    muon, decay = recipe.optimizer == "muon", recipe.weight_decay
-    adamw_decay = 0.0 if muon else decay
+    if recipe.optimizer not in MOMENTS:
+        raise UserError(f"a recipe's optimizer is one of {', '.join(MOMENTS)}")
+    alone, decay = recipe.optimizer == "adamw", options.weight_decay
+    adamw_decay = decay if alone else 0.0
     matrices = [p for p in model.transformer.h.parameters() if p.dim() >= 2]
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    head = [model.head_weight] if model.config.has_own_head else []
+    known = {id(p) for p in [*matrices, *embeddings]}
+    heads = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in known]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
-        {"params": [] if muon else matrices, "lr_scale": 1.0, "weight_decay": adamw_decay},
+        {"params": matrices if alone else [], "lr_scale": 1.0, "weight_decay": adamw_decay},
         {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
-        {"params": head, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
-        {"params": vectors, "lr_scale": recipe.vector_rate, "weight_decay": 0.0},
+        {"params": heads, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
+        {"params": vectors, "lr_scale": 1.0, "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, fused=True)
-    options = {"weight_decay": decay, "cautious": recipe.cautious, "normuon": recipe.normuon}
-    return [adamw, Muon(muon_groups(model), dtype=dtype, **options)] if muon else [adamw]
+    groups = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), fused=True)
+    if alone:
+        return [adamw]
+    return [adamw, Muon(stacked_matrices(model), recipe, decay, dtype)]
 
 
-def muon_groups(model: GPT) -> list[dict]:
+def stacked_matrices(model: GPT) -> list[dict]:
     """Return the blocks' matrices, grouped by shape and by the rows of the matrices that a weight
     stacks: queries, keys and values; both halves of SwiGLU."""
     config = model.config

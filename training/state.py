@@ -7,20 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from config import TrainConfig
-from data.loader import Sequences
 from training.guard import PATIENCE, Guard
 
-SAVED = ("step", "tokens", "best_loss", "run_id")
-
-
-def has_same_validation(config: TrainConfig, saved: dict, val: Sequences) -> bool:
-    """Return whether the losses in the checkpoint `saved` are means over the same validation tokens
-    as those of this run."""
-    checksum, now = val.stream.checksum, config.val_tokens
-    tokens = (saved["train_config"].get("val_tokens", now), now)
-    sequences = {val.count_within(n) for n in tokens}
-    return saved.get("val_checksum", checksum) == checksum and len(sequences) == 1
+SAVED = ("step", "tokens", "best_loss", "run_id", "validation")
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -42,29 +31,19 @@ class TrainState:
     """Lowest validation loss in nats per token."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identity of the run, which a resumed one keeps."""
-    val_checksum: int = 0
-    """Checksum of the validation tokens that best_loss is of."""
+    validation: int = 0
+    """Checksum of what best_loss is measured on."""
 
     @classmethod
-    def start(
-        cls, config: TrainConfig, saved: dict | None, val: Sequences | None = None
-    ) -> "TrainState":
-        """Return the state of a new run, or the one in the checkpoint `saved`; losses on other
-        validation tokens do not count as the best."""
-        val_checksum = val.stream.checksum if val else 0
+    def start(cls, skip_spikes: float | None, saved: dict | None) -> "TrainState":
+        """Return the state of a new run, or the one in the checkpoint `saved`."""
         if saved is None:
-            return cls(Guard(config.skip_spikes, {}), val_checksum=val_checksum)
-        guard = Guard(config.skip_spikes, saved["guard"])
-        state = cls(guard, **{name: saved[name] for name in SAVED})
-        if val and not has_same_validation(config, saved, val):
-            state.best_loss = math.inf
-        state.val_checksum = val_checksum
-        return state
+            return cls(Guard(skip_spikes, {}))
+        return cls(Guard(skip_spikes, saved["guard"]), **{name: saved[name] for name in SAVED})
 
     def to_checkpoint(self) -> dict:
         """Return plain values for a checkpoint."""
-        names = (*SAVED, "val_checksum")
-        return {name: getattr(self, name) for name in names} | {"guard": self.guard.state}
+        return {name: getattr(self, name) for name in SAVED} | {"guard": self.guard.state}
 
     def advance(self, tokens: int) -> None:
         """Count one step of `tokens` tokens."""
@@ -76,6 +55,14 @@ class TrainState:
         self.step -= PATIENCE
         self.tokens -= PATIENCE * tokens
         self.guard.in_a_row = 0
+
+    def set_validation(self, checksum: int) -> bool:
+        """Set what the best loss is measured on; forget it, and return False, if that was another
+        text."""
+        same = self.validation in (0, checksum)
+        self.best_loss = self.best_loss if same else math.inf
+        self.validation = checksum
+        return same
 
     def record_validation(self, loss: float) -> bool:
         """Remember a new lowest validation loss; return whether it is one."""

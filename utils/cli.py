@@ -1,134 +1,100 @@
-"""Entry point shared by all scripts: parse the command line, run, report errors, exit."""
+"""Entry point of all scripts: the command line as a dataclass, errors as sentences, exit codes.
 
-import errno
+Options are a list of flags wherever they come from: a file, a checkpoint, a sweep. Flags that come
+later win, so that those of the user are put last.
+"""
+
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, make_dataclass
-from itertools import zip_longest
 from pathlib import Path
-from types import MappingProxyType
-from typing import NoReturn, TypeVar, get_origin, get_type_hints
+from typing import NoReturn, TypeVar
 
-import torch
-
-from utils import distributed
 from utils.errors import UserError
 
 Config = TypeVar("Config")
-NO_MEMORY = "can't allocate memory|CUDA (error: )?out of memory"
-PATH_OPTIONS = ("checkpoint", "log", "input", "data_dir")  # of a script, the first takes its paths
-OUT_OF_MEMORY = "lower --micro_batch_size or --num_samples"
+NO_MEMORY = "can't allocate memory|out of memory"  # PyTorch has no error class for a CPU
 
 
-def parse(
-    config_class: type[Config],
-    default: Config | None = None,
-    *,
-    positional: bool = False,
-    hints: Mapping[str, str] = MappingProxyType({}),
-    args: list[str] | None = None,
-) -> Config:
-    """Parse the command line, or `args`, into a dataclass; exit with code 2 if it is wrong.
+def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
+    """Parse flags, or the command line, into a dataclass; exit with code 2 if they are wrong.
 
-    Raises UserError for a value given to a switch, and for the names in `hints`, which say what
-    options of other projects are called here.
-
-    Options that are not given come from `default`. A ~ that begins a path becomes the home folder.
-    With `positional`, required options are positional arguments. Dataclasses named ...Options that
-    `config_class` inherits from are the groups of --help, the last one first.
+    Dataclasses named ...Options that `config_class` inherits from are the groups of --help, the
+    last one first. A ~ that begins a path becomes the home folder.
     """
-    check_habits(config_class, hints, words := sys.argv[1:] if args is None else args)
-    if not positional:
-        check_first_word(config_class, words)
     import tyro  # here, so that importing this module does not require it
 
-    options = {"use_underscores": True, "console_outputs": distributed.is_main(), "args": args}
-    options["config"] = (tyro.conf.PositionalRequiredArgs,) if positional else ()
+    options = {"use_underscores": True, "args": args}
+    options["console_outputs"] = os.environ.get("RANK", "0") == "0"
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
-        found = vars(tyro.cli(config_class, default=default, **options))
-        return config_class(**{k: expand_home(v) for k, v in found.items()})
-    parts = [
-        (group.__name__.removesuffix("Options").lower(), tyro.conf.OmitArgPrefixes[group])
-        for group in groups
-    ]
-    grouped = make_dataclass(config_class.__name__, parts)
-    grouped.__doc__ = config_class.__doc__
-    start = vars(config_class() if default is None else default)
-    assert start.keys() == {f.name for group in groups for f in fields(group)}, "add it to a group"
-    values = [group(**{f.name: start[f.name] for f in fields(group)}) for group in groups]
-    filled = tyro.cli(grouped, default=grouped(*values), **options)
-    found = {k: v for part in vars(filled).values() for k, v in vars(part).items()}
-    return config_class(**{k: expand_home(v) for k, v in found.items()})
+        found = vars(tyro.cli(config_class, **options))
+    else:
+        parts = [
+            (group.__name__.removesuffix("Options").lower(), tyro.conf.OmitArgPrefixes[group])
+            for group in groups
+        ]
+        grouped = make_dataclass(config_class.__name__, parts)
+        grouped.__doc__ = config_class.__doc__
+        start = {f.name: f.default for f in fields(config_class) if f.init}
+        values = [group(**{f.name: start.pop(f.name) for f in fields(group)}) for group in groups]
+        assert not start, f"add {', '.join(start)} to a group"
+        filled = tyro.cli(grouped, default=grouped(*values), **options)
+        found = {k: v for part in vars(filled).values() for k, v in vars(part).items()}
+    return config_class(**{name: expand_home(value) for name, value in found.items()})
 
 
 def expand_home(value: object) -> object:
     """Return the value of an option with the home folder for ~ in a path, or in each of several."""
     if isinstance(value, tuple):
         return tuple(map(expand_home, value))
-    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
+    return value.expanduser() if isinstance(value, Path) else value
 
 
-def given_options(args: list[str]) -> set[str]:
-    """Return the names of the options on a command line, with no_ where one turns a switch off."""
-    flags = (word.partition("=")[0] for word in args if word.startswith("--"))
-    return {flag[2:].replace("-", "_") for flag in flags}
+def to_flags(values: dict) -> list[str]:
+    """Return options as the flags that parse to them; None stands for the default."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, list | tuple):
+            flags += [f"--{name}", *map(str, value)] if value else []
+        elif value is not None:
+            flags += [f"--{name}", str(value)]
+    return flags
 
 
-def check_first_word(config_class: type, args: list[str]) -> None:
-    """Raise UserError for a path without the option that takes it."""
-    first, names = args[0] if args else "", get_type_hints(config_class).keys()
-    option = next((name for name in PATH_OPTIONS if name in names), None)
-    if "resume" in names and first.endswith(".pt"):
-        option = "resume"
-    if option and first and not first.startswith("-") and os.path.exists(first):
-        raise UserError(f"{first}: give it by --{option} {first}")
+def named_flags(flags: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the name of each flag, and the value after it or after its equals sign, if any."""
+    for word, following in zip(flags, [*flags[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            following = None if following.startswith("--") else following
+            yield name[2:].replace("-", "_"), value if equals else following
 
 
-def check_habits(config_class: type, hints: Mapping[str, str], args: list[str]) -> None:
-    """Raise UserError for --name=True where `name` is a switch, a name in `hints`, a file without
-    --config, an option without a value, as an unset variable of a shell gives, and a list that is
-    given in two parts, of which the first would be lost."""
-    kinds = get_type_hints(config_class)
-    first = args[0] if args and not args[0].startswith("--") else ""
-    if "config" in kinds and first.endswith((".py", ".toml", ".json")):
-        raise UserError(f"{first}: a file of options is given by --config FILE, a .toml or .json")
-    lists = [name for name, kind in kinds.items() if get_origin(kind) is tuple]
-    flags = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in args]
-    if twice := [name for name in lists if flags.count(name) > 1]:
-        raise UserError(f"--{twice[0]} is given twice; give all its values after one --{twice[0]}")
-    may_be_empty = {f.name for f in fields(config_class) if f.default == ""}
-    for word, following in zip_longest(args, args[1:], fillvalue="--"):
-        flag, equals, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and name not in kinds and name in hints:
-            raise UserError(f"there is no {flag}: {hints[name]}")
-        value = value if equals else following
-        is_switch = flag.startswith("--") and kinds.get(name) is bool
-        if is_switch and value.lower() in ("true", "false", "0", "1", "yes", "no"):
-            raise UserError(f"{flag} takes no value: --{name} turns it on, --no_{name} off")
-        none = not equals and following.startswith("--") and get_origin(kinds.get(name)) is tuple
-        if flag.startswith("--") and name in kinds.keys() - may_be_empty and (none or not value):
-            raise UserError(f"{flag} is given without a value; was a variable empty?")
+def flag_value(flags: list[str], name: str) -> str | None:
+    """Return the value of the last flag of this name, None without one."""
+    return dict(named_flags(flags)).get(name)
 
 
-def run(main: Callable[[Config], None], config_class: type[Config], **options) -> NoReturn:
-    """Run a script: parse the command line with the options of `parse`, call `main`, exit."""
-    run_and_exit(lambda: main(parse(config_class, **options)))
+def run(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
+    """Run a script: parse the command line, call `main`, exit."""
+    run_and_exit(lambda: main(parse(config_class)))
 
 
 def run_and_exit(
-    work: Callable[[], None], before_exit: Callable[[], None] | None = None
+    work: Callable[[], None],
+    before_exit: Callable[[], None] = lambda: None,
+    explain: Callable[[Exception], str | None] = lambda error: None,
 ) -> NoReturn:
-    """Call `work`, then `before_exit`, and exit: code 2 and one sentence for a UserError."""
+    """Call `work`, then `before_exit`, and exit: code 2 and one sentence for a UserError, and for
+    an error that `explain` has a sentence for."""
     message, code = None, 0
-    sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # PyTorch warns of its own use
     try:
         work()
@@ -140,15 +106,14 @@ def run_and_exit(
     except KeyboardInterrupt:
         message, code = "interrupted", 128 + 2
     except Exception as error:
-        message = user_message(error)
+        message = user_message(error) or explain(error)
         code = 2 if message else 1
         if not message:  # a bug
             traceback.print_exc()
     if message:
         rank = os.environ.get("RANK")
         print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)
-    if before_exit:
-        before_exit()
+    before_exit()
     sys.stdout.flush()
     sys.stderr.flush()
     # skip the interpreter's shutdown: the reader threads of datasets can block it, and gloo aborts
@@ -160,21 +125,9 @@ def user_message(error: Exception) -> str | None:
     """Return the sentence to print for a user error or a lack of memory, None for a bug."""
     if isinstance(error, UserError):
         return str(error)
-    unwritable = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-    if isinstance(error, OSError) and error.errno in unwritable:
-        path = error.filename or ""
-        # what is there may lack either right, and a closed folder hides what is in it
-        found = os.path.exists(path) or not os.access(os.path.dirname(path) or ".", os.X_OK)
-        verb = "open" if error.errno == errno.EACCES and found else "write"
-        return f"cannot {verb} {error.filename or 'the output'}: {error.strerror}"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return f"{str(error).split('. ')[0]}; {OUT_OF_MEMORY}"
-    # PyTorch has no error class for a CPU, nor for memory that a library or the compiler lacks
-    if isinstance(error, RuntimeError) and re.search(NO_MEMORY, str(error)):
-        return f"out of memory; {OUT_OF_MEMORY}"
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        first_line = str(error).partition("\n")[0]
-        return f"compiling failed: {first_line}; --no_use_torch_compile goes without"
-    if isinstance(error, RuntimeError):
-        return distributed.explain_failed_collective(error)
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    lacks_memory = isinstance(error, RuntimeError) and re.search(NO_MEMORY, str(error))
+    if lacks_memory or isinstance(error, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
+        return f"out of memory: lower --micro_batch_size or --num_samples ({error!s:.200})"
     return None

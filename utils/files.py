@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, free space, checksums."""
+"""Files that survive a crash: atomic writes, locks, free space, checksums."""
 
 import contextlib
 import fcntl
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import IO
 
 from utils.errors import UserError
-
-LOCK = ".lock"  # file in a folder of a network file system
 
 
 @contextlib.contextmanager
@@ -30,41 +28,30 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
-def link_or_copy(source: Path, target: Path, link: bool = True) -> None:
-    """Give a file a second name, atomically; copy it without `link`, to another disk, and where the
-    file system has no links. Raises UserError if there is no room for a copy."""
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # a partial copy takes room
-    if link:
-        with contextlib.suppress(OSError):
-            os.link(source.resolve(), temporary)
-            os.replace(temporary, target)
-            temporary.unlink(missing_ok=True)  # still there if the target was the same file
-            return
-    check_space(target.parent, source.stat().st_size, f"a copy of {source}")
-    with open(source, "rb") as file, atomic_write(target) as copy:
-        shutil.copyfileobj(file, copy, 2**20)
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        with open(source, "rb") as file, atomic_write(target) as copy:
+            shutil.copyfileobj(file, copy, 2**20)
 
 
-def lock_folder(folder: Path, work: str) -> int | None:
-    """Lock a folder for this process and return the descriptor that holds the lock until it is
-    closed or the process ends; None on a file system without locks.
+def lock_folder(folder: Path, work: str) -> int:
+    """Lock a folder, which is made if it is missing, by a file in it; return the descriptor that
+    holds the lock until it is closed or the process ends.
 
-    Raises UserError, naming the `work`, if another process holds the lock. Network file systems
-    lock no folders but a file in it.
+    Raises UserError, naming the `work`, if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for path, flags in ((folder, os.O_RDONLY), (folder / LOCK, os.O_RDWR | os.O_CREAT)):
-        fd = os.open(path, flags, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except OSError as error:
-            os.close(fd)
-            if isinstance(error, BlockingIOError):
-                message = f"another process is {work} {folder}; wait for its end, or end it"
-                raise UserError(message) from error
-    return None
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise UserError(f"another process is {work} {folder}; wait for its end") from error
+    return fd
 
 
 def sync_folder(folder: Path) -> None:
@@ -82,19 +69,10 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def format_bytes(size: int) -> str:
-    """Format a number of bytes for people: 20.0 GB."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if size >= 1000**power:
-            return f"{size / 1000**power:.1f} {unit}"
-    return f"{size} bytes"
-
-
 def check_space(folder: Path, needed: int, what: str) -> None:
     """Raise UserError if the disk of `folder` has fewer than `needed` bytes free for `what`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"{what} needs {format_bytes(needed)}, but the disk of {folder} has only "
-            f"{format_bytes(free)} free; make room"
+            f"{what} needs {needed / 1e9:.3f} GB, but the disk of {folder} has {free / 1e9:.3f}"
         )

@@ -10,35 +10,19 @@ class GPU:
 
     name: str
     """Words that the name of the device contains, all of them."""
-    tflops: float
-    """Peak dense bfloat16 TFLOP/s."""
+    peak: float
+    """Peak dense FLOP/s in bfloat16."""
     memory: int | None = None
     """GB of 1e9 bytes, for the GPUs that --dry_run --device names."""
 
-    @property
-    def peak(self) -> float:
-        """Peak bfloat16 FLOP/s."""
-        return self.tflops * 1e12
-
 
 GPUS = (  # the first entry whose words are all in the device's name is used
-    GPU("GB200", 2500.0),
-    GPU("B200", 2250.0, 180),
-    GPU("H200 NVL", 835.0),
-    GPU("H100 NVL", 835.0),
-    GPU("H100 PCIe", 756.0),
-    GPU("H800 PCIe", 756.0),
-    GPU("GH200", 989.0),
-    GPU("H200", 989.0, 141),
-    GPU("H100", 989.0, 80),
-    GPU("H800", 989.0),
-    GPU("A100", 312.0, 80),
-    GPU("A800", 312.0),
-    GPU("L40S", 362.0),
-    GPU("RTX 5090", 209.5),
-    GPU("RTX 4090", 165.2, 24),
-    GPU("RTX 3090", 71.0),
-    GPU("MI300X", 1307.0),
+    *(GPU("GB200", 2500e12), GPU("B200", 2250e12, 180), GPU("H200 NVL", 835e12)),
+    *(GPU("H100 NVL", 835e12), GPU("H100 PCIe", 756e12), GPU("H800 PCIe", 756e12)),
+    *(GPU("GH200", 989e12), GPU("H200", 989e12, 141), GPU("H100", 989e12, 80)),
+    *(GPU("H800", 989e12), GPU("A100", 312e12, 80), GPU("A800", 312e12), GPU("L40S", 362e12)),
+    *(GPU("RTX 5090", 209.5e12), GPU("RTX 4090", 165.2e12, 24), GPU("RTX 3090", 71e12)),
+    GPU("MI300X", 1307e12),
 )
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory}
 OTHER_CHIPS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}  # words of slower or partial devices

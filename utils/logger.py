@@ -1,62 +1,36 @@
-"""Metrics of a run: metrics.jsonl in the log folder, and progress on the console."""
+"""Metrics of a run: metrics.jsonl in the log folder, progress on the console, reading them back."""
 
 import contextlib
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from tqdm import tqdm
 
 from utils.errors import UserError
-from utils.files import atomic_write
-from utils.log_files import METRICS, PICTURE, SAMPLES, read_metrics
 
+METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.txt", "config.json"
+PICTURE = "log_plot.png"  # of the run, beside its log
 SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
 
 
-@contextlib.contextmanager
-def catch_write_errors(folder: Path, *, begun: bool = False) -> Iterator[None]:
-    """Turn an OSError into a UserError about the log in `folder`; `begun`: the run has steps."""
-    try:
-        yield
-    except FileExistsError as error:
-        raise UserError(f"--log_dir {folder} is a file; give a folder") from error
-    except OSError as error:
-        remedy = "make it writable" + (
-            " and continue with --resume auto" if begun else ", or give another --log_dir"
-        )
-        raise UserError(
-            f"the log in {folder} could not be written: {error.strerror}; {remedy}"
-        ) from error
+class Tracker(Protocol):
+    """Service that charts numbers, as a run of Weights & Biases does."""
 
+    def log(self, values: dict[str, float], step: int) -> None: ...
 
-def require_package(name: str) -> None:
-    """Raise UserError with the command that installs a package if it is missing."""
-    if find_spec(name) is None:
-        raise UserError(f"--{name} needs a package that is not installed: pip install {name}")
-
-
-class Plot(Protocol):
-    """Picture of a log that is still being written."""
-
-    def redraw(self) -> None: ...
-
-    def close(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Logger:
     """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`.
 
-    With `overwrite` the files begin empty, and an old picture is removed. Otherwise rows come after
-    one that marks the step `start`, and read_metrics drops the earlier rows of later steps.
-    `tensorboard` and `wandb` (options of wandb.init) log there too; `plot` is redrawn after
-    validations. Raises UserError if the folder cannot be written or a package is missing.
+    With `overwrite` the files begin empty. Otherwise rows come after one that marks the step
+    `start`, and read_metrics drops the earlier rows of later steps. `trackers` get all numbers.
     """
 
     def __init__(
@@ -67,110 +41,69 @@ class Logger:
         total: int,
         is_main: bool,
         overwrite: bool = False,
-        tensorboard: bool = False,
-        wandb: dict | None = None,
-        plot: Plot | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
-        self.folder, self.is_main, self.plot = folder, is_main, plot
+        self.is_main, self.trackers = is_main, trackers
         if not is_main:
             return
         path, mode = folder / METRICS, "w" if overwrite else "a"
-        with catch_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            resuming = path.exists() and not overwrite
-            if resuming:  # a killed process may have left half a row
-                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-                keep_samples(folder / SAMPLES, start)
-            if overwrite:
-                (folder / PICTURE).unlink(missing_ok=True)
-            self.file = open(path, mode, buffering=1, encoding="utf-8")
-            self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
-            self.tensorboard = self.wandb = None
-            if tensorboard:
-                require_package("tensorboard")
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.tensorboard = SummaryWriter(str(folder), purge_step=start + 1)
-            if wandb is not None:
-                require_package("wandb")
-                from wandb import init
-
-                self.wandb = init(project="gpt2", resume="allow", dir=str(folder), **wandb)
+        folder.mkdir(parents=True, exist_ok=True)
+        resuming = path.exists() and not overwrite
+        if resuming:  # a killed process may have left half a row
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self.file = open(path, mode, buffering=1, encoding="utf-8")
+        self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
         if resuming:
             self.log({"split": "resume"}, start)
         self.last_line = float("-inf")  # time of the last line on a console without a bar
         no_bar = not sys.stderr.isatty()
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=no_bar)
 
-    def log(self, metrics: dict, step: int) -> None:
-        """Write one row; `metrics` holds its "split"."""
+    def log(self, row: dict, step: int) -> None:
+        """Write one row, which holds its "split"."""
         if not self.is_main:
             return
-        with catch_write_errors(self.folder, begun=True):
-            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
-        split = metrics["split"]
-        values = {f"{split}/{k}": v for k, v in metrics.items() if isinstance(v, int | float)}
-        if self.tensorboard:
-            for name, value in values.items():
-                self.tensorboard.add_scalar(name, value, step)
-        if self.wandb:
-            self.wandb.log(values, step=step)
+        self.file.write(json.dumps({"step": step, **row}) + "\n")
+        values = {f"{row['split']}/{k}": v for k, v in row.items() if isinstance(v, int | float)}
+        for tracker in self.trackers:
+            tracker.log(values, step=step)
 
-    def log_train(self, metrics: dict, step: int) -> None:
+    def log_train(self, row: dict, step: int) -> None:
         """Write a row of the split "train" and show it on the progress bar, or now and then."""
-        self.log({"split": "train", **metrics}, step)
+        self.log({"split": "train", **row}, step)
         if not self.is_main:
             return
-        mfu = "" if metrics["mfu"] is None else f"  mfu {metrics['mfu']:.1%}"
-        loss, speed = f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tok/s{mfu}"
-        if "reward" in metrics:
-            loss = f"reward {metrics['reward']:.4f}  {loss}"
+        text = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s"
+        text = f"reward {row['reward']:.4f}  {text}" if "reward" in row else text
+        text += f"  mfu {row['mfu']:.1%}" if row["mfu"] else ""
         if not self.bar.disable:
-            self.bar.set_postfix_str(f"{loss}  {speed}", refresh=False)
+            self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step == self.bar.total or time.monotonic() - self.last_line >= SECONDS_PER_LINE:
             self.last_line = time.monotonic()
-            rates = f"lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}"
-            times = f"{metrics['ms']:,.0f} ms  {speed}"
-            self.print(f"step {step}/{self.bar.total}  {loss}  {rates}  {times}")
+            rates = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
+            self.print(f"step {step}/{self.bar.total}  {text}  {rates}")
 
-    def last_compile_seconds(self) -> float | None:
-        """Return how long the first step of an earlier start took, None if none compiled."""
-        with contextlib.suppress(UserError):  # a damaged log does not end a run
-            rows = read_metrics(self.folder).get("compile") if self.is_main else None
-            return rows[-1]["seconds"] if rows else None
-        return None
+    def log_scores(self, split: str, scores: dict[str, float | None], step: int) -> None:
+        """Write and print the scores of a validation or benchmark; None: unknown."""
+        self.log({"split": split, **scores}, step)
+        found = (f"{name} {x:.5g}" for name, x in scores.items() if x is not None)
+        text = f"{split} {', '.join(found)}"
+        if split == "val":
+            text = f"validation loss {scores['loss']:.4f}"
+            if bits := scores.get("bits_per_byte"):
+                text += f", {bits:.4f} bits per byte"
+        self.print(f"step {step}: {text}")
 
-    def log_start(self, since_start: float, ms: float, compiled: bool, step: int) -> None:
-        """Print when the first step was done, and write how long it took if it compiled."""
-        if compiled:
-            self.log({"split": "compile", "seconds": ms / 1000}, step)
-        self.print(f"the first step was done {since_start:.1f} s after the start")
-
-    def log_validation(self, scores: dict[str, float], step: int) -> None:
-        """Write and print the validation loss, and redraw the picture between start and end."""
-        self.log({"split": "val", **scores}, step)
-        bits = f", {scores['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in scores else ""
-        self.print(f"step {step}: validation loss {scores['loss']:.4f}{bits}")
-        if self.is_main and self.plot and 0 < step < self.bar.total:
-            self.plot.redraw()
-
-    def log_benchmark(self, task: str, scores: dict[str, float | None], step: int) -> None:
-        """Write and print the scores of a benchmark; None is a standard error of one example."""
-        self.log({"split": task, **scores}, step)
-        text = ", ".join(f"{k} {x:.4g}" for k, x in scores.items() if x is not None)
-        self.print(f"step {step}: {task} {text}")
-
-    def log_skip(self, reason: str, sequences: list[int], skipped: int, step: int) -> None:
-        """Write and print why the update of a step was skipped, the `skipped`-th of the run."""
+    def log_skip(self, reason: str, sequences: list[int], step: int) -> None:
+        """Write and print why the update of a step on these sequences was skipped."""
         self.log({"split": "skipped", "reason": reason, "sequences": sequences}, step)
-        self.print(f"step {step} skipped: {reason} ({skipped} so far)")
+        self.print(f"step {step} skipped: {reason}")
 
     def log_sample(self, text: str, step: int) -> None:
         """Append a generated text to samples.txt."""
         if self.is_main:
-            with catch_write_errors(self.folder, begun=True):
-                self.samples.write(f"--- step {step}\n{text}\n")
+            self.samples.write(f"--- step {step}\n{text}\n")
 
     def print(self, message: str) -> None:
         """Print a message above the progress bar."""
@@ -178,25 +111,53 @@ class Logger:
             try:
                 self.bar.write(message, file=sys.stdout)
                 sys.stdout.flush()
-            except OSError:  # the reader of standard output has ended: the run continues
+            except OSError:  # its reader has ended, as `tee` does at Ctrl-C: the run still saves
                 sys.stdout = open(os.devnull, "w")
 
     def close(self) -> None:
+        """Close the files, the bar and the trackers."""
         if self.is_main:
-            for output in (self.bar, self.file, self.samples, self.tensorboard, self.plot):
-                if output is not None:
-                    output.close()
-            if self.wandb:
-                self.wandb.finish()
+            for output in (self.bar, self.file, self.samples):
+                output.close()
+            for tracker in self.trackers:
+                tracker.finish()
 
 
-def keep_samples(path: Path, start: int) -> None:
-    """Drop the samples of steps after `start`, which a resumed run writes again."""
-    if path.exists():
-        text = path.read_bytes().decode(errors="replace")
-        blocks = re.split(r"^--- step (\d+)\n", text, flags=re.MULTILINE)  # before, step, text, ...
-        pairs = zip(blocks[1::2], blocks[2::2], strict=True)
-        kept = [f"--- step {step}\n{block}" for step, block in pairs if int(step) <= start]
-        if len(kept) < len(blocks) // 2:
-            with atomic_write(path) as file:
-                file.write("".join([blocks[0], *kept]).encode())
+def read_metrics(path: Path | str) -> dict[str, list[dict]]:
+    """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step.
+
+    Rows that a resumed run has repeated or dropped are left out. Raises UserError naming a line
+    that is not a row.
+    """
+    path = Path(path)
+    if not (path / METRICS).exists() and (path / "logs").is_dir():  # a run's folder
+        path = path / "logs"
+    path = path / METRICS if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"there is no {path}; give the {METRICS} of a run, or its folder")
+    splits: dict[str, dict[int, dict]] = {}
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                break  # a writer was killed, or still writes
+            try:
+                row = json.loads(line)
+                step, split = int(row["step"]), str(row["split"])
+            except Exception as error:
+                raise UserError(f"{path}, line {number}, is not a row of metrics") from error
+            if split == "resume":
+                for name, rows in splits.items():
+                    splits[name] = {n: r for n, r in rows.items() if n <= step}
+            else:
+                splits.setdefault(split, {})[step] = row
+    return {split: [rows[s] for s in sorted(rows)] for split, rows in splits.items()}
+
+
+def logged_run(folder: Path) -> dict | None:
+    """Return the config.json of the run whose metrics a log folder holds, {} if it has none; None
+    if there are no metrics."""
+    if not (folder / METRICS).exists():
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return {}

@@ -1,9 +1,6 @@
-"""Peak FLOP/s of a device, step times, profiling, and memory of the host."""
+"""Peak FLOP/s of a device, step times and profiling."""
 
 import contextlib
-import os
-import re
-import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +9,6 @@ import torch
 from torch.profiler import profile, schedule
 
 from utils.gpus import find_gpu
-
-IMPORTED = time.perf_counter()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -25,39 +20,19 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def profile_steps(path: Path, device: torch.device, report: Callable[[str], None]) -> profile:
-    """Start a profiler that writes a Chrome trace of steps 4 to 6 to `path`.
-
-    Call its `step` after each step. It reports the operations that took longest, and the path.
-    """
+    """Start a profiler that writes a Chrome trace of steps 4 to 6 to `path` and reports the slowest
+    operations. Call its `step` after each step."""
 
     def write_trace(profiler: profile) -> None:
         profiler.export_chrome_trace(str(path))
-        time_on = "device" if device.type == "cuda" else "cpu"
-        totals = profiler.key_averages()
-        report(totals.table(sort_by=f"self_{time_on}_time_total", row_limit=15))
+        key = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
+        report(profiler.key_averages().table(sort_by=key, row_limit=15))
         report(f"wrote {path}: open it in ui.perfetto.dev")
 
     steps = schedule(wait=2, warmup=1, active=3, repeat=1)
     profiler = profile(schedule=steps, on_trace_ready=write_trace)
     profiler.start()
     return profiler
-
-
-def seconds_since_start() -> float:
-    """Return the age of this process in seconds; that of its imports if the system cannot tell."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # not Linux
-        return time.perf_counter() - IMPORTED
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def peak_memory() -> int:
-    """Return the peak host memory of this process in bytes."""
-    try:  # on Linux ru_maxrss begins at the parent's peak
-        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 class StepTimer:
@@ -82,9 +57,6 @@ class StepTimer:
         """End a step of `tokens` tokens; return its throughput, MFU and milliseconds."""
         seconds = time.perf_counter() - self.began
         rate = tokens / seconds
-        return {
-            "tokens_per_s": rate,
-            "mfu": self.peak_flops and self.flops_per_token * rate / self.peak_flops,
-            "ms": 1000 * seconds,
-            "data_ms": 1000 * self.waited,
-        }
+        mfu = self.peak_flops and self.flops_per_token * rate / self.peak_flops
+        times = {"ms": 1000 * seconds, "data_ms": 1000 * self.waited}
+        return {"tokens_per_s": rate, "mfu": mfu, **times}

@@ -1,0 +1,212 @@
+"""Plan of a run: memory, time and cost for --dry_run, and --micro_batch_size auto.
+
+State is counted exactly. Activations, cast weights and the logits follow one formula from the shape
+of the model, which is within 15 % of the peaks that docs/SCALING.md compares it with.
+"""
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from config import TrainConfig
+from data.loader import TokenStream
+from data.tokenizer import TOKENIZERS
+from model import loss
+from model.config import GPTConfig
+from model.empty import empty_gpt
+from model.gpt import GPT
+from training.checkpoint import open_model
+from training.optim import MOMENTS
+from utils import distributed
+from utils.devices import autocast, pick_device, pick_dtype
+from utils.errors import UserError
+from utils.gpus import GPU, NAMED_GPUS
+from utils.throughput import peak_flops
+
+MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
+DOLLARS_PER_GPU_HOUR = 2.50
+GPUS_PER_MACHINE = 8
+USABLE = 0.9  # share of the free memory that a micro-batch is chosen for
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices of a run: `world_size` processes on `nodes` machines, each with `free` bytes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    free: int
+    world_size: int
+    nodes: int = 1
+    gpu: GPU | None = None
+    """GPU that --device names; this machine need not have it."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Hardware":
+        """Return the hardware that the options name: a GPU by name, or that of this machine."""
+        if gpu := NAMED_GPUS.get(config.device):
+            device, free = torch.device("cuda"), gpu.memory * 10**9
+            dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        else:
+            device = pick_device(config.device)
+            dtype, free = pick_dtype(config.dtype, device), distributed.free_memory(device)
+        nodes = distributed.num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
+        return cls(device, dtype, free, distributed.world_size(), nodes, gpu)
+
+
+def block_activations(shape: GPTConfig, e: int, checkpointing: str) -> int:
+    """Return the bytes per token that autograd keeps of one block; `e` is the itemsize of matmuls,
+    norms and the residual stream are float32."""
+    C, inner, gates = shape.n_embd, shape.inner, int(shape.activation == "swiglu")
+    qkv, fc = C + 2 * shape.kv_heads * shape.head_size, inner * (1 + gates)
+    if checkpointing == "block":  # the block's input
+        return 4 * C
+    if checkpointing == "cheap":  # ... and the outputs of linear layers and attention
+        return 4 * C + e * (qkv + fc + 3 * C)
+    attention = qkv * (2 if shape.position == "rotary" else 1) + C
+    return 8 * C + e * (attention + 2 * C + fc + inner * (1 + gates))
+
+
+def forecast_memory(config: TrainConfig, shape: GPTConfig, hardware: Hardware) -> dict[str, int]:
+    """Return the bytes of one process by part. Sharding divides state among the processes of each
+    machine; a CPU also holds a copy of the state while it is saved."""
+    e, world_size, model = hardware.dtype.itemsize, hardware.world_size, empty_gpt(shape)
+    total = sum(p.numel() for p in model.parameters())
+    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
+    moments = 2 * total - (2 - MOMENTS[config.parsed_recipe.optimizer]) * matrices
+    shards = world_size // hardware.nodes if config.sharding != "none" else 1
+    micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
+    whole_gradients = config.sharding == "zero1" and micro_steps > 1
+    cast = 0
+    if shards > 1:  # zero3 gathers the current block, the next, and a buffer to receive it
+        gathered = min(1, 3 / shape.n_layer) if config.sharding == "zero3" else 1
+        cast = int(e * gathered * matrices) + 4 * (total - matrices)
+    elif e < 4 and config.activation_checkpointing == "none":
+        cast = e * matrices
+
+    tokens, V, C = config.micro_batch_size * shape.block_size, shape.padded_vocab_size, shape.n_embd
+    kept = block_activations(shape, e, config.activation_checkpointing)
+    chunk = 2**26 if hardware.device.type == "cpu" else loss.HeadCrossEntropy.logits_bytes
+    rows = min(tokens, loss.rows_within(chunk, 4 * V))
+    head = (4 + e % 4) * (V + tokens) * C + (e + 8) * rows * V
+    backward = tokens * (12 * C + block_activations(shape, e, "none") - kept)  # of one block
+    parts = {
+        "weights": 4 * total // shards,
+        "weights cast or gathered for compute": cast,
+        "gradients": 4 * total // (1 if whole_gradients else shards),
+        "optimizer": 4 * moments // shards,
+        "activations": tokens * (shape.n_layer * kept + 4 * C),
+        "head and logits, or one block's backward pass": max(head, backward),
+    }
+    on_cpu = hardware.device.type == "cpu"
+    return parts | ({"copy for saving": 4 * (total + moments)} if on_cpu else {})
+
+
+def choose_micro_batch(
+    config: TrainConfig, saved: dict | None, shape: GPTConfig, hardware: Hardware
+) -> str:
+    """Replace --micro_batch_size auto in the options by that of the checkpoint, or by the largest
+    that divides a process's share of a step and whose forecast is within USABLE of the free memory;
+    return a sentence on it. Raises UserError where there is none."""
+
+    def need(size: int) -> int:
+        trial = replace(config, micro_batch_size=size)
+        return sum(forecast_memory(trial, shape, hardware).values())
+
+    one = replace(config, micro_batch_size=1)
+    share = one.sequences_per_step(hardware.world_size) // hardware.world_size
+    sizes = [n for n in range(1, share + 1) if share % n == 0]
+    fitting = [n for n in sizes if need(n) <= USABLE * hardware.free]
+    free = f"{hardware.free / 1e9:.2f} GB free"
+    if not fitting:
+        raise UserError(
+            f"one sequence needs {need(1) / 1e9:.2f} GB, but a process has {free}: see "
+            "--activation_checkpointing and --sharding"
+        )
+    size = saved["config"]["micro_batch_size"] if saved else fitting[-1]
+    config.micro_batch_size = size
+    return f"--micro_batch_size auto: {size}, by forecast {need(size) / 1e9:.2f} GB of {free}"
+
+
+def halve_until_it_fits(
+    config: TrainConfig, model: GPT, process: distributed.Process, dtype: torch.dtype
+) -> None:
+    """Halve the micro-batch until forward and backward fit the GPU on every process."""
+    while not process.all_agree(fits_memory(config, model, process.device, dtype)):
+        if config.micro_batch_size % 2:
+            raise UserError("out of memory: see --activation_checkpointing and --sharding")
+        config.micro_batch_size //= 2
+        process.print(f"out of memory: --micro_batch_size {config.micro_batch_size}")
+
+
+def fits_memory(config: TrainConfig, model: GPT, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether forward and backward of a micro-batch fit the memory of a GPU, beside room for
+    optimizer state and the buckets of DDP."""
+    size = (config.micro_batch_size, config.block_size)
+    try:
+        room = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]
+        idx = torch.zeros(size, dtype=torch.long, device=device)
+        with autocast(device, dtype, keep_weights=False):
+            nats = model(idx, idx)
+        nats.backward()
+        return len(room) > 0
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def dry_run(config: TrainConfig, saved: dict | None) -> None:
+    """Print what would be trained and its forecast; on the main process, for all."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    hardware, shape = Hardware.of(config), planned_shape(config, saved)
+    world_size, model, gpu = hardware.world_size, empty_gpt(shape), hardware.gpu
+    if config.micro_batch_size == "auto":
+        print(choose_micro_batch(config, saved, shape, hardware))
+    micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
+    print(
+        f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
+        f"{config.total_batch_size:,} tokens = {micro_steps} micro-steps x "
+        f"{config.micro_batch_size} sequences x {config.block_size} tokens x {world_size} on "
+        f"{gpu.name if gpu else hardware.device.type}, {hardware.dtype}"
+    )
+    parts = forecast_memory(config, shape, hardware)
+    print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
+    for name, value in parts.items():
+        print(f"  {value / 1e9:8.2f}  {name}")
+    need = sum(parts.values())
+    fits = "fits" if need <= USABLE * hardware.free else "does not fit"
+    print(f"  {need / 1e9:8.2f}  in all: {fits} {hardware.free / 1e9:.2f} GB")
+
+    tokens = config.total_batch_size * (config.max_steps - (saved["step"] if saved else 0))
+    flops, recompute = tokens * model.flops_per_token(), config.activation_checkpointing == "block"
+    known = gpu.peak if gpu else peak_flops(hardware.device, hardware.dtype)
+    peak = known or NAMED_GPUS["h100"].peak
+    hours = flops * (4 / 3 if recompute else 1) / (peak * MFU) / 3600
+    print(
+        f"{flops:.3g} FLOPs for {tokens:,} tokens: {hours / world_size:,.2f} hours on {world_size} "
+        f"{'GPU' if known else 'H100'} and {hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU "
+        f"of {peak / 1e12:,.0f} TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
+    )
+    for folder in () if gpu else config.data_dir:  # train.sh makes missing ones
+        print(f"data_dir: {folder}")
+    print("This was a dry run: nothing was trained or written.")
+
+
+def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
+    """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
+    vocab_size = TOKENIZERS["gpt2"].vocab_size
+    if saved:
+        vocab_size = saved["model_config"]["vocab_size"]
+    elif config.init_from:
+        pretrained = open_model(config.init_from)[0].config
+        config.adopt_architecture(pretrained)
+        vocab_size = pretrained.vocab_size
+    else:
+        try:
+            vocab_size = TokenStream(config.data_dir, "train").vocab_size
+        except UserError as error:
+            print(error)
+    return config.model_config(vocab_size)
