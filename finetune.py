@@ -20,12 +20,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn as nn
+from evaluation.live_plot import draw_picture
 from torch import Tensor
+from training.checkpoint_folder import BEST, LAST, remove_all
+from training.run_folders import check_folders, lock_folders
+from utils.log_files import CONFIG
 
 from config import TrainConfig
 from data.loader import Slicing, step_sequences
 from data.tokenizer import Tokenizer, load_tokenizer
-from evaluation.live_plot import draw_picture
 from evaluation.periodic import is_due
 from finetuning.answers import QUESTION, Questions
 from finetuning.examples import ChatData
@@ -48,10 +51,8 @@ from finetuning.start import (
     open_reference,
 )
 from model.gpt import GPT
-from training.checkpoint_folder import BEST, LAST, remove_all
 from training.optim import make_optimizers
 from training.parallel import ParallelModel, clip_grad_norm, load_optimizer_state
-from training.run_folders import check_folders, lock_folders
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.state import TrainState, seed_step
@@ -61,7 +62,6 @@ from utils.devices import pick_dtype
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write
-from utils.log_files import CONFIG
 from utils.logger import Logger, catch_write_errors
 from utils.signals import StopSignal
 from utils.throughput import StepTimer, peak_flops

@@ -23,16 +23,17 @@ from statistics import fmean, median, stdev
 from types import NoneType
 from typing import NoReturn, get_args, get_type_hints
 
+from training.checkpoint_folder import LAST
+from training.options import parse_options
+from training.resume import check_extras
+from utils.log_files import METRICS, read_metrics
+
 from config import TrainConfig
 from data.loader import TokenStream
 from data.shards import find_shards
 from evaluation.figure import draw_sweep
-from training.checkpoint_folder import LAST
-from training.options import parse_options
-from training.resume import check_extras
 from utils.cli import expand_home, run
 from utils.errors import UserError, did_you_mean
-from utils.log_files import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parent
 RESERVED = ("seed", "checkpoint_dir", "log_dir", "resume", "overwrite", "dry_run")

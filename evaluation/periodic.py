@@ -35,16 +35,14 @@ def read_on_all(read: Callable[[], Found], process: Process) -> Found:
     Raises UserError on all if one of them cannot read.
     """
     found = problem = None
-    if not process.is_main:
-        process.wait_for_main()
-    try:
-        found = read()
-    except UserError as error:
-        problem = error
-    if process.is_main:
-        process.wait_for_main()
-    if not process.all_agree(problem is None):
-        raise problem or UserError("another process could not read a file that this one could")
+    for main in (True, False):
+        if process.is_main == main:
+            try:
+                found = read()
+            except UserError as error:
+                problem = error
+        if not process.all_agree(problem is None):
+            raise problem or UserError("another process could not read what this one could")
     return found
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from evaluation.metrics import Result, accuracy
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from evaluation.metrics import Result, accuracy
 from finetuning.chat import decode_completion, is_exact
 from finetuning.examples import ChatData
 from finetuning.rows import read_rows

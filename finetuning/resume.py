@@ -4,9 +4,6 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-from config import mistyped
-from finetuning.options import FinetuneConfig
-from training import checkpoint as ckpt
 from training.initial_model import checkpoint_to_start_from
 from training.run_folders import (
     best_loss,
@@ -14,10 +11,14 @@ from training.run_folders import (
     checkpoint_to_resume,
     find_unsaved_run,
 )
+from utils.log_files import CONFIG
+
+from config import mistyped
+from finetuning.options import FinetuneConfig
+from training import checkpoint as ckpt
 from utils.cli import given_options, parse
 from utils.distributed import is_main
 from utils.errors import UserError
-from utils.log_files import CONFIG
 
 PATHS = ("data", "eval_data", "questions", "checkpoint_dir", "log_dir")
 PER_LAUNCH = {"resume": None, "overwrite": False}

@@ -10,6 +10,7 @@ from reprlib import repr as brief
 from typing import NamedTuple
 
 import torch
+from training.checkpoint_folder import find_best, is_chat
 
 from data.tokenizer import Tokenizer
 from finetuning.chat import Example, is_exact
@@ -17,7 +18,6 @@ from finetuning.examples import collate
 from finetuning.rows import Row
 from model.gpt import GPT
 from training.checkpoint import load_model
-from training.checkpoint_folder import find_best, is_chat
 from utils.devices import autocast
 from utils.errors import UserError
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from training.checkpoint_folder import is_chat, open_model
+from training.initial_model import checkpoint_to_start_from
 
 from config import TrainConfig
 from finetuning.options import FinetuneConfig
@@ -12,8 +14,6 @@ from model import cpu
 from model.empty import empty_gpt, with_context
 from model.gpt import GPT
 from training import checkpoint as ckpt
-from training.checkpoint_folder import is_chat, open_model
-from training.initial_model import checkpoint_to_start_from
 from utils.distributed import Process
 from utils.errors import UserError
 

@@ -1,14 +1,37 @@
 #!/usr/bin/env bash
-# What a GPU does with this project, in three calls of under nine minutes each:
+# What a GPU does with this project, in three short calls; the last line of output is JSON:
 #
-#   bash scripts/bench_gpu.sh correctness              # results against float64, the CPU and resumed runs
-#   bash scripts/bench_gpu.sh small --peer ../nanoGPT --data data/fineweb-edu   # 124M, whole and in parts
-#   bash scripts/bench_gpu.sh xl                       # 350M to 1558M: MFU, memory, recomputation
-#
-# Each item appends a line of JSON to logs/bench_gpu.jsonl (--out) as soon as it is measured, so a
-# call that is cut short keeps what it has; none is started after --seconds. --tiny runs the same
-# items with small shapes on any machine. Needs torch, numpy, tqdm and tiktoken, and no network.
-root=$(cd "$(dirname "$0")/.." && pwd)
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$root/logs/inductor}
-export CUBLAS_WORKSPACE_CONFIG=:4096:8 # resumed runs are compared to the bit
-PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec python "$root/scripts/bench_gpu.py" "$@"
+#   bash scripts/bench_gpu.sh correctness                                  # tests with tensors on it
+#   bash scripts/bench_gpu.sh small [--peer ../nanoGPT] [--data FOLDER]    # 124M, a learning curve
+#   bash scripts/bench_gpu.sh xl [FLAGS of scripts/bench.py]               # 350M to 1558M
+set -euo pipefail
+cd "$(dirname "$0")/.."
+call=${1:-} out=logs/bench_gpu.jsonl run=runs/bench_gpu code=0
+shift "$(($# > 0))"
+mkdir -p logs && : >"$out"
+bench() { python scripts/bench.py --parts train --device cuda --out "$out" "$@" >/dev/null; }
+case $call in
+  correctness)
+    summary=$(python -m pytest -n 0 --device cuda -m "not slow" tests/model/test_gpt.py \
+      tests/training/test_{optim,parallel,device}.py | tee /dev/stderr | tail -n 1) || code=$?
+    echo "{\"ok\": $([ $code = 0 ] && echo true || echo false), \"summary\": \"$summary\"}" >"$out" ;;
+  small)
+    while [ $# -gt 1 ]; do declare "${1#--}=$2"; shift 2; done
+    bench --micro_batch_size 32 --use_torch_compile ${peer:+--peer "$peer"}
+    bench --micro_batch_size 32
+    bench --micro_batch_size 32 --use_torch_compile --recipe modern
+    if [ "${data:-}" ]; then
+      python train.py --data_dir "$data" --device cuda --micro_batch_size 32 \
+        --total_batch_size 32768 --max_steps 1500 --eval_every 150 --val_tokens 262144 \
+        --save_every 0 --sample_every 0 --checkpoint_dir $run --log_dir $run/logs --overwrite
+      grep '"val"' $run/logs/metrics.jsonl >>"$out"
+    fi ;;
+  xl)
+    bench --model_type gpt2-medium --micro_batch_size 32 --use_torch_compile "$@"
+    bench --model_type gpt2-large --micro_batch_size 16 --use_torch_compile "$@"
+    bench --model_type gpt2-xl --micro_batch_size 8 --use_torch_compile "$@"
+    bench --model_type gpt2-xl --use_torch_compile --activation_checkpointing cheap "$@" ;;
+  *) echo "error: give correctness, small or xl" >&2; exit 2 ;;
+esac
+echo "[$(paste -sd, "$out")]"
+exit $code

@@ -19,17 +19,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
 import torch
+from training.checkpoint_folder import open_model
+from utils.log_files import read_metrics
 
 from data.tokenizer import ByteTokenizer
 from finetuning.answers import Questions
 from finetuning.chat import encode_completion
 from finetuning.examples import collate
 from finetuning.methods import token_logprobs
-from training.checkpoint_folder import open_model
 from utils.cli import run
 from utils.distributed import Process
 from utils.errors import UserError
-from utils.log_files import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 NEXT = """What to try next:

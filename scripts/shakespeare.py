@@ -12,30 +12,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scri
 
 import numpy as np
 
-from data.shard_writer import ShardWriter
+from data.sharder import ShardWriter
 from data.shards import write_manifest
 from data.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "runs" / "shakespeare"
 TARGET = 1.886  # nats per character after nanoGPT's documented run for a CPU
-SETTINGS = {
-    "recipe": "modern,conv=3,window_blocks=0.75",
-    "n_layer": 4,
-    "n_head": 2,
-    "n_embd": 128,
-    "block_size": 220,  # the last tenth of tinyshakespeare.txt is 507 sequences of 220 characters
-    "micro_batch_size": 9,
-    "total_batch_size": 9 * 220,
-    "max_steps": 980,
-    "warmup_steps": 20,
-    "dtype": "auto",
-    "device": "cpu",
-    "eval_every": 196,
-    "val_tokens": 10**9,
-    "save_every": 0,
-    "sample_every": 0,
-}
+# the last tenth of tinyshakespeare.txt is 507 sequences of 220 characters
+SETTINGS = """--recipe modern --n_layer 4 --n_head 2 --n_embd 128 --block_size 220
+    --micro_batch_size 9 --total_batch_size 1980 --max_steps 980 --warmup_steps 20 --dtype auto
+    --device cpu --eval_every 196 --val_tokens 1000000000 --save_every 0 --sample_every 0"""
 
 
 def write_shards(text: bytes, folder: Path) -> None:
@@ -59,12 +46,11 @@ def main() -> None:
     text = Path(path).read_bytes()
     data_dir = RUN / f"data-{hashlib.sha256(text).hexdigest()[:8]}"  # other texts have others
     write_shards(text, data_dir)
-    folders = {"data_dir": data_dir, "checkpoint_dir": RUN / "checkpoints", "log_dir": RUN / "logs"}
-    command = [sys.executable, str(ROOT / "train.py")]
-    for name, value in (folders | SETTINGS).items():
-        command += [f"--{name}", str(value)]
+    folders = ["--checkpoint_dir", RUN / "checkpoints", "--log_dir", RUN / "logs"]
+    command = [sys.executable, ROOT / "train.py", "--data_dir", data_dir, *folders]
     seconds_to_target, loss = None, None
-    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as run:
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *SETTINGS.split(), *flags], **pipes) as run:
         for line in run.stdout:
             print(line, end="", flush=True)
             if match := re.match(r"step \d+: validation loss ([\d.]+)", line):
@@ -73,10 +59,9 @@ def main() -> None:
                     seconds_to_target = round(time.time() - float(began), 1)
     if run.returncode:
         sys.exit(run.returncode)
-    if loss is None:  # --help, --dry_run
-        return
-    result = {"nats_per_character": loss, "seconds": round(time.time() - float(began), 1)}
-    print(json.dumps({**result, f"seconds_to_{TARGET}": seconds_to_target}))
+    if loss is not None:  # None: --help, --dry_run
+        result = {"nats_per_character": loss, "seconds": round(time.time() - float(began), 1)}
+        print(json.dumps({**result, f"seconds_to_{TARGET}": seconds_to_target}))
 
 
 if __name__ == "__main__":

@@ -15,4 +15,4 @@ began=$(date +%s.%N)
 text=$(realpath "$1")
 cd "$(dirname "$0")/.."
 . scripts/env.sh requirements.txt
-exec python -m scripts.shakespeare "$began" "$text" "${@:2}"
+exec python scripts/shakespeare.py "$began" "$text" "${@:2}"

@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from damage import damage_bytes, damage_checkpoint, damage_json
+from data.shard_writer import ShardWriter
+from utils.log_files import logged_run, read_metrics
 
 from config import TrainConfig
 from data.loader import Sequences, TokenStream
-from data.shard_writer import ShardWriter
 from data.sharder import Sharder
 from data.shards import corpus_name, read_manifest, write_manifest
 from evaluation.figure import draw
@@ -48,7 +49,6 @@ from training.guard import Guard
 from training.optim import make_optimizers
 from training.parallel import gather_state, load_optimizer_state
 from utils.errors import UserError
-from utils.log_files import logged_run, read_metrics
 
 NAMED = (UserError, UserError, UserError, UserError, UserError)
 SECONDS, MEMORY = 20, 2**30  # more than a second or a hundredth of it is never needed

@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, script
+from training.initial_model import adopt_shape
 
 from config import RECIPES, TrainConfig, recipe_of
 from model.config import GPTConfig
 from model.empty import empty_gpt
-from training.initial_model import adopt_shape
 from utils import distributed
 from utils.devices import is_emulated, pick_device
 from utils.errors import UserError

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from conftest import kill, run_until, script, start, train_args
+from evaluation.live_plot import LivePlot
 
 from evaluation import live_plot
-from evaluation.live_plot import LivePlot
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

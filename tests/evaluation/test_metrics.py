@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from evaluation.metrics import validation_loss
 
 from data.loader import Sequences, TokenStream
 from data.tokenizer import bytes_per_token, load_tokenizer
-from evaluation.metrics import validation_loss
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils.distributed import Process

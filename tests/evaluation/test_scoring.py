@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, SHARED, environment, script, torchrun, train_args
+from evaluation.metrics import check_lengths, score_benchmark
 from pyarrow import parquet
+from scripts.bench.harness import with_all_fields
 
 from config import parse_recipe
 from data.tokenizer import load_tokenizer, save_tokenizer
-from evaluation.metrics import check_lengths, score_benchmark
 from evaluation.scoring import score_items
 from evaluation.tasks import (
     Item,
@@ -30,7 +31,6 @@ from evaluation.tasks import (
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained
-from scripts.bench.harness import with_all_fields
 from utils.distributed import Process
 from utils.errors import UserError
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-
-from config import TrainConfig
-from model.config import GPTConfig
-from model.empty import empty_gpt
 from training.forecast import (
     GPUS_PER_MACHINE,
     count_parameters,
     forecast_memory,
     training_seconds,
 )
+
+from config import TrainConfig
+from model.config import GPTConfig
+from model.empty import empty_gpt
 from utils.gpus import NAMED_GPUS
 
 SHAPES = {  # blocks, heads, width: GPT-2's four, and two in the shapes of LLaMA's 7B and 13B

@@ -7,9 +7,9 @@ import torch
 from conftest import SMALL, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training.checkpoint_folder import BEST, LAST, STABLE, find_newest, remove_all
 
 from training.checkpoint import join_float32, load_checkpoint, load_model, split_float32
-from training.checkpoint_folder import BEST, LAST, STABLE, find_newest, remove_all
 from utils.errors import UserError
 
 

@@ -8,14 +8,14 @@ from conftest import ROOT, environment, script
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training.dry_run import Hardware, largest_micro_batch
+from training.forecast import forecast_memory
 
 from config import TrainConfig, parse_recipe
 from model import cpu
 from model.config import GPTConfig
 from model.gpt import GPT
 from tests.training import scaling
-from training.dry_run import Hardware, largest_micro_batch
-from training.forecast import forecast_memory
 from training.optim import make_optimizers
 from training.parallel import apply_activation_checkpointing
 from utils.distributed import free_memory

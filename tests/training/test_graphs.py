@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from training.forecast import block_activations, count_parameters, forecast_memory
 
 from config import TrainConfig
 from model import loss
@@ -23,7 +24,6 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from tests.training import scaling
 from training import parallel
-from training.forecast import block_activations, count_parameters, forecast_memory
 from training.optim import make_optimizers
 from training.parallel import ParallelModel, compile_blocks, sync_gradients
 from utils.devices import autocast

@@ -3,10 +3,10 @@ import random
 
 import torch
 from conftest import ROOT, environment, losses, script, torchrun, train_args, weights
+from utils.log_files import read_metrics
 
 from training.checkpoint import load_checkpoint
 from training.guard import PATIENCE, WINDOW, Guard
-from utils.log_files import read_metrics
 
 
 def with_faults(faults):

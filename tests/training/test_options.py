@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, losses, script, train_args
+from training.options import NANOGPT_OPTIONS, read_config_file
+from training.resume import check_saved_min_lr, length_warnings, resume_warnings
 
 from config import TrainConfig
 from data.loader import Sequences, TokenStream
 from training import options
 from training.checkpoint import load_checkpoint
-from training.options import NANOGPT_OPTIONS, read_config_file
-from training.resume import check_saved_min_lr, length_warnings, resume_warnings
 from utils.cli import given_options
 from utils.devices import pick_dtype
 from utils.errors import UserError

@@ -1,15 +1,12 @@
 import json
-import re
-import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch, losses, script, torchrun, train_args, weights
+from conftest import launch, losses, script, torchrun, train_args, weights
+from training.initial_model import build_model
 
-import sweep
 from config import RECIPES, Recipe, TrainConfig, parse_recipe
 from model.config import GPTConfig
 from model.cpu import for_training
@@ -17,10 +14,8 @@ from model.gpt import GPT
 from model.huggingface import save_pretrained
 from model.layers import last_attended
 from model.llama import config_from_hf, config_to_hf
-from sweep import SweepConfig, grid_points, to_markdown
-from training.initial_model import build_model
 from utils.errors import UserError
-from utils.log_files import read_metrics
+from utils.logger import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
 
@@ -279,147 +274,3 @@ def test_a_wsd_run_goes_on_as_if_it_had_been_longer(shards, tmp_path):
     assert min(found) == 17 and found == {s: x for s, x in expected.items() if s > 16}
     after, before = weights(b), weights(c)
     assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_a_sweep_trains_a_grid_once(shards, tmp_path):
-    base = train_args(shards, tmp_path, 6)[1:]
-    skip = {"--checkpoint_dir", "--log_dir", "--seed"}
-    pairs = list(zip(base[::2], base[1::2], strict=True))
-    fixed = [f"{name[2:]} {value}" for name, value in pairs if name not in skip]
-    command = ["sweep.py", "--out", tmp_path / "out", "--seeds", 1, 2, "--jobs", 2]
-    command += ["--grid", "recipe gpt2 modern", "--fixed", *fixed]
-    first = script(*command)
-    names = {f"recipe={recipe} seed={seed}" for recipe in ("gpt2", "modern") for seed in (1, 2)}
-    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == names
-    table = (tmp_path / "out" / "table.md").read_text()
-    assert table in first.stdout and table.count("| 2 | 3,072 |") == 2
-    assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
-    rows = (tmp_path / "out" / "recipe=gpt2 seed=1" / "logs" / "metrics.jsonl").read_bytes()
-    again = script(*command)
-    assert "recipe=gpt2 seed=1:" not in again.stdout and table in again.stdout
-    assert rows == (tmp_path / "out" / "recipe=gpt2 seed=1" / "logs/metrics.jsonl").read_bytes()
-    log = tmp_path / "out" / "recipe=gpt2 seed=1" / "logs/metrics.jsonl"
-    for lose in (log.unlink, log.touch):  # deleted, and emptied
-        lose()
-        lost = script(*command, code=2).stderr
-        assert f"has lost the training steps; remove {log.parents[1]} to train that" in lost
-    log.write_bytes(rows)
-    other = script(*command, "weight_decay 0.2", code=2)
-    assert "runs with other --fixed options" in other.stderr
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"grid": ("seed 1 2",)}, "seeds go to --seeds"),
-        ({"grid": ("",)}, "name each option"),
-        ({"grid": ("recipe",)}, "has no values"),
-        ({"grid": ("max_lr 1", "max_lr 2")}, "option once"),
-        ({"grid": ("max_lr 1",), "jobs": 0}, "--jobs"),
-        ({"grid": ("max_lr 1",), "seeds": ()}, "--seeds"),
-    ],
-)
-def test_a_sweep_of_nothing_is_a_sentence(settings, message):
-    with pytest.raises(UserError, match=message):
-        grid_points(SweepConfig(**settings))
-
-
-def test_a_run_of_a_sweep_that_fails_is_told(shards, tmp_path):
-    command = ["sweep.py", "--out", tmp_path, "--seeds", 1, "--grid", "device cuda:7"]
-    done = script(*command, "--fixed", f"data_dir {shards}", code=2)
-    assert "1 of 1 runs failed" in done.stderr and "cuda:7 is not available" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("where", "setting", "message"),
-    [
-        ("grid", "max_lrr 1", '"max_lrr 1": train.py has no option max_lrr; did you mean max_lr?'),
-        ("grid", "max_lr 1e-3 fast", '"max_lr fast": max_lr takes a number'),
-        ("fixed", "sharding zero9", "sharding takes none or zero1 or zero2 or zero3"),
-        ("fixed", "max_lr 1 2", '"max_lr 1 2": max_lr takes a number'),
-        ("fixed", "use_torch_compile True", "use_torch_compile takes no value"),
-        ("grid", "recipe gpt2 modren", "recipe=modren seed=2 cannot be trained, so no run was"),
-        ("fixed", "min_lr 1", "--min_lr 1.0 must be between"),
-        ("grid", "n_head 12 5", "n_embd 768 does not divide by n_head 5"),
-        ("fixed", "total_batch_size 1000", "does not divide by 16 sequences"),
-        ("fixed", "lambada_data none.jsonl", "there is no file none.jsonl"),
-        ("grid", "data_dir nowhere", "there is no folder nowhere"),
-        ("fixed", "log-dir logs", "--out has the folders"),
-        ("fixed", "overwrite", "the sweep sets this"),
-        ("fixed", "learning_rate 1", "there is no --learning_rate: --max_lr is"),
-        ("fixed", "config bad.toml", "bad.toml cannot be read"),
-    ],
-)
-def test_a_wrong_setting_of_a_sweep_is_named_before_the_first_run(
-    shards, tmp_path, where, setting, message
-):
-    settings = {"grid": ("eval_every 1",), "fixed": (f"data_dir {shards}",)}
-    if setting.startswith("data_dir"):
-        settings["fixed"] = ()
-    settings[where] = (*settings[where], setting)
-    with pytest.raises(UserError, match=re.escape(message)):
-        sweep.main(SweepConfig(**settings, seeds=(2,), out=tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_sweep_checks_the_options_of_its_file(shards, tmp_path):
-    fixed = (f"config {ROOT}/configs/shakespeare.toml", f"data_dir {shards}")
-    config = SweepConfig(grid=("total_batch_size 1000",), fixed=fixed, out=tmp_path / "out")
-    with pytest.raises(UserError, match="does not divide by 12 sequences x 64 tokens"):
-        sweep.main(config)
-
-
-def test_a_sweep_with_a_typo_ends_in_one_sentence(shards, tmp_path):
-    command = ["sweep.py", "--out", tmp_path / "out", "--grid", "max_lr 1e-3"]
-    done = script(*command, "--fixed", f"data_dir {shards}", "evl_every 10", code=2)
-    assert done.stdout == "" and done.stderr.count("\n") == 1
-    assert "no option evl_every; did you mean eval_every?" in done.stderr
-
-
-def test_the_table_of_one_seed_has_no_deviation():
-    log = {"val": [{"loss": 3.5}], "train": [{"tokens": 512, "tokens_per_s": 100.0}]}
-    assert to_markdown({"max_lr=1": [log]}).endswith("| max_lr=1 | 3.5000 | - | 1 | 512 | 100 |\n")
-    assert "| 3.5000 | 0.0000 | 2 |" in to_markdown({"max_lr=1": [log, log]})
-
-
-def test_a_sweep_names_folders_apart_and_keeps_to_its_data(shards, tmp_path):
-    assert sweep.folder_name({"data_dir": "a/b"}) != sweep.folder_name({"data_dir": "a_b"})
-    data = tmp_path / "data"
-    shutil.copytree(shards, data)
-    points, fixed = [{"max_lr": "1"}], {"data_dir": [str(data)]}
-    sweep.check_same_data(tmp_path, points, fixed)
-    sweep.check_same_data(tmp_path, points, fixed)
-    for path in data.glob("train_*.npy"):
-        np.save(path, np.load(path)[::-1])
-    with pytest.raises(UserError, match="data holds other tokens than for earlier runs"):
-        sweep.check_same_data(tmp_path, points, fixed)
-    config = SweepConfig(grid=("max_lr 1",), fixed=("max_lr 2",), out=tmp_path / "x")
-    with pytest.raises(UserError, match="max_lr is in --grid and in --fixed"):
-        sweep.main(config)
-
-
-@pytest.mark.parametrize("name", ["fixed.json", "data.json"])
-def test_a_damaged_file_of_a_sweep_is_named(shards, tmp_path, name):
-    for text in ("", "[]", "{"):
-        (tmp_path / name).write_text(text)
-        config = SweepConfig(grid=("max_lr 1e-3",), fixed=(f"data_dir {shards}",), out=tmp_path)
-        with pytest.raises(UserError, match=f"{name} is damaged; remove it"):
-            sweep.main(config)
-
-
-def test_the_folder_of_a_sweep_must_be_one(shards, tmp_path):
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "x"):
-        config = SweepConfig(grid=("max_lr 1e-3",), fixed=(f"data_dir {shards}",), out=out)
-        with pytest.raises(UserError, match="is no folder and cannot be made one"):
-            sweep.main(config)
-
-
-def test_a_sweep_over_tokenizers_compares_bits_per_byte():
-    log = {"train": [{"tokens": 512, "tokens_per_s": 100.0}]}
-    groups = {
-        "data_dir=bytes": [log | {"val": [{"loss": 2.0, "bits_per_byte": 2.9}]}],
-        "data_dir=gpt2": [log | {"val": [{"loss": 5.0, "bits_per_byte": 1.9}]}],
-    }
-    table = to_markdown(groups).splitlines()
-    assert "bits per byte" in table[0] and "data_dir=gpt2 | 1.9000" in table[2]

@@ -3,13 +3,13 @@ import time
 
 import pytest
 import torch
+from training.checkpoint_folder import LAST, numbered_checkpoints
 
 from config import TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training import saver as saver_module
-from training.checkpoint_folder import LAST, numbered_checkpoints
 from training.guard import Guard
 from training.optim import make_optimizers
 from training.saver import Saver

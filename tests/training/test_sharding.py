@@ -2,9 +2,9 @@ import json
 
 import pytest
 from conftest import ROOT, environment, launch, losses, script, torchrun, train_args
+from utils.log_files import read_metrics
 
 from training.checkpoint import load_checkpoint
-from utils.log_files import read_metrics
 
 MODES = ("none", "zero1", "zero2", "zero3")
 

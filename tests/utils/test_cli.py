@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch._dynamo.exc
 import torch._inductor.exc
-
 from bench import BenchConfig
+from training.options import parse_options
+
 from config import DataConfig, SamplingConfig, TrainConfig
 from data.verify import VerifyConfig
 from plot import PlotConfig
-from training.options import parse_options
 from utils.cli import check_habits, parse, user_message
 from utils.errors import UserError
 

@@ -3,9 +3,9 @@ import sys
 
 import pytest
 from conftest import script
+from utils.log_files import read_metrics
 
 from utils.errors import UserError
-from utils.log_files import read_metrics
 from utils.logger import Logger
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
