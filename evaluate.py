@@ -10,9 +10,10 @@ value of OpenAI's GPT-2 of that size) and writes it as JSON. The number of corre
 neither on the batch size nor on the number of processes.
 """
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,7 +25,7 @@ from data.shards import corpus_name
 from data.tokenizer import load_tokenizer
 from evaluation.periodic import read_on_all
 from evaluation.scoring import Scorer
-from evaluation.table import format_table, write_dump, write_table
+from evaluation.table import format_table
 from evaluation.tasks import TASKS, Result, TaskScores
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
@@ -51,7 +52,7 @@ class EvalConfig:
     data_dir: tuple[Path, ...] = ()
     """Folders of shards for the task val; by default those the checkpoint was trained on."""
     protocols: tuple[str, ...] = ()
-    """Score benchmarks under these protocols alone, as lm-eval (docs/EVALUATION.md)."""
+    """Score a benchmark that has one of these protocols, as lm-eval, under them alone."""
     limit: int | None = None
     """Score only the first examples of each benchmark."""
     val_tokens: int = 10_485_760
@@ -82,19 +83,16 @@ def check(config: EvalConfig) -> None:
     """Raise UserError for a wrong option, before anything is read or scored."""
     if config.checkpoint and config.model:
         raise UserError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
-    known, benchmarks = ["val", *TASKS], [task for task in config.tasks if task in TASKS]
+    known = ["val", *TASKS]
     for task in config.tasks:
         if task not in known and not task.endswith(".jsonl"):
             hint = did_you_mean(task, known)
             raise UserError(f"--tasks has no {task}{hint}: {', '.join(known)} or FILE.jsonl")
-    if config.data and len(config.data) != len(benchmarks):
-        raise UserError(f"--data has {len(config.data)} files for {len(benchmarks)} benchmarks")
+    if len(config.data) not in (0, count := sum(task in TASKS for task in config.tasks)):
+        raise UserError(f"--data has {len(config.data)} files for {count} benchmarks")
     for path in filter(None, (config.out, config.dump)):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            open(path, "a").close()
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}") from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        open(path, "a").close()  # raises OSError now, not after hours of scoring
 
 
 def open_validation(config: EvalConfig, scorer: Scorer, saved: dict) -> Sequences:
@@ -126,9 +124,7 @@ def open_task(
     if name in TASKS:
         task = TASKS[name]
         rows = read_on_all(partial(task.read, path), scorer.process)[: config.limit]
-        protocols = [p for p in task.protocols if p in (config.protocols or task.protocols)]
-        if not protocols:
-            raise UserError(f"{name} has the --protocols {', '.join(task.protocols)}")
+        protocols = [p for p in task.protocols if p in config.protocols] or task.protocols
         return lambda scorer: task.score(rows, scorer.score, protocols)
     setup = (scorer.tokenizer, scorer.model.config.block_size, scorer.process, scorer.dtype)
     questions = Questions(Path(name), *setup, config)
@@ -160,9 +156,10 @@ def main(config: EvalConfig) -> None:
     if process.is_main:
         about = {key: saved[key] for key in ("run_id", "step") if key in saved}
         about |= {"model": name, "dtype": str(dtype).removeprefix("torch.")}
-        write_table(config.out, results, about)
+        about |= {"results": [asdict(result) for result in results]}
+        config.out.write_text(json.dumps(about, indent=1))
         if config.dump:
-            write_dump(config.dump, examples)
+            config.dump.write_text("".join(f"{json.dumps(example)}\n" for example in examples))
         print(format_table(results, model.config.size or "gpt2"))
     distributed.stop()
 

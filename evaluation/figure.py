@@ -40,11 +40,8 @@ class Run:
         """Return x values in a unit of AXIS_LABELS, and the values of a metric after step 0."""
         rows = [r for r in self.log.get(split, []) if r["step"] > 0 and r.get(key) is not None]
         steps, train = [row["step"] for row in rows], self.log["train"]
-        used = {
-            "step": [row["step"] for row in train],
-            "tokens": [row["tokens"] for row in train],
-            "hours": np.cumsum([row["ms"] for row in train]) / 3.6e6,
-        }[unit]
+        used = [row["ms" if unit == "hours" else unit] for row in train]
+        used = np.cumsum(used) / 3.6e6 if unit == "hours" else used
         x = np.interp(steps, [0, *(row["step"] for row in train)], [0, *used])
         return x, [row[key] for row in rows]
 
@@ -108,8 +105,8 @@ def draw_run(panels: dict[str, plt.Axes], run: Run, unit: str, key: str, style: 
     "loss", not "bits_per_byte"), training loss as a thin one."""
     if key == "loss":
         panels["loss"].plot(*run.curve(unit, "train", "loss"), lw=0.6, alpha=0.45, **style)
-    panels["rate"].plot(*run.curve(unit, "train", "lr"), lw=1, **style)
-    panels["speed"].plot(*run.curve(unit, "train", "tokens_per_s"), lw=1, **style)
+    for panel, column in (("rate", "lr"), ("speed", "tokens_per_s")):
+        panels[panel].plot(*run.curve(unit, "train", column), lw=1, **style)
     x, losses = run.curve(unit, "val", key)
     last = f"{losses[-1]:.3f} {UNITS[key]}" if losses else f"no validation in {UNITS[key]}"
     panels["loss"].plot(x, losses, lw=1.8, marker="o", ms=3, label=f"{run.label}: {last}", **style)

@@ -1,23 +1,6 @@
-"""The table of evaluate.py: as JSON and as text."""
-
-import json
-from dataclasses import asdict
-from pathlib import Path
+"""The table of evaluate.py."""
 
 from evaluation.tasks import TASKS, VALIDATION, Result
-from utils.files import atomic_write
-
-
-def write_table(path: Path, results: list[Result], about: dict) -> None:
-    """Write results as JSON, after what is known `about` the model."""
-    with atomic_write(path) as file:
-        file.write(json.dumps(about | {"results": [*map(asdict, results)]}, indent=1).encode())
-
-
-def write_dump(path: Path, examples: list[dict]) -> None:
-    """Write a line of JSON for each example."""
-    with atomic_write(path) as file:
-        file.writelines(f"{json.dumps(example)}\n".encode() for example in examples)
 
 
 def format_table(results: list[Result], size: str) -> str:

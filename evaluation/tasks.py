@@ -93,8 +93,8 @@ class Task:
     """
 
     name: str
-    hub: tuple[str, str | None, str]
-    """Dataset, configuration and split on the Hugging Face hub."""
+    hub: dict[str, str]
+    """Arguments of datasets.load_dataset."""
     protocols: tuple[str, ...]
     """Ways to score; train.py logs the first."""
     metric: str = "acc"
@@ -106,25 +106,25 @@ class Task:
         return [json.loads(line) for line in text.split("\n") if line.strip()]
 
     def download(self) -> list[dict]:
-        """Return the rows of the hub's dataset."""
-        import datasets
+        """Return the rows of the hub."""
+        from datasets import load_dataset
 
-        dataset, configuration, split = self.hub
-        return list(datasets.load_dataset(dataset, configuration, split=split))
+        return list(load_dataset(**self.hub))
 
     def read(self, path: Path | None = None) -> list[dict]:
         """Return the rows of a file in the original format, or else of the hub."""
         try:
-            rows = self.download() if path is None else self.parse(path.read_text(encoding="utf-8"))
+            rows = self.parse(path.read_text(encoding="utf-8")) if path else self.download()
             assert rows, "no items"
             for protocol in self.protocols:
                 self.items(rows, protocol)
             return rows
         except Exception as error:
-            text = f"{path} is missing, damaged or not {self.name} in its original format"
-            if path is None:
-                text = f"{self.hub[0]} could not be downloaded; go online, or give a file by --data"
-            raise UserError(f"{text} ({type(error).__name__}: {error})") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{self.name} could not be read from {path or self.hub['path']} ({reason}); a file "
+                "in the original format is given by --data"
+            ) from error
 
     def choose(self, protocol: str, items: list[Item], values: dict[str, list]) -> TaskScores:
         """Choose the continuation of the highest value of each metric; "acc" has the
@@ -144,7 +144,7 @@ class HellaSwag(Task):
     """Choose the ending of a text (Zellers et al. 2019; file: github.com/rowanz/hellaswag)."""
 
     name = "hellaswag"
-    hub = ("Rowan/hellaswag", None, "validation")
+    hub = {"path": "Rowan/hellaswag", "split": "validation"}
     protocols = ("build-nanogpt", "lm-eval")
     metric = "acc_norm"
     published = (
@@ -204,7 +204,7 @@ class Lambada(Task):
     """
 
     name = "lambada"
-    hub = ("EleutherAI/lambada_openai", "default", "test")
+    hub = {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"}
     protocols = ("lm-eval", "last token", "stop words")
     published = (
         published(HARNESS, "lm-eval", "acc", 0.3256)
@@ -241,8 +241,8 @@ class CBT(Task):
     protocols = ("full sequence", "from the blank")
 
     def __init__(self, name: str, configuration: str, *values: float) -> None:
-        self.name = name
-        self.hub = ("cam-cst/cbt", configuration, "validation")  # the split of PAPER, section 3.2
+        self.name = name  # the split is that of PAPER, section 3.2
+        self.hub = {"path": "cam-cst/cbt", "name": configuration, "split": "validation"}
         self.published = published(PAPER, "from the blank", "acc", *values)
 
     def parse(self, text: str) -> list[dict]:
