@@ -3,7 +3,7 @@
     python -m tests.harness_model FOLDER
     python scripts/bench/harness.py FOLDER hellaswag_val_1000.jsonl lambada_test_1000.jsonl
 
-write it in Hugging Face's format and score it; test_scoring.py holds the recorded scores.
+write it in Hugging Face's format and score it; test_evaluate.py holds the recorded scores.
 """
 
 import sys

@@ -1,0 +1,162 @@
+"""evaluate.py as a whole command."""
+
+import io
+import json
+
+import harness_model
+import hub
+import pyarrow as pa
+import pytest
+import torch
+from conftest import SHARED, environment, script, torchrun
+from pyarrow import parquet
+
+from data.tokenizer import load_tokenizer, save_tokenizer
+from evaluation.tasks import TASKS
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.huggingface import save_pretrained
+from utils.errors import UserError
+
+CBT = """1 Tom had a dog .
+2 The dog ran to Ann .
+3 `` Where is the XXXXX ? '' said Ann .\tdog\t\tcat|dog|Ann
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder of a small model in Hugging Face's format, and of files of benchmarks."""
+    folder = tmp_path_factory.mktemp("exported")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32))
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)  # far from uniform
+    save_pretrained(model, folder)
+    save_tokenizer(load_tokenizer("bytes"), folder, 128)
+    row = {"endings": ["a", "bb", "c c", "d"], "label": 0}
+    rows = [json.dumps({"ctx": f"A dog number {i}", **row}) + "\n" for i in range(23)]
+    (folder / "h.jsonl").write_text("".join(rows))
+    (folder / "l.jsonl").write_text("".join(f'{{"text": "the cat {i} e"}}\n' for i in range(23)))
+    (folder / "c.txt").write_text(CBT * 9)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scored(exported, shards):
+    """A command line of evaluate.py, its output on one process, and the folder of its files."""
+    tasks = ["--tasks", "val", "hellaswag", "lambada", "cbt_cn", "--data_dir", shards]
+    data = ["--data", exported / "h.jsonl", exported / "l.jsonl", exported / "c.txt"]
+    args = ["evaluate.py", "--model", exported, *tasks, *data, "--val_tokens", 8192]
+    out = ["--out", exported / "1.json", "--dump", exported / "1.jsonl"]
+    return args, script(*args, *out).stdout, exported
+
+
+def results(path):
+    """Value by task, protocol and metric."""
+    rows = json.loads(path.read_text())["results"]
+    return {(r["task"], r["protocol"], r["metric"]): r["value"] for r in rows}
+
+
+def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
+    args, text, folder = scored
+    # the rows lack what the harness's query needs: its figure is not put beside them
+    assert "lm-eval, ctx alone" in text and "0.2955 [1]" in text and "0.3114" not in text
+    assert len((folder / "1.jsonl").read_text().splitlines()) == 3 * 23 + 2 * 9
+    out = ["--out", tmp_path / "a.json", "--dump", tmp_path / "a.jsonl"]
+    for limit in (9, 2):
+        script(*args, *out, "--limit", limit, "--protocols", "lm-eval")
+        protocols = [protocol for task, protocol, _ in results(tmp_path / "a.json")]
+        assert protocols[3:8] == [*["lm-eval, ctx alone"] * 3, *["lm-eval"] * 2]
+        assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 4 * limit
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_batches_and_processes_change_no_figure(scored, tmp_path, batch_size):
+    args, _, folder = scored
+    torchrun(2, *args, "--out", tmp_path / "2.json", "--batch_size", batch_size)
+    one, two = results(folder / "1.json"), results(tmp_path / "2.json")
+    assert len(one) == 3 + 5 + 4 + 2 and one == pytest.approx(two, rel=1e-5)
+    accuracies = [key for key in one if key[2].startswith("acc")]
+    assert [one[key] for key in accuracies] == [two[key] for key in accuracies]
+
+
+def test_a_checkpoint_is_scored_on_the_shards_it_was_trained_on(trained, tmp_path):
+    path = trained / "checkpoints" / "model_best.pt"
+    args = ["evaluate.py", "--checkpoint", path, "--tasks", "val", "--val_tokens", 4096]
+    script(*args, "--out", tmp_path / "e.json", "--device", "cpu")
+    found = {r["metric"]: r for r in json.loads((tmp_path / "e.json").read_text())["results"]}
+    rows = [json.loads(line) for line in (trained / "logs" / "metrics.jsonl").open()]
+    best = min(row["loss"] for row in rows if row["split"] == "val")
+    assert found["loss"]["value"] == pytest.approx(best, rel=1e-6)
+    assert found["loss"]["n"] == 4096 and {"perplexity", "bits_per_byte"} <= set(found)
+
+
+def test_a_task_that_does_not_fit_the_context_is_left_out(exported, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a " + "b" * 200}))
+    args = ["evaluate.py", "--model", exported, "--tasks", "lambada", "hellaswag", "--data"]
+    args += [tmp_path / "long.jsonl", exported / "h.jsonl", "--out", tmp_path / "e.json"]
+    text = script(*args).stdout
+    assert "lambada is left out: a continuation has 201 tokens, the context 128" in text
+    assert {task for task, *_ in results(tmp_path / "e.json")} == {"hellaswag"}
+
+
+def test_bad_settings_are_sentences(trained, exported, tmp_path):
+    for extra, message in (
+        (["--tasks", "hellaswagg"], "did you mean hellaswag?"),
+        (["--tasks", "lambada", "--data", tmp_path / "none"], "lambada could not be read from"),
+        (["--tasks", "lambada", "--data", tmp_path, tmp_path], "2 files for 1 benchmarks"),
+        (["--model", exported, "--tasks", "val"], "needs --data_dir"),
+        (["--model", exported, "--checkpoint", trained], "not both"),
+    ):
+        source = [] if "--model" in extra else ["--checkpoint", trained / "checkpoints"]
+        done = script("evaluate.py", *source, *extra, "--out", tmp_path / "e.json", code=2)
+        assert message in done.stderr and "Traceback" not in done.stderr
+
+
+# what `python scripts/bench/harness.py` gave for tests/harness_model.py, lm_eval 0.4.13
+HARNESS = {"acc": 0.222, "acc_norm": 0.286, "lambada acc": 0.001, "perplexity": 22325077.53}
+# what evaluate.py, with these very figures for all 1000 items, gives for the first 100
+FIRST = {"acc": 0.2, "acc_norm": 0.27, "lambada acc": 0.0, "perplexity": 4599947.74}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/hellaswag_val_1000.jsonl")
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(100, FIRST), pytest.param(1000, HARNESS, marks=pytest.mark.slow)]
+)
+def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
+    try:
+        harness_model.write(tmp_path / "model")
+    except UserError as error:
+        pytest.skip(str(error))
+    full = tmp_path / "full.jsonl"
+    rows = TASKS["hellaswag"].read(SHARED / "data" / "hellaswag_val_1000.jsonl")
+    with full.open("w") as file:
+        for row in rows:
+            head, _, tail = row["ctx"].rpartition(". ")
+            made_up = {"activity_label": "Activity", "ctx_a": head + ".", "ctx_b": tail}
+            file.write(json.dumps(row if "ctx_a" in row else row | made_up) + "\n")
+    args = ["--tasks", "hellaswag", "lambada", "--protocols", "lm-eval", "--data", full]
+    args += [SHARED / "data" / "lambada_test_1000.jsonl", "--out", tmp_path / "e.json"]
+    script("evaluate.py", "--model", tmp_path / "model", *args, "--limit", limit, "--device", "cpu")
+    found = results(tmp_path / "e.json")
+    assert found["hellaswag", "lm-eval", "acc"] == expected["acc"]
+    assert found["hellaswag", "lm-eval", "acc_norm"] == expected["acc_norm"]
+    assert found["lambada", "lm-eval", "acc"] == expected["lambada acc"]
+    perplexity = found["lambada", "lm-eval", "perplexity"]
+    assert perplexity == pytest.approx(expected["perplexity"], rel=1e-3)
+
+
+def test_benchmarks_come_from_the_hub(exported, tmp_path):
+    rows = {"text": [f"the cat {i} e" for i in range(23)]}
+    parquet.write_table(pa.table(rows), buffer := io.BytesIO())
+    readme = b"---\nconfigs:\n- config_name: default\n  data_files:\n"
+    readme += b"  - split: test\n    path: data/test-*\n---\n"
+    files = {"README.md": readme, "data/test-00000-of-00001.parquet": buffer.getvalue()}
+    args = ["evaluate.py", "--model", exported, "--tasks", "lambada", "--device", "cpu", "--out"]
+    with hub.serve(files, "datasets/EleutherAI/lambada_openai") as (address, _):
+        env = {**environment(), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
+        env["HF_HOME"] = str(tmp_path)
+        script(*args, tmp_path / "1.json", env=env)
+    script(*args, tmp_path / "2.json", "--data", exported / "l.jsonl")
+    assert results(tmp_path / "1.json") == results(tmp_path / "2.json")

@@ -1,0 +1,79 @@
+import json
+
+import pytest
+
+from evaluation.tasks import TASKS
+from utils.errors import UserError
+
+HELLASWAG, LAMBADA, CBT = (TASKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
+BOOK = """1 Tom had a dog .
+2 The dog ran to Ann .
+3 `` Where is the XXXXX ? '' said Ann .\tdog\t\tcat|dog|Ann
+"""
+ROW = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
+
+
+def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
+    row = {
+        "ctx": "[header] How to [title] Do it. he", "ctx_a": "[header] How to [title] Do it.",
+        "ctx_b": "he", "activity_label": "Doing", "endings": ["runs [substeps] off", "b", "c", "d"],
+        "label": "0",
+    }  # fmt: skip
+    assert HELLASWAG.items([row], "build-nanogpt")[0].choices[0] == " runs [substeps] off"
+    (clean,) = HELLASWAG.items([row], "lm-eval")
+    assert clean.context == "Doing: How to. Do it. He" and clean.choices[0] == " runs off"
+    assert clean.label == 0
+    short = {k: row[k] for k in ("ctx", "endings", "label")}
+    assert HELLASWAG.items([short], "lm-eval")[0].context == " How to. Do it. he"
+
+
+def test_lambada_asks_for_the_last_word():
+    for end in ("", " ", " \n"):
+        (item,) = LAMBADA.items([{"text": "He said\n\nyes to it" + end}], "lm-eval")
+        assert (item.context, item.choices) == ("He said\n\nyes to", (" it",))
+
+
+def test_cbt_asks_for_the_word_in_the_blank(tmp_path):
+    (tmp_path / "cbt.txt").write_text(BOOK * 2)
+    item, _ = CBT.items(CBT.read(tmp_path / "cbt.txt"), "full sequence")
+    assert item.context == "Tom had a dog . The dog ran to Ann . `` Where is the"
+    assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        ("lambada", "not json"),
+        ("lambada", '{"text": "a b"}\n{"n": 2}'),
+        ("lambada", '{"text": 1}'),
+        ("lambada", ""),
+        ("lambada", "[1]"),
+        ("hellaswag", json.dumps(ROW | {"label": ""})),
+        ("hellaswag", json.dumps(ROW | {"label": 2})),
+        ("hellaswag", json.dumps(ROW | {"endings": []})),
+        ("hellaswag", json.dumps(ROW | {"ctx_a": "a"})),
+        ("cbt_ne", BOOK.replace("XXXXX", "what")),
+        ("cbt_ne", "1 a\n3 b\n"),
+        ("cbt_ne", BOOK.replace("|dog", "")),
+    ],
+)
+def test_a_file_of_another_kind_is_one_sentence(tmp_path, task, text):
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(UserError, match=f"^{task} could not be read from .*x.jsonl"):
+        TASKS[task].read(tmp_path / "x.jsonl")
+
+
+def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkeypatch):
+    def load_dataset(**_):
+        raise ConnectionError
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(UserError, match=r"EleutherAI/lambada_openai \(Conn.* by --data$"):
+        LAMBADA.read()
+
+
+def test_published_figures_are_those_of_a_size_and_protocol():
+    assert HELLASWAG.published["build-nanogpt", "acc_norm", "gpt2"][0] == 0.2955
+    assert HELLASWAG.published["lm-eval", "acc_norm", "gpt2-xl"][0] == 0.5089
+    for name, task in TASKS.items():
+        assert task.name == name and {p for p, *_ in task.published} <= {*task.protocols}
