@@ -52,7 +52,7 @@ class Hardware:
             device = pick_device(config.device)
             dtype, free = pick_dtype(config.dtype, device), distributed.free_memory(device)
         nodes = distributed.num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
-        return cls(device, dtype, free, distributed.world_size(), nodes, gpu)
+        return cls(device, dtype, free, distributed.launched("WORLD_SIZE", 1), nodes, gpu)
 
 
 def block_activations(shape: GPTConfig, e: int, checkpointing: str) -> int:

@@ -73,6 +73,11 @@ class Saver:
             self.errors[name] = error
             self.log(f"{error}; the run continues, and the next save tries again")
 
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self.thread.is_alive():
+            self.thread.join()
+
     def end_after_patience(self, state: TrainState, tokens: int) -> None:
         """If PATIENCE steps in a row, of `tokens` tokens each, had no finite gradient, save the
         state before them and raise UserError."""
@@ -85,11 +90,6 @@ class Saver:
                 f"which. The checkpoint is of step {state.step}, before them: resume an earlier "
                 "one with a lower --max_lr"
             )
-
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        if self.thread.is_alive():
-            self.thread.join()
 
     def finish(self) -> None:
         """Wait on all processes for the last write; raise UserError for a file that failed."""

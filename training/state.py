@@ -36,7 +36,7 @@ class TrainState:
 
     @classmethod
     def start(cls, skip_spikes: float | None, saved: dict | None) -> "TrainState":
-        """Return the state of a new run, or the one in the checkpoint `saved`."""
+        """Return the state of a new run, or that in the checkpoint `saved`."""
         if saved is None:
             return cls(Guard(skip_spikes, {}))
         return cls(Guard(skip_spikes, saved["guard"]), **{name: saved[name] for name in SAVED})

@@ -53,10 +53,8 @@ class Process:
 
     def share(self, items: Sequence[Item]) -> Iterator[tuple[int, Item, bool]]:
         """Yield index, item and whether it counts, for this process's share of items, round-robin.
-
         Every process gets equally many, as forward passes can be collectives: where items are left
-        over, the last one comes again and does not count.
-        """
+        over, the last one comes again and does not count."""
         for turn in range(0, len(items), self.world_size):
             mine = turn + self.rank
             yield mine, items[min(mine, len(items) - 1)], mine < len(items)
@@ -90,32 +88,30 @@ class Process:
         return self.sum(values.to(self.device) if on_gpu else values).cpu()
 
 
-def world_size() -> int:
-    """Return the number of processes that the launcher starts."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+def launched(name: str, default: int = 0) -> int:
+    """Return a number that the launcher has set in the environment."""
+    return int(os.environ.get(name, default))
 
 
 def num_nodes(default_per_node: int = 1) -> int:
     """Return the number of machines with several processes each, else 1. `default_per_node` is for
     a launcher that does not say how many processes a machine has."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", default_per_node))
-    return world_size() // per_node if per_node > 1 and world_size() % per_node == 0 else 1
+    world, per_node = launched("WORLD_SIZE", 1), launched("LOCAL_WORLD_SIZE", default_per_node)
+    return world // per_node if per_node > 1 and world % per_node == 0 else 1
 
 
 def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Process:
     """Join the process group if torchrun started this process: NCCL on CUDA, gloo elsewhere.
-
-    `before_exit` runs when the loss of another process ends this one.
-    """
+    `before_exit` runs when the loss of another process ends this one."""
     global monitor
-    rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
-    process = Process(rank, local_rank, world_size(), pick_device(device, local_rank), num_nodes())
-    if process.world_size > 1 and (process.device.type == "mps" or ":" in device):
+    rank, local_rank, world = launched("RANK"), launched("LOCAL_RANK"), launched("WORLD_SIZE", 1)
+    process = Process(rank, local_rank, world, pick_device(device, local_rank), num_nodes())
+    if world > 1 and (process.device.type == "mps" or ":" in device):
         raise UserError(f"--device {device} is one device, which several processes cannot share")
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
-    if process.world_size > 1 and not dist.is_initialized():
-        monitor = HeartbeatMonitor(rank, process.world_size, before_exit)
+    if world > 1 and not dist.is_initialized():
+        monitor = HeartbeatMonitor(rank, world, before_exit)
         if process.device.type == "cuda":
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=process.device)
         else:
@@ -124,10 +120,8 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
 
 
 def explain(error: Exception) -> str | None:
-    """Return a sentence for a collective that failed because a process was lost, None for any
-    other error."""
-    collective = isinstance(error, dist.DistError) or "gloo" in str(error)
-    if monitor is None or not collective:
+    """Return a sentence for a collective that failed because a process was lost, else None."""
+    if monitor is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
         return None
     reason, first_line = monitor.explain_failed_collective(), str(error).partition("\n")[0]
     return f"a collective failed: {reason} ({first_line}); continue with --resume auto"
@@ -150,4 +144,4 @@ def free_memory(device: torch.device) -> int:
     with contextlib.suppress(OSError, TypeError):  # not Linux
         available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
         free = 1024 * int(available[1])
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return free // launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))

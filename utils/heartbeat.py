@@ -20,8 +20,8 @@ DONE = "done"  # last value of a process that has ended normally
 
 
 class HeartbeatMonitor:
-    """Sends heartbeats and checks those of other ranks in two threads, until `stop`; a third party
-    that never answers can block the one, not the other."""
+    """Sends heartbeats in one thread, which a store that does not answer can block, and checks those
+    of other ranks in another, until `stop`."""
 
     def __init__(self, rank: int, world_size: int, before_exit: Callable[[], None]) -> None:
         # a separate connection: one that waits for a collective would delay heartbeats
@@ -75,7 +75,7 @@ class HeartbeatMonitor:
         return f"no heartbeat from rank {lost} for {timeout:.0f} s" if lost else None
 
     def explain_failed_collective(self) -> str:
-        """Watch all ranks for a few heartbeats and return which are lost, as a clause."""
+        """Return which ranks are lost, as a clause, after watching all for a few heartbeats."""
         self.watched = self.others
         time.sleep(4 * INTERVAL)
         return self.lost_reason(3 * INTERVAL) or "all processes are alive"
