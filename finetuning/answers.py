@@ -2,23 +2,20 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from evaluation.metrics import Result, accuracy
-from torch import Tensor
 
-from data.tokenizer import Tokenizer
-from finetuning.chat import decode_completion, is_exact
-from finetuning.examples import ChatData
-from finetuning.rows import read_rows
-from model.generate import complete
+from evaluation.metrics import Result, accuracy
+from finetuning.chat import decode_completion
+from finetuning.examples import TextEncoder, read_jsonl
+from finetuning.rewards import is_exact
+from model.generate import Sampling, complete
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
-
-QUESTION = ("prompt", "answer")  # fields of a row
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -28,8 +25,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 class Questions:
-    """The first `limit` rows of prompt and answer in a .jsonl file, completed in batches that the
-    processes share.
+    """Rows of prompt and answer, completed in batches that the processes share.
 
     Row i of sample s draws its random numbers from (seed, s * rows + i), so that the figures depend
     on the number of processes only as far as matmuls round.
@@ -38,57 +34,44 @@ class Questions:
     def __init__(
         self,
         path: Path,
-        tokenizer: Tokenizer,
-        block_size: int,
+        encoder: TextEncoder,
         process: Process,
         dtype: torch.dtype,
-        *,
-        chat: bool,
         max_new_tokens: int,
         batch_size: int,
-        limit: int | None = None,
     ) -> None:
-        self.tokenizer, self.process, self.dtype, self.chat = tokenizer, process, dtype, chat
+        self.name, self.encoder, self.process, self.dtype = path.stem, encoder, process, dtype
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
-        self.name, self.rows = path.stem, read_rows(path, QUESTION)[:limit]
-        data = ChatData(self.rows, tokenizer, chat, block_size)
-        self.prompts = data.prompts(max_new_tokens)
+        encode = partial(encoder.question, room=max_new_tokens, answered=True)
+        self.examples = read_jsonl(path, encode)
 
     def texts(self, model: GPT, sample: int = 0, **options) -> list[str]:
-        """Return a completion of each prompt, on every process; options of generate."""
-        n, process, eot = len(self.rows), self.process, self.tokenizer.eot
+        """Return a completion of each prompt, on every process; options of Sampling."""
+        n, process, tokenizer = len(self.examples), self.process, self.encoder.tokenizer
         found = torch.zeros(n, self.max_new_tokens, dtype=torch.int64)  # ids + 1; 0: none
         batches = np.array_split(np.arange(n), range(self.batch_size, n, self.batch_size))
-        options |= {"max_new_tokens": self.max_new_tokens, "all_done": process.all_agree}
         was_training = model.training
         model.eval()
         for _, ids, counts in process.share(batches):
-            prompts, first_row = [self.prompts[i] for i in ids], sample * n + int(ids[0])
+            prompts, first_row = [self.examples[i][1] for i in ids], sample * n + int(ids[0])
+            sampling = Sampling(self.max_new_tokens, first_row=first_row, **options)
             with autocast(process.device, self.dtype):
-                completions = complete(model, prompts, eot, first_row=first_row, **options)
+                completions = complete(model, prompts, tokenizer.eot, sampling, process.all_agree)
             for i, tokens in zip(ids, completions, strict=True) if counts else ():
                 found[i, : len(tokens)] = torch.tensor(tokens) + 1
         model.train(was_training)
-        found = process.sum(found.to(process.device)).cpu()
-        return [self.decode(tokens) for tokens in found]
-
-    def decode(self, tokens: Tensor) -> str:
-        """Return the text of a row of ids + 1."""
-        return decode_completion((tokens[tokens > 0] - 1).tolist(), self.tokenizer, self.chat)
-
-    def figures(self, model: GPT) -> dict[str, float | None]:
-        """Return the share of exact answers, its standard error and the number of questions."""
-        (exact,), _ = self.score(model)
-        return {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
+        rows = process.sum(found.to(process.device)).tolist()
+        completions = [[token - 1 for token in row if token] for row in rows]
+        return [decode_completion(tokens, tokenizer, self.encoder.chat) for tokens in completions]
 
     def hits(self, texts: list[str]) -> list[bool]:
-        """Return which completions are the answer."""
-        return [is_exact(text, row["answer"]) for text, row in zip(texts, self.rows, strict=True)]
+        """Return True for each completion that is the answer."""
+        pairs = zip(texts, self.examples, strict=True)
+        return [is_exact(text, row["answer"]) for text, (row, _) in pairs]
 
     def score(
         self,
         model: GPT,
-        *,
         num_samples: int = 0,
         temperature: float = 1.0,
         seed: int = 0,
@@ -96,24 +79,24 @@ class Questions:
     ) -> tuple[list[Result], list[dict]]:
         """Return the share of exact answers and pass@k for k = 1, 2, 4, ... `num_samples`, and a
         row for each question; `progress` is called with the number of completions done."""
-        texts = self.texts(model, temperature=0)
-        exact, n = self.hits(texts), len(self.rows)
+        n, texts = len(self.examples), self.texts(model, temperature=0)
+        exact = self.hits(texts)
         progress(n)
         right = np.zeros(n, np.int64)
         for sample in range(num_samples):
-            options = {"temperature": temperature, "seed": seed}
-            right += self.hits(self.texts(model, sample, **options))
+            right += self.hits(self.texts(model, sample, temperature=temperature, seed=seed))
             progress(n)
-        kind = "chat" if self.chat else "plain text"
+        kind = "chat" if self.encoder.chat else "plain text"
         results = [accuracy(self.name, f"greedy, {kind}", "exact match", exact)]
+        protocol = f"{num_samples} samples, temperature {temperature:g}, {kind}"
         for k in (2**i for i in range(num_samples.bit_length())):
             values = [pass_at_k(num_samples, int(x), k) for x in right]
             stderr = float(np.std(values, ddof=1)) / n**0.5 if n > 1 else None
-            name = f"{num_samples} samples, temperature {temperature:g}, {kind}"
-            results.append(Result(self.name, name, f"pass@{k}", n, float(np.mean(values)), stderr))
+            value = float(np.mean(values))
+            results.append(Result(self.name, protocol, f"pass@{k}", n, value, stderr))
         examples = [
             {"task": self.name, "index": i, "prompt": row["prompt"], "answer": row["answer"]}
             | {"completion": texts[i], "exact": exact[i], "right_samples": int(right[i])}
-            for i, row in enumerate(self.rows)
+            for i, (row, _) in enumerate(self.examples)
         ]
         return results, examples

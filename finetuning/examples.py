@@ -1,20 +1,110 @@
-"""Fine-tuning examples of the rows of a file, packed or padded into batches."""
+"""Rows of .jsonl files as examples of a model's context, packed or padded into batches.
 
+docs/FINETUNING.md describes the fields of a row.
+"""
+
+import json
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from finetuning.chat import Example, encode_completion, encode_messages, encode_prompt
-from finetuning.rows import Row
+from finetuning.chat import ROLES, Example, encode_completion, encode_messages, encode_prompt
 from utils.errors import UserError
+
+Encoded = TypeVar("Encoded")
+
+
+def read_jsonl(path: Path, encode: Callable[[dict], Encoded]) -> list[Encoded]:
+    """Return what `encode` makes of each row of a .jsonl file; raise UserError naming file and line
+    for whatever is wrong with one."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                found.append(encode(json.loads(line)))
+        except Exception as error:
+            raise UserError(f"{path}, line {number}: {error}") from error
+    if not found:
+        raise UserError(f"{path} holds no rows; give one JSON object per line")
+    return found
+
+
+def expect(condition: bool, problem: str) -> None:
+    """Raise ValueError with the problem unless the condition holds."""
+    if not condition:
+        raise ValueError(problem)
+
+
+def field(row: dict, name: str, *kinds: type) -> Any:
+    """Return a field of a row; raise ValueError unless it is there and of one of the kinds."""
+    expect(isinstance(row, dict), "expected a JSON object")
+    expect(name in row, f'there is no "{name}", but {", ".join(row) or "nothing"}')
+    expect(isinstance(row[name], kinds), f'"{name}" is of a wrong type, {type(row[name]).__name__}')
+    return row[name]
+
+
+@dataclass
+class TextEncoder:
+    """Encodes rows as examples that fit a context; raises ValueError for a row that it cannot."""
+
+    tokenizer: Tokenizer
+    chat: bool
+    """True for turns of a chat, False for plain text."""
+    block_size: int
+    num_cut: int = 0
+    """Examples that were cut to the context."""
+
+    def dialog(self, row: dict) -> Example:
+        """Return the messages of a row, or else its prompt and completion."""
+        if self.chat and "messages" in row:
+            return self.cut(encode_messages(self.messages(row, "messages"), self.tokenizer))
+        return self.completion(row, "completion")
+
+    def completion(self, row: dict, name: str) -> Example:
+        """Return the prompt of a row, followed by the completion in the field `name`."""
+        texts = self.messages(row, "prompt"), field(row, name, str)
+        return self.cut(encode_completion(*texts, self.tokenizer, self.chat))
+
+    def question(self, row: dict, room: int, *, answered: bool) -> tuple[dict, list[int]]:
+        """Return a row, which has an answer if it must be `answered`, with the tokens of its
+        prompt, which must leave room for `room` more."""
+        if answered:
+            field(row, "answer", str, int, float)
+        tokens = encode_prompt(self.messages(row, "prompt"), self.tokenizer, self.chat)
+        problem = f"a prompt of {len(tokens)} tokens and --max_new_tokens {room} exceed the context"
+        expect(len(tokens) + room <= self.block_size, f"{problem} of {self.block_size}")
+        return row, tokens
+
+    def messages(self, row: dict, name: str) -> str | list[dict]:
+        """Return a field with a text or, in a chat, messages."""
+        found = field(row, name, *([str] * (name == "prompt") + [list] * self.chat))
+        for message in found if isinstance(found, list) else ():
+            role, _ = field(message, "role", str), field(message, "content", str)
+            expect(role in ROLES, f"{role} is none of the roles {', '.join(ROLES)}")
+        return found
+
+    def cut(self, example: Example) -> Example:
+        """Return an example cut to the context."""
+        tokens, loss_mask = example.tokens[: self.block_size], example.loss_mask[: self.block_size]
+        expect(loss_mask.any(), f"the first {self.block_size} tokens, the context, have no answer")
+        self.num_cut += len(tokens) < len(example)
+        return Example(tokens, loss_mask)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return indices of `lengths` in groups of at most `capacity` in all, few of them: the longest
-    first, each into the group with the least room that suffices (best-fit decreasing)."""
+    """Return indices of `lengths` in few groups of at most `capacity` in all: the longest first,
+    each into the group with the least room that suffices (best-fit decreasing)."""
     groups: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room, group), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -28,9 +118,11 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return groups
 
 
-def collate_packed(packs: list[list[Example]], block_size: int) -> dict[str, np.ndarray]:
-    """Return inputs, targets and positions (B, T) of packed examples, and the number (B, T) of the
-    example that a token is of. Targets are -1 where they do not count in the loss.
+def collate_packed(
+    packs: list[list[Example]], block_size: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return inputs, targets and positions (B, T) of packed examples, and a mask (B, 1, T, T) that
+    hides them from each other. Targets are -1 where they do not count in the loss.
 
     The examples "a b c" and "d e" of which "b", "c" and "e" count become
 
@@ -48,86 +140,28 @@ def collate_packed(packs: list[list[Example]], block_size: int) -> dict[str, np.
             targets[b, start:end] = targets_of(example)
             positions[b, start:end] = np.arange(end - start)
             start = end
-    return {"idx": idx, "targets": targets, "positions": positions, "part": part}
+    arrays = {"idx": idx, "targets": targets, "positions": positions, "part": part}
+    batch = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
+    part = batch.pop("part")
+    mask = (part[:, :, None] == part[:, None, :]).tril()  # (B, T, T)
+    return batch | {"mask": mask[:, None]}
 
 
-def targets_of(example: Example) -> np.ndarray:
-    """Return the token after each but the last, -1 where it does not count in the loss."""
-    return np.where(example.loss_mask[1:], example.tokens[1:].astype(np.int64), -1)
-
-
-def collate(examples: list[Example], block_size: int) -> dict[str, np.ndarray]:
+def collate_padded(
+    examples: list[Example], block_size: int, device: torch.device
+) -> dict[str, Tensor]:
     """Return tokens and targets (B, T) of examples, one per row, and the index (B,) of the last
-    token of each. Padding on the right is never seen by causal attention."""
-    longest = max(map(len, examples))
-    T = min(-(-longest // 8) * 8, block_size)  # few different shapes
+    token of each. Causal attention never sees padding on the right."""
+    T = min(-(-max(map(len, examples)) // 8) * 8, block_size)  # few different shapes
     idx, targets = np.zeros((len(examples), T), np.int64), np.full((len(examples), T), -1)
     last = np.array([len(example) - 1 for example in examples])
     for b, example in enumerate(examples):
         idx[b, : last[b] + 1] = example.tokens
         targets[b, : last[b]] = targets_of(example)
-    return {"idx": idx, "targets": targets, "last": last}
+    arrays = {"idx": idx, "targets": targets, "last": last}
+    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
 
 
-@dataclass
-class ChatData:
-    """The rows of a file as examples that fit a context.
-
-    Its methods raise UserError, naming file and line, for a prompt that leaves no room.
-    """
-
-    rows: list[Row]
-    tokenizer: Tokenizer
-    chat: bool
-    """True for turns of a chat, False for plain text."""
-    block_size: int
-    num_cut: int = 0
-    """Examples that were cut to the context."""
-
-    def __post_init__(self) -> None:
-        for row in () if self.chat else self.rows:
-            if "messages" in row or not isinstance(row["prompt"], str):
-                raise UserError(f"{row.where}: messages are of a chat, and this is plain text")
-
-    def dialogs(self) -> list[Example]:
-        """Return the messages, or else prompt and completion, of each row."""
-        return [
-            self.truncate(row, encode_messages(row["messages"], self.tokenizer))
-            if "messages" in row
-            else self.encode(row, "completion")
-            for row in self.rows
-        ]
-
-    def pairs(self) -> list[tuple[Example, Example]]:
-        """Return the prompt of each row with the chosen and with the rejected completion."""
-        return [(self.encode(row, "chosen"), self.encode(row, "rejected")) for row in self.rows]
-
-    def prompts(self, max_new_tokens: int) -> list[list[int]]:
-        """Return the tokens of each prompt; raise UserError for one that leaves no room for
-        `max_new_tokens`."""
-        found = []
-        for row in self.rows:
-            tokens = encode_prompt(row["prompt"], self.tokenizer, self.chat)
-            if len(tokens) + max_new_tokens > self.block_size:
-                raise UserError(
-                    f"{row.where}: a prompt of {len(tokens)} tokens with --max_new_tokens "
-                    f"{max_new_tokens} exceeds the context of {self.block_size}"
-                )
-            found.append(tokens)
-        return found
-
-    def encode(self, row: Row, field: str) -> Example:
-        """Return the prompt of a row, followed by the completion in `field`."""
-        example = encode_completion(row["prompt"], row[field], self.tokenizer, self.chat)
-        return self.truncate(row, example)
-
-    def truncate(self, row: Row, example: Example) -> Example:
-        """Return an example cut to the context."""
-        T = self.block_size
-        if not example.loss_mask[:T].any():
-            raise UserError(
-                f"{row.where}: the prompt has {example.loss_mask.argmax()} tokens, as many as the "
-                f"context of {T} or more; shorten it"
-            )
-        self.num_cut += len(example) > T
-        return Example(example.tokens[:T], example.loss_mask[:T])
+def targets_of(example: Example) -> np.ndarray:
+    """Return the token after each but the last, -1 where it does not count in the loss."""
+    return np.where(example.loss_mask[1:], example.tokens[1:].astype(np.int64), -1)

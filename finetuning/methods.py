@@ -1,12 +1,14 @@
-"""Methods of fine-tuning: the examples of each, and its loss on a batch of them. GRPO, which makes
-its own examples, is in grpo.py.
+"""Methods of fine-tuning: the examples of each, and its loss on a batch of them.
 
-A method's figures for a batch are parts of means over a step: summed over micro-batches and
-processes they are these means, whatever the number of either.
+GRPO, which samples its own examples, is in grpo.py. A method's figures for a batch are parts of
+means over a step: summed over micro-batches and processes they are these means, whatever the number
+of either.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,194 +16,163 @@ import torch.nn as nn
 from torch import Tensor
 
 from finetuning.chat import Example
-from finetuning.examples import ChatData, collate, collate_packed, pack
-from finetuning.objectives import dpo_loss, reward_loss
-from finetuning.options import FinetuneConfig
-from finetuning.rewards import rewards_at_end
+from finetuning.examples import TextEncoder, collate_packed, collate_padded, pack, read_jsonl
+from finetuning.objectives import dpo_margin, preference_loss
+from finetuning.rewards import Reward, rewards_at_end
 from model.gpt import GPT
+from training.run import Run
 from utils.devices import autocast
-from utils.distributed import Process
 
 Batch = dict[str, Tensor]
 
 
 class Method(ABC):
-    """Base of all methods: examples by index, evaluated in order."""
+    """Base of all methods: the examples of a file by index."""
 
-    fields: tuple[str, ...] = ("prompt", "chosen", "rejected")
-    """Fields of a row."""
     unit = "pairs"
     """Name of the examples that a step counts."""
     selects_best_by_loss = True
-    """False where a lower loss does not mean a better model: no model_best.pt, no plot."""
+    """False where a lower loss does not mean a better model: no model_best.pt."""
+    updates = 1
+    """Optimizer updates with the batches of a step."""
+    sample: str | None = None
+    """Text of the newest step for samples.txt."""
 
     def __init__(
-        self, data: ChatData, options: FinetuneConfig, process: Process, dtype: torch.dtype
+        self,
+        run: Run,
+        encoder: TextEncoder,
+        path: Path,
+        reference: GPT | None = None,
+        reward: Reward | None = None,
     ) -> None:
-        self.data, self.options, self.process, self.dtype = data, options, process, dtype
+        self.options, self.process, self.dtype = run.config, run.process, run.dtype
+        self.encoder, self.reference, self.reward = encoder, reference, reward
+        self.examples = read_jsonl(path, self.encode)
 
     def __len__(self) -> int:
-        return len(self.data.rows)
+        return len(self.examples)
 
     @abstractmethod
-    def divisor(self, ids: np.ndarray) -> int:
-        """Return the number of tokens, pairs or completions in the examples `ids`, by which sums
-        over a step are divided."""
-
-    @abstractmethod
-    def micro_batches(
-        self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
-    ) -> tuple[Iterable[Batch], dict[str, float]]:
-        """Return this process's batches of a step, and figures for the log. `grid` (micro-steps,
-        micro-batch) holds places in a global batch of the examples `ids`, in that order."""
+    def encode(self, row: dict) -> object:
+        """Return the example of a row; raise ValueError if it has not what the method needs."""
 
     @abstractmethod
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
-        """Return the loss and metrics of a batch, summed and divided by `divisor`: summed over the
-        batches and processes of a step they are its means."""
-
-    @abstractmethod
-    def evaluate(self, model: GPT) -> dict[str, float]:
-        """Return the mean of each figure over all examples, on every process."""
-
-    def sample_text(self) -> str | None:
-        """Return text of the newest step for samples.txt, if the method writes any."""
-        return None
-
-    def to_device(self, arrays: dict[str, np.ndarray]) -> Batch:
-        """Return arrays as tensors on the device."""
-        return {name: torch.from_numpy(x).to(self.process.device) for name, x in arrays.items()}
-
-    def batches_in_order(self) -> list[np.ndarray]:
-        """Return the indices of all examples in batches."""
-        n, size = len(self), self.options.resolved_micro_batch()
-        return np.array_split(np.arange(n), range(size, n, size))
-
-
-class StoredExamples(Method):
-    """Base of the methods whose examples are those of the file."""
-
-    @abstractmethod
-    def batch(self, ids: np.ndarray) -> Batch:
-        """Return examples as tensors on the device."""
+        """Return the loss and metrics of a batch, summed and divided by `divisor`."""
 
     def divisor(self, ids: np.ndarray) -> int:
+        """Return the number of tokens, pairs or completions in the examples `ids`, by which sums
+        over a step are divided."""
         return len(ids)
 
     def micro_batches(
         self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
     ) -> tuple[Iterable[Batch], dict[str, float]]:
+        """Return this process's batches of a step, and figures for the log. `grid` (micro-steps,
+        micro-batch) holds places in a global batch of the examples `ids`, in that order."""
         return (self.batch(ids[places]) for places in grid), {}
+
+    def held_out_means(self, model: GPT, ids: np.ndarray, divisor: int) -> dict[str, Tensor]:
+        """Return the figures of held-out examples, summed and divided by `divisor`."""
+        return self.partial_means(model, self.batch(ids), divisor)
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
-        """Return the mean of each figure over all examples; the processes share the work, and all
-        run equally many forward passes."""
+        """Return the mean of each figure over all examples, on every process; all processes run
+        equally many forward passes."""
         model.eval()
-        divisor, sums = self.divisor(np.arange(len(self))), {}
+        divisor, sums = self.divisor(np.arange(len(self))), Counter()
         for _, ids, counts in self.process.share(self.batches_in_order()):
-            batch = self.batch(ids)
             with autocast(self.process.device, self.dtype):
-                parts = self.partial_means(model, batch, divisor)
-            for name, part in parts.items():
-                sums[name] = sums.get(name, 0.0) + part.item() * counts
+                parts = self.held_out_means(model, ids, divisor)
+            sums.update({name: part.item() * counts for name, part in parts.items()})
         model.train()
         values = self.process.sum_float64(torch.tensor([*sums.values()], dtype=torch.float64))
         return dict(zip(sums, values.tolist(), strict=True))
 
+    def batches_in_order(self) -> list[np.ndarray]:
+        """Return the indices of all examples in batches."""
+        n, size = len(self), self.options.micro_batch_size
+        return np.array_split(np.arange(n), range(size, n, size))
 
-class SupervisedTuning(StoredExamples):
+
+class SupervisedTuning(Method):
     """Mean cross-entropy of what the assistant says; dialogs are packed into sequences."""
 
-    fields = ("messages", "prompt", "completion")
     unit = "packed sequences"
 
-    def __init__(self, data: ChatData, *setup) -> None:
-        super().__init__(data, *setup)
-        self.examples = data.dialogs()
-        self.packs = pack([len(example) - 1 for example in self.examples], data.block_size)
+    def __init__(self, *setup) -> None:
+        super().__init__(*setup)
+        groups = pack([len(example) - 1 for example in self.examples], self.encoder.block_size)
+        self.examples = [[self.examples[i] for i in group] for group in groups]
 
-    def __len__(self) -> int:
-        return len(self.packs)
+    def encode(self, row: dict) -> Example:
+        return self.encoder.dialog(row)
 
     def divisor(self, ids: np.ndarray) -> int:
-        return sum(int(x.loss_mask[1:].sum()) for i in ids for x in self.examples_of(i))
-
-    def examples_of(self, i: int) -> list[Example]:
-        """Return the examples of a packed sequence."""
-        return [self.examples[number] for number in self.packs[i]]
+        return sum(int(dialog.loss_mask[1:].sum()) for i in ids for dialog in self.examples[i])
 
     def batch(self, ids: np.ndarray) -> Batch:
-        packs = [self.examples_of(i) for i in ids]
-        batch = self.to_device(collate_packed(packs, self.data.block_size))
-        part = batch.pop("part")  # (B, T)
-        mask = (part[:, :, None] == part[:, None, :]).tril()  # (B, T, T)
-        return batch | {"mask": mask[:, None]}
+        packs = [self.examples[i] for i in ids]
+        return collate_packed(packs, self.encoder.block_size, self.process.device)
 
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
         return {"loss": model(**batch) * (batch["targets"] >= 0).sum() / divisor}
 
 
-class PairMethod(StoredExamples):
+class PairMethod(Method):
     """Base of the methods that compare a chosen completion with a rejected one."""
 
-    def __init__(self, data: ChatData, *setup) -> None:
-        super().__init__(data, *setup)
-        self.pairs = data.pairs()
+    def encode(self, row: dict) -> tuple[Example, Example]:
+        return self.encoder.completion(row, "chosen"), self.encoder.completion(row, "rejected")
 
     def batch(self, ids: np.ndarray) -> Batch:
         """Return the chosen completions of the pairs `ids`, then the rejected ones."""
-        examples = [self.pairs[i][side] for side in (0, 1) for i in ids]
-        return self.to_device(collate(examples, self.data.block_size))
+        texts = [self.examples[i][side] for side in (0, 1) for i in ids]
+        return collate_padded(texts, self.encoder.block_size, self.process.device)
+
+    @abstractmethod
+    def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return the "margin" (N,) by which each pair prefers the chosen one, and more figures."""
+
+    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+        figures = self.compare(model, batch)
+        margin = figures["margin"]
+        figures |= {"loss": preference_loss(margin), "accuracy": (margin > 0).float()}
+        return {name: values.sum() / divisor for name, values in figures.items()}
 
 
 class RewardModeling(PairMethod):
     """Reward model: of two completions the chosen one gets the higher reward."""
 
-    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+    def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         chosen, rejected = rewards_at_end(model, batch).chunk(2)
-        figures = {
-            "loss": reward_loss(chosen, rejected),
-            "accuracy": (chosen > rejected).float(),
-            "margin": chosen - rejected,
-        }
-        return {name: values.sum() / divisor for name, values in figures.items()}
+        return {"margin": chosen - rejected}
 
 
 class DirectPreference(PairMethod):
     """DPO: the chosen completion becomes likelier than the rejected one, by comparison with a
-    reference model, whose log-probabilities are computed once."""
-
-    def __init__(self, data: ChatData, *setup, reference: GPT) -> None:
-        super().__init__(data, *setup)
-        self.reference = self.score(reference)  # (2, pairs)
+    reference model, whose log-probabilities are computed once; the processes share the work."""
 
     @torch.no_grad()
-    def score(self, reference: GPT) -> Tensor:
-        """Return the log-probabilities of all completions; the processes share the work."""
+    def __init__(self, *setup) -> None:
+        super().__init__(*setup)
         found = torch.zeros(2, len(self), dtype=torch.float64)
         for ids in self.batches_in_order()[self.process.rank :: self.process.world_size]:
             with autocast(self.process.device, self.dtype):
-                logprobs = token_logprobs(reference, super().batch(ids)).sum(1)
+                logprobs = token_logprobs(self.reference, super().batch(ids)).sum(1)
             found[:, ids] = logprobs.view(2, -1).double().cpu()
-        return self.process.sum_float64(found)
+        self.reference = self.process.sum_float64(found)  # (2, pairs), in the place of the model
 
     def batch(self, ids: np.ndarray) -> Batch:
         reference = self.reference[:, ids].flatten().float().to(self.process.device)
         return super().batch(ids) | {"reference": reference}
 
-    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+    def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         chosen, rejected = token_logprobs(model, batch).sum(1).chunk(2)
-        ref_chosen, ref_rejected = batch["reference"].chunk(2)
-        beta = self.options.beta
-        margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
-        figures = {
-            "loss": dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta),
-            "accuracy": (margin > 0).float(),
-            "margin": margin,
-            "preferred": (chosen > rejected).float(),
-        }
-        return {name: values.sum() / divisor for name, values in figures.items()}
+        margin = dpo_margin(chosen, rejected, *batch["reference"].chunk(2), self.options.beta)
+        return {"margin": margin, "preferred": (chosen > rejected).float()}
 
 
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:

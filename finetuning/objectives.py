@@ -11,19 +11,19 @@ from torch import Tensor
 EPS = 1e-4  # added to the standard deviation of a group, as in trl
 
 
-def dpo_loss(
+def preference_loss(margin: Tensor) -> Tensor:
+    """Return -log sigmoid(margin), (N,): the negative log-likelihood of preferences after Bradley
+    and Terry. The margin is chosen - rejected reward (Ouyang et al. 2022, equation 1)."""
+    return -F.logsigmoid(margin)
+
+
+def dpo_margin(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
 ) -> Tensor:
-    """Return -log sigmoid(beta ((chosen - ref_chosen) - (rejected - ref_rejected))), (N,), for the
+    """Return the margin (N,) of DPO, beta ((chosen - ref_chosen) - (rejected - ref_rejected)), for
     log-probabilities (N,) of completions under the model and under the reference (Rafailov et al.
     2023, equation 7)."""
-    return -F.logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
-
-
-def reward_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return -log sigmoid(chosen - rejected), (N,), for rewards (N,): the negative log-likelihood
-    of the preference after Bradley and Terry (Ouyang et al. 2022, equation 1)."""
-    return -F.logsigmoid(chosen - rejected)
+    return beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
@@ -40,23 +40,26 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
-def grpo_loss(
+def grpo_losses(
     logprobs: Tensor,
     old_logprobs: Tensor,
     ref_logprobs: Tensor,
     advantages: Tensor,
-    loss_mask: Tensor,
     *,
     clip: float,
     kl: float,
 ) -> Tensor:
-    """Return the loss (N,) of each completion, its mean over the completion's tokens.
+    """Return the loss (N, T) of each token, whose mean is that of a completion.
 
-    That of a token is -min(ratio A, clamp(ratio, 1 - clip, 1 + clip) A) + kl * kl_estimate, where
-    ratio = exp(logprob - old_logprob), for log-probabilities (N, T), advantages A (N,) and
-    `loss_mask` (N, T), true at tokens of the completion (Shao et al. 2024, equation 3)."""
+    It is -min(ratio A, clamp(ratio, 1 - clip, 1 + clip) A) + kl * kl_estimate, where ratio =
+    exp(logprob - old_logprob), for log-probabilities (N, T) and advantages A (N,) (Shao et al.
+    2024, equation 3)."""
     A = advantages[:, None]
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
-    losses = kl * kl_estimate(logprobs, ref_logprobs) - torch.minimum(ratio * A, clipped * A)
-    return (losses * loss_mask).sum(1) / loss_mask.sum(1)
+    return kl * kl_estimate(logprobs, ref_logprobs) - torch.minimum(ratio * A, clipped * A)
+
+
+def mean_over_tokens(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return the mean (N,) of values (N, T) where `loss_mask` (N, T) is true."""
+    return (values * loss_mask).sum(1) / loss_mask.sum(1)

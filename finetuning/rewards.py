@@ -1,127 +1,101 @@
 """Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
 
-import copy
-import importlib.util
+import runpy
 import sys
 from collections.abc import Callable
-from numbers import Real
+from dataclasses import replace
 from pathlib import Path
-from reprlib import repr as brief
 from typing import NamedTuple
 
 import torch
-from training.checkpoint_folder import find_best, is_chat
+import torch.nn as nn
+from torch import Tensor
 
-from data.tokenizer import Tokenizer
-from finetuning.chat import Example, is_exact
-from finetuning.examples import collate
-from finetuning.rows import Row
+from finetuning.chat import Example, is_chat
+from finetuning.examples import TextEncoder, collate_padded
+from model.config import GPTConfig
 from model.gpt import GPT
-from training.checkpoint import load_model
+from training.checkpoint import open_model
 from utils.devices import autocast
 from utils.errors import UserError
+
+
+class RewardModel(GPT):
+    """GPT with a head of one output, the reward of the text so far, in place of the tokens'. Its
+    config says "tied", as it has no other head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.reward_head = nn.Linear(config.n_embd, 1, bias=False)
+        nn.init.zeros_(self.reward_head.weight)
+
+    @classmethod
+    def from_gpt(cls, model: GPT) -> "RewardModel":
+        """Return a reward model with the weights of a model and a head of zeros."""
+        scorer = cls(replace(model.config, tied=True))
+        scorer.load_state_dict(model.state_dict(), strict=False)  # the heads differ
+        return scorer
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return rewards (B, T, 1) of hidden states (B, T, C), in float32."""
+        return (x.float() * self.reward_head.weight.float()).sum(-1, keepdim=True)
+
+
+def rewards_at_end(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the rewards (B,) in float32 of whole texts, read after the last token of each."""
+    rewards = model(batch["idx"]).float().squeeze(-1)  # (B, T)
+    return rewards.gather(1, batch["last"][:, None]).squeeze(1)
 
 
 class Completion(NamedTuple):
     """A completion of a row's prompt: its text, and its tokens after those of the prompt."""
 
-    row: Row
+    row: dict
     text: str
     example: Example
 
 
 Reward = Callable[[list[Completion]], list[float]]
-LARGEST = 1e100  # so that the variance of a group is finite
+
+
+def is_exact(text: str, answer: str | float) -> bool:
+    """Return True if a completion is the answer, apart from white space around either."""
+    return text.strip() == str(answer).strip()
 
 
 def load_reward(
-    name: str, tokenizer: Tokenizer, chat: bool, device: torch.device, dtype: torch.dtype
+    name: str, encoder: TextEncoder, device: torch.device, dtype: torch.dtype
 ) -> Reward:
-    """Return the reward called `name`: "exact", FILE.py:FUNCTION, or a reward model's checkpoint,
-    for the turns of a chat or for plain text. Raises UserError if it cannot be used."""
+    """Return the reward called `name` for texts of `encoder`: "exact", FILE.py:FUNCTION, or a
+    reward model's checkpoint."""
     if name == "exact":
         return lambda completions: [float(is_exact(c.text, c.row["answer"])) for c in completions]
     file, _, function = name.rpartition(":")
-    if name.endswith(".py"):
-        raise UserError(f"--reward {name} names no function: give {name}:FUNCTION")
     if file.endswith(".py"):
-        return reward_of_function(load_function(Path(file), function), name)
-    model, saved = load_model(find_best(Path(name)), exact=True)
-    if not model.config.reward_head:
-        raise UserError(f"--reward {name} is no reward model: make one by --method reward")
-    if saved["tokenizer"] != tokenizer.name:
-        tokenizers = f"{saved['tokenizer']} tokens, the model {tokenizer.name}"
-        raise UserError(f"--reward {name} has {tokenizers}")
-    if is_chat(saved) != chat:
-        kinds = ("a chat", "plain text") if is_chat(saved) else ("plain text", "a chat")
-        raise UserError(f"--reward {name} has learned {kinds[0]}, and this run is of {kinds[1]}")
+        sys.path.append(str(Path(file).resolve().parent))  # modules beside it can be imported
+        try:
+            rate = runpy.run_path(file)[function]
+        except Exception as error:
+            raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
+        return lambda found: [float(rate(c.row["prompt"], c.text, c.row)) for c in found]
+    model, tokenizer, saved = open_model(name, RewardModel, exact=True)
+    same_text = (tokenizer, is_chat(saved, name)) == (encoder.tokenizer.name, encoder.chat)
+    if not same_text or model.config.block_size < encoder.block_size:
+        raise UserError(
+            f"--reward {name} has another tokenizer, another kind of text (--plain), or a shorter "
+            "context (--block_size) than this run"
+        )
     return reward_of_model(model.to(device), dtype)
 
 
-def load_function(path: Path, name: str) -> Callable:
-    """Return a function of a Python file."""
-    if not path.is_file():
-        raise UserError(f"--reward {path}:{name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for their module there
-    sys.path.append(str(path.resolve().parent))  # what stands beside the file can be imported
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"{path} has no function {name!r}; give --reward FILE.py:FUNCTION")
-    return function
-
-
-def reward_of_function(function: Callable, name: str) -> Reward:
-    """Return a reward by function(prompt, completion, row) -> number."""
-
-    def reward(completions: list[Completion]) -> list[float]:
-        found = []
-        for row, text, _ in completions:
-            where = f"{name}, for {row.where}, and the completion {text!a}"
-            given = copy.deepcopy(dict(row))  # the function may change it
-            try:
-                value = function(given["prompt"], text, given)
-                value = value.item() if hasattr(value, "item") else value  # of numpy and torch
-            except (Exception, SystemExit) as error:
-                raise UserError(f"{where}: {type(error).__name__}: {error}") from error
-            if not isinstance(value, Real) or not -LARGEST <= value <= LARGEST:
-                expected = f"expected a number from {-LARGEST:g} to {LARGEST:g}"
-                raise UserError(f"{where}: returned {brief(value)}; {expected}")
-            found.append(float(value))
-        return found
-
-    return reward
-
-
-def reward_of_model(model: GPT, dtype: torch.dtype) -> Reward:
+def reward_of_model(model: RewardModel, dtype: torch.dtype) -> Reward:
     """Return a reward by a reward model."""
 
     @torch.no_grad()
     def reward(completions: list[Completion]) -> list[float]:
-        examples = [completion.example for completion in completions]
-        longest = max(map(len, examples))
-        if longest > model.config.block_size:
-            raise UserError(
-                f"a completion with its prompt is {longest} tokens long, more than the context of "
-                f"the reward model, {model.config.block_size}; lower --max_new_tokens"
-            )
-        device = model.transformer.wte.weight.device
-        batch = {
-            k: torch.from_numpy(x).to(device)
-            for k, x in collate(examples, model.config.block_size).items()
-        }
+        device, examples = model.reward_head.weight.device, [c.example for c in completions]
+        batch = collate_padded(examples, model.config.block_size, device)
         with autocast(device, dtype):
             return rewards_at_end(model, batch).tolist()
 
     return reward
-
-
-def rewards_at_end(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the rewards (B,) in float32 of whole texts: those after the last token of each."""
-    rewards = model(batch["idx"]).float().squeeze(-1)  # (B, T)
-    return rewards.gather(1, batch["last"][:, None]).squeeze(1)

@@ -3,7 +3,7 @@
 Writes trl.json beside this file; run by hand, in an environment of its own:
 
     pip install torch==2.13.0 trl transformers
-    python tests/training/record_trl.py
+    python tests/finetuning/record_trl.py
 
 trl's trainers tokenize, collate, score and compute the losses; the weights, the texts, the sampled
 completions and their rewards are fixed.
@@ -114,19 +114,25 @@ def batch(ids: Tensor, attention: Tensor, learned: Tensor) -> dict:
     return {"input_ids": ids.tolist(), **masks}
 
 
+def make_trainer(name: str, folder: str, kind: type, rows: list[dict], **given) -> object:
+    """Return trl's trainer for a method, as SFT; max_length None: nothing is cut."""
+    import trl
+    from datasets import Dataset
+
+    beta = {"beta": BETA} if name == "DPO" else {}
+    args = getattr(trl, f"{name}Config")(**options(folder), **beta, max_length=None)
+    model, data = make_model(kind, POLICY), Dataset.from_list(rows)
+    shared = {"model": model, "args": args, "train_dataset": data}
+    trainer = getattr(trl, f"{name}Trainer")
+    return trainer(**shared, processing_class=make_tokenizer(), **given)
+
+
 def record_sft(folder: str) -> dict:
     """Record SFTTrainer on the chosen completions of the pairs."""
-    from datasets import Dataset
     from transformers import GPT2LMHeadModel
-    from trl import SFTConfig, SFTTrainer
 
     rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
-    trainer = SFTTrainer(
-        model=make_model(GPT2LMHeadModel, POLICY),
-        args=SFTConfig(**options(folder), max_length=None),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=make_tokenizer(),
-    )
+    trainer = make_trainer("SFT", folder, GPT2LMHeadModel, rows)
     inputs = trainer.data_collator(list(trainer.train_dataset))
     learned = inputs["labels"] != -100
     return batch(inputs["input_ids"], inputs["attention_mask"], learned) | measure(trainer, inputs)
@@ -134,17 +140,10 @@ def record_sft(folder: str) -> dict:
 
 def record_dpo(folder: str) -> dict:
     """Record DPOTrainer on the pairs: the chosen completions, then the rejected ones."""
-    from datasets import Dataset
     from transformers import GPT2LMHeadModel
-    from trl import DPOConfig, DPOTrainer
 
-    trainer = DPOTrainer(
-        model=make_model(GPT2LMHeadModel, POLICY),
-        ref_model=make_model(GPT2LMHeadModel, REFERENCE),
-        args=DPOConfig(**options(folder), beta=BETA, max_length=None),
-        train_dataset=Dataset.from_list(PAIRS),
-        processing_class=make_tokenizer(),
-    )
+    reference = make_model(GPT2LMHeadModel, REFERENCE)
+    trainer = make_trainer("DPO", folder, GPT2LMHeadModel, PAIRS, ref_model=reference)
     inputs = trainer.data_collator(list(trainer.train_dataset))
     given = batch(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
     return {**given, "beta": BETA, **measure(trainer, inputs)}
@@ -152,16 +151,9 @@ def record_dpo(folder: str) -> dict:
 
 def record_reward(folder: str) -> dict:
     """Record RewardTrainer on the pairs: the chosen texts, then the rejected ones."""
-    from datasets import Dataset
     from transformers import GPT2ForSequenceClassification
-    from trl import RewardConfig, RewardTrainer
 
-    trainer = RewardTrainer(
-        model=make_model(GPT2ForSequenceClassification, POLICY),
-        args=RewardConfig(**options(folder), max_length=None),
-        train_dataset=Dataset.from_list(PAIRS),
-        processing_class=make_tokenizer(),
-    )
+    trainer = make_trainer("Reward", folder, GPT2ForSequenceClassification, PAIRS)
     inputs = trainer.data_collator(list(trainer.train_dataset))
     mask = inputs["attention_mask"]
     return batch(inputs["input_ids"], mask, torch.zeros_like(mask)) | measure(trainer, inputs)

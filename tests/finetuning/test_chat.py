@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from data.tokenizer import ByteTokenizer
 from finetuning.chat import (
@@ -12,8 +13,7 @@ from finetuning.chat import (
     encode_prompt,
     fit_history,
 )
-from finetuning.examples import ChatData, collate, pack
-from finetuning.rows import Row, read_rows
+from finetuning.examples import TextEncoder, collate_padded, pack, read_jsonl
 from utils.errors import UserError
 
 BYTES = ByteTokenizer()
@@ -67,53 +67,57 @@ def test_packs_hold_each_example_once_and_waste_little(seed):
     assert len(packs) <= 1.03 * np.ceil(sum(lengths) / 64)
 
 
+CHAT, PLAIN = TextEncoder(BYTES, True, 64), TextEncoder(BYTES, False, 16)
+
+
+def ask(row: dict) -> object:
+    return CHAT.question(row, 5, answered=True)
+
+
 @pytest.mark.parametrize(
-    "line, fields, problem",
+    "line, encode, problem",
     [
-        ("{", ("prompt",), "is not JSON"),
-        ("[1]", ("prompt",), "expected a JSON object"),
-        ('{"text": "a"}', ("prompt", "answer"), 'no "prompt"'),
-        ('{"prompt": "a"}', ("prompt", "answer"), 'no "answer"'),
-        ('{"prompt": 3, "answer": "a"}', ("prompt", "answer"), '"prompt" must be a text, not int'),
-        ('{"prompt": [], "answer": "a"}', ("prompt", "answer"), "must be a list of messages"),
-        ('{"prompt": "a", "answer": null}', ("prompt", "answer"), "not NoneType"),
-        ('{"prompt": "\\ud800", "answer": "a"}', ("prompt", "answer"), "lone surrogate"),
-        ('{"messages": "a"}', ("messages", "prompt", "completion"), "must be a list of messages"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', ("messages",), "none of system"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', ("messages",), "no turn of the role"),
-        ('{"completion": "a"}', ("messages", "prompt", "completion"), 'no "prompt"'),
+        ("{", ask, "Expecting property name"),
+        ("[1]", ask, "expected a JSON object"),
+        ('{"text": "a"}', CHAT.dialog, 'no "prompt", but text'),
+        ('{"prompt": "a"}', ask, 'no "answer"'),
+        ('{"prompt": 3, "answer": "a"}', ask, '"prompt" is of a wrong type, int'),
+        ('{"prompt": "a", "answer": null}', ask, '"answer" is of a wrong type, NoneType'),
+        ('{"prompt": "\\ud800", "answer": "a"}', ask, "surrogates not allowed"),
+        ('{"messages": "a"}', CHAT.dialog, '"messages" is of a wrong type, str'),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.dialog, "bot is none of"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
+        ('{"messages": [{"role": "user"}]}', CHAT.dialog, 'no "content", but role'),
+        ('{"prompt": [{"role": "user", "content": "a"}]}', PLAIN.dialog, "of a wrong type, list"),
+        ('{"messages": []}', PLAIN.dialog, 'no "prompt"'),
+        (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.dialog, "first 16 tokens"),
+        (f'{{"prompt": "{"a" * 60}", "answer": 1}}', ask, "a prompt of 78 tokens and --max_new"),
     ],
 )
-def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, fields, problem):
-    good = {"prompt": "a", "answer": 3, "completion": "b", "messages": ANSWERED}
+def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, encode, problem):
     path = tmp_path / "rows.jsonl"
+    good = {"prompt": "a", "answer": 3, "completion": "b"}
     path.write_text(f"{json.dumps(good)}\n\n{line}\n")
-    with pytest.raises(UserError, match=f"rows.jsonl, line 3.*{problem}"):
-        read_rows(path, fields)
+    with pytest.raises(UserError, match=f"rows.jsonl, line 3: .*{problem}"):
+        read_jsonl(path, encode)
 
 
-def test_files_without_rows_are_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    for name, problem in (
-        ("empty", "holds no rows"),
-        ("none", "cannot be read"),
-        ("binary", "UTF-8"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            read_rows(tmp_path / f"{name}.jsonl", ("prompt",))
+@pytest.mark.parametrize(
+    "content, problem",
+    [(b"\n", "holds no rows"), (b"\xff\xfe\x00", "as UTF-8 text"), (None, "No such file")],
+)
+def test_files_without_rows_are_refused(tmp_path, content, problem):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=f"rows.jsonl .*{problem}"):
+        read_jsonl(path, dict)
 
 
-def test_a_long_example_is_cut_and_a_long_prompt_refused():
-    rows = [Row({"prompt": "ab", "completion": "c" * 30}, "rows.jsonl, line 1")]
-    data = ChatData(rows, BYTES, False, 16)
-    (example,) = data.dialogs()
-    assert len(example.tokens) == 16 and data.num_cut == 1
-    rows[0]["prompt"] = "a" * 40
-    with pytest.raises(UserError, match="rows.jsonl, line 1: the prompt has 41 tokens"):
-        data.dialogs()
-    with pytest.raises(UserError, match="line 1: a prompt of 41 tokens with --max_new_tokens 5"):
-        data.prompts(5)
+def test_a_long_example_is_cut():
+    encoder = TextEncoder(BYTES, False, 16)
+    example = encoder.dialog({"prompt": "ab", "completion": "c" * 30})
+    assert len(example) == 16 and encoder.num_cut == 1
 
 
 def test_the_chat_template_gives_the_same_tokens():
@@ -126,17 +130,8 @@ def test_the_chat_template_gives_the_same_tokens():
 
 
 def test_targets_are_the_tokens_after_and_padding_has_none():
-    examples = [
-        Example.join([(np.array([5]), False), (np.array([6, 7]), True)]),
-        Example.join([(np.array([5]), False)]),
-    ]
-    batch = collate(examples, 64)
+    examples = [Example.join(([5], False), ([6, 7], True)), Example.join(([5], False))]
+    batch = collate_padded(examples, 64, torch.device("cpu"))
     assert batch["idx"].shape == (2, 8) and batch["last"].tolist() == [2, 0]
     assert batch["targets"].tolist() == [[6, 7, *[-1] * 6], [-1] * 8]
-    assert collate([Example.join([(np.full(11, 5), True)])], 11)["idx"].shape == (1, 11)
-
-
-def test_messages_are_no_plain_text():
-    for fields in ({"messages": ANSWERED}, {"prompt": ASKED}):
-        with pytest.raises(UserError, match="line 7: messages are of a chat"):
-            ChatData([Row(fields, "rows.jsonl, line 7")], BYTES, False, 64)
+    assert collate_padded(examples, 5, torch.device("cpu"))["idx"].shape == (2, 5)

@@ -1,8 +1,9 @@
 """The figures of each method on tiny models, against the objectives by hand."""
 
 import copy
+import json
 import math
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,43 +13,45 @@ from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
 from finetuning.chat import decode_completion, encode_completion
-from finetuning.examples import ChatData, collate
+from finetuning.examples import TextEncoder, collate_padded
 from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
-from finetuning.objectives import group_advantages, grpo_loss
+from finetuning.objectives import group_advantages, grpo_losses, mean_over_tokens
 from finetuning.options import FinetuneConfig
-from finetuning.rewards import Completion, reward_of_model
-from finetuning.rows import Row
-from finetuning.start import with_reward_head
+from finetuning.rewards import Completion, RewardModel, reward_of_model
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils.distributed import Process
 
 BYTES = ByteTokenizer()
-ALONE = Process(0, 0, 1, torch.device("cpu"))
 TEXTS = [("2+3=", "5", "six"), ("10+20=", "30", "3"), ("7+7=", "fourteen", "4"), ("0=", "0", "0!")]
+ROWS = [dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) for texts in TEXTS]
 
 
-def make_model(seed: int = 0, **shape) -> GPT:
+@pytest.fixture
+def make(tmp_path):
+    """A function that makes a method on rows of plain text."""
+
+    def make_method(kind: type[Method], rows=ROWS, compared=(), **options) -> Method:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths = {"init_from": "a", "data": path, "method": "sft"}
+        config = FinetuneConfig(micro_batch_size=3, **paths, **options)
+        process = Process(0, 0, 1, torch.device("cpu"))
+        run = SimpleNamespace(config=config, process=process, dtype=torch.float32)
+        return kind(run, TextEncoder(BYTES, False, 64), path, *compared)
+
+    return make_method
+
+
+def make_model(seed: int = 0, kind: type[GPT] = GPT, **shape) -> GPT:
     """A tiny model whose output differs from token to token."""
     torch.manual_seed(seed)
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 64, "vocab_size": 257}
-    model = GPT(GPTConfig(**sizes | shape))
+    model = kind(GPTConfig(**sizes | shape))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model
-
-
-def data(*fields: str) -> ChatData:
-    rows = [dict(zip(("prompt", *fields), texts, strict=False)) for texts in TEXTS]
-    return ChatData([Row(row, f"line {i}") for i, row in enumerate(rows)], BYTES, False, 64)
-
-
-def setup(**options) -> tuple:
-    """Options, process and dtype of a method."""
-    paths = {"init_from": "a", "data": Path("b")}
-    config = FinetuneConfig(micro_batch_size=3, **paths, **options)
-    return config, ALONE, torch.float32
 
 
 def logprob(model: GPT, prompt: str, completion: str) -> Tensor:
@@ -71,17 +74,16 @@ def means(method: Method, model: GPT) -> tuple[dict, list, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("ngrams, position", [(1, "learned"), (3, "rotary")])
-def test_packed_examples_do_not_see_each_other(ngrams, position):
-    shape = {"position": position, "ngrams": ngrams}
-    model = make_model(**shape | ({"conv": 3, "window": 4} if ngrams > 1 else {})).eval()
-    rows = [Row({"prompt": "a" * n, "completion": "b" * n}, "") for n in (3, 9, 5)]
-    method = SupervisedTuning(ChatData(rows, BYTES, False, 64), *setup())
+def test_packed_examples_do_not_see_each_other(make, ngrams, position):
+    model = make_model(position=position, ngrams=ngrams).eval()
+    rows = [{"prompt": "a" * n, "completion": "b" * n} for n in (3, 9, 5)]
+    method = make(SupervisedTuning, rows)
     assert len(method) == 1
     batch = method.batch(np.arange(1))
     losses = model(**batch, reduction="none").flatten()
     apart = []
-    for example in method.examples_of(0):
-        one = {k: torch.from_numpy(x) for k, x in collate([example], 64).items()}
+    for example in method.examples[0]:
+        one = collate_padded([example], 64, torch.device("cpu"))
         found = model(one["idx"], one["targets"], reduction="none")[0, : len(example) - 1]
         apart.append(found)
     apart = torch.cat(apart)
@@ -92,10 +94,10 @@ def test_packed_examples_do_not_see_each_other(ngrams, position):
     torch.testing.assert_close(loss, apart.sum() / (4 + 10 + 6))
 
 
-def test_dpo_compares_with_the_reference():
+def test_dpo_compares_with_the_reference(make):
     reference, model = make_model(1), make_model(2)
-    method = DirectPreference(data("chosen", "rejected"), *setup(beta=0.3), reference=reference)
-    by_hand = [[logprob(reference, p, side[i]) for p, *side in TEXTS] for i in (0, 1)]
+    method = make(DirectPreference, compared=[reference], beta=0.3)
+    by_hand = [[logprob(reference, p, side[i]).item() for p, *side in TEXTS] for i in (0, 1)]
     torch.testing.assert_close(method.reference.float(), torch.tensor(by_hand))
     assert means(method, reference)[2]["loss"].item() == pytest.approx(math.log(2), abs=1e-5)
     margins = [
@@ -108,30 +110,28 @@ def test_dpo_compares_with_the_reference():
     assert found["accuracy"] == np.mean([margin.item() > 0 for margin in margins])
 
 
-def test_a_reward_is_read_at_the_last_token():
-    model = with_reward_head(make_model(3))
-    torch.nn.init.normal_(model.reward_head.weight)
-    model.requires_grad_(False)
+def test_a_reward_is_read_at_the_last_token(make):
+    model = make_model(3, RewardModel).requires_grad_(False)
     by_hand = []
     for prompt, *sides in TEXTS:
         examples = [encode_completion(prompt, side, BYTES, chat=False) for side in sides]
         texts = [torch.from_numpy(example.tokens.astype(np.int64)) for example in examples]
         by_hand.append([model(tokens[None])[0, -1, 0] for tokens in texts])
     margin = torch.stack([chosen - rejected for chosen, rejected in by_hand])
-    method = RewardModeling(data("chosen", "rejected"), *setup())
+    method = make(RewardModeling)
     found = means(method, model)[2]
     torch.testing.assert_close(found["loss"], -F.logsigmoid(margin).mean())
     torch.testing.assert_close(found["margin"], margin.mean())
     completions = [
         Completion(row, "", encode_completion(row["prompt"], row["chosen"], BYTES, chat=False))
-        for row in method.data.rows
+        for row in ROWS
     ]
     rated = reward_of_model(model, torch.float32)(completions)
     torch.testing.assert_close(torch.tensor(rated), torch.stack([pair[0] for pair in by_hand]))
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_grpo_compares_with_the_reference_and_the_sampling_model(updates):
+def test_grpo_compares_with_the_reference_and_the_sampling_model(make, updates):
     """A completion ends with end of text unless it is as long as a completion may be."""
     reference, model = make_model(4), make_model(5)
     given = []
@@ -141,7 +141,7 @@ def test_grpo_compares_with_the_reference_and_the_sampling_model(updates):
         return [len(set(c.text)) + c.text.count("a") / 7 for c in completions]
 
     options = {"group_size": 4, "max_new_tokens": 12, "updates": updates, "kl": 0.2, "clip": 0.1}
-    method = GroupRelativePolicy(data(), *setup(**options), reference=reference, reward=reward)
+    method = make(GroupRelativePolicy, compared=[reference, reward], **options)
     with torch.no_grad():  # so that some completions end early
         model.transformer.wte.weight[BYTES.eot] *= 4
     _, batches, _ = means(method, model)
@@ -170,17 +170,15 @@ def test_grpo_compares_with_the_reference_and_the_sampling_model(updates):
 
         now = score(model)
         old = score(sampled) if updates > 1 else now.detach()
-        compared = (now, old, score(reference), advantages[[number]], mask[None])
-        expected.append(grpo_loss(*compared, clip=0.1, kl=0.2)[0])
+        compared = (now, old, score(reference), advantages[[number]])
+        losses = grpo_losses(*compared, clip=0.1, kl=0.2)
+        expected.append(mean_over_tokens(losses, mask[None])[0])
     found = sum(method.partial_means(model, batch, 16)["loss"] for batch in batches)
     torch.testing.assert_close(found, torch.stack(expected).mean())
 
 
-def test_without_a_reference_there_is_no_kl():
-    method = GroupRelativePolicy(
-        data(),
-        *setup(group_size=2, max_new_tokens=4, kl=0.0),
-        reference=None,
-        reward=lambda completions: [0.0] * len(completions),
-    )
+def test_without_a_reference_there_is_no_kl(make):
+    compared = (None, lambda completions: [0.0] * len(completions))
+    options = {"group_size": 2, "max_new_tokens": 4, "kl": 0.0}
+    method = make(GroupRelativePolicy, compared=compared, **options)
     assert list(means(method, make_model(6))[2]) == ["loss"]

@@ -6,29 +6,35 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from record_trl import BLOCK_SIZE, FILE, OLD, POLICY, REFERENCE, SHAPE, filled
 from torch import Tensor
 
-from finetuning.objectives import dpo_loss, group_advantages, grpo_loss, kl_estimate, reward_loss
+from finetuning.objectives import (
+    dpo_margin,
+    group_advantages,
+    grpo_losses,
+    mean_over_tokens,
+    preference_loss,
+)
+from finetuning.rewards import RewardModel
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import weights_from_hf, weights_to_hf
 
 TRL = json.loads(FILE.read_text())
 TOLERANCE = 1e-5
-LN2, LN3 = math.log(2), math.log(3)
 
 
-def make_model(phase: float, reward: bool = False) -> GPT:
+def make_model(phase: float, kind: type[GPT] = GPT) -> GPT:
     """Return our GPT with the weights that record_trl.py gives the model of transformers."""
-    model = GPT(GPTConfig(block_size=BLOCK_SIZE, **SHAPE, reward_head=reward))
-    named = weights_to_hf(model.state_dict(), model.config)
-    names = {"reward_head.weight": "score.weight"}
-    weights = filled({names.get(name, name): x.shape for name, x in named.items()}, phase)
-    head = {"reward_head.weight": weights.pop("score.weight")} if reward else {}
-    backbone = weights_from_hf(weights, GPTConfig(block_size=BLOCK_SIZE, **SHAPE))
-    model.load_state_dict(backbone | head)
+    config = GPTConfig(block_size=BLOCK_SIZE, **SHAPE)
+    shapes = {name: x.shape for name, x in weights_to_hf(GPT(config).state_dict(), config).items()}
+    if kind is RewardModel:
+        shapes |= {"score.weight": (1, config.n_embd)}
+    weights = filled(shapes, phase)
+    head = {"reward_head.weight": weights.pop("score.weight")} if kind is RewardModel else {}
+    model = kind(config)
+    model.load_state_dict(weights_from_hf(weights, config) | head)
     return model
 
 
@@ -58,37 +64,23 @@ def largest_difference(ours: Tensor, theirs: Tensor | list | float) -> float:
     return (ours.detach() - theirs).abs().max().item()
 
 
-def differences(model: GPT, loss: Tensor, recorded: dict) -> dict[str, float]:
-    """Return the largest differences of the loss and its gradients from trl's."""
+def assert_equal(model: GPT, loss: Tensor, recorded: dict) -> None:
+    """Compare the loss and its gradients with those of trl."""
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
     found = {"loss": largest_difference(loss, recorded["loss"])}
     found["norm"] = largest_difference(norm, recorded["norm"])
-    ours = weights_to_hf(grads, model.config)  # a gradient has the shape of its weight
+    head = grads.pop("reward_head.weight", None)
+    ours = weights_to_hf(grads, model.config) | {"score.weight": head}
     for name, theirs in recorded["gradients"].items():
-        grad = ours["reward_head.weight" if name == "score.weight" else name]
-        found[name] = largest_difference(grad, theirs)
-    return found
-
-
-def grpo(model: GPT) -> Tensor:
-    """Return our loss of each completion that trl.json holds."""
-    recorded = TRL["grpo"]
-    current = logprobs(model, recorded)
-    loss_mask = batch(recorded)[1] >= 0
-    old, ref = torch.zeros(2, *current.shape)
-    old[loss_mask] = tensor(recorded["old_logprobs"])
-    ref[loss_mask] = tensor(recorded["ref_logprobs"])
-    advantages = group_advantages(tensor(recorded["rewards"])).flatten()
-    clip, kl = recorded["clip"], recorded["kl"]
-    return grpo_loss(current, old, ref, advantages, loss_mask, clip=clip, kl=kl)
+        found[name] = largest_difference(ours[name], theirs)
+    assert max(found.values()) < TOLERANCE, found
 
 
 def test_supervised_tuning_is_that_of_trl():
     model = make_model(POLICY)
-    found = differences(model, model(*batch(TRL["sft"])), TRL["sft"])
-    assert max(found.values()) < TOLERANCE, found
+    assert_equal(model, model(*batch(TRL["sft"])), TRL["sft"])
 
 
 def test_dpo_is_that_of_trl():
@@ -96,77 +88,31 @@ def test_dpo_is_that_of_trl():
     with torch.no_grad():
         reference = logprobs(make_model(REFERENCE), recorded).sum(1).chunk(2)
     current = logprobs(model, recorded).sum(1).chunk(2)
-    loss = dpo_loss(*current, *reference, beta=recorded["beta"]).mean()
-    found = differences(model, loss, recorded)
-    assert max(found.values()) < TOLERANCE, found
+    margin = dpo_margin(*current, *reference, recorded["beta"])
+    assert_equal(model, preference_loss(margin).mean(), recorded)
 
 
 def test_reward_modeling_is_that_of_trl():
-    model, recorded = make_model(POLICY, reward=True), TRL["reward"]
+    model, recorded = make_model(POLICY, RewardModel), TRL["reward"]
     last = tensor(recorded["attention_mask"]).sum(1) - 1
     rewards = model(tensor(recorded["input_ids"]))[torch.arange(len(last)), last, 0]
-    found = differences(model, reward_loss(*rewards.chunk(2)).mean(), recorded)
-    assert max(found.values()) < TOLERANCE, found
+    chosen, rejected = rewards.chunk(2)
+    assert_equal(model, preference_loss(chosen - rejected).mean(), recorded)
 
 
 def test_grpo_is_that_of_trl():
-    assert 0 < TRL["grpo"]["clipped"] < 1  # the share of tokens whose ratio is clipped
-    model = make_model(POLICY)
-    found = differences(model, grpo(model).mean(), TRL["grpo"])
-    assert max(found.values()) < TOLERANCE, found
-
-
-def test_advantages_are_those_of_trl():
-    ours = group_advantages(tensor(TRL["grpo"]["rewards"])).flatten()
-    assert largest_difference(ours, TRL["grpo"]["advantages"]) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "phase"), [("old", OLD), ("ref", REFERENCE)])
-def test_log_probabilities_are_those_of_trl(name, phase):
-    recorded = TRL["grpo"]
-    ours = logprobs(make_model(phase), recorded)[batch(recorded)[1] >= 0]
-    assert largest_difference(ours, recorded[f"{name}_logprobs"]) < TOLERANCE
-
-
-def test_targets_of_minus_1_do_not_count():
-    idx, targets = batch(TRL["sft"])
-    count, found = (targets >= 0).sum(), []
-    for form in ("plain", "mean", "none"):
-        model = make_model(POLICY)
-        if form == "plain":
-            logits = model(idx).flatten(0, 1)
-            loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
-        elif form == "mean":
-            loss = model(idx, targets)
-        else:
-            losses = model(idx, targets, reduction="none")
-            assert not losses[targets < 0].any()
-            loss = losses.sum() / count
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for other in found[1:]:
-        assert max(map(largest_difference, found[0], other)) < 1e-6
-
-
-def test_dpo_by_hand():
-    # margin (-1 + 3) - (-2 + 3) = 1; sigmoid(ln 3) = 3/4
-    loss = dpo_loss(*tensor([[-1.0], [-2.0], [-3.0], [-3.0]]), beta=LN3)
-    assert loss.tolist() == pytest.approx([math.log(4 / 3)])
-
-
-def test_reward_loss_by_hand():
-    loss = reward_loss(tensor([LN3, 0.0, 0.0]), tensor([0.0, 0.0, LN3]))
-    assert loss.tolist() == pytest.approx([math.log(4 / 3), LN2, math.log(4)])
-
-
-def test_advantages_by_hand():
-    found = group_advantages(tensor([[0.0, 2.0, 4.0], [5.0, 5.0, 5.0]]))  # deviations 2 and 0
-    assert found.flatten().tolist() == pytest.approx([-2 / 2.0001, 0, 2 / 2.0001, 0, 0, 0])
-
-
-def test_kl_estimate_by_hand():
-    found = kl_estimate(tensor([[-1.0, -1.0, -1.0]]), tensor([[-1.0, -1.0 + LN2, -1.0 - LN2]]))
-    assert found[0].tolist() == pytest.approx([0, 1 - LN2, LN2 - 0.5])
+    recorded, model = TRL["grpo"], make_model(POLICY)
+    assert 0 < recorded["clipped"] < 1  # the share of tokens whose ratio is clipped
+    advantages = group_advantages(tensor(recorded["rewards"])).flatten()
+    assert largest_difference(advantages, recorded["advantages"]) < TOLERANCE
+    loss_mask, scores = batch(recorded)[1] >= 0, {}
+    for name, phase in (("old", OLD), ("ref", REFERENCE)):
+        scores[name] = logprobs(make_model(phase), recorded).detach()
+        theirs = recorded[f"{name}_logprobs"]
+        assert largest_difference(scores[name][loss_mask], theirs) < TOLERANCE
+    compared = (logprobs(model, recorded), scores["old"], scores["ref"], advantages)
+    losses = grpo_losses(*compared, clip=recorded["clip"], kl=recorded["kl"])
+    assert_equal(model, mean_over_tokens(losses, loss_mask).mean(), recorded)
 
 
 @pytest.mark.parametrize(
@@ -174,20 +120,7 @@ def test_kl_estimate_by_hand():
     [(2, 1, -1.2), (2, -1, 2), (0.5, 1, -0.5), (0.5, -1, 0.8), (1.1, 3, -3.3), (0.9, -3, 2.7)],
 )
 def test_ratios_are_clipped_by_hand(ratio, advantage, expected):
-    old, advantages, loss_mask = (
-        torch.full((1, 1), -3.0),
-        tensor([float(advantage)]),
-        tensor([[True]]),
-    )
+    old = torch.full((1, 1), -3.0)
     new = old + math.log(ratio)
-    loss = grpo_loss(new, old, new, advantages, loss_mask, clip=0.2, kl=0.5)
-    assert loss.tolist() == pytest.approx([expected])
-
-
-def test_grpo_is_a_mean_over_the_tokens_of_each_completion_by_hand():
-    # ratios 1; KL 1 - ln 2 in the first token; advantages -2 and 3
-    loss_mask = tensor([[True, True, False], [False, True, False]])
-    ref = tensor([[LN2, 0.0, 9.0], [9.0, 0.0, 9.0]])
-    zeros, advantages = torch.zeros(2, 3), tensor([-2.0, 3.0])
-    loss = grpo_loss(zeros, zeros, ref, advantages, loss_mask, clip=0.2, kl=0.5)
-    assert loss.tolist() == pytest.approx([2 + 0.5 * (1 - LN2) / 2, -3])
+    loss = grpo_losses(new, old, new, tensor([float(advantage)]), clip=0.2, kl=0.5)
+    assert loss.tolist() == [pytest.approx([expected])]
