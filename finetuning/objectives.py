@@ -28,9 +28,10 @@ def dpo_margin(
 
 def group_advantages(rewards: Tensor) -> Tensor:
     """Return (reward - mean) / standard deviation within each group, for rewards (groups, size)
-    (Shao et al. 2024, section 4.1.2)."""
-    spread = rewards.std(dim=1, keepdim=True)
-    return (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + EPS)
+    (Shao et al. 2024, section 4.1.2); 0 in a group of equal rewards, whose mean may be rounded."""
+    spread, equal = rewards.std(dim=1, keepdim=True), rewards == rewards[:, :1]
+    advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + EPS)
+    return advantages.masked_fill(equal.all(dim=1, keepdim=True), 0.0)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -115,6 +115,15 @@ def test_grpo_is_that_of_trl():
     assert_equal(model, mean_over_tokens(losses, loss_mask).mean(), recorded)
 
 
+@pytest.mark.parametrize("reward", [0.1, 1e8 + 0.1])
+def test_equal_rewards_have_no_advantage(reward):
+    """Also where their mean is rounded to another number."""
+    rewards = torch.full((2, 7), reward, dtype=torch.float64)
+    rewards[1] += torch.arange(7)
+    found = group_advantages(rewards)
+    assert not found[0].any() and found[1, 0] < 0 < found[1, -1]
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "expected"),
     [(2, 1, -1.2), (2, -1, 2), (0.5, 1, -0.5), (0.5, -1, 0.8), (1.1, 3, -3.3), (0.9, -3, 2.7)],
