@@ -5,65 +5,42 @@
     python finetune.py --method grpo --init_from runs/sft --data questions.jsonl --reward exact
 
 docs/FINETUNING.md has the formats and formulas. Data order, checkpoints, signals, --sharding and
---resume are as in train.py: a resumed run equals one that was never stopped, completions included.
+--resume are as in train.py: on CPUs a resumed run equals one that was never stopped to the bit,
+completions included.
 """
 
-import json
-import math
-import signal
-import sys
+import zlib
 from collections import Counter
-from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn as nn
-from evaluation.live_plot import draw_picture
-from torch import Tensor
-from training.checkpoint_folder import BEST, LAST, remove_all
-from training.run_folders import check_folders, lock_folders
-from utils.log_files import CONFIG
 
-from config import TrainConfig
-from data.loader import Slicing, step_sequences
-from data.tokenizer import Tokenizer, load_tokenizer
+from config import Recipe
+from data.loader import step_sequences
+from data.tokenizer import load_tokenizer
 from evaluation.periodic import is_due
-from finetuning.answers import QUESTION, Questions
-from finetuning.examples import ChatData
+from finetuning.answers import Questions
+from finetuning.examples import TextEncoder
 from finetuning.grpo import GroupRelativePolicy
-from finetuning.methods import (
-    Batch,
-    DirectPreference,
-    Method,
-    RewardModeling,
-    SupervisedTuning,
-)
+from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
 from finetuning.options import FinetuneConfig
-from finetuning.resume import resolve_run
-from finetuning.rewards import load_reward
-from finetuning.rows import read_rows
-from finetuning.start import (
-    build_finetuned,
-    changed_inputs,
-    input_checksums,
-    open_reference,
-)
+from finetuning.rewards import RewardModel, load_reward
+from model.empty import with_context
 from model.gpt import GPT
+from model.replace import for_training
+from training.checkpoint import BEST, LAST, checksum, find_checkpoint, open_model
 from training.optim import make_optimizers
-from training.parallel import ParallelModel, clip_grad_norm, load_optimizer_state
+from training.parallel import clip_grad_norm, sync_gradients, wrap
+from training.run import Run, resolve
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.state import TrainState, seed_step
-from utils import distributed, malloc
-from utils.cli import given_options, run_and_exit
-from utils.devices import pick_dtype
-from utils.distributed import Process
+from training.state import seed_step
+from utils import distributed
+from utils.cli import run_and_exit
+from utils.devices import autocast
 from utils.errors import UserError
-from utils.files import atomic_write
-from utils.logger import Logger, catch_write_errors
-from utils.signals import StopSignal
 from utils.throughput import StepTimer, peak_flops
 
 METHODS: dict[str, type[Method]] = {
@@ -75,280 +52,169 @@ METHODS: dict[str, type[Method]] = {
 
 
 def main() -> None:
-    options, saved = resolve_run()
-    process = distributed.start(options.device, before_exit=finish_writing)
-    stop = StopSignal(announce=process.is_main)
-    dtype = pick_dtype(options.dtype, process.device)
+    config, saved = resolve(FinetuneConfig, "finetune.py")
+    config.init_from = str(find_checkpoint(config.init_from) or config.init_from)
+    run = Run.start(config, saved)
+    process, state, dtype = run.process, run.state, run.dtype
 
     # model: resumed, or of --init_from; the method reads the rows
-    model, about, data_dir = build_finetuned(options, saved)
-    config = options.train_config(model.config, data_dir)
-    if not options.overwrite:
-        check_folders(config, saved, saved and Path(options.resume), given_options(sys.argv[1:]))
-    reference = open_reference(options, process)
-    tokenizer, block_size = load_tokenizer(about["tokenizer"]), model.config.block_size
-    setup = (tokenizer, block_size, process, dtype)
-    method, held_out = open_methods(options, reference, *setup)
-    questions = open_questions(options, *setup)
-    slicing = slice_steps(options, process)
-    resolve_length(options, config, len(method))
-    checksums = input_checksums(options, reference)
-    changed = changed_inputs(options, saved, checksums)
-    reference = None  # frees DPO's, which has scored; GRPO's method holds it
-
-    # progress, optimizer, log and checkpoints
-    torch.manual_seed(options.seed)
-    state = TrainState.start(config, saved)
-    state.val_checksum = checksums.get("eval_data", 0)
-    if options.eval_data in changed:  # losses on other rows do not compare
-        state.best_loss = math.inf
-    start = state.step
-    engine = ParallelModel(model, config, process, dtype)
-    optimizers = make_optimizers(model, config, dtype)
-    load_optimizer_state(model, optimizers, saved["optimizer"] if saved else {})
-    saved = None  # closes the file, which is mapped from disk
-    notes = [f"warning: {path} has changed since the checkpoint was written" for path in changed]
-    notes += lock_folders(config, start, process, 12 * model.num_parameters())
-    logger = open_log(options, config, method, state, process, notes)
-    about["finetune"] = options.to_dict() | {"checksums": checksums}
-    saver = Saver(config, model, optimizers, about, process, logger.print)
+    model, about = build_model(config)
+    config.slice_steps(process)  # ends the run if they do not divide
+    method, held_out, questions = open_rows(run, model, about)
+    config.resolve_length(len(method))
+    for_training(model, process.device, config.activation_checkpointing)
+    wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
+    optimizers = make_optimizers(model, config, Recipe(), dtype)
+    run.load_state(model, optimizers)
+    run.open_log(model, about)
+    saver = Saver(config, model, optimizers, about, process, run.logger.print)
+    process.print(
+        f"{config.method} of {config.init_from}: {config.max_steps:,} steps of {config.batch_size} "
+        f"of {len(method):,} {method.unit} in {config.data}"
+        + (f"; resumed at step {state.step}" if state.step else "")
+    )
     peak = peak_flops(process.device, dtype)
-    timer, stopping = StepTimer(model.flops_per_token(), peak, process.world_size), False
+    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
     while True:
         # once in a while: save, evaluate, answer questions; every process takes part
-        step, last = state.step, state.step == options.max_steps
-        if step > start and (last or stopping or is_due(options.save_every, step)):
+        step, fresh = state.step, state.step == run.start_step
+        if not fresh and (run.ended or run.stopping or is_due(config.save_every, step)):
             saver.save(LAST, state)
-        if stopping:
+        if run.stopping:
             break
-        if held_out and (last or is_due(options.eval_every, step)):
-            scores = held_out.evaluate(model)
-            if method.selects_best_by_loss:
-                logger.log_validation(scores, step)
-                if state.record_validation(scores["loss"]):
+        if run.ended or is_due(config.eval_every, step):
+            if held_out and (scores := held_out.evaluate(model)):
+                split = "val" if method.selects_best_by_loss else "held_out"
+                run.logger.log_scores(split, scores, step)
+                if method.selects_best_by_loss and state.record_validation(scores["loss"]):
                     saver.save(BEST, state)
-            else:
-                logger.log_benchmark("held_out", scores, step)
-        if questions and (last or is_due(options.eval_every, step)):
-            logger.log_benchmark("answers", questions.figures(model), step)
-        if last:
+            if questions:
+                (exact,), _ = questions.score(model)
+                scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
+                run.logger.log_scores("answers", scores, step)
+        if run.ended:
             break
 
         # one step, then its log
-        row, skip_reason, stopping = train_step(
-            engine, optimizers, method, slicing, options, config, state, timer, stop
-        )
+        row, skip_reason = train_step(run, model, wrapped, optimizers, method, timer)
         if skip_reason is None:
-            logger.log_train(row, state.step)
+            run.logger.log_train(row, state.step)
         else:
-            ids = step_sequences(step, options.batch_size, len(method), options.seed)
-            logger.log_skip(skip_reason, ids.tolist(), state.guard.skipped, state.step)
-        if is_due(options.sample_every, state.step) and (text := method.sample_text()) is not None:
-            logger.log_sample(text, state.step)
-        saver.end_after_patience(state, 0, options.batch_size)
-        if state.step == start + 1:
-            malloc.reuse_freed_memory()
+            ids = step_sequences(step, config.batch_size, len(method), config.seed)
+            run.logger.log_skip(skip_reason, ids.tolist(), state.step)
+        if method.sample is not None and is_due(config.sample_every, state.step):
+            run.logger.log_sample(method.sample, state.step)
+        saver.end_after_patience(state, 0)
 
     saver.finish()
-    finish(logger, options, state.step, method, model, process, stop if stopping else None)
+    run.finish(f"done: see {config.checkpoint_dir}")
 
 
 def train_step(
-    engine: ParallelModel,
+    run: Run,
+    model: GPT,
+    wrapped: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     method: Method,
-    slicing: Slicing,
-    options: FinetuneConfig,
-    config: TrainConfig,
-    state: TrainState,
     timer: StepTimer,
-    stop: StopSignal,
-) -> tuple[dict, str | None, bool]:
-    """Run one step, of one update or more, and count it in `state`.
-
-    Returns the row for the log, why an update was skipped if one was, and whether a process was
-    told to stop.
-    """
+) -> tuple[dict, str | None]:
+    """Run one step, of one update or more, and count it; return the row for the log, and why an
+    update was skipped if one was, which ends the step."""
+    config, process, state = run.config, run.process, run.state
     timer.start()
     lr = set_rates(optimizers, config, state.step)
-    seed_step(options.seed, state.step, engine.process.rank)  # of dropout
-    ids = step_sequences(state.step, options.batch_size, len(method), options.seed)
+    seed_step(config.seed, state.step, process.rank)  # of dropout
+    ids = step_sequences(state.step, config.batch_size, len(method), config.seed)
+    slicing = config.slice_steps(process)
     grid = slicing.rank_ids(np.arange(slicing.batch))  # (micro-steps, micro-batch)
-    batches, figures = method.micro_batches(engine.model, state.step, ids, grid)
-    done, skip_reason = 0, None
-    for update in range(options.updates):
-        sums = run_micro_batches(engine, method, batches, len(grid), method.divisor(ids))
-        grad_norm = clip_grad_norm(engine.wrapped, options.grad_clip)
-        newest = mean_over_processes(sums, grad_norm, stop, engine.process)
-        if update == 0:  # the guard counts steps
-            skip_reason = state.guard.check(newest["loss"], newest["grad_norm"])
-        usable = skip_reason is None and math.isfinite(newest["loss"] + newest["grad_norm"])
+    batches, figures = method.micro_batches(model, state.step, ids, grid)
+    divisor, trained = method.divisor(ids), 0
+    for _ in range(method.updates):
+        sums: Counter = Counter()
+        for number, batch in enumerate(batches, 1):
+            with sync_gradients(wrapped, config.sharding, last=number == len(grid)):
+                with autocast(process.device, run.dtype, keep_weights=False):
+                    parts = method.partial_means(wrapped, batch, divisor)
+                loss = parts["loss"] * process.world_size  # gradients are means over processes
+                loss.backward()
+            sums.update({name: part.detach() for name, part in parts.items()})
+            sums["tokens"] += torch.tensor(batch["idx"].numel(), device=process.device)
+        sums["grad_norm"] = clip_grad_norm(wrapped, config.grad_clip) / process.world_size
+        sums["stopped"] = torch.tensor(float(run.stop.signal != 0), device=process.device)
+        # sums over processes, and the one host sync of an update
+        totals = process.sum(torch.stack([x.float() for x in sums.values()])).tolist()
+        row = dict(zip(sums, totals, strict=True))
+        run.stopping = row.pop("stopped") > 0  # a process got a signal
+        tokens = round(row.pop("tokens"))
+        skip_reason = state.guard.check(row["loss"], row["grad_norm"])
         for optimizer in optimizers:
-            if usable:
+            if skip_reason is None:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if update == 0 or usable:
-            row = newest
-        if not usable:
+        if skip_reason is not None:
             break
-        done += 1
-    tokens, stopped = round(row.pop("tokens")), row.pop("stopped") > 0
-    state.advance(done * tokens)
-    times = timer.stop(max(1, done) * tokens)
-    if options.updates > 1:
-        figures["updates"] = done
-    if "rollout_ms" in figures:
-        figures["update_ms"] = times["ms"] - figures["rollout_ms"] - figures["scoring_ms"]
-    return {**row, "lr": lr, "tokens": state.tokens, **figures, **times}, skip_reason, stopped
+        trained += tokens
+    state.advance(trained)
+    return row | figures | {"lr": lr, "tokens": state.tokens} | timer.stop(trained), skip_reason
 
 
-def run_micro_batches(
-    engine: ParallelModel, method: Method, batches: Iterable[Batch], count: int, divisor: int
-) -> Counter:
-    """Run forward and backward on the `count` batches of an update; return the sums of their
-    figures."""
-    sums = Counter()
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        parts = method.partial_means(model, batch, divisor)
-        sums.update({name: part.detach() for name, part in parts.items()})
-        return parts["loss"] * engine.process.world_size  # gradients are means over processes
-
-    for number, batch in enumerate(batches, 1):
-        engine.backward(partial(loss_of, batch=batch), last=number == count)
-        sums["tokens"] += batch["idx"].numel()
-    return sums
-
-
-def mean_over_processes(
-    sums: Counter, grad_norm: Tensor, stop: StopSignal, process: Process
-) -> dict[str, float]:
-    """Return the figures of an update over all processes, by the one host sync of the update."""
-    sums["grad_norm"] = grad_norm / process.world_size
-    sums["stopped"] = float(stop.signal != 0)
-    values = [torch.as_tensor(x, dtype=torch.float32, device=process.device) for x in sums.values()]
-    return dict(zip(sums, process.sum(torch.stack(values)).tolist(), strict=True))
+def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:
+    """Return the model of the run on the CPU, resumed or of --init_from, and the entries of its
+    checkpoints."""
+    name, rates = config.resume or config.init_from, config.method == "reward"
+    kind = RewardModel if rates and config.resume else GPT
+    model, tokenizer, before = open_model(name, kind, exact=True)
+    T = config.block_size or model.config.block_size
+    if T > model.config.block_size:
+        raise UserError(f"--block_size {T} exceeds {name}'s context of {model.config.block_size}")
+    learned = before.get("config", {}).get("plain", config.plain)
+    if config.method != "sft" and learned != config.plain:
+        raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
+    dropout = config.dropout if config.method in ("sft", "reward") else 0.0
+    model = with_context(model, replace(model.config, block_size=T, dropout=dropout))
+    if rates and not config.resume:
+        model = RewardModel.from_gpt(model)
+    about = {"script": "finetune.py", "tokenizer": tokenizer}
+    return model.train(), about | {"train_tokens": before.get("train_tokens", 0)}
 
 
-def open_methods(
-    options: FinetuneConfig,
-    reference: GPT | None,
-    tokenizer: Tokenizer,
-    block_size: int,
-    process: Process,
-    dtype: torch.dtype,
-) -> tuple[Method, Method | None]:
-    """Return the method of the run on the rows of --data, and on those of --eval_data if given."""
-    kind, chat = METHODS[options.method], not options.plain
-    fields = QUESTION if options.reward == "exact" else kind.fields
-    compared = {}
-    if options.method in ("dpo", "grpo"):
-        compared["reference"] = reference
-    if options.method == "grpo":
-        compared["reward"] = load_reward(options.reward, tokenizer, chat, process.device, dtype)
-
-    def open_method(path: Path) -> Method:
-        data = ChatData(read_rows(path, fields), tokenizer, chat, block_size)
-        return kind(data, options, process, dtype, **compared)
-
-    method = open_method(options.data)
-    return method, open_method(options.eval_data) if options.eval_data else None
-
-
-def open_questions(options: FinetuneConfig, *setup) -> Questions | None:
-    """Return the rows of --questions, None without them; tokenizer, block size, process and dtype
-    are passed on to Questions."""
-    if options.questions is None:
+def open_reference(run: Run, model: GPT, about: dict) -> GPT | None:
+    """Return the frozen model of --init_from, whose checksum is an entry of the checkpoints, for
+    the methods that compare with it, else None."""
+    config, device = run.config, run.process.device
+    if config.method in ("sft", "reward") or (config.method == "grpo" and config.kl == 0):
         return None
-    micro_batch = options.resolved_micro_batch()
-    sizes = {"max_new_tokens": options.max_new_tokens, "batch_size": micro_batch}
-    return Questions(options.questions, *setup, chat=not options.plain, **sizes)
+    reference = with_context(open_model(config.init_from, exact=True)[0], model.config)
+    about["reference"] = checksum(reference.state_dict())
+    if run.saved and run.saved.get("reference") != about["reference"]:
+        raise UserError(f"{config.init_from} has changed since this run began, which needs it")
+    reference.eval().requires_grad_(False).to(device)
+    for_training(reference, device)  # the modules that the model has, so that both round alike
+    return reference
 
 
-def resolve_length(options: FinetuneConfig, config: TrainConfig, num_examples: int) -> None:
-    """Make one pass over the examples the default of --max_steps, and set the steps of the
-    schedule, which reaches --min_lr one step after the last."""
-    if options.max_steps is None:
-        options.max_steps = -(-num_examples // options.batch_size)
-    config.max_steps = options.max_steps
-    config.warmup_steps = config.resolved_warmup
-    config.max_steps += 1
-
-
-def slice_steps(options: FinetuneConfig, process: Process) -> Slicing:
-    """Return the division of a step into micro-batches; UserError where it does not divide."""
-    items, micro_batch = options.items_per_step(), options.resolved_micro_batch()
-    if items % (micro_batch * process.world_size):
-        of = f" x --group_size {options.group_size}" if options.method == "grpo" else ""
-        raise UserError(
-            f"--batch_size {options.batch_size}{of} is not divisible by --micro_batch_size "
-            f"{micro_batch} x {process.world_size} processes; change one of them"
-        )
-    return Slicing(items, micro_batch, process.rank, process.world_size)
-
-
-def open_log(
-    options: FinetuneConfig,
-    config: TrainConfig,
-    method: Method,
-    state: TrainState,
-    process: Process,
-    notes: list[str],
-) -> Logger:
-    """Open the log, write config.json, print a summary of the run; first remove the checkpoints
-    that --overwrite replaces."""
-    if options.overwrite and process.is_main:
-        remove_all(options.checkpoint_dir)
-    logger = Logger(
-        options.log_dir,
-        start=state.step,
-        total=options.max_steps,
-        is_main=process.is_main,
-        overwrite=options.overwrite,
-    )
-    if process.is_main:
-        run = {"command": sys.argv, "run_id": state.run_id, "finetune": options.to_dict()}
-        run["train_config"] = config.to_dict()
-        with catch_write_errors(options.log_dir), atomic_write(options.log_dir / CONFIG) as file:
-            file.write(json.dumps(run, indent=1).encode())
-    data = method.data
-    logger.print(
-        f"{options.method} of {options.init_from} on {len(data.rows):,} rows of {options.data}: "
-        f"{options.max_steps:,} steps of {options.batch_size} {method.unit}"
-        + (f"; resumed at step {state.step}" if state.step else "")
-    )
-    if data.num_cut:
-        logger.print(f"warning: {data.num_cut:,} texts are cut to {data.block_size} tokens")
-    for note in notes:
-        logger.print(note)
-    return logger
-
-
-def finish(
-    logger: Logger,
-    options: FinetuneConfig,
-    step: int,
-    method: Method,
-    model: GPT,
-    process: Process,
-    stop: StopSignal | None,
-) -> None:
-    """Print how the run ended, draw its curves, and exit with 128 + the signal if one came."""
-    if stop:
-        logger.print(
-            f"stopped by a signal; saved at step {step}: continue with --resume auto, or --resume "
-            f"{options.checkpoint_dir} alone"
-        )
-    else:
-        logger.print(f"done: see {options.checkpoint_dir}")
-    logger.close()
-    if process.is_main and not stop and method.selects_best_by_loss:
-        draw_picture(options.log_dir, model.config.size)
-    distributed.stop()
-    if stop:
-        sys.exit(128 + (stop.signal or signal.SIGTERM))
+def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None, Questions | None]:
+    """Return the method of the run on the rows of --data, and on those of --eval_data and the
+    questions, if given."""
+    config, process, kind = run.config, run.process, METHODS[run.config.method]
+    held_out, questions, reward = None, None, None
+    tokenizer, T = load_tokenizer(about["tokenizer"]), model.config.block_size
+    encoder = TextEncoder(tokenizer, not config.plain, T)
+    reference = open_reference(run, model, about)
+    if config.method == "grpo":
+        reward = load_reward(config.reward, encoder, process.device, run.dtype)
+    method = kind(run, encoder, config.data, reference, reward)
+    if config.eval_data:
+        held_out = kind(run, encoder, config.eval_data, reference, reward)
+        run.state.set_validation(zlib.crc32(config.eval_data.read_bytes()))
+    if config.questions:
+        sizes = (config.max_new_tokens, config.micro_batch_size)
+        questions = Questions(config.questions, encoder, process, run.dtype, *sizes)
+    if encoder.num_cut:
+        process.print(f"warning: {encoder.num_cut:,} texts are cut to {T} tokens")
+    return method, held_out, questions
 
 
 if __name__ == "__main__":
-    run_and_exit(main, before_exit=finish_writing)
+    run_and_exit(main, before_exit=finish_writing, explain=distributed.explain)

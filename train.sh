@@ -13,7 +13,7 @@ called_from=$PWD
 cd "$(dirname "$0")"
 . scripts/env.sh requirements.txt
 
-if [ "${1:-}" = chat_demo ]; then exec python -m scripts.chat_demo "${@:2}"; fi
+if [ "${1:-}" = chat_demo ]; then exec bash scripts/chat_demo.sh "${@:2}"; fi
 case " $* " in *" --help "* | *" -h "*) exec python train.py --help ;; esac
 [ . -ef "$called_from" ] || echo "note: relative paths begin at $PWD"
 demo="" dry_run=""

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Teach a small model sums, then to answer questions, by fine-tuning and by rewards. Offline, minutes.
+#
+#   bash train.sh chat_demo [SEED]
+#
+# Training on worked sums teaches to add, but not to answer; 8 questions with answers teach the form of
+# an answer, but few right ones; rewards for right answers do the rest. Everything lies in
+# runs/chat_demo, of another seed in runs/chat_demo_SEED. Killed, it continues where it was.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/env.sh requirements.txt
+seed=${1:-1} out=runs/chat_demo
+case $seed in *[!0-9]*) echo "error: SEED is a number: bash train.sh chat_demo 2" >&2; exit 2 ;; esac
+[ "$seed" = 1 ] || out=runs/chat_demo_$seed
+
+run() { printf '\n$ python %s\n' "$*"; python "$@"; }
+folders() { echo "--checkpoint_dir $out/$1/checkpoints --log_dir $out/$1/logs --seed $seed --resume auto"; }
+score() {  # STAGE QUESTIONS [FLAGS]: the share that is answered exactly
+  run evaluate.py --checkpoint "$out/$1" --tasks "$out/data/$2.jsonl" --num_samples 4 \
+    --max_new_tokens 32 --batch_size 200 --out "$out/$1_$2.json" --dump "$out/$1_$2.jsonl" "${@:3}"
+}
+
+run -m scripts.chat_demo data "$out" "$seed"
+
+# 1. sums: 27+58: 7+8=15, 2+5+1=8, 85
+run data/fineweb-edu.py --input "$out/data/sums.jsonl" --tokenizer bytes --local_dir "$out/shards"
+run train.py --data_dir "$out/shards" $(folders sums) --recipe modern --n_layer 4 --n_head 4 \
+  --n_embd 128 --block_size 96 --micro_batch_size 32 --total_batch_size 3072 --max_steps 500 \
+  --warmup_steps 50 --beta2 0.99 --eval_every 100 --sample_every 0 --save_every 250 --val_tokens 49152
+score sums held_out_sums
+score sums held_out --chat
+
+# 2. dialogs: What is 27+58? with the worked sum as the answer
+asked="--questions $out/data/held_out.jsonl --max_new_tokens 32"
+run finetune.py --method sft --init_from "$out/sums" --data "$out/data/dialogs.jsonl" $(folders sft) \
+  --batch_size 4 --micro_batch_size 4 --max_steps 20 --max_lr 5e-4 --eval_every 10 $asked
+score sft held_out
+
+# 3. rewards: 1 for a right answer, else 0
+run finetune.py --method grpo --reward exact --init_from "$out/sft" --data "$out/data/questions.jsonl" \
+  $(folders grpo) --batch_size 16 --group_size 8 --micro_batch_size 128 --kl 0.01 --max_steps 80 \
+  --max_lr 3e-4 --eval_every 20 $asked
+score grpo held_out
+
+run -m scripts.chat_demo picture "$out"
+echo "
+The picture is $out/accuracy.png. What to try next:
+  python sample.py --checkpoint $out/grpo --chat           talk to it: What is 27+58?
+  python finetune.py --method sft --init_from gpt2 --data chat.jsonl    a chat of your own"
