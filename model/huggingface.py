@@ -42,15 +42,19 @@ SIZES = {  # fields of GPT2Config and ours
 
 
 def config_from_hf(values: dict) -> GPTConfig:
-    """Return the GPTConfig of a config.json; raise UserError if it is not supported."""
-    kind = values["model_type"]
-    if kind in llama.MODEL_TYPES:
-        return llama.config_from_hf(values)
-    if kind != "gpt2":
-        raise UserError(f"config.json has model_type {kind!r}")
-    config = GPTConfig(**{ours: values[name] for name, ours in SIZES.items()})
-    for name, value in {**GPT2_CONSTANTS, "n_inner": config.inner}.items():
-        if values.get(name) not in (value, None):
+    """Return the GPTConfig of a config.json; raise UserError naming a value that would give another
+    config.json if the model was exported again."""
+    rope = values.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        values["rope_scaling"] = rope
+    values = {"rms_norm_eps": 1e-6, **rope, **values}  # the default of transformers
+    if values["model_type"] in llama.MODEL_TYPES:
+        config = llama.config_from_hf(values)
+    else:
+        config = GPTConfig(**{ours: values[name] for name, ours in SIZES.items()})
+    for name, value in config_to_hf(config).items():
+        checked = name != "architectures" and "drop" not in name
+        if checked and values.get(name) not in (value, None):
             raise UserError(f"config.json has {name} {values[name]!r}; only {value} is supported")
     return config
 
@@ -65,6 +69,7 @@ def config_to_hf(config: GPTConfig) -> dict:
         "model_type": "gpt2",
         **{name: getattr(config, ours) for name, ours in SIZES.items()},
         "n_ctx": config.block_size,
+        "n_inner": config.inner,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
         **GPT2_CONSTANTS,
     }

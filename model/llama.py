@@ -25,35 +25,20 @@ ACTIVATIONS = {"swiglu": "silu", "relu2": "relu"}
 
 
 def config_from_hf(values: dict) -> GPTConfig:
-    """Return the GPTConfig of the config.json of a LLaMA or Qwen3; raise UserError naming a field
-    whose value is not supported."""
-    rope = values.get("rope_parameters") or values
+    """Return the GPTConfig of the config.json of a LLaMA or Qwen3."""
     sizes = {ours: values[name] for name, ours in SIZES.items()}
     if sizes["n_kv_head"] == sizes["n_head"]:
         sizes["n_kv_head"] = None  # as where it is not given
     if sizes["n_inner"] == 4 * sizes["n_embd"]:
         sizes["n_inner"] = None
-    config = GPTConfig(
+    return GPTConfig(
         **sizes,
         **CONSTANTS,
         activation="swiglu",
-        rope_base=rope.get("rope_theta", 10_000.0),
+        rope_base=values.get("rope_theta", 10_000.0),
         qk_norm=values["model_type"] == "qwen3",
         tied=values.get("tie_word_embeddings", False),
     )
-    supported = {
-        "hidden_act": "silu",
-        "head_dim": config.head_size,
-        "rms_norm_eps": RMS_EPS,
-        **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
-        "rope_scaling": None,
-        "rope_type": "default",
-    }
-    found = {"rms_norm_eps": 1e-6, **rope, **values}  # 1e-6 is transformers' default
-    for name, value in supported.items():
-        if found.get(name) not in (value, None):
-            raise UserError(f"config.json has {name} {found[name]!r}; only {value} is supported")
-    return config
 
 
 def config_to_hf(config: GPTConfig) -> dict:
@@ -76,9 +61,9 @@ def config_to_hf(config: GPTConfig) -> dict:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
         "rope_theta": config.rope_base,
+        "rope_scaling": None,
         "rms_norm_eps": RMS_EPS,
-        "attention_bias": False,
-        "mlp_bias": False,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
         "attention_dropout": config.dropout,
         "tie_word_embeddings": config.tied,
     }
@@ -109,31 +94,27 @@ def weight_names(config: GPTConfig) -> dict[str, dict[str, int]]:
     return names
 
 
-def qk_norms(config: GPTConfig) -> dict[str, Tensor]:
-    """Return the gains of a Qwen3's QK-norm by name; all are 1, since ours has none."""
-    names = [f"{i}.self_attn.{x}_norm.weight" for i in range(config.n_layer) for x in "qk"]
-    return {f"model.layers.{x}": torch.ones(config.head_size) for x in names if config.qk_norm}
-
-
 def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return our state dict, from that of transformers' LlamaForCausalLM or Qwen3ForCausalLM."""
     ours = {
         name: torch.cat([state[x] for x in theirs]) for name, theirs in weight_names(config).items()
     }
-    known = {name for theirs in weight_names(config).values() for name in theirs}
-    rest, norms = {name: x for name, x in state.items() if name not in known}, qk_norms(config)
-    assert rest.keys() == norms.keys(), f"unknown tensors: {sorted(rest.keys() ^ norms.keys())}"
-    for name, gain in norms.items():
-        assert torch.equal(rest[name], gain), f"{name} is not 1: QK-norm has no gains here"
+    back = weights_to_hf(ours, config)
+    for name, x in state.items():  # what has no place in `ours`, such as gains of QK-norm
+        assert torch.equal(x, back.get(name, x[:0])), f"{name} is not supported"
     return ours
 
 
 def weights_to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' LlamaForCausalLM or Qwen3ForCausalLM."""
-    theirs = qk_norms(config)
+    theirs = {}
     for ours, rows in weight_names(config).items():
         x = state[ours]
         if config.activation == "relu2" and "c_fc" in ours:
             x = torch.cat([x, x])
         theirs |= zip(rows, x.split(list(rows.values())), strict=True)
+    for layer in range(config.n_layer if config.qk_norm else 0):  # ours has no gains
+        for x in "qk":
+            gain = torch.ones(config.head_size)
+            theirs[f"model.layers.{layer}.self_attn.{x}_norm.weight"] = gain
     return theirs
