@@ -53,7 +53,7 @@ def config_from_hf(values: dict) -> GPTConfig:
     else:
         config = GPTConfig(**{ours: values[name] for name, ours in SIZES.items()})
     for name, value in config_to_hf(config).items():
-        checked = name != "architectures" and "drop" not in name
+        checked = name not in ("architectures", "n_ctx") and "drop" not in name
         if checked and values.get(name) not in (value, None):
             raise UserError(f"config.json has {name} {values[name]!r}; only {value} is supported")
     return config

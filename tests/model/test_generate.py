@@ -11,13 +11,11 @@ from model.generate import (
     Sampling,
     complete,
     generate,
-    next_logits,
     positions_and_mask,
     sample_token,
 )
 from model.gpt import GPT
 from model.replace import for_inference
-from utils.devices import autocast
 
 
 @pytest.fixture(scope="module", params=["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
@@ -83,36 +81,6 @@ def test_compiled_reading_changes_no_token_and_is_compiled_once(model, monkeypat
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("dtype", "backend"),
-    [
-        (torch.float32, "inductor"),
-        (torch.bfloat16, "aot_eager"),
-        pytest.param(torch.bfloat16, "inductor", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_reading_gives_the_logits_of_the_plain_one(dtype, backend, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=256, vocab_size=257, n_layer=2, n_head=2, n_embd=32)).eval()
-    prompt, token = torch.randint(257, (2, 20)), torch.randint(257, (2, 1))
-    first = torch.tensor([[0], [7]])  # the second has padding in front
-    plain, cache = KVCache(64), KVCache(64)
-    read = torch.compile(next_logits)
-    with autocast(torch.device("cpu"), dtype):
-        for kept in (plain, cache):
-            model.hidden(prompt, kept, **positions_and_mask(first, 20, prompt, 20))
-        logits = next_logits(model, token, plain, **positions_and_mask(first, 21, token, 21))
-        cache.slots = torch.arange(20, 21)
-        found = read(model, token, cache, **positions_and_mask(first, 21, token, 64))
-    assert cache.stored[0, "k"].dtype == dtype
-    tolerance = 1e-5 if dtype is torch.float32 else 0.02 * logits.float().std().item()
-    torch.testing.assert_close(found, logits, atol=tolerance, rtol=0)
-    if dtype is torch.float32:  # one token without a cache, and so without a mask
-        torch.testing.assert_close(torch.compile(model)(token), model(token))
-
-
-@torch.no_grad()
 def test_slots_of_a_cache_do_not_see_memory_that_was_never_written(model):
     idx, cache = torch.tensor([[1, 2, 3, 4, 5]]), KVCache(16)
     torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
@@ -123,11 +91,6 @@ def test_slots_of_a_cache_do_not_see_memory_that_was_never_written(model):
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(last, model.hidden(idx)[:, 4:], atol=1e-5, rtol=1e-5)
-
-
-def test_greedy_takes_the_likeliest(model):
-    prompt = torch.tensor([[9, 8, 7]])
-    assert tokens(model, [[9, 8, 7]], 1, temperature=0) == [[model(prompt)[0, -1].argmax().item()]]
 
 
 def draw(logits, n=20_000, **options):

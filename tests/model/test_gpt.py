@@ -33,15 +33,15 @@ def tiny(request):
     return lambda *args, **changes: for_training(plain(*args, **changes), torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-    ],
-)
+COUNTS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
 def test_named_sizes_have_openai_s_parameter_counts(name, count):
     with torch.device("meta"):
         model = GPT(GPTConfig(**SIZES[name]))
@@ -116,20 +116,6 @@ def test_padding_of_the_vocabulary_is_not_scored_and_not_learned(tiny):
     assert (model.transformer.wte.weight.grad[257:] == 0).all()
 
 
-def test_heads_of_queries_that_share_keys_are_as_with_keys_repeated(tiny):
-    model, C = tiny("llama", n_head=4, n_kv_head=2), 32
-    plain = tiny("llama", n_head=4)
-    state = model.state_dict()
-    for layer in range(2):
-        name = f"transformer.h.{layer}.attn.c_attn.weight"
-        q, k, v = state[name].split([C, C // 2, C // 2])
-        k, v = (x.view(2, 8, C).repeat_interleave(2, 0).flatten(0, 1) for x in (k, v))
-        state[name] = torch.cat([q, k, v])
-    plain.load_state_dict(state)
-    x = torch.randint(0, 257, (2, 16))
-    torch.testing.assert_close(model(x), plain(x))
-
-
 def test_rotary_logits_follow_from_distances_alone(tiny):
     model = tiny("modern", n_layer=1)
     x = torch.randint(0, 257, (1, 8))
@@ -137,20 +123,14 @@ def test_rotary_logits_follow_from_distances_alone(tiny):
     torch.testing.assert_close(shifted, model(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"n_head": 5},
-        {"n_layer": 0},
-        {"dropout": 1.0},
-        {"n_kv_head": 5},
-        {"n_inner": 0},
-        {"norm": "batch"},
-        {"activation": None},
-        {"bias": 1},
-        {"rope_base": None},
-    ],
-)
+CHANGES = [
+    *({"n_head": 5}, {"n_layer": 0}, {"n_kv_head": 5}, {"n_inner": 0}, {"ngrams": 2.0}),
+    *({"dropout": 1.0}, {"dropout": "0"}, {"rope_base": None}, {"bias": 1}),
+    *({"norm": "batch"}, {"activation": None}, {"activation": []}),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_shapes_that_cannot_be_are_named(change):
     with pytest.raises(UserError, match=next(iter(change))):
         GPTConfig(**change)
