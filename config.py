@@ -218,7 +218,7 @@ class OptimizerOptions:
 
 @dataclass
 class SaveOptions:
-    """What happens once in a while; finetune.py has these, too."""
+    """Evaluation, checkpoints and samples; finetune.py has these, too."""
 
     eval_every: int = 250
     """Steps between validations; 0: only after the last step."""

@@ -58,7 +58,7 @@ Work = Callable[[], int]  # does the work of a job once and returns how many uni
 
 @dataclass
 class BenchOptions:
-    """What to measure and beside what."""
+    """Measurements and peers."""
 
     parts: tuple[Literal["train", "sample", "data", "eval"], ...] = ("train", "sample")
     """Parts to measure; data needs --input, eval needs --hellaswag."""

@@ -130,7 +130,7 @@ def begins_anew(config: RunOptions) -> bool:
 
 @dataclass
 class Run:
-    """What all stages of a run share."""
+    """State that all stages of a run share."""
 
     config: RunOptions
     saved: dict | None

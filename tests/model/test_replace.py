@@ -1,5 +1,7 @@
 """What for_training does to the blocks' forward, on modules for CPUs and plain ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -50,7 +52,8 @@ def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(
     device, mode, monkeypatch
 ):
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr("model.replace.compile_static", partial_compile(counter))
+    options = {"fullgraph": True, "dynamic": False, "backend": counter}
+    monkeypatch.setattr("model.replace.compile_static", partial(torch.compile, **options))
     torch._dynamo.reset()
     idx = torch.randint(0, 257, (2, 16))
     expected = gradients(small("modern"), idx)
@@ -60,7 +63,3 @@ def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(
     assert counter.frame_count == (1 if device is CPU else 2)  # a block, and the loss on a GPU
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-4)
-
-
-def partial_compile(backend):
-    return lambda f: torch.compile(f, fullgraph=True, dynamic=False, backend=backend)
