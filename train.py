@@ -54,42 +54,31 @@ def main() -> None:
     warn_of_data(run, train, val)
 
     # model and optimizers: new, pre-trained or resumed
-    model = build_model(run, train.stream)
-    auto = config.micro_batch_size == "auto"
-    if auto:
-        hardware = plan.Hardware.of(config)
-        hardware = replace(hardware, free=process.min(hardware.free))
-        process.print(plan.choose_micro_batch(config, saved, model.config, hardware))
-    model.to(process.device)
-    for_training(model, process.device, config.activation_checkpointing, config.use_torch_compile)
-    if auto and process.device.type == "cuda" and config.sharding == "none":
-        plan.halve_until_it_fits(config, model, process, dtype)
-    slicing = Slicing(
-        config.sequences_per_step(process.world_size),
-        config.micro_batch_size,
-        process.rank,
-        process.world_size,
-    )
+    model = build_model(run, train.stream).to(process.device)
+    recompute, compiled = config.activation_checkpointing, config.use_torch_compile
+    for_training(model, process.device, recompute, compiled)
+    plan.resolve_micro_batch(config, saved, model, process)
     wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
     optimizers = make_optimizers(model, config, config.parsed_recipe, dtype)
     run.load_state(model, optimizers)
+    saved = None  # closes the file, which is mapped from disk
 
     # batches, evaluation, log and checkpoints; unreadable data ends the run before it writes
-    steps = range(state.step, config.max_steps)
+    batch, steps = (
+        config.sequences_per_step(process.world_size),
+        range(state.step, config.max_steps),
+    )
+    slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
     val.batch(np.arange(1)), next(train_batches(train, slicing, config.seed, steps), None)
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     evaluator = Evaluator(config, model, val, process, dtype)
-    about = {
-        "script": "train.py",
-        "tokenizer": train.stream.tokenizer,
-        "train_tokens": len(train.stream),
-    }
-    run.open_log(model, about | {"corpus": corpus_name(config.data_dir[0])})
-    saver = Saver(config, model, optimizers, about, process, run.logger.print)
+    about = {"script": "train.py", "tokenizer": train.stream.tokenizer}
+    about |= {"train_tokens": len(train.stream), "corpus": corpus_name(config.data_dir[0])}
+    run.open_log(model, about)
     describe(run, model, train, slicing)
-    timer = StepTimer(
-        model.flops_per_token(), peak_flops(process.device, dtype), process.world_size
-    )
+    saver = Saver(config, model, optimizers, about, process, run.logger.print)
+    peak = peak_flops(process.device, dtype)
+    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
     profiler = None
     if config.profile and process.is_main:
         trace = config.log_dir / "trace.json"
@@ -119,7 +108,7 @@ def main() -> None:
         if skip_reason is None:
             run.logger.log_train(row, state.step)
         else:
-            ids = step_sequences(step, slicing.batch, len(train), config.seed)
+            ids = step_sequences(step, batch, len(train), config.seed)
             run.logger.log_skip(skip_reason, ids.tolist(), state.step)
         saver.end_after_patience(state, config.total_batch_size)
         if profiler:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from evaluation.metrics import Result, accuracy
 
+from evaluation.tasks import Result, accuracy
 from finetuning.chat import decode_completion
 from finetuning.examples import TextEncoder, read_jsonl
 from finetuning.rewards import is_exact

@@ -129,11 +129,18 @@ def choose_micro_batch(
     return f"--micro_batch_size auto: {size}, by forecast {need(size) / 1e9:.2f} GB of {free}"
 
 
-def halve_until_it_fits(
-    config: TrainConfig, model: GPT, process: distributed.Process, dtype: torch.dtype
+def resolve_micro_batch(
+    config: TrainConfig, saved: dict | None, model: GPT, process: distributed.Process
 ) -> None:
-    """Halve the micro-batch until forward and backward fit the GPU on every process."""
-    while not process.all_agree(fits_memory(config, model, process.device, dtype)):
+    """Replace --micro_batch_size auto by what choose_micro_batch takes, on a GPU halved until
+    forward and backward fit on every process."""
+    if config.micro_batch_size != "auto":
+        return
+    hardware = Hardware.of(config)
+    hardware = replace(hardware, free=process.min(hardware.free))
+    process.print(choose_micro_batch(config, saved, model.config, hardware))
+    device, probes = process.device, process.device.type == "cuda" and config.sharding == "none"
+    while probes and not process.all_agree(fits_memory(config, model, device, hardware.dtype)):
         if config.micro_batch_size % 2:
             raise UserError("out of memory: see --activation_checkpointing and --sharding")
         config.micro_batch_size //= 2
