@@ -5,13 +5,14 @@ Options are flags wherever they come from: those of the checkpoint that is resum
 --config, then the command line; the last one wins.
 """
 
+import contextlib
 import json
 import signal
-import subprocess
 import sys
 import tomllib
 import zlib
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -37,7 +38,6 @@ from utils.logger import CONFIG, PICTURE, Logger, Tracker, logged_run
 from utils.signals import StopSignal
 
 Options = TypeVar("Options", bound=RunOptions)
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | None]:
@@ -220,8 +220,8 @@ class Run:
         self.logger.close()
         folder = self.config.log_dir
         if self.process.is_main and not self.stopping and find_spec("matplotlib"):
-            plot = [sys.executable, ROOT / "plot.py", "--log", folder, "--out", folder / PICTURE]
-            subprocess.run(plot, stdout=subprocess.DEVNULL)
+            with contextlib.suppress(UserError):  # a run without a step
+                import_module("evaluation.figure").draw([folder], folder / PICTURE)
         distributed.stop()
         if self.stopping:
             sys.exit(128 + (self.stop.signal or signal.SIGTERM))
