@@ -57,8 +57,9 @@ class Recipe:
     def shape(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
         """Return the fields of GPTConfig that differ from GPT-2's, for a model of these sizes."""
         shape = {"block_size": block_size, "vocab_size": vocab_size, "n_embd": n_embd}
-        if self.mlp_ratio != 4:
-            shape["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
+        inner = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
+        if self.mlp_ratio != 4 and inner != 4 * n_embd:  # the default
+            shape["n_inner"] = inner
         if (ngrams := int(self.ngram_bits / math.log2(vocab_size + 1))) > 1:
             shape["ngrams"] = ngrams
         return shape | self.model

@@ -12,6 +12,7 @@ since the last checkpoint. On CPUs a resumed run equals one that was never stopp
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from model.empty import with_context
 from model.gpt import GPT
 from model.replace import for_training
 from training import plan
-from training.checkpoint import BEST, LAST, load_weights, open_model
+from training.checkpoint import BEST, LAST, load_weights, open_model, reading
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, sync_gradients, wrap
 from training.run import Run, resolve
@@ -178,7 +179,8 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
                 f"{config.resume} holds a model of another shape, {was}; leave out the options "
                 "that change it, or start a new run in another --checkpoint_dir"
             )
-        load_weights(model, saved, exact=True)
+        with reading(Path(config.resume)):
+            load_weights(model, saved, exact=True)
     elif config.parsed_recipe.zero_init:  # each block begins as the identity
         for block in model.transformer.h:
             nn.init.zeros_(block.attn.c_proj.weight)

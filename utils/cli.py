@@ -70,7 +70,7 @@ def to_flags(values: dict) -> list[str]:
 
 def named_flags(flags: list[str]) -> Iterator[tuple[str, str | None]]:
     """Yield the name of each flag, and the value after it or after its equals sign, if any."""
-    for word, following in zip(flags, [*flags[1:], "--"], strict=True):
+    for word, following in zip(flags, [*flags[1:], "--"], strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             following = None if following.startswith("--") else following
@@ -125,8 +125,8 @@ def user_message(error: Exception) -> str | None:
     """Return the sentence to print for a user error or a lack of memory, None for a bug."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:  # a write that fails names no file
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     lacks_memory = isinstance(error, RuntimeError) and re.search(NO_MEMORY, str(error))
     if lacks_memory or isinstance(error, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
         return f"out of memory: lower --micro_batch_size or --num_samples ({error!s:.200})"
