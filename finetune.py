@@ -130,7 +130,7 @@ def train_step(
     grid = slicing.rank_ids(np.arange(slicing.batch))  # (micro-steps, micro-batch)
     batches, figures = method.micro_batches(model, state.step, ids, grid)
     divisor, trained = method.divisor(ids), 0
-    for _ in range(method.updates):
+    for _ in range(config.updates if config.method == "grpo" else 1):
         sums: Counter = Counter()
         for number, batch in enumerate(batches, 1):
             with sync_gradients(wrapped, config.sharding, last=number == len(grid)):

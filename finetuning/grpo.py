@@ -25,10 +25,6 @@ class GroupRelativePolicy(Method):
     unit = "prompts"
     selects_best_by_loss = False
 
-    @property
-    def updates(self) -> int:
-        return self.options.updates
-
     def encode(self, row: dict) -> tuple[dict, list[int]]:
         exact = self.options.reward == "exact"
         return self.encoder.question(row, self.options.max_new_tokens, answered=exact)
@@ -87,13 +83,14 @@ class GroupRelativePolicy(Method):
     @torch.no_grad()
     def with_logprobs(self, model: GPT, completions: list[Completion]) -> Batch:
         """Return completions as a batch with the log-probabilities that the loss compares with."""
-        examples = [completion.example for completion in completions]
+        examples = [c.example for c in completions]
         batch = collate_padded(examples, self.encoder.block_size, self.process.device)
-        compared = {"reference": self.reference}  # None without a KL term
-        compared["old"] = model if self.updates > 1 else None
         with autocast(self.process.device, self.dtype):
-            scores = {k: token_logprobs(m, batch) for k, m in compared.items() if m is not None}
-        return batch | scores
+            if self.reference is not None:  # None without a KL term
+                batch["reference"] = token_logprobs(self.reference, batch)
+            if self.options.updates > 1:
+                batch["old"] = token_logprobs(model, batch)
+        return batch
 
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
         logprobs, loss_mask = token_logprobs(model, batch), batch["targets"] >= 0

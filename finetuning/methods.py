@@ -33,8 +33,6 @@ class Method(ABC):
     """Name of the examples that a step counts."""
     selects_best_by_loss = True
     """False where a lower loss does not mean a better model: no model_best.pt."""
-    updates = 1
-    """Optimizer updates with the batches of a step."""
     sample: str | None = None
     """Text of the newest step for samples.txt."""
 
