@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import resource
 import statistics
 import subprocess
@@ -47,7 +48,7 @@ from training.parallel import clip_grad_norm
 from utils.cli import run, to_flags
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
-from utils.throughput import peak_flops, peak_memory
+from utils.throughput import peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = GPT2Tokenizer.vocab_size
@@ -271,7 +272,10 @@ def work(config: BenchConfig) -> None:
         answer(rate=units / (time.perf_counter() - began))
     on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     of_command = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # KiB on Linux
-    answer(peak_bytes=on_gpu or max(of_command, peak_memory()))
+    own = re.search(
+        r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()
+    )  # without its parent's
+    answer(peak_bytes=on_gpu or max(of_command, 1024 * int(own[1])))
 
 
 def start_worker(config: BenchConfig, job: str) -> subprocess.Popen:

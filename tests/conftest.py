@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real text for those who have it; never needed
 if (SHARED / "tiktoken").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
-# xdist keeps all cores busy: threads of tiny products would wait for each other
+# xdist keeps all cores busy: threads of tiny matmuls would wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a pool of compiling processes takes longer to start than the small models of the tests to compile
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -32,23 +32,20 @@ SMALL = (
 
 
 def environment() -> dict:
-    """The environment of a user without a network, and without a launcher around the tests."""
+    """Return the environment of a user without network and without a launcher around the tests."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return {**env, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def can_fork(args: list[str], env: dict) -> bool:
-    """Whether a fork of tests/warm.py does as well as a new process.
-
-    It does not for what imports read from the environment.
-    """
-    read_by_imports = ("MALLOC_", "OMP_", "PYTHON", "TORCH")
+    """Return whether a fork of tests/warm.py does as well as a new process: not for variables that
+    imports read from the environment."""
     usual = environment()
     changed = {name for name in {*env, *usual} if env.get(name) != usual.get(name)}
     return (
         warm.ADDRESS in os.environ
         and args[0].endswith(".py")
-        and not any(name.startswith(read_by_imports) for name in changed - {"PYTHONPATH"})
+        and not any(n.startswith(("OMP_", "PYTHON", "TORCH")) for n in changed - {"PYTHONPATH"})
     )
 
 
@@ -74,9 +71,8 @@ def script(
     if fork and not options and can_fork(args, env):
         ((status, out, err),) = warm.run_all([args], [env], cwd, given, timeout)
     else:
-        command = [sys.executable, *args]
         options = {"cwd": cwd, "env": env, "input": given, "timeout": timeout, **options}
-        done = subprocess.run(command, capture_output=True, **options)
+        done = subprocess.run([sys.executable, *args], capture_output=True, **options)
         status, out, err = done.returncode, done.stdout, done.stderr
     if text:
         out, err = out.decode(), err.decode()
@@ -84,23 +80,37 @@ def script(
     return subprocess.CompletedProcess(args, status, out, err)
 
 
-def free_port() -> int:
-    """Return a TCP port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def bad(args: list, message: str, run: Path | None = None) -> None:
+    """Check that a script ends with one sentence and exit code 2; in the folder `run`, nothing is
+    written and nothing lost."""
+
+    def files() -> dict:
+        return {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} if run else {}
+
+    before = files()
+    done = script(*args, code=2)
+    said = done.stderr + done.stdout
+    assert message in said and "Traceback" not in said, said
+    assert files() == before
 
 
 def ranks(
     commands: list[list], local_world_size: int, env: dict, timeout: float
 ) -> list[tuple[int, str, str]]:
     """Run a command line for each rank without a launcher; exit code, stdout and stderr of each."""
-    commands = [[str(a) for a in args] for args in commands]
-    world = {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(local_world_size)}
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    world = {
+        "WORLD_SIZE": str(len(commands)),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     envs = [
-        {**env, **world, **store, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
+        {**env, **world, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
         for rank in range(len(commands))
     ]
+    commands = [[str(a) for a in args] for args in commands]
     found = warm.run_all(commands, envs, ROOT, b"", timeout)
     return [(code, out.decode(), err.decode()) for code, out, err in found]
 
@@ -126,25 +136,31 @@ def torchrun(
     return subprocess.CompletedProcess(args, code, out, err)
 
 
+def folders(run: Path) -> list:
+    """Return the flags for the folders of a run in the folder `run`."""
+    return ["--checkpoint_dir", run / "checkpoints", "--log_dir", run / "logs"]
+
+
 def train_args(data: Path, run: Path, steps: int, *extra: object) -> list:
-    """The command line of a small training run in the folder `run`."""
-    folders = ["--checkpoint_dir", run / "checkpoints", "--log_dir", run / "logs"]
-    return ["train.py", "--data_dir", data, *folders, "--max_steps", steps, *SMALL, *extra]
+    """Return the command line of a small training run in the folder `run`."""
+    return ["train.py", "--data_dir", data, *folders(run), "--max_steps", steps, *SMALL, *extra]
 
 
-def start(*args: object, fork: bool = True) -> subprocess.Popen | warm.Script:
-    """Start a script in a process group of its own, to be killed."""
+def start(
+    *args: object, fork: bool = True, log: Path | str = os.devnull
+) -> subprocess.Popen | warm.Script:
+    """Start a script in a process group of its own, to be killed; its output goes to `log`."""
     args = [str(a) for a in args]
-    with open(os.devnull, "r+b") as null:
+    with open(log, "w+b") as out:
         if fork and can_fork(args, environment()):
-            return warm.Script(args, ROOT, environment(), null, null, null)
-        command, streams = [sys.executable, *args], {"stdout": null, "stderr": null}
+            return warm.Script(args, ROOT, environment(), out, out, out)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
         options = {"cwd": ROOT, "env": environment(), "start_new_session": True}
-        return subprocess.Popen(command, **streams, **options)
+        return subprocess.Popen([sys.executable, *args], **streams, **options)
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to a process and all it started; torchrun's processes have groups of their own."""
+    """SIGKILL a process and all it started; torchrun's processes have groups of their own."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     started = children.read_text().split() if children.exists() else []
     for group in (process.pid, *map(int, started)):
@@ -153,6 +169,10 @@ def kill(process: subprocess.Popen) -> None:
         except ProcessLookupError:
             pass
     process.wait()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tests make their tensors, as cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -189,7 +209,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def documents() -> list[str]:
-    """600 fixed documents of made-up sentences, the same on every machine."""
+    """Return 600 fixed documents of made-up sentences, the same on every machine."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgilmnoprstu", k=rng.randint(2, 7))) for _ in range(150)]
 
@@ -213,9 +233,7 @@ def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     for i in range(5):
         rows = [json.dumps({"text": text}) + "\n" for text in documents()[120 * i : 120 * (i + 1)]]
-        (folder / f"{i}.jsonl").write_text("".join(rows))
-    (folder / "2.txt").write_text((folder / "2.jsonl").read_text())
-    (folder / "2.jsonl").unlink()
+        (folder / f"{i}.{'txt' if i == 2 else 'jsonl'}").write_text("".join(rows))
     return folder
 
 
@@ -234,29 +252,42 @@ def shards(corpus, tmp_path_factory) -> Path:
 def trained(shards, tmp_path_factory) -> Path:
     """A folder with a run of 20 steps: checkpoints/ and logs/."""
     run = tmp_path_factory.mktemp("trained")
-    script(*train_args(shards, run, 20, "--save_every", 10))
+    script(*train_args(shards, run, 20, "--save_every", 10), fork=False)
     return run
 
 
 def losses(run: Path, split: str = "train") -> dict[int, float]:
-    """Loss by step of a run, as the project's own reader gives them."""
-    from utils.log_files import read_metrics
+    """Return the loss by step of a run, as the project's own reader gives them."""
+    from utils.logger import read_metrics
 
     return {row["step"]: row["loss"] for row in read_metrics(run / "logs")[split]}
 
 
+def gap(run: Path, other: Path) -> float:
+    """Return the largest difference of two runs' losses at the steps of the first."""
+    found, expected = losses(run), losses(other)
+    assert set(found) <= set(expected) and len(found) >= 5
+    return max(abs(found[step] - expected[step]) for step in found)
+
+
 def weights(run: Path, name: str = "model_last.pt") -> dict:
-    """The float32 weights of a run's checkpoint."""
+    """Return the float32 weights of a run's checkpoint."""
     from training.checkpoint import join_float32, load_checkpoint
 
     state = load_checkpoint(run / "checkpoints" / name)
     return {k: join_float32(v, state["model_low"][k]) for k, v in state["model"].items()}
 
 
+def same_run(a: Path, b: Path) -> bool:
+    """Return whether two runs have the same losses and end with the same weights, to the bit."""
+    (first, second), equal = (weights(a), weights(b)), losses(a) == losses(b)
+    return equal and all(first[name].equal(second[name]) for name in second)
+
+
 def run_until(
     process: subprocess.Popen, condition: Callable[[], bool], timeout: float = 120
 ) -> None:
-    """Waits for a condition, which must come before the process ends."""
+    """Wait for a condition, which must come before the process ends."""
     began = time.monotonic()
     while not condition() and time.monotonic() - began < timeout:
         assert process.poll() is None, "ended before it was stopped"
@@ -264,10 +295,6 @@ def run_until(
 
 
 def rows_written(run: Path) -> int:
-    """Rows of training in a run's log."""
+    """Return the rows of training in a run's log."""
     path = run / "logs" / "metrics.jsonl"
     return path.read_text().count('"train"') if path.exists() else 0
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where tests make their tensors, as cuda")

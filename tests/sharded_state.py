@@ -1,5 +1,5 @@
 """Under torchrun: how many bytes of parameters, gradients and optimizer state this process holds
-for each --sharding, and what a step under it gives; rank 0 prints them as JSON."""
+for each --sharding, and the gradient norm of a step; rank 0 prints them as JSON."""
 
 import json
 import os
@@ -8,10 +8,10 @@ import sys
 import torch
 from torch.distributed.tensor import DTensor
 
-from config import TrainConfig
-from model import cpu
+from config import Recipe, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.replace import for_training
 from training import parallel
 from training.optim import make_optimizers
 from utils import distributed
@@ -31,7 +31,7 @@ def measure(process, sharding):
     model = GPT(CONFIG)
     whole = held(model.parameters())
     wrapped = parallel.wrap(model, process, sharding, torch.float32)
-    (optimizer,) = make_optimizers(model, TrainConfig())
+    (optimizer,) = make_optimizers(model, TrainConfig(), Recipe())
     x = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(1))
     x = x.chunk(process.world_size)[process.rank]
     for number, part in enumerate(x.chunk(2)):
@@ -52,7 +52,7 @@ def measure(process, sharding):
 
 def residual_dtype(process, sharding):
     """Return the dtype that the second LayerNorm of a block reads where matmuls are in bfloat16."""
-    model, seen = cpu.for_training(GPT(CONFIG)), []
+    model, seen = for_training(GPT(CONFIG), process.device), []
     wrapped = parallel.wrap(model, process, sharding, torch.bfloat16)
     model.transformer.h[1].ln_2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     x = torch.zeros(2, 16, dtype=torch.long)

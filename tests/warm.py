@@ -96,6 +96,8 @@ def run_script(args: list[str], cwd: str, env: dict, streams: list[int]) -> NoRe
     sys.path[1:1] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.argv = args
     sys.modules["__main__"] = main = types.ModuleType("__main__")
+    if os.path.basename(path) in ("train.py", "finetune.py"):  # drawing takes longer than the run
+        sys.modules["matplotlib"] = None
     main.__file__ = path
     code = 0
     try:

@@ -1,21 +1,18 @@
-"""Options as people know them from elsewhere, and as files hold them."""
+"""Options are flags, wherever they come from; the last one wins."""
 
 import json
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, losses, script, train_args
-from training.options import NANOGPT_OPTIONS, read_config_file
-from training.resume import check_saved_min_lr, length_warnings, resume_warnings
+from conftest import ROOT, bad, folders, losses, script, train_args
 
-from config import TrainConfig
-from data.loader import Sequences, TokenStream
-from training import options
+import config as config_py
+from config import RECIPES, TrainConfig
+from training import run
 from training.checkpoint import load_checkpoint
-from utils.cli import given_options
-from utils.devices import pick_dtype
-from utils.errors import UserError
+from training.run import read_options, resolve
+from utils.cli import parse, to_flags
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -31,123 +28,94 @@ device = "cpu"
 """
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--learning_rate=1e-3", "--max_lr is the learning rate"),
-        ("--batch_size", "--micro_batch_size is"),
-        ("--eval_only=True", "evaluate.py --tasks val"),
-        ("--init_from=resume", "--resume auto continues a run"),
-        ("--compile=False", "--use_torch_compile compiles"),
-        ("--use_torch_compile=False", "--use_torch_compile takes no value"),
-        ("--out-dir=x", "give --checkpoint_dir and --log_dir"),
-    ],
-)
-def test_habits_of_nanogpt_get_the_right_flag(flag, message):
-    done = script("train.py", flag, code=2)
-    assert message in done.stderr and "Traceback" not in done.stderr
-
-
-def test_no_option_of_nanogpt_is_called_as_one_of_ours():
-    assert not NANOGPT_OPTIONS.keys() & TrainConfig.__dataclass_fields__.keys()
-    table = (ROOT / "docs" / "NANOGPT.md").read_text()
-    assert all(f"`{name}`" in table for name in NANOGPT_OPTIONS)
+def logged(run):
+    return json.loads((run / "logs/config.json").read_text())["config"]
 
 
 def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
     (tmp_path / "my.toml").write_text(SMALL_FILE)
-    folders = train_args(shards, tmp_path, 6)[1:7]
-    script("train.py", "--config", tmp_path / "my.toml", *folders, "--max_steps", 6, "--seed", 3)
-    saved = json.loads((tmp_path / "logs/config.json").read_text())["train_config"]
-    assert (saved["n_embd"], saved["max_lr"], saved["seed"], saved["config"]) == (
-        32,
-        3e-3,
-        3,
-        str(tmp_path / "my.toml"),
-    )
+    args = ["train.py", "--config", tmp_path / "my.toml", "--data_dir", shards, *folders(tmp_path)]
+    script(*args, "--max_steps", 6, "--seed", 3)
+    found = logged(tmp_path)
+    assert (found["n_embd"], found["max_lr"], found["seed"]) == (32, 3e-3, 3)
     # the run's own config.json gives the same run again, in other folders
-    again = train_args(shards, tmp_path / "again", 6)[3:7]
+    again = folders(tmp_path / "again")
     script("train.py", "--config", tmp_path / "logs/config.json", *again)
     assert losses(tmp_path / "again") == losses(tmp_path)
     # resumed, the file stands between command line and checkpoint
     (tmp_path / "my.toml").write_text(SMALL_FILE + "weight_decay = 0.3\n")
-    last = ["--resume", "auto", "--max_steps", 7]
-    script("train.py", "--config", tmp_path / "my.toml", *folders, *last)
-    saved = json.loads((tmp_path / "logs/config.json").read_text())["train_config"]
-    assert (saved["weight_decay"], saved["seed"], max(losses(tmp_path))) == (0.3, 3, 7)
+    script(*args, "--resume", "auto", "--max_steps", 7)
+    found = logged(tmp_path)
+    assert (found["weight_decay"], found["seed"], max(losses(tmp_path))) == (0.3, 3, 7)
+
+
+def test_options_that_are_not_given_come_from_the_checkpoint(shards, tmp_path):
+    script(*train_args(shards, tmp_path, 4, "--sample_every", 2, "--save_every", 3))
+    script("train.py", "--resume", tmp_path, "--max_steps", 6)
+    assert sorted(losses(tmp_path)) == list(range(1, 7))
+    saved = load_checkpoint(tmp_path / "checkpoints/model_last.pt")["config"]
+    assert (saved["n_embd"], saved["sample_every"], saved["save_every"]) == (32, 2, 3)
+    assert not {"resume", "overwrite", "config", "dry_run"} & set(saved)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message"),
     [
-        ("learning_rate = 1", "no option learning_rate: --max_lr"),
-        ("n_layers = 2", "did you mean n_layer"),
-        ("n_layer = two", "neither TOML"),
-        ("n_layer = 'two'", "n_layer = 'two' is of a wrong type"),
-        ("data_dir = ''", 'data_dir = "" has no value; give one, or leave it out'),
+        ("a.toml", "n_layers = 2", "n_layer"),
+        ("a.toml", "n_layer = two", "a.toml is no .toml and no run's config.json"),
+        ("a.toml", "n_layer = 'two'", "two"),
+        ("config.json", "{}", "config.json is no .toml and no run's config.json"),
+        ("none.toml", None, "none.toml is no .toml and no run's config.json: No such file"),
     ],
 )
-def test_a_file_with_a_wrong_option_is_named(tmp_path, text, message):
-    path = tmp_path / "a.toml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        TrainConfig.from_dict(read_config_file(path))
-    assert "cannot be read" in script("train.py", "--config", tmp_path / "b.toml", code=2).stderr
+def test_a_file_with_a_wrong_option_is_named(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    bad(["train.py", "--dry_run", "--config", tmp_path / name], message)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
-def test_the_worked_files_are_valid(path: Path):
-    config = TrainConfig.from_dict(read_config_file(path))
-    config.check()
+def test_the_worked_files_are_valid(path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(path), "--device", "cpu"])
+    config, _ = resolve(TrainConfig, "train.py")
     world = {"gpt2-124M.toml": 8, "gpt2-1558M.toml": 32}.get(path.name, 1)
     assert config.sequences_per_step(world) % (config.micro_batch_size * world) == 0
-    script("train.py", "--config", path, "--dry_run", "--device", "cpu")
+    assert set(read_options(path)) <= set(TrainConfig.__dataclass_fields__)
 
 
-def test_warmup_follows_the_length_of_the_run_and_one_that_is_too_long_is_named():
-    assert TrainConfig().resolved_warmup == 715
-    assert TrainConfig(max_steps=500).resolved_warmup == 50
-    long = TrainConfig(max_steps=500, warmup_steps=715)
-    (warning,) = length_warnings(long, 16)
-    assert "--warmup_steps 715" in warning and "give 50 or less" in warning
-    assert length_warnings(TrainConfig(max_steps=500), 16) == []
-    assert TrainConfig(max_steps=500).to_dict()["warmup_steps"] == 50  # a longer resume keeps it
+def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
+    saved = TrainConfig(recipe="modern", max_lr=0.02).to_dict()
+    model = RECIPES["modern"].model | {"qk_norm": False}
+    later = replace(RECIPES["modern"], model=model, max_lr=1.0, momentum=0.5)
+    monkeypatch.setitem(config_py.RECIPES, "modern", later)
+    again = parse(TrainConfig, to_flags(saved))
+    recipe = again.parsed_recipe
+    assert recipe.model["qk_norm"] and recipe.momentum == 0.9 and again.max_lr == 0.02
+    assert again.to_dict() == saved
 
 
 @pytest.mark.parametrize(
-    ("device", "args", "file", "expected"),
+    ("device", "args", "expected"),
     [
-        ("cpu", [], {}, False),
-        ("cuda", [], {}, True),
-        ("h100", ["--dry_run"], {}, True),
-        ("cuda", ["--no_use_torch_compile"], {}, False),
-        ("cuda", ["--no-use-torch-compile"], {}, False),
-        ("cpu", ["--use_torch_compile"], {}, True),
-        ("cuda", [], {"use_torch_compile": False}, False),
-        ("cpu", ["--config", "gpu.toml"], {"use_torch_compile": True}, True),
+        ("cpu", [], False),
+        ("cuda", [], True),
+        ("h100", ["--dry_run"], True),
+        ("cuda", ["--no_use_torch_compile"], False),
+        ("cpu", ["--use_torch_compile"], True),
+        ("cuda", ["--config", "off.toml"], False),
     ],
 )
-def test_training_compiles_on_cuda_unless_told_otherwise(monkeypatch, device, args, file, expected):
-    monkeypatch.setattr(options, "pick_device", torch.device)
-    given = file.get("use_torch_compile", "--use_torch_compile" in args)
-    config = TrainConfig(device=device, use_torch_compile=given)
-    assert options.should_compile(config, {*file, *given_options(args)}) == expected
+def test_training_compiles_on_cuda_unless_told_otherwise(
+    tmp_path, monkeypatch, device, args, expected
+):
+    (tmp_path / "off.toml").write_text("use_torch_compile = false")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "pick_device", torch.device)
+    monkeypatch.setattr("sys.argv", ["train.py", "--device", device, *args])
+    assert resolve(TrainConfig, "train.py")[0].use_torch_compile == expected
 
 
-def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch):
-    cpu, mps = torch.device("cpu"), torch.device("mps")
-    for found, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda found=found: found)
-        assert pick_dtype("auto", cpu) is dtype and pick_dtype("auto", mps) is torch.float32
-        assert pick_dtype("float32", cpu) is torch.float32
-
-
-def test_options_that_a_resumed_run_did_not_give_are_told_from_those_it_gave(shards, trained):
-    with pytest.raises(UserError, match="--min_lr 0.001 of the checkpoint .* give --min_lr as w"):
-        check_saved_min_lr(TrainConfig(min_lr=1e-3, max_lr=1e-4))
-    check_saved_min_lr(TrainConfig(max_lr=1e-4))
-    saved = load_checkpoint(trained / "checkpoints/model_last.pt")
-    config = TrainConfig.from_dict({**saved["train_config"], "max_lr": 0.002, "grad_clip": 1.0})
-    val = Sequences(TokenStream(shards, "val"), 32)
-    notes = resume_warnings(config, saved, TokenStream(shards, "train"), val)
-    assert notes == ["note: --max_lr was 0.003 and is 0.002"]
+def test_the_checkpoint_of_another_script_is_not_resumed(trained, tmp_path):
+    state = load_checkpoint(trained / "checkpoints/model_last.pt")
+    torch.save({**state, "script": "finetune.py"}, tmp_path / "a.pt")
+    bad(["train.py", "--resume", tmp_path / "a.pt"], "is of finetune.py: begin from it by --init")

@@ -1,0 +1,202 @@
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import bad, environment, script
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from config import TrainConfig, parse_recipe
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.replace import for_training
+from training.optim import make_optimizers
+from training.plan import Hardware, choose_micro_batch, forecast_memory, halve_until_it_fits
+from utils.devices import autocast
+from utils.distributed import Process
+from utils.errors import UserError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+RECIPES = ("gpt2", "modern", "speedrun", "llama", "llama,n_kv_head=2,n_inner=100")
+
+
+def need(recipe="gpt2", accumulation=2, world_size=1, nodes=1, **changes):
+    """Return the forecast of a small model on GPUs."""
+    shape = GPTConfig(n_layer=4, n_head=4, **parse_recipe(recipe).shape(256, 256, 300))
+    tokens = 16 * 256 * accumulation * world_size
+    run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
+    hardware = Hardware(GPU, torch.bfloat16, 0, world_size, nodes)
+    return forecast_memory(TrainConfig(recipe=recipe, **run), shape, hardware)
+
+
+class Allocations(TorchDispatchMode):
+    """Weak references to the storages of all tensors computed inside, with their bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in filter(torch.is_tensor, tree_leaves(out)):
+            storage = StorageWeakRef(x.untyped_storage())
+            self.made[storage.cdata] = storage, x.untyped_storage().nbytes()
+        return out
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "cheap", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activations_are_about_what_autograd_keeps(recipe, dtype, checkpointing):
+    shape = GPTConfig(n_layer=6, n_head=4, **parse_recipe(recipe).shape(128, 512, 256))
+    model, idx = GPT(shape), torch.randint(0, 256, (2, 512))
+    for_training(model, CPU, checkpointing)
+    run = {"micro_batch_size": 2, "block_size": 512, "total_batch_size": 1024}
+    config = TrainConfig(activation_checkpointing=checkpointing, **run)
+    parts = forecast_memory(config, shape, Hardware(CPU, dtype, 0, 1))
+    head = 4 * (256 + 1024) * 128  # gradients of the head, another part of the forecast
+    cast = parts["weights cast or gathered for compute"]
+    own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
+    with Allocations() as allocations, autocast(CPU, dtype, keep_weights=False):
+        nats = model(idx, idx)
+    assert nats.requires_grad  # what autograd saves lives as long as the loss
+    made = allocations.made.items()
+    alive = sum(n for key, (storage, n) in made if key not in own and not storage.expired())
+    found = alive - head - cast
+    assert found == pytest.approx(parts["activations"], rel=0.06)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(recipe, optimizer):
+    name = f"{recipe},optimizer={optimizer},normuon=0"
+    config, parts = TrainConfig(recipe=name), need(name)
+    model = GPT(GPTConfig(n_layer=4, n_head=4, **config.parsed_recipe.shape(256, 256, 300)))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizers = make_optimizers(model, config, config.parsed_recipe)
+    for made in optimizers:
+        made.step()
+    weights = list(model.parameters())
+    states = [s for made in optimizers for s in made.state.values()]
+    moments = [v for s in states for v in s.values() if v.dim()]
+    assert parts["weights"] == sum(p.nbytes for p in weights)
+    assert parts["gradients"] == sum(p.grad.nbytes for p in weights)
+    assert parts["optimizer"] == sum(v.nbytes for v in moments)
+
+
+def test_each_sharding_divides_its_part_of_the_state():
+    whole, (zero1, zero2, zero3) = (
+        need(),
+        (need(sharding=name, world_size=8) for name in ("zero1", "zero2", "zero3")),
+    )
+    for divided in (zero1, zero2, zero3):
+        assert divided["weights"] == whole["weights"] // 8
+        assert divided["optimizer"] == whole["optimizer"] // 8
+    assert zero1["gradients"] == whole["gradients"] == 4 * (whole["weights"] // 4)
+    assert zero2["gradients"] == zero3["gradients"] == whole["gradients"] // 8
+    cast = "weights cast or gathered for compute"
+    assert zero3[cast] < zero2[cast] == zero1[cast]
+    one = need(sharding="zero1", world_size=8, accumulation=1)
+    assert one["gradients"] < zero1["gradients"]
+    replicated = need(sharding="zero2", world_size=64, nodes=8)
+    assert replicated["weights"] == zero2["weights"]  # machines are replicas
+    assert need(sharding="zero2", world_size=16)["weights"] == whole["weights"] // 16
+    assert need(sharding="zero3") == whole  # one process
+
+
+def dry_run(*args, device="cpu"):
+    """Return the output of a dry run, its figures in GB by name, and their sum."""
+    out = script("train.py", "--dry_run", "--device", device, *args).stdout
+    rows = {name: float(value) for value, name in re.findall(r"^ +([\d.]+)  (.+)$", out, re.M)}
+    (total,) = (rows.pop(name) for name in list(rows) if name.startswith("in all"))
+    return out, rows, total
+
+
+def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
+    out, parts, total = dry_run("--data_dir", tmp_path, "--activation_checkpointing", "block")
+    assert "124,439,808 parameters; 19,073 steps" in out and "x 1024 tokens x 1 on cpu" in out
+    assert total == pytest.approx(sum(parts.values()), abs=0.1)
+    assert "40% MFU of 989 TFLOP/s and 2.50 $ per GPU hour" in out
+    assert f"\ndata_dir: {tmp_path}\n" in out  # train.sh reads this line
+    assert out.endswith("\nThis was a dry run: nothing was trained or written.\n")
+    assert not list(tmp_path.iterdir())
+    second = {**environment(), "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    assert script("train.py", "--dry_run", "--device", "cpu", env=second).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "memory", "peak"), [("h100", "H100", 80, 989), ("rtx4090", "4090", 24, 165)]
+)
+def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(tmp_path, device, name, memory, peak):
+    args = ("--data_dir", tmp_path, "--max_steps", 1000, "--model_type", "gpt2-large")
+    out, parts, total = dry_run(*args, "--micro_batch_size", 16, device=device)
+    assert re.search(rf" on .*{name}, torch.bfloat16\n", out) and "data_dir:" not in out
+    fits = "fits" if total < 0.9 * memory else "does not fit"
+    assert f"in all: {fits} {memory:.2f} GB\n" in out and (fits == "fits") == (device == "h100")
+    flops, hours = (float(re.search(text, out)[1]) for text in (r"(\S+) FLOPs", r"(\S+) hours"))
+    assert hours == pytest.approx(flops / (0.4 * peak * 1e12) / 3600, rel=0.01)
+    assert f"40% MFU of {peak:,.0f} TFLOP/s" in out
+    out, _, total = dry_run(*args, "--micro_batch_size", "auto", device=device)
+    chosen = int(re.search(r"--micro_batch_size auto: (\d+), by forecast", out)[1])
+    assert f"by forecast {total:.2f} GB of {memory:.2f} GB free" in out and "in all: fits" in out
+    assert f" micro-steps x {chosen} sequences" in out
+
+
+def test_a_gpu_by_name_is_for_dry_runs_alone():
+    bad(["train.py", "--device", "h100"], "--device h100 is for --dry_run")
+
+
+@pytest.mark.parametrize(("world", "local", "nodes"), [(16, None, 2), (16, 4, 4), (4, 1, 1)])
+def test_a_dry_run_shards_within_machines_as_the_run_would(monkeypatch, world, local, nodes):
+    """Without LOCAL_WORLD_SIZE a machine is taken to have eight GPUs; one process each is none."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    hardware = Hardware.of(TrainConfig(device="h100", dry_run=True))
+    assert (hardware.world_size, hardware.nodes, hardware.free) == (world, nodes, 80 * 10**9)
+
+
+def test_the_largest_micro_batch_is_the_last_within_the_forecast():
+    options = TrainConfig(total_batch_size=48 * 1024, micro_batch_size="auto")
+    shape = options.model_config(50257)
+
+    def choose(gigabytes, processes=1, before=None, **changes):
+        saved = {"config": {"micro_batch_size": before}} if before else None
+        config = replace(options, **changes)
+        hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes)
+        choose_micro_batch(config, saved, shape, hardware)
+        taken = sum(forecast_memory(config, shape, hardware).values())
+        assert before or taken <= 0.9e9 * gigabytes
+        return config.micro_batch_size
+
+    found = [choose(size) for size in (4, 8, 16, 80)]
+    assert found == sorted(set(found)) and found[-1] == 48
+    assert all(48 % size == 0 for size in found)
+    assert choose(8, activation_checkpointing="block") > found[1]
+    assert choose(80, processes=4) == 12
+    assert choose(80, before=16) == 16  # a resumed run keeps its own
+    with pytest.raises(UserError, match="one sequence needs .* GB, but a process has 1.00 GB"):
+        choose(1)
+
+
+def test_the_micro_batch_is_halved_until_it_fits(capsys):
+    class Full(GPT):
+        def forward(self, idx, targets=None):
+            if len(idx) > room:
+                raise torch.OutOfMemoryError("no memory")
+            return super().forward(idx, targets)
+
+    config = TrainConfig(micro_batch_size=8, block_size=16)
+    model = Full(GPTConfig(16, 257, 1, 1, 8))
+    alone, room = Process(0, 0, 1, CPU), 3
+    halve_until_it_fits(config, model, alone, torch.float32)
+    assert config.micro_batch_size == 2
+    assert "out of memory: --micro_batch_size 2" in capsys.readouterr().out
+    assert all(p.grad is None for p in model.parameters())
+    room = 0
+    with pytest.raises(UserError, match="out of memory: see --activation_checkpointing"):
+        halve_until_it_fits(config, model, alone, torch.float32)
