@@ -85,7 +85,7 @@ def bad(args: list, message: str, run: Path | None = None) -> None:
     written and nothing lost."""
 
     def files() -> dict:
-        return {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} if run else {}
+        return {p: p.read_bytes() for p in run.rglob("[!.]*") if p.is_file()} if run else {}
 
     before = files()
     done = script(*args, code=2)

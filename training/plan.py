@@ -18,8 +18,8 @@ from model.empty import empty_gpt
 from model.gpt import GPT
 from training.checkpoint import open_model
 from training.optim import MOMENTS
-from utils import distributed
 from utils.devices import autocast, pick_device, pick_dtype
+from utils.distributed import Process, free_memory, launched, num_nodes
 from utils.errors import UserError
 from utils.gpus import GPU, NAMED_GPUS
 from utils.throughput import peak_flops
@@ -50,9 +50,9 @@ class Hardware:
             dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         else:
             device = pick_device(config.device)
-            dtype, free = pick_dtype(config.dtype, device), distributed.free_memory(device)
-        nodes = distributed.num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
-        return cls(device, dtype, free, distributed.launched("WORLD_SIZE", 1), nodes, gpu)
+            dtype, free = pick_dtype(config.dtype, device), free_memory(device)
+        nodes = num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
+        return cls(device, dtype, free, launched("WORLD_SIZE", 1), nodes, gpu)
 
 
 def block_activations(shape: GPTConfig, e: int, checkpointing: str) -> int:
@@ -130,17 +130,23 @@ def choose_micro_batch(
 
 
 def resolve_micro_batch(
-    config: TrainConfig, saved: dict | None, model: GPT, process: distributed.Process
+    config: TrainConfig, saved: dict | None, model: GPT, process: Process
 ) -> None:
     """Replace --micro_batch_size auto by what choose_micro_batch takes, on a GPU halved until
     forward and backward fit on every process."""
-    if config.micro_batch_size != "auto":
-        return
-    hardware = Hardware.of(config)
-    hardware = replace(hardware, free=process.min(hardware.free))
-    process.print(choose_micro_batch(config, saved, model.config, hardware))
-    device, probes = process.device, process.device.type == "cuda" and config.sharding == "none"
-    while probes and not process.all_agree(fits_memory(config, model, device, hardware.dtype)):
+    if config.micro_batch_size == "auto":
+        hardware = Hardware.of(config)
+        hardware = replace(hardware, free=process.min(hardware.free))
+        process.print(choose_micro_batch(config, saved, model.config, hardware))
+        if process.device.type == "cuda" and config.sharding == "none":
+            halve_until_it_fits(config, model, process, hardware.dtype)
+
+
+def halve_until_it_fits(
+    config: TrainConfig, model: GPT, process: Process, dtype: torch.dtype
+) -> None:
+    """Halve the micro-batch until forward and backward fit the memory of every process."""
+    while not process.all_agree(fits_memory(config, model, process.device, dtype)):
         if config.micro_batch_size % 2:
             raise UserError("out of memory: see --activation_checkpointing and --sharding")
         config.micro_batch_size //= 2

@@ -156,9 +156,9 @@ class Run:
         problem: Exception | None = None
         if process.is_main:
             try:
-                check_folders(config, saved)
                 for folder in {config.checkpoint_dir, config.log_dir}:
                     lock_folder(folder, "writing to")
+                check_folders(config, saved)
             except (OSError, UserError) as error:
                 problem = error
         if not process.all_agree(problem is None):

@@ -15,11 +15,10 @@ def test_a_second_run_in_the_same_folders_is_refused_and_a_dead_one_blocks_nobod
     process = start(*args)
     run_until(process, lambda: rows_written(tmp_path) >= 6)
     elsewhere = tmp_path / "elsewhere"
-    bad(args, "of another run")
-    bad([*args, "--resume", "auto"], "another process is writing to")
-    bad([*args, "--overwrite"], "another process is writing to")
-    bad([*args, "--overwrite", "--log_dir", elsewhere], "another process is writing to")
-    bad([*args, "--overwrite", "--checkpoint_dir", elsewhere], "another process is writing to")
+    for flags in ([], ["--resume", "auto"], ["--overwrite"]):
+        bad([*args, *flags], "another process is writing to")
+    for folder in ("--log_dir", "--checkpoint_dir"):
+        bad([*args, "--overwrite", folder, elsewhere], "another process is writing to")
     kill(process)
     script(*args, "--resume", "auto", "--max_steps", 300)  # its lock died with it
     assert max(losses(tmp_path)) == 300
