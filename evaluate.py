@@ -29,6 +29,7 @@ from evaluation.table import format_table
 from evaluation.tasks import TASKS, Result, TaskScores
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
+from finetuning.examples import TextEncoder
 from model.replace import for_inference
 from training.checkpoint import open_model
 from utils import distributed
@@ -126,8 +127,10 @@ def open_task(
         rows = read_on_all(partial(task.read, path), scorer.process)[: config.limit]
         protocols = [p for p in task.protocols if p in config.protocols] or task.protocols
         return lambda scorer: task.score(rows, scorer.score, protocols)
-    setup = (scorer.tokenizer, scorer.model.config.block_size, scorer.process, scorer.dtype)
-    questions = Questions(Path(name), *setup, config)
+    encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
+    sizes = (config.max_new_tokens, config.batch_size)
+    questions = Questions(Path(name), encoder, scorer.process, scorer.dtype, *sizes)
+    questions.examples = questions.examples[: config.limit]
     sampling = {key: getattr(config, key) for key in ("num_samples", "temperature", "seed")}
     return lambda scorer: questions.score(scorer.model, **sampling, progress=scorer.progress)
 

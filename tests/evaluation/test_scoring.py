@@ -28,8 +28,8 @@ ITEMS = [
 @pytest.fixture(scope="module")
 def scorer(request):
     torch.manual_seed(0)
-    fields = parse_recipe(getattr(request, "param", "gpt2")).shape(64, 257)
-    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields))
+    shape = parse_recipe(getattr(request, "param", "gpt2")).shape(32, 128, 257)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
     return Scorer(model.eval(), load_tokenizer("bytes"), ALONE, torch.float32, 16)
