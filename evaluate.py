@@ -13,7 +13,7 @@ neither on the batch size nor on the number of processes.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.periodic import read_on_all
 from evaluation.scoring import Scorer
 from evaluation.table import format_table
-from evaluation.tasks import TASKS, Result, TaskScores
+from evaluation.tasks import Result, TaskScores, find_tasks
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder
@@ -36,6 +36,8 @@ from utils import distributed
 from utils.cli import run
 from utils.devices import pick_dtype
 from utils.errors import UserError, did_you_mean
+
+TASKS = find_tasks()
 
 
 @dataclass
@@ -159,7 +161,7 @@ def main(config: EvalConfig) -> None:
     if process.is_main:
         about = {key: saved[key] for key in ("run_id", "step") if key in saved}
         about |= {"model": name, "dtype": str(dtype).removeprefix("torch.")}
-        about |= {"results": [asdict(result) for result in results]}
+        about |= {"results": [result._asdict() for result in results]}
         config.out.write_text(json.dumps(about, indent=1))
         if config.dump:
             config.dump.write_text("".join(f"{json.dumps(example)}\n" for example in examples))

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, NullLocator, ScalarFormatter
 
 from data.tokenizer import GPT2Tokenizer
-from evaluation.tasks import TASKS, VALIDATION, Published
+from evaluation.tasks import VALIDATION, Published, find_tasks
 from utils.errors import UserError
 from utils.files import atomic_write
 from utils.logger import read_metrics
@@ -24,6 +24,7 @@ Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 AXIS_LABELS = {"step": "step", "tokens": "training tokens", "hours": "hours of training steps"}
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 DASHES = ((6, 3), (1, 2), (6, 2, 1, 2), (3, 1))
+TASKS = find_tasks()
 MARKS = dict(zip(TASKS, cycle(zip("os^D", DASHES, strict=True)), strict=False))  # for each task
 
 

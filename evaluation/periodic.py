@@ -12,7 +12,7 @@ from config import TrainConfig
 from data.loader import Sequences
 from data.tokenizer import load_tokenizer
 from evaluation.scoring import Scorer
-from evaluation.tasks import TASKS
+from evaluation.tasks import find_tasks
 from model.generate import Sampling, complete
 from model.gpt import GPT
 from utils.devices import autocast
@@ -68,7 +68,7 @@ class Evaluator:
             process.print(f"{error}; so there are no samples, benchmarks and bits per byte")
         self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
         self.rows = {}  # by name of a benchmark
-        for name, task in TASKS.items() if tokenizer else ():
+        for name, task in find_tasks().items() if tokenizer else ():
             if getattr(config, f"{name}_every", 0):
                 path = getattr(config, f"{name}_data")
                 rows = read_on_all(partial(task.read, path), process)
@@ -96,8 +96,8 @@ class Evaluator:
         for name, rows in self.rows.items():
             if self.due(step, name):
                 with self.uncompiled():
-                    first = TASKS[name].protocols[:1]
-                    results, _ = TASKS[name].score(rows, self.scorer.score, first)
+                    task = find_tasks()[name]
+                    results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
                 yield name, {"n": results[0].n} | {r.metric: r.value for r in results}
 
     def sample(self, step: int) -> str | None:

@@ -7,8 +7,9 @@ attention mask hides the continuations from each other. The head runs at scored 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,27 +28,20 @@ from utils.errors import UserError
 SLICE_BYTES = {"cpu": 2**24, "cuda": 2**29}  # float32 logits of a slice of the vocabulary
 
 
-@dataclass(frozen=True)
-class PackedItem:
+class PackedItem(NamedTuple):
     """Token ids of a context and of the continuations that share it in one row of a batch."""
 
-    item: int
-    first: int  # index of choices[0] among the choices of the item
+    first: int  # index of choices[0] among the continuations of all items
     context: list[int]
     choices: list[list[int]]
-
-    @property
-    def length(self) -> int:
-        """Tokens, rounded up to a multiple of 8 so that few different shapes occur."""
-        tokens = len(self.context) + sum(len(choice) - 1 for choice in self.choices)
-        return -(-tokens // 8) * 8
+    length: int  # tokens, rounded up to a multiple of 8 so that few different shapes occur
 
 
 def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[PackedItem]:
     """Return the tokenised items as rows. If a context and a continuation together exceed the block
     size, the context loses its start (as in lm-eval), and each continuation gets its own row."""
-    rows = []
-    for number, item in enumerate(items):
+    rows, first = [], 0
+    for item in items:
         text = item.context.rstrip()
         space = item.context[len(text) :]
         context = tokenizer.encode(text).tolist() or [tokenizer.eot]
@@ -56,18 +50,18 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
         if longest > block_size:
             raise UserError(f"a continuation has {longest} tokens, the context {block_size}")
         fits = len(context) + longest - 1 <= block_size
-        for n, group in enumerate([choices] if fits else [[choice] for choice in choices]):
-            room = block_size + 1 - max(map(len, group))
-            rows.append(PackedItem(number, n, context[-room:], group))
+        for group in [choices] if fits else [[choice] for choice in choices]:
+            end = context[-(block_size + 1 - max(map(len, group))) :]
+            length = len(end) + sum(len(choice) - 1 for choice in group)
+            rows.append(PackedItem(first, end, group, -(-length // 8) * 8))
+            first += len(group)
     return rows
 
 
-def to_tensors(
-    rows: list[PackedItem], with_context: bool
-) -> tuple[Tensor, Tensor, Tensor | None, list[tuple]]:
-    """Return token ids (B, T), positions (B, T), mask (B, 1, T, T), and spans of tokens to predict:
-    those of each continuation and, with the context, before them those after its first. A span is a
-    row, the columns whose outputs predict its tokens, and these.
+def to_tensors(rows: list[PackedItem], with_context: bool) -> tuple:
+    """Return token ids (B, T), positions (B, T), mask (B, 1, T, T), and spans of tokens to predict,
+    each a list of row, column whose output predicts the token, and token: for each row the span of
+    its context, empty unless `with_context`, and those of its continuations.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row; the last token of a
     continuation is never an input:
@@ -84,13 +78,14 @@ def to_tensors(
     for b, row in enumerate(rows):
         end = len(row.context)
         idx[b, :end], positions[b, :end], part[b, :end] = row.context, range(end), 0
-        if with_context:
-            spans.append((b, range(end - 1), row.context[1:]))
+        targets = row.context[1:] if with_context else []
+        spans.append([(b, t, token) for t, token in enumerate(targets)])
         for n, choice in enumerate(row.choices, 1):
             start, end = end, end + len(choice) - 1
             idx[b, start:end], part[b, start:end] = choice[:-1], n
             positions[b, start:end] = len(row.context) + np.arange(end - start)
-            spans.append((b, [len(row.context) - 1, *range(start, end)], choice))
+            columns = len(row.context) - 1, *range(start, end)
+            spans.append([(b, t, token) for t, token in zip(columns, choice, strict=True)])
     mask = None
     if any(len(row.choices) > 1 for row in rows):
         part = torch.from_numpy(part)
@@ -109,7 +104,8 @@ def score_targets(
     many bfloat16 ones are equal.
     """
     logits_of_targets, logsumexps = torch.zeros(targets.shape, device=x.device), []
-    highest, highest_allowed = [], []  # for each slice: logit (N,) and column (N,)
+    highest = torch.full((2, *targets.shape), -torch.inf, device=x.device)  # with, without banned
+    argmax = torch.zeros_like(highest, dtype=torch.int64)
     width = rows_within(SLICE_BYTES.get(x.device.type, SLICE_BYTES["cuda"]), 4 * len(x))
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(weight), width):
@@ -117,18 +113,14 @@ def score_targets(
             logsumexps.append(logits.logsumexp(-1))
             (inside,) = torch.where((targets >= start) & (targets < start + width))
             logits_of_targets[inside] = logits[inside, targets[inside] - start]
-            highest.append(logits.max(-1))
-            ids = [token - start for token in banned if start <= token < start + width]
-            logits[:, ids] = -torch.inf
-            highest_allowed.append(logits.max(-1) if ids else highest[-1])
-
-    def are_argmax(slices: list[tuple[Tensor, Tensor]]) -> Tensor:
-        tops, columns = (torch.stack(part) for part in zip(*slices, strict=True))  # (slices, N)
-        best = tops.argmax(0, keepdim=True)
-        return (best * width + columns.gather(0, best))[0] == targets
-
+            excluded = [token - start for token in banned if start <= token < start + width]
+            for i, ids in enumerate(([], excluded)):
+                logits[:, ids] = -torch.inf
+                top, column = logits.max(-1)
+                argmax[i] = torch.where(top > highest[i], start + column, argmax[i])
+                highest[i] = highest[i].maximum(top)
     logprob = logits_of_targets - torch.stack(logsumexps).logsumexp(0)
-    return logprob, are_argmax(highest), are_argmax(highest_allowed)
+    return logprob, *(argmax == targets)
 
 
 @dataclass(frozen=True)
@@ -139,25 +131,19 @@ class Scorer:
     """
 
     model: GPT
-    tokenizer: Tokenizer | None
-    """None where only the loss is needed."""
+    tokenizer: Tokenizer | None  # None where only the loss is needed
     process: Process
-    dtype: torch.dtype
-    """Autocast dtype of matmuls."""
+    dtype: torch.dtype  # autocast dtype of matmuls
     batch_size: int
-    progress: Callable[[int], None] = lambda rows: None
-    """Called with the number of rows done since the last call."""
+    progress: Callable[[int], None] = lambda rows: None  # called with the number of rows just done
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
-        """Return the mean loss in nats per token over the first `tokens` targets of a split.
+        """Return the mean loss in nats per token over the first `tokens` targets of a split and,
+        with a tokenizer, bits_per_byte = nats / ln 2 / bytes, by which tokenizers can be compared.
 
-        The figure is the same for any number of processes: each batch's nats have a slot of their
-        own, which are summed over processes, then added up in one order. The last batch is filled
-        with sequences that do not count, so that all have one shape.
-
-        With a tokenizer it adds bits_per_byte = nats / ln 2 / bytes, which does not depend on the
-        tokenizer: tokens of 4 bytes at a loss of 2.77 nats = 4 bits give 1 bit per byte.
+        The figures are the same for any number of processes: each batch has a slot of its own in
+        the sum. The last batch is filled with sequences that do not count, to have equal shapes.
         """
         self.model.eval()
         token_bytes = bytes_per_token(self.tokenizer) if self.tokenizer else None  # (vocab_size,)
@@ -188,51 +174,43 @@ class Scorer:
         self.model.eval()
         rows = pack(items, self.tokenizer, self.model.config.block_size)
         rows.sort(key=lambda row: -row.length)
-        batches = [  # of rows of equal length
-            group[start : start + self.batch_size]
-            for group in (list(group) for _, group in groupby(rows, attrgetter("length")))
-            for start in range(0, len(group), self.batch_size)
-        ]
+        batches = []  # of rows of equal length
+        for _, group in groupby(rows, attrgetter("length")):
+            while batch := list(islice(group, self.batch_size)):
+                batches.append(batch)
         words = [self.tokenizer.encode(" " + word).tolist() for word in banned]
         ids = [word[0] for word in words if len(word) == 1]
-        starts = np.cumsum([0, *(len(item.choices) for item in items)])
-        table = torch.zeros(starts[-1], len(Score._fields), dtype=torch.float64)
-        for mine, batch, counts in self.process.share(batches):
+        n = sum(len(item.choices) for item in items)
+        table = torch.zeros(n, len(Score._fields), dtype=torch.float64)
+        for _, batch, counts in self.process.share(batches):
             scores = self.score_batch(batch, ids, with_context)
             if counts:
-                index = [starts[r.item] + r.first + n for r in batch for n in range(len(r.choices))]
-                table[index] = torch.tensor(scores, dtype=torch.float64)
-            turn = mine - self.process.rank
-            self.progress(sum(len(b) for b in batches[turn : turn + self.process.world_size]))
+                table[[row.first + i for row in batch for i in range(len(row.choices))]] = scores
+            self.progress(len(batch) * self.process.world_size)
         self.model.train()
+        columns = self.process.sum_float64(table).T.tolist()
         kinds = Score.__annotations__.values()
-        table = self.process.sum_float64(table).tolist()
-        found = [Score(*(kind(x) for kind, x in zip(kinds, row, strict=True))) for row in table]
-        return [found[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        found = map(Score, *(map(kind, x) for kind, x in zip(kinds, columns, strict=True)))
+        return [list(islice(found, len(item.choices))) for item in items]
 
-    def score_batch(
-        self, rows: list[PackedItem], banned: list[int], with_context: bool
-    ) -> list[Score]:
-        """Return the scores of all continuations in a batch of rows, in order."""
+    def score_batch(self, rows: list[PackedItem], banned: list[int], with_context: bool) -> Tensor:
+        """Return the fields of Score (choices, 7) for the continuations of a batch, in order."""
         model, device = self.model, self.process.device
         idx, positions, mask, spans = to_tensors(rows, with_context)
         mask = mask if mask is None else mask.to(device)
-        where = [(b, t, id_) for b, *pairs in spans for t, id_ in zip(*pairs, strict=True)]
-        b_index, t_index, targets = torch.tensor(where, device=device).T  # (N,)
+        b_index, t_index, targets = torch.tensor([*chain(*spans)], device=device).T  # (N,)
         with autocast(device, self.dtype):
             x = model.hidden(idx.to(device), positions=positions.to(device), mask=mask)  # (B, T, C)
         weight = model.head_weight[: model.config.vocab_size]
         found = score_targets(x[b_index, t_index], weight, targets, banned)
-        lengths = [len(ids) for *_, ids in spans]
+        lengths = [len(span) for span in spans]
         of_spans = zip(*(values.cpu().split(lengths) for values in found), strict=True)
         scores = []
         for row in rows:
-            context = (0.0, 0)
-            if with_context:
-                context = (next(of_spans)[0].double().sum().item(), len(row.context) - 1)
-            for choice in row.choices:
+            nats, *_ = next(of_spans)
+            context = nats.double().sum(), len(nats)
+            for _ in row.choices:
                 nats, hits, filtered = next(of_spans)
-                flags = hits.all(), filtered[0] and hits[1:].all(), hits[-1]
-                logprob = nats.double().sum().item()
-                scores.append(Score(logprob, len(choice), *map(bool, flags), *context))
-        return scores
+                greedy = hits.all(), filtered[0] and hits[1:].all(), hits[-1]
+                scores.append([nats.double().sum(), len(nats), *greedy, *context])
+        return torch.tensor(scores, dtype=torch.float64)

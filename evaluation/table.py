@@ -1,16 +1,16 @@
 """The table of evaluate.py."""
 
-from evaluation.tasks import TASKS, VALIDATION, Result
+from evaluation.tasks import VALIDATION, Result, find_tasks
 
 
 def format_table(results: list[Result], size: str) -> str:
     """Format results as an aligned table, with the figures published for a size of OpenAI's GPT-2
     and their sources as footnotes."""
     lines = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
-    marks: dict[str, str] = {}  # by source
+    tasks, marks = find_tasks(), {}  # marks by source
     for r in results:
         stderr, theirs = "" if r.stderr is None else f"± {r.stderr:.4f}", ""
-        figures = TASKS[r.task].published if r.task in TASKS else VALIDATION
+        figures = tasks[r.task].published if r.task in tasks else VALIDATION
         if (r.protocol, r.metric, size) in figures:
             value, source = figures[r.protocol, r.metric, size]
             theirs = f"{value:.4f} {marks.setdefault(source, f'[{len(marks) + 1}]')}"

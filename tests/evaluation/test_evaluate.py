@@ -12,7 +12,7 @@ from conftest import SHARED, environment, script, torchrun
 from pyarrow import parquet
 
 from data.tokenizer import load_tokenizer, save_tokenizer
-from evaluation.tasks import TASKS
+from evaluation.tasks import find_tasks
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -130,7 +130,7 @@ def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     except UserError as error:
         pytest.skip(str(error))
     full = tmp_path / "full.jsonl"
-    rows = TASKS["hellaswag"].read(SHARED / "data" / "hellaswag_val_1000.jsonl")
+    rows = find_tasks()["hellaswag"].read(SHARED / "data" / "hellaswag_val_1000.jsonl")
     with full.open("w") as file:
         for row in rows:
             head, _, tail = row["ctx"].rpartition(". ")

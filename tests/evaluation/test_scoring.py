@@ -10,7 +10,7 @@ from config import parse_recipe
 from data.loader import Sequences, TokenStream
 from data.tokenizer import load_tokenizer
 from evaluation.scoring import SLICE_BYTES, Scorer, score_targets
-from evaluation.tasks import TASKS, Item
+from evaluation.tasks import Item, find_tasks
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils.distributed import Process
@@ -98,7 +98,7 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer):
 @torch.no_grad()
 def test_cbt_chooses_by_the_whole_text_or_by_what_follows_the_blank(scorer):
     row = {"sentences": ["Tom had a dog ."], "question": "Where is the XXXXX ?", "answer": "dog"}
-    rows, task = [row | {"options": ["cat", "dog", "Ann"]}], TASKS["cbt_cn"]
+    rows, task = [row | {"options": ["cat", "dog", "Ann"]}], find_tasks()["cbt_cn"]
     results, examples = task.score(rows, scorer.score, task.protocols)
     (item,) = task.items(rows, "full sequence")
     context, rest, whole = list(item.context.encode()), [], []

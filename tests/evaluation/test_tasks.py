@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from evaluation.tasks import TASKS
+from evaluation.tasks import find_tasks
 from utils.errors import UserError
 
-HELLASWAG, LAMBADA, CBT = (TASKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
+HELLASWAG, LAMBADA, CBT = (find_tasks()[name] for name in ("hellaswag", "lambada", "cbt_cn"))
 BOOK = """1 Tom had a dog .
 2 The dog ran to Ann .
 3 `` Where is the XXXXX ? '' said Ann .\tdog\t\tcat|dog|Ann
@@ -60,7 +60,7 @@ def test_cbt_asks_for_the_word_in_the_blank(tmp_path):
 def test_a_file_of_another_kind_is_one_sentence(tmp_path, task, text):
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(UserError, match=f"^{task} could not be read from .*x.jsonl"):
-        TASKS[task].read(tmp_path / "x.jsonl")
+        find_tasks()[task].read(tmp_path / "x.jsonl")
 
 
 def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkeypatch):
@@ -75,5 +75,5 @@ def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkey
 def test_published_figures_are_those_of_a_size_and_protocol():
     assert HELLASWAG.published["build-nanogpt", "acc_norm", "gpt2"][0] == 0.2955
     assert HELLASWAG.published["lm-eval", "acc_norm", "gpt2-xl"][0] == 0.5089
-    for name, task in TASKS.items():
+    for name, task in find_tasks().items():
         assert task.name == name and {p for p, *_ in task.published} <= {*task.protocols}
