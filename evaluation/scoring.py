@@ -1,14 +1,13 @@
 """Scorer: log-probabilities of continuations, and the validation loss, on all processes together.
 
 A context and its continuations share one row of a batch, so that the context is computed once; the
-attention mask hides the continuations from each other. The head runs at scored positions only.
+attention mask hides the continuations from each other.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -51,9 +50,9 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
             raise UserError(f"a continuation has {longest} tokens, the context {block_size}")
         fits = len(context) + longest - 1 <= block_size
         for group in [choices] if fits else [[choice] for choice in choices]:
-            end = context[-(block_size + 1 - max(map(len, group))) :]
-            length = len(end) + sum(len(choice) - 1 for choice in group)
-            rows.append(PackedItem(first, end, group, -(-length // 8) * 8))
+            kept = context[-(block_size + 1 - max(map(len, group))) :]
+            length = len(kept) + sum(len(choice) - 1 for choice in group)
+            rows.append(PackedItem(first, kept, group, -(-length // 8) * 8))
             first += len(group)
     return rows
 
@@ -72,8 +71,9 @@ def to_tensors(rows: list[PackedItem], with_context: bool) -> tuple:
 
     The mask is None, for plain causal attention, if every row has one continuation.
     """
-    idx, positions = np.zeros((2, len(rows), max(row.length for row in rows)), np.int64)
-    part = np.full(idx.shape, -1)  # 0: context; 1, 2, ...: continuations; -1: padding
+    arrays = np.zeros((3, len(rows), max(row.length for row in rows)), np.int64)
+    idx, positions, part = arrays
+    part -= 1  # 0: context; 1, 2, ...: continuations; -1: padding
     spans = []
     for b, row in enumerate(rows):
         end = len(row.context)
@@ -86,23 +86,16 @@ def to_tensors(rows: list[PackedItem], with_context: bool) -> tuple:
             positions[b, start:end] = len(row.context) + np.arange(end - start)
             columns = len(row.context) - 1, *range(start, end)
             spans.append([(b, t, token) for t, token in zip(columns, choice, strict=True)])
-    mask = None
-    if any(len(row.choices) > 1 for row in rows):
-        part = torch.from_numpy(part)
-        mask = (part[:, None, :] == part[:, :, None]) | (part == 0)[:, None, :]
-        mask = mask.tril().unsqueeze(1)
-    return torch.from_numpy(idx), torch.from_numpy(positions), mask, spans
+    idx, positions, part = torch.from_numpy(arrays)
+    mask = (part[:, None, :] == part[:, :, None]) | (part == 0)[:, None, :]
+    is_causal = all(len(row.choices) == 1 for row in rows)
+    return idx, positions, None if is_causal else mask.tril().unsqueeze(1), spans
 
 
-def score_targets(
-    x: Tensor, weight: Tensor, targets: Tensor, banned: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Score each target (N,) after hidden states x (N, C), for a head of weight (V, C).
-
-    Returns its log-probability in nats, whether it is the argmax (the first of equal logits), and
-    whether it is the argmax of the ids that are not `banned`, each (N,). Logits are float32, since
-    many bfloat16 ones are equal.
-    """
+def score_targets(x: Tensor, weight: Tensor, targets: Tensor, banned: list[int]) -> tuple:
+    """Return three tensors (N,) for targets (N,) after hidden states x (N, C), for a head of weight
+    (V, C): the log-probability in nats, and whether the target is the argmax (the first of equal
+    logits) of all ids, and of those not `banned`. Float32, as many bfloat16 logits are equal."""
     logits_of_targets, logsumexps = torch.zeros(targets.shape, device=x.device), []
     highest = torch.full((2, *targets.shape), -torch.inf, device=x.device)  # with, without banned
     argmax = torch.zeros_like(highest, dtype=torch.int64)
@@ -125,10 +118,8 @@ def score_targets(
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model, and how to run it over batches that the processes share.
-
-    All processes call each method with the same arguments and get the same figures.
-    """
+    """A model, and how to run it over batches that the processes share: all of them call each
+    method with the same arguments and get the same figures."""
 
     model: GPT
     tokenizer: Tokenizer | None  # None where only the loss is needed
@@ -175,7 +166,7 @@ class Scorer:
         rows = pack(items, self.tokenizer, self.model.config.block_size)
         rows.sort(key=lambda row: -row.length)
         batches = []  # of rows of equal length
-        for _, group in groupby(rows, attrgetter("length")):
+        for _, group in groupby(rows, lambda row: row.length):
             while batch := list(islice(group, self.batch_size)):
                 batches.append(batch)
         words = [self.tokenizer.encode(" " + word).tolist() for word in banned]
