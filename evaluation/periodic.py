@@ -1,9 +1,9 @@
 """Evaluator: the validation, benchmarks and text samples that train.py runs every n steps."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from utils.distributed import Process
 from utils.errors import UserError
 
 SUBSET = 500  # examples of a benchmark that are scored during training without --eval_full
-SAMPLE_TOKENS = 128
-Found = TypeVar("Found")
 
 
 def is_due(every: int, step: int) -> bool:
@@ -29,11 +27,9 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def read_on_all(read: Callable[[], Found], process: Process) -> Found:
-    """Return the result of `read` on every process; the main one reads, and downloads, first.
-
-    Raises UserError on all if one of them cannot read.
-    """
+def read_on_all(read: Callable[[], Any], process: Process) -> Any:
+    """Return the result of `read` on every process; the main one reads, and downloads, first. Raise
+    UserError on all if one of them cannot read."""
     found = problem = None
     for main in (True, False):
         if process.is_main == main:
@@ -48,39 +44,29 @@ def read_on_all(read: Callable[[], Found], process: Process) -> Found:
 
 class Evaluator:
     """Evaluate a model while it trains, at the intervals of its TrainConfig and at the last step.
-
     All processes call each method at the same steps and get the same figures. Without a tokenizer
-    there are no benchmarks, no samples and no bits per byte.
-    """
+    there are no benchmarks, no samples and no bits per byte."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        model: GPT,
-        sequences: Sequences,  # of the validation split
-        process: Process,
-        dtype: torch.dtype,
+        self, config: TrainConfig, model: GPT, val: Sequences, process: Process, dtype: torch.dtype
     ) -> None:
-        self.config, self.sequences, tokenizer = config, sequences, None
+        self.config, self.val, tokenizer = config, val, None
         try:
-            tokenizer = read_on_all(partial(load_tokenizer, sequences.stream.tokenizer), process)
+            tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples, benchmarks and bits per byte")
         self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
-        self.rows = {}  # by name of a benchmark
+        self.benchmarked = []  # tasks and their rows
         for name, task in find_tasks().items() if tokenizer else ():
             if getattr(config, f"{name}_every", 0):
                 path = getattr(config, f"{name}_data")
                 rows = read_on_all(partial(task.read, path), process)
                 count = len(rows) if config.eval_full else min(len(rows), SUBSET)
                 evenly_spaced = np.linspace(0, len(rows) - 1, count).astype(int)
-                self.rows[name] = [rows[i] for i in evenly_spaced]
-
-    def uncompiled(self) -> AbstractContextManager:
-        """Return a context in which compiled blocks run uncompiled, for varying shapes."""
-        if not self.config.use_torch_compile:
-            return nullcontext()
-        return torch.compiler.set_stance("force_eager")
+                self.benchmarked.append((task, [rows[i] for i in evenly_spaced]))
+        self.uncompiled = nullcontext  # for blocks on the varying shapes of benchmarks and samples
+        if config.use_torch_compile:
+            self.uncompiled = partial(torch.compiler.set_stance, "force_eager")
 
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if validation, or a benchmark, is due after `step` steps."""
@@ -88,25 +74,22 @@ class Evaluator:
 
     def validate(self) -> dict[str, float]:
         """Return the validation loss in nats per token and, with a tokenizer, bits_per_byte."""
-        return self.scorer.validation_loss(self.sequences, self.config.val_tokens)
+        return self.scorer.validation_loss(self.val, self.config.val_tokens)
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield the name and the figures, under its first protocol, of each benchmark that is due
-        after `step` steps."""
-        for name, rows in self.rows.items():
-            if self.due(step, name):
+        """Yield the name and the figures, by the first protocol, of each benchmark that is due."""
+        for task, rows in self.benchmarked:
+            if self.due(step, task.name):
                 with self.uncompiled():
-                    task = find_tasks()[name]
                     results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
-                yield name, {"n": results[0].n} | {r.metric: r.value for r in results}
+                yield task.name, {"n": results[0].n} | {r.metric: r.value for r in results}
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
         model, tokenizer = self.scorer.model, self.scorer.tokenizer
         if tokenizer is None or not self.config.sample_every or not self.due(step, "sample"):
             return None
-        length = min(SAMPLE_TOKENS, model.config.block_size)
-        sampling = Sampling(length, temperature=0.8, seed=self.config.seed + step)
+        sampling = Sampling(min(128, model.config.block_size), 0.8, seed=self.config.seed + step)
         model.eval()
         with autocast(self.scorer.process.device, self.scorer.dtype), self.uncompiled():
             (tokens,) = complete(model, [[tokenizer.eot]], tokenizer.eot, sampling)

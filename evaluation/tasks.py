@@ -100,7 +100,8 @@ class Task:
                 rows = list(import_module("datasets").load_dataset(**self.hub))
             assert rows, "no items"
             for protocol in self.protocols:
-                self.items(rows, protocol)
+                for item in self.items(rows, protocol):
+                    assert item.choices[item.label]
             return rows
         except Exception as error:
             where = f"{path or self.hub['path']} ({type(error).__name__}: {error})"

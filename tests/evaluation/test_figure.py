@@ -2,6 +2,7 @@ import json
 
 import pytest
 from conftest import script
+from matplotlib.figure import Figure
 
 from evaluation import figure
 from evaluation.figure import draw, draw_sweep, read_metrics
@@ -31,12 +32,15 @@ BYTES, EDU = about(257), about(50257, "FineWeb-Edu")
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that were drawn, which stay open."""
-    drawn, close = [], figure.plt.close
-    monkeypatch.setattr(figure.plt, "close", drawn.append)
-    yield drawn
-    for item in drawn:
-        close(item)
+    """The figures that were drawn."""
+    drawn = []
+
+    def make(**options):
+        drawn.append(Figure(**options))
+        return drawn[-1]
+
+    monkeypatch.setattr(figure, "Figure", make)
+    return drawn
 
 
 def tick_labels(axis):
@@ -64,7 +68,7 @@ def openai_lines(axes):
 def test_tick_labels_are_distinct_and_many_enough(tmp_path, figures, first, last, steps, unit):
     losses = [first * (last / first) ** (i / (steps - 1)) for i in range(steps)]
     draw([write_run(tmp_path / "run", losses)], tmp_path / "a.png", unit=unit)
-    figures[0].canvas.draw()
+    figures[0].draw_without_rendering()
     for axes in figures[0].axes:
         for axis in (axes.xaxis, axes.yaxis):
             labels = tick_labels(axis)
@@ -124,7 +128,7 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypa
         file.write(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(figure.plt.Figure, "savefig", fail)
+    monkeypatch.setattr(Figure, "savefig", fail)
     with pytest.raises(UserError, match="disk full"):
         draw([run], out)
     assert out.read_bytes() == before and sorted(tmp_path.iterdir()) == [out, run]

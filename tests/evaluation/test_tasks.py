@@ -68,7 +68,7 @@ def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkey
         raise ConnectionError
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(UserError, match=r"EleutherAI/lambada_openai \(Conn.* by --data$"):
+    with pytest.raises(UserError, match=r"EleutherAI/lambada_openai \(Conn.*; --data takes"):
         LAMBADA.read()
 
 
