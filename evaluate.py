@@ -5,15 +5,14 @@
     torchrun --standalone --nproc_per_node=8 evaluate.py --tasks hellaswag lambada cbt_cn cbt_ne
     python evaluate.py --checkpoint runs/sft --tasks questions.jsonl    # rows of prompt and answer
 
-Prints a table (task, protocol, metric, number of examples, value with its standard error, published
-value of OpenAI's GPT-2 of that size) and writes it as JSON. The number of correct answers depends
-neither on the batch size nor on the number of processes.
+Prints a table with standard errors, beside published values of OpenAI's GPT-2, and writes it as
+JSON. Neither the batch size nor the number of processes changes the number of correct answers.
 """
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -35,9 +34,10 @@ from training.checkpoint import open_model
 from utils import distributed
 from utils.cli import run
 from utils.devices import pick_dtype
-from utils.errors import UserError, did_you_mean
+from utils.errors import UserError
 
 TASKS = find_tasks()
+Job = Callable[[], TaskScores]  # scores a task that is open
 
 
 @dataclass
@@ -86,11 +86,9 @@ def check(config: EvalConfig) -> None:
     """Raise UserError for a wrong option, before anything is read or scored."""
     if config.checkpoint and config.model:
         raise UserError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
-    known = ["val", *TASKS]
     for task in config.tasks:
-        if task not in known and not task.endswith(".jsonl"):
-            hint = did_you_mean(task, known)
-            raise UserError(f"--tasks has no {task}{hint}: {', '.join(known)} or FILE.jsonl")
+        if task not in ("val", *TASKS) and not task.endswith(".jsonl"):
+            raise UserError(f"--tasks has no {task}: val, {', '.join(TASKS)} or FILE.jsonl")
     if len(config.data) not in (0, count := sum(task in TASKS for task in config.tasks)):
         raise UserError(f"--data has {len(config.data)} files for {count} benchmarks")
     for path in filter(None, (config.out, config.dump)):
@@ -98,43 +96,41 @@ def check(config: EvalConfig) -> None:
         open(path, "a").close()  # raises OSError now, not after hours of scoring
 
 
-def open_validation(config: EvalConfig, scorer: Scorer, saved: dict) -> Sequences:
-    """Return the validation split of --data_dir, or of the shards the model was trained on."""
+def open_validation(config: EvalConfig, scorer: Scorer, saved: dict) -> Job:
+    """Open the validation split of --data_dir, or of the shards the model was trained on."""
     folders = config.data_dir or [Path(x) for x in saved.get("config", {}).get("data_dir", ())]
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")
     stream, wanted = TokenStream(folders, "val"), scorer.tokenizer.name
     if stream.tokenizer != wanted:
         raise UserError(f"{folders[0]} holds {stream.tokenizer} tokens, the model takes {wanted}")
-    return Sequences(stream, scorer.model.config.block_size)
-
-
-def validate(config: EvalConfig, sequences: Sequences, scorer: Scorer) -> TaskScores:
-    """Return loss in nats per token, bits per byte and perplexity on a split."""
-    scores = scorer.validation_loss(sequences, config.val_tokens)
-    scores["perplexity"] = math.exp(scores["loss"])
-    corpus = corpus_name(sequences.stream.shards[0].path.parent)
+    sequences = Sequences(stream, scorer.model.config.block_size)
     n = sequences.count_within(config.val_tokens) * sequences.block_size
-    return [Result("val", corpus, metric, n, value) for metric, value in scores.items()], []
+    corpus = corpus_name(stream.shards[0].path.parent)
+
+    def score() -> TaskScores:
+        scores = scorer.validation_loss(sequences, config.val_tokens)
+        scores["perplexity"] = math.exp(scores["loss"])
+        return [Result("val", corpus, metric, n, value) for metric, value in scores.items()], []
+
+    return score
 
 
-def open_task(
-    name: str, path: Path | None, config: EvalConfig, scorer: Scorer, saved: dict
-) -> Callable[[Scorer], TaskScores]:
+def open_task(name: str, path: Path | None, config: EvalConfig, scorer: Scorer, saved: dict) -> Job:
     """Read what a task needs, and return the function that scores it."""
     if name == "val":
-        return partial(validate, config, open_validation(config, scorer, saved))
+        return open_validation(config, scorer, saved)
     if name in TASKS:
         task = TASKS[name]
         rows = read_on_all(partial(task.read, path), scorer.process)[: config.limit]
         protocols = [p for p in task.protocols if p in config.protocols] or task.protocols
-        return lambda scorer: task.score(rows, scorer.score, protocols)
+        return lambda: task.score(rows, scorer.score, protocols)
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
     sizes = (config.max_new_tokens, config.batch_size)
     questions = Questions(Path(name), encoder, scorer.process, scorer.dtype, *sizes)
     questions.examples = questions.examples[: config.limit]
-    sampling = {key: getattr(config, key) for key in ("num_samples", "temperature", "seed")}
-    return lambda scorer: questions.score(scorer.model, **sampling, progress=scorer.progress)
+    sampling = (config.num_samples, config.temperature, config.seed)
+    return lambda: questions.score(scorer.model, *sampling, scorer.progress)
 
 
 def main(config: EvalConfig) -> None:
@@ -146,7 +142,7 @@ def main(config: EvalConfig) -> None:
     dtype = pick_dtype(config.dtype, process.device)
     scorer = Scorer(model, load_tokenizer(tokenizer), process, dtype, config.batch_size)
     paths, jobs = iter(config.data), {}
-    for task in config.tasks:  # read all before the first forward pass: a mistake costs no time
+    for task in config.tasks:  # open all before the first forward pass: a mistake costs no time
         path = next(paths, None) if task in TASKS else None
         jobs[task] = open_task(task, path, config, scorer, saved)
     for_inference(model.to(process.device), process.device, dtype, rows=2048)
@@ -154,14 +150,15 @@ def main(config: EvalConfig) -> None:
     for task, job in jobs.items():
         try:
             with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
-                found, more = job(replace(scorer, progress=bar.update))
+                scorer.progress = bar.update
+                found, more = job()
             results, examples = results + found, examples + more
         except UserError as error:
             process.print(f"{task} is left out: {error}")
     if process.is_main:
         about = {key: saved[key] for key in ("run_id", "step") if key in saved}
         about |= {"model": name, "dtype": str(dtype).removeprefix("torch.")}
-        about |= {"results": [result._asdict() for result in results]}
+        about["results"] = [result._asdict() for result in results]
         config.out.write_text(json.dumps(about, indent=1))
         if config.dump:
             config.dump.write_text("".join(f"{json.dumps(example)}\n" for example in examples))

@@ -116,7 +116,7 @@ def score_targets(x: Tensor, weight: Tensor, targets: Tensor, banned: list[int])
     return logprob, *(argmax == targets)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scorer:
     """A model, and how to run it over batches that the processes share: all of them call each
     method with the same arguments and get the same figures."""

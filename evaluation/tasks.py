@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from evaluation import benchmarks
 from model.config import SIZES
 from utils.errors import UserError
 
@@ -83,7 +84,9 @@ class Task:
     hub: dict[str, str]  # arguments of datasets.load_dataset
     protocols: tuple[str, ...]  # ways to score; train.py logs the first
     metric = "acc"  # metric of the first protocol that plot.py draws
-    values: dict[str, dict[str, Callable[[str, Score], float]]]  # by protocol and metric
+    values: dict[
+        str, dict[str, Callable[[str, Score], float]]
+    ]  # by protocol and metric; acc: logprob
     with_context = False  # True if values need the score of the context
     published: Published = {}
 
@@ -104,9 +107,9 @@ class Task:
                     assert item.choices[item.label]
             return rows
         except Exception as error:
-            where = f"{path or self.hub['path']} ({type(error).__name__}: {error})"
-            problem = f"{self.name} could not be read from {where}"
-            raise UserError(f"{problem}; --data takes a file in the original format") from error
+            problem = f"{path or self.hub['path']} ({type(error).__name__}: {error})"
+            hint = "--data takes a file in the original format"
+            raise UserError(f"{self.name} could not be read from {problem}; {hint}") from error
 
     def score(self, rows: list[dict], score: Callable, protocols: Sequence[str]) -> TaskScores:
         """Choose the continuation of largest value for each item, by each protocol and metric;
@@ -118,9 +121,10 @@ class Task:
                 scores = score(items, with_context=self.with_context)
             about = {"task": self.name, "protocol": protocol}
             found = [about | {"index": i, "label": item.label} for i, item in enumerate(items)]
-            for metric, value in self.values[protocol].items():
+            metrics = {"acc": lambda choice, s: s.logprob} | self.values.get(protocol, {})
+            for metric, value_of in metrics.items():
                 for example, item, choices in zip(found, items, scores, strict=True):
-                    values = list(map(value, item.choices, choices))
+                    values = list(map(value_of, item.choices, choices))
                     example.setdefault("logprobs", values)
                     example[f"pick_{metric}"] = int(np.argmax(values))
                 hits = [example[f"pick_{metric}"] == example["label"] for example in found]
@@ -132,7 +136,6 @@ class Task:
 @cache
 def find_tasks() -> dict[str, Task]:
     """Return the tasks of all modules of evaluation/benchmarks by name, sorted by Task.order."""
-    folder = Path(__file__).with_name("benchmarks")
-    modules = pkgutil.iter_modules([str(folder)], "evaluation.benchmarks.")
+    modules = pkgutil.iter_modules(benchmarks.__path__, "evaluation.benchmarks.")
     tasks = [task for module in modules for task in import_module(module.name).TASKS]
     return {task.name: task for task in sorted(tasks, key=lambda task: task.order)}

@@ -15,10 +15,7 @@ class CBT(Task):
     blank on (Radford et al. 2019, section 3.2). File: CBTest's."""
 
     protocols = ("full sequence", "from the blank")
-    values = {
-        "full sequence": {"acc": mean_logprob},
-        "from the blank": {"acc": lambda choice, s: s.logprob},
-    }
+    values = {"full sequence": {"acc": mean_logprob}}
     with_context = True
 
     def __init__(self, name: str, order: int, configuration: str, *figures: float) -> None:

@@ -7,7 +7,6 @@ from evaluation.tasks import HARNESS, NOTEBOOK, Item, Task, TaskScores, publishe
 
 NANOGPT = "build-nanogpt's hellaswag.py"
 LM_EVAL = {  # lengths without the space that joins an ending
-    "acc": lambda ending, s: s.logprob,
     "acc_norm": lambda ending, s: s.logprob / (len(ending) - 1),
     "acc_bytes": lambda ending, s: s.logprob / (len(ending.encode()) - 1),
 }
@@ -28,10 +27,7 @@ class HellaSwag(Task):
     protocols = ("build-nanogpt", "lm-eval")
     metric = "acc_norm"
     values = {
-        "build-nanogpt": {
-            "acc": lambda ending, s: s.logprob,
-            "acc_norm": lambda ending, s: s.logprob / s.tokens,
-        },
+        "build-nanogpt": {"acc_norm": lambda ending, s: s.logprob / s.tokens},
         "lm-eval": LM_EVAL,
         "lm-eval, ctx alone": LM_EVAL,  # not comparable with the harness
     }

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from evaluation import benchmarks
 from evaluation.tasks import find_tasks
 from utils.errors import UserError
 
@@ -70,6 +71,17 @@ def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkey
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(UserError, match=r"EleutherAI/lambada_openai \(Conn.*; --data takes"):
         LAMBADA.read()
+
+
+def test_a_benchmark_is_added_by_one_file(tmp_path, monkeypatch):
+    code = (
+        "from evaluation.tasks import Task\n\nclass New(Task):\n    name = 'new'\n\nTASKS = [New()]"
+    )
+    (tmp_path / "a_new_one.py").write_text(code)
+    monkeypatch.setattr(benchmarks, "__path__", [*benchmarks.__path__, str(tmp_path)])
+    found = find_tasks.__wrapped__()
+    assert [*found] == ["hellaswag", "lambada", "cbt_cn", "cbt_ne", "new"] == [*find_tasks(), "new"]
+    assert not found["new"].published
 
 
 def test_published_figures_are_those_of_a_size_and_protocol():
