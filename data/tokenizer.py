@@ -27,33 +27,18 @@ class ByteTokenizer:
         """Return the UTF-8 bytes of token ids, which may cut a character; end of text is empty."""
         return bytes(i for i in ids if i != self.eot)
 
-    def ranks(self) -> dict[bytes, int]:
-        """Return the id of each token but end of text; merges of lower ids come first."""
-        return {bytes([i]): i for i in range(256)}
-
 
 def check_vocabulary(folder: Path) -> None:
-    """Raise UserError if the tokenizer files of a Hugging Face model with 50,257 tokens are not of
-    OpenAI's GPT-2; without such files, it is taken to be that."""
-    for path in (folder / "vocab.json", folder / "tokenizer.json"):
-        if not path.is_file():
-            continue
-        try:
-            ids = json.loads(path.read_text(encoding="utf-8"))
-            ids = ids if path.name == "vocab.json" else ids["model"]["vocab"]
-            known = len(ids) <= 50_000 or all(ids.get(x) == n for x, n in GPT2_IDS.items())
-        except Exception:
-            known = False
-        if not known:
+    """Raise UserError if a Hugging Face model has the size of GPT-2's vocabulary, but another."""
+    for path in filter(Path.is_file, (folder / "vocab.json", folder / "tokenizer.json")):
+        ids = json.loads(path.read_text(encoding="utf-8"))
+        ids = ids["model"]["vocab"] if path.name == "tokenizer.json" else ids
+        if len(ids) > 50_000 and not GPT2_IDS.items() <= ids.items():
             raise UserError(f"{path} is another tokenizer than GPT-2's, the one known here")
 
 
 class GPT2Tokenizer:
-    """GPT-2's 50,257 tokens, with the methods of ByteTokenizer.
-
-    tiktoken downloads the vocabulary once, or finds it in the folder that TIKTOKEN_CACHE_DIR
-    names. Raises UserError if it can do neither.
-    """
+    """GPT-2's 50,257 tokens, with the methods of ByteTokenizer; tiktoken downloads them once."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -76,18 +61,13 @@ class GPT2Tokenizer:
     def decode_bytes(self, ids: list[int]) -> bytes:
         return self.encoding.decode_bytes([i for i in ids if i != self.eot])
 
-    def ranks(self) -> dict[bytes, int]:
-        return {self.encoding.decode_single_token_bytes(i): i for i in range(self.eot)}
-
 
 Tokenizer = GPT2Tokenizer | ByteTokenizer
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of this name; raise UserError if there is none."""
-    if name not in TOKENIZERS:
-        raise UserError(f"no tokenizer is called {name!r}; there are {', '.join(TOKENIZERS)}")
+    """Return the tokenizer of this name, a key of TOKENIZERS."""
     return TOKENIZERS[name]()
 
 
@@ -100,8 +80,12 @@ def save_tokenizer(
     tokenizer: Tokenizer, folder: Path, block_size: int, chat_template: str | None = None
 ) -> None:
     """Write vocab.json, merges.txt and tokenizer_config.json for transformers' AutoTokenizer."""
-    ranks, characters = tokenizer.ranks(), byte_characters()
-    names = {token: "".join(characters[b] for b in token) for token in ranks}
+    ranks = {tokenizer.decode_bytes([i]): i for i in range(tokenizer.eot)}
+    # GPT-2's files write a printable byte as itself, another one as the next character from U+0100
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [b for b in range(256) if b not in printable]
+    characters = {b: 0x100 + i for i, b in enumerate(others)}
+    names = {token: token.decode("latin-1").translate(characters) for token in ranks}
     vocab = {names[token]: rank for token, rank in ranks.items()} | {END_OF_TEXT: tokenizer.eot}
     merges = "".join(f"{names[left]} {names[right]}\n" for left, right in byte_pair_merges(ranks))
     config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": block_size}
@@ -112,24 +96,13 @@ def save_tokenizer(
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def byte_characters() -> list[str]:
-    """Return the character that GPT-2's vocab.json writes for each byte.
-
-    A printable byte stands for itself, another one for the next character from U+0100 on.
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(b if b in printable else next(others)) for b in range(256)]
-
-
 def byte_pair_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the merges of a vocabulary in order: the two parts that each token is merged from."""
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+    """Yield the two parts that each token is merged from, for ids of tokens in ascending order."""
+    for token, rank in ranks.items():
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:  # apply the merges of lower rank
             pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
             i = min(range(len(pairs)), key=pairs.__getitem__)
-            assert pairs[i] < rank, token
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
             yield parts[0], parts[1]

@@ -38,11 +38,6 @@ def test_bytes_per_token_adds_up_to_the_text(gpt2):
     assert table[gpt2.eot] == 0 and len(table) == 50257
 
 
-def test_unknown_tokenizer_is_named():
-    with pytest.raises(UserError, match="no tokenizer is called 'bert'"):
-        load_tokenizer("bert")
-
-
 def test_saved_merges_and_vocabulary_are_gpt2s_own_files(gpt2, tmp_path):
     save_tokenizer(gpt2, tmp_path, block_size=1024)
     vocab = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
