@@ -1,10 +1,9 @@
 """Batches as a pure function of (seed, step), so that the loader has no state to save.
 
-The train tokens of one or several folders are one virtual stream. Sequence w is tokens
-[w*T, w*T + T]: T inputs and T targets, shifted by one. Sequences cross the borders of shards and
-folders; only the last partial one is left out. Epoch e visits every sequence exactly once, in an
-order drawn from (seed, e). Step s takes positions [s*G, (s+1)*G) of that order, G sequences in a
-global batch; ranks and micro-steps slice that range.
+The tokens of one or several folders are one stream. Sequence w is tokens [w*T, w*T + T]: T inputs
+and T targets, shifted by one, across the borders of shards and folders; only the last partial one
+is left out. Epoch e visits every sequence exactly once, in an order drawn from (seed, e). Step s
+takes positions [s*G, (s+1)*G) of it, a global batch of G; ranks and micro-steps slice that range.
 """
 
 import hashlib
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -23,17 +21,15 @@ from data.shards import find_shards, read_manifest
 from data.tokenizer import GPT2Tokenizer
 from utils.errors import UserError
 
-Item = TypeVar("Item")
 ROUNDS = 6
-CHECKED = 2**16  # tokens at either end of a split that tell it from another one
+CHECKED = 2**16
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Map positions of an epoch (any shape, in [0, n)) to sequence ids by a keyed permutation.
+    """Map positions of an epoch (any shape, in [0, n)) to sequence ids without memory of size n.
 
     A Feistel network keyed by (seed, epoch) permutes the smallest power of 4 that is at least n;
-    results outside [0, n) pass through it again (cycle walking: Black and Rogaway 2002). This takes
-    no memory of size n.
+    results outside [0, n) pass through it again (cycle walking: Black and Rogaway 2002).
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -54,34 +50,27 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 class TokenStream:
     """The tokens of a split in one or several folders as one virtual array, mapped from disk.
-
-    Raises UserError if the folders hold no shards of the split, or have several tokenizers.
-    """
+    Raises UserError if the folders hold no shards of the split, or have several tokenizers."""
 
     def __init__(self, folders: Path | Sequence[Path], split: str) -> None:
         folders = [folders] if isinstance(folders, str | Path) else folders
         self.split, self.folders = split, [Path(folder) for folder in folders]
         self.shards = [shard for folder in self.folders for shard in find_shards(folder, split)]
-        self.ends = np.cumsum([shard.tokens for shard in self.shards])
-        gpt2 = {"tokenizer": GPT2Tokenizer.name, "vocab_size": GPT2Tokenizer.vocab_size}
+        self.starts = np.cumsum([0, *(shard.tokens for shard in self.shards)])
+        gpt2 = {"tokenizer": "gpt2", "vocab_size": GPT2Tokenizer.vocab_size}
         manifests = [read_manifest(folder) or gpt2 for folder in self.folders]
-        found = {(manifest["tokenizer"], manifest["vocab_size"]) for manifest in manifests}
+        found = {manifest["tokenizer"]: manifest["vocab_size"] for manifest in manifests}
         if len(found) > 1:
             raise UserError(f"the folders of --data_dir have several tokenizers: {sorted(found)}")
-        ((self.tokenizer, self.vocab_size),) = found
+        ((self.tokenizer, self.vocab_size),) = found.items()
         self._open = lru_cache(maxsize=128)(lambda i: self.shards[i].open())  # few open files
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    @property
-    def about(self) -> dict:
-        """Entries of a checkpoint on the tokens that it was trained on."""
-        return {"tokenizer": self.tokenizer, "train_tokens": len(self)}
+        return int(self.starts[-1])
 
     @cached_property
     def checksum(self) -> int:
-        """Number that tells this text from another one: of its length and both ends."""
+        """CRC-32 of the first and last CHECKED tokens and their number, to tell texts apart."""
         length = min(len(self), CHECKED)
         ends = (self.tokens(start, length) for start in (0, len(self) - length))
         return zlib.crc32(np.concatenate([*ends, [len(self)]]).tobytes())
@@ -89,17 +78,13 @@ class TokenStream:
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise UserError for a bad id."""
         assert 0 <= start and start + length <= len(self)
-        parts, i = [], int(np.searchsorted(self.ends, start, side="right"))
+        parts, i = [], int(np.searchsorted(self.starts, start, side="right")) - 1
         while length:
-            shard = self.shards[i]
-            offset = start - (int(self.ends[i]) - shard.tokens)
+            offset = start - int(self.starts[i])
             part = self._open(i)[offset : offset + length]
-            if len(part) and part.max() >= self.vocab_size:
-                raise UserError(
-                    f"{shard.path} holds token id {part.max()} at position "
-                    f"{offset + int(part.argmax()):,}, outside the vocabulary of "
-                    f"{self.vocab_size:,} ({self.tokenizer}); make or copy the shard again"
-                )
+            if (highest := part.max(initial=0)) >= self.vocab_size:
+                path, known = self.shards[i].path, f"{self.vocab_size:,} of {self.tokenizer}"
+                raise UserError(f"{path} holds token id {highest}, not one of the {known}")
             parts.append(part)
             start, length, i = start + len(part), length - len(part), i + 1
         return np.concatenate(parts).astype(np.int64)
@@ -111,11 +96,8 @@ class Sequences:
     def __init__(self, stream: TokenStream, block_size: int) -> None:
         self.stream, self.block_size = stream, block_size
         if len(stream) <= block_size:
-            raise UserError(
-                f"{stream.folders[0]} holds {len(stream):,} {stream.split} tokens, too "
-                f"few for one sequence of {block_size:,}; lower --block_size, add text, or shard "
-                "it again with another --val_fraction"
-            )
+            found = f"{stream.folders[0]} holds {len(stream):,} {stream.split} tokens"
+            raise UserError(f"{found}, too few for one sequence of --block_size {block_size}")
 
     def __len__(self) -> int:
         return (len(self.stream) - 1) // self.block_size
@@ -135,9 +117,8 @@ def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
     """Return the ids (G,) of the sequences in a step with G = `batch`, out of n sequences."""
     position = step * batch + np.arange(batch)
     epochs = position // n
-    return np.concatenate(
-        [permute(position[epochs == e] % n, n, seed, int(e)) for e in np.unique(epochs)]
-    )
+    parts = [permute(position[epochs == e] % n, n, seed, int(e)) for e in np.unique(epochs)]
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -167,7 +148,7 @@ def train_batches(
             yield sequences.batch(ids)
 
 
-def prefetch(items: Iterator[Item], depth: int = 4) -> Iterator[Item]:
+def prefetch(items: Iterator, depth: int = 4) -> Iterator:
     """Yield items, none of them None, that a background thread computes up to `depth` ahead."""
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:

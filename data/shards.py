@@ -50,24 +50,20 @@ def header(suffix: str, tokens: int) -> bytes:
 def inspect_shard(path: Path) -> Shard:
     """Return a shard; raise UserError if its header is wrong or contradicts the file's size."""
     try:
-        with open(path, "rb") as file:
-            if path.suffix == ".bin":
+        if path.suffix == ".bin":
+            with open(path, "rb") as file:
                 *kind, tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
-                if kind != [BIN_MAGIC, BIN_VERSION]:
-                    raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
-            else:
-                version = np.lib.format.read_magic(file)
-                parse = getattr(np.lib.format, "read_array_header_{}_{}".format(*version))
-                shape, _, dtype = parse(file)
-                if dtype != np.dtype("<u2") or len(shape) != 1:
-                    raise ValueError(f"{dtype} {shape} instead of a 1-D uint16 array")
-                tokens = shape[0]
-            offset, size = file.tell(), path.stat().st_size
-        if tokens < 0 or offset + 2 * tokens != size:
-            raise ValueError(f"{size:,} bytes, but the header promises {tokens:,} tokens")
+            if kind != [BIN_MAGIC, BIN_VERSION]:
+                raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
+            array = np.memmap(path, np.dtype("<u2"), "r", BIN_HEADER.size, (tokens,))
+        else:
+            array = np.load(path, mmap_mode="r")
+        if array.dtype != np.dtype("<u2") or array.ndim != 1:
+            raise ValueError(f"{array.dtype} {array.shape} instead of a 1-D uint16 array")
+        assert array.offset + array.nbytes == path.stat().st_size, "longer than its header says"
     except Exception as error:
         raise UserError(f"{path} is damaged or not a shard of uint16 tokens: {error}") from error
-    return Shard(path, offset, tokens)
+    return Shard(path, array.offset, len(array))
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -75,13 +71,11 @@ def read_manifest(folder: Path) -> dict | None:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        assert {"tokenizer", "vocab_size", "eot"} <= manifest.keys(), "a value is missing"
-        assert all({"file", "split", "tokens"} <= shard.keys() for shard in manifest["shards"])
+        assert {"tokenizer", "vocab_size", "shards"} <= manifest.keys(), "a value is missing"
     except FileNotFoundError:
         return None
     except Exception as error:
-        reason = f"({type(error).__name__}: {error}); shard into an empty folder"
-        raise UserError(f"{path} is damaged or not the manifest of shards {reason}") from error
+        raise UserError(f"{path} is damaged or not a manifest of shards: {error}") from error
     return manifest
 
 
@@ -110,29 +104,20 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix in (".npy", ".bin") and p.is_file())
 
 
-def split_of(name: str) -> str | None:
-    """Return the split that a file name contains, best at the beginning of a word, None if none."""
-    stem = name.rpartition(".")[0].lower()
-    found = re.findall("(?<![a-z])(train|val)", stem) or re.findall("train|val", stem)
-    return found[-1] if found else None
-
-
 def find_shards(folder: Path, split: str) -> list[Shard]:
     """Return the shards of a split ("train" or "val") in name order.
 
-    Raises UserError if there is none, one is damaged, or they are not those that the manifest
-    lists.
+    Raises UserError if there is none, one is damaged, or they are not those in the manifest.
     """
     paths = shard_paths(folder) if folder.is_dir() else []
-    shards = [inspect_shard(path) for path in paths if split_of(path.name) == split]
+    # the last of these words in a name counts, as in retrieval_train_000001.npy
+    mine = [p for p in paths if re.findall("train|val", p.stem.lower())[-1:] == [split]]
+    shards = [inspect_shard(path) for path in mine]
     if not shards:
-        make = "make some: python data/fineweb-edu.py --input YOUR_TEXT --local_dir"
-        hint = f"{make} {folder}, or give another --data_dir"
-        if is_interrupted(folder):
-            hint = "sharding was interrupted: run its command again"
-        elif paths:
-            hint = "shard again with a larger --val_fraction, or without --max_shards"
-        raise UserError(f"{folder} holds no {split} shards (.npy or .bin); {hint}")
+        raise UserError(
+            f"{folder} holds no {split} shards (.npy or .bin); give another --data_dir, or make "
+            f"some: python data/fineweb-edu.py --input YOUR_TEXT --local_dir {folder}"
+        )
     manifest = read_manifest(folder)
     if manifest is None:
         head = shards[0].open()[:100_000]
@@ -144,8 +129,6 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         return shards
     listed = {(s["file"], s["tokens"]) for s in manifest["shards"] if s["split"] == split}
     if differing := listed ^ {(shard.path.name, shard.tokens) for shard in shards}:
-        raise UserError(
-            f"{folder / min(differing)[0]} is missing or not as {MANIFEST} lists it; copy it "
-            "again, or run data/fineweb-edu.py again if it was killed"
-        )
+        path = folder / min(differing)[0]
+        raise UserError(f"{path} is missing or not as {MANIFEST} lists it; make or copy it again")
     return shards

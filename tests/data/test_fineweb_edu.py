@@ -239,9 +239,9 @@ def test_a_disk_that_fills_while_a_shard_is_written_is_a_sentence(corpus, tmp_pa
 def test_what_does_not_fit_as_a_whole_is_not_begun(corpus, small_disk):
     out = small_disk / "out"
     done = shard(corpus, out, "--max_shards", 53, code=2)  # of 40,002 bytes; the disk has 2,097,152
-    assert "needs 2.1 MB" in done.stderr and not digests(out)
+    assert "needs 0.002 GB" in done.stderr and not digests(out)
     shard(corpus, out, "--max_shards", 3)
-    assert "needs 2.0 MB" in shard(corpus, out, "--max_shards", 53, code=2).stderr
+    assert "needs 0.002 GB" in shard(corpus, out, "--max_shards", 53, code=2).stderr
     shard(corpus, out, "--max_shards", 51)  # what is there does not count again; the source ends
 
 
