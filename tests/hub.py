@@ -13,7 +13,7 @@ COMMIT, LATER = "c0ffee" + "0" * 34, "beef" + "0" * 36
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """Serves `files` (path -> bytes) as a repository at COMMIT, which need not be the `newest`; the
-    first `failures` requests for parquet files fail."""
+    first `failures` requests for parquet files get no answer."""
 
     protocol_version = "HTTP/1.1"
     repository = "datasets/me/corpus"  # or models/me/gpt
@@ -42,7 +42,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             kind, rest = "", rest.removeprefix("/" + self.repository.removeprefix("models/"))
         if type(self).failures and rest.endswith(".parquet"):
             type(self).failures -= 1
-            self.answer(b"no", 418)  # one that huggingface_hub does not try again itself
+            self.close_connection = True
         elif kind and rest in ("", "/revision/main", f"/revision/{COMMIT}"):
             names = [{"rfilename": name} for name in self.files]
             sha = COMMIT if rest.endswith(COMMIT) else self.newest

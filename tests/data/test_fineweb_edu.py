@@ -16,9 +16,7 @@ from pyarrow import parquet
 
 from data.loader import TokenStream
 from data.shards import find_shards
-from data.source import Source
 from data.tokenizer import load_tokenizer
-from utils.errors import UserError
 from utils.files import lock_folder
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
@@ -47,7 +45,7 @@ def digests(folder):
     return {
         p.name: hashlib.sha256(p.read_bytes()).hexdigest()
         for p in folder.iterdir()
-        if p.name != "manifest.json"
+        if p.name not in ("manifest.json", ".lock")
     }
 
 
@@ -130,20 +128,20 @@ def test_a_folder_with_other_settings_or_shards_of_another_origin_is_refused(
 ):
     before = digests(plain)
     done = shard(corpus, plain, "--shard_size", 1000, code=2)
-    assert "made with shard_size 20001, not 1000; give another --local_dir" in done.stderr
+    assert "holds shards of shard_size 20001; give another --local_dir" in done.stderr
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(corpus.read_bytes())
     shard(tmp_path / "in", tmp_path / "out", "--max_shards", 1)
     (tmp_path / "in" / "b.txt").write_text("more")
     done = shard(tmp_path / "in", tmp_path / "out", code=2)
-    assert "of files with other names or sizes; give another" in done.stderr
+    assert "holds shards of files {" in done.stderr
     assert digests(plain) == before
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     np.save(foreign / "edufineweb_train_000001.npy", np.zeros(10, np.uint16))
     done = shard(corpus, foreign, code=2)
-    assert "holds shards without a manifest.json" in done.stderr
-    assert len(list(foreign.iterdir())) == 1
+    assert "holds shards without a manifest" in done.stderr
+    assert not (foreign / "manifest.json").exists()
 
 
 def test_a_shard_that_is_cut_is_named(corpus, tmp_path):
@@ -200,13 +198,6 @@ def test_skipped_documents_are_counted_once_by_a_run_that_was_stopped(tmp_path):
     )
 
 
-def test_a_folder_without_enough_validation_tokens_is_told_of(tmp_path):
-    (tmp_path / "a.txt").write_text("A short text. " * 500)
-    warning = "warning: train.py needs more validation tokens"
-    assert warning in shard(tmp_path / "a.txt", tmp_path / "out").stdout
-    assert warning not in shard(tmp_path / "a.txt", tmp_path / "more", "--val_fraction", 0.2).stdout
-
-
 def test_bin_holds_the_same_tokens(corpus, plain, tmp_path):
     shard(corpus, tmp_path, "--format", "bin")
     assert texts_in(tmp_path, "train") == texts_in(plain, "train")
@@ -216,7 +207,7 @@ def test_two_processes_do_not_shard_into_one_folder(corpus, tmp_path):
     lock = lock_folder(tmp_path, "sharding into")
     assert "another process is sharding" in shard(corpus, tmp_path, code=2).stderr
     os.close(lock)
-    assert not list(tmp_path.iterdir())
+    assert not digests(tmp_path)
 
 
 def fill(folder, free):
@@ -262,7 +253,7 @@ def test_workers_take_every_nth_file_and_are_read_as_one_stream(parts, tmp_path)
     assert [t for t in documents()[120:240] if t in set(second)] == [
         t for t in second if t in set(documents()[120:240])
     ]
-    assert "worker_index 1, not 0" in shard(parts, out, code=2).stderr
+    assert "holds shards of worker_index 1" in shard(parts, out, code=2).stderr
 
 
 @pytest.fixture
@@ -284,8 +275,8 @@ def test_a_hub_dataset_is_streamed_and_continued_at_the_same_commit(hub_files, p
         args = ["--dataset", "me/corpus", "--local_dir", tmp_path / "out", *BYTES]
         script("data/fineweb-edu.py", *args, "--max_shards", 2, env=env)
         handler.failures, handler.newest = 1, hub.LATER  # which has no files
-        done = script("data/fineweb-edu.py", *args, env=env)
-        assert "read failed" in done.stderr
+        script("data/fineweb-edu.py", *args, env=env)
+        assert not handler.failures
         assert digests(tmp_path / "out") == digests(plain)
         assert not any("CC-MAIN/0" in path for path in handler.asked)
         manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -310,15 +301,7 @@ def test_workers_share_the_files_of_a_hub_dataset(hub_files, tmp_path):
         assert "--worker_count must be at most the 4 files" in done.stderr
 
 
-def test_failed_downloads_are_tried_again_with_growing_pauses(monkeypatch, tmp_path):
-    waits, source = [], Source([], "me/corpus", "default", "text", 0, 1)
-    monkeypatch.setattr("data.source.time.sleep", waits.append)
-    for failures in range(1, 7):
-        source.wait_before_retry(OSError("reset"), failures, [], None)
-    assert waits == [1, 2, 4, 8, 16, 32]
-    with pytest.raises(UserError, match="me/corpus .*OSError: reset.; run the same command again"):
-        source.wait_before_retry(OSError("reset"), 7, [], None)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_without_a_network_the_dataset_is_named(tmp_path):
     done = script("data/fineweb-edu.py", "--local_dir", tmp_path, "--tokenizer", "bytes", code=2)
     assert "HuggingFaceFW/fineweb-edu is damaged or cannot be read (Offline" in done.stderr
 
