@@ -12,7 +12,6 @@ A run that is killed at any moment continues from the last whole shard when it i
 shards do not depend on kills or on the number of threads.
 """
 
-import contextlib
 import hashlib
 import os
 import sys
@@ -36,8 +35,6 @@ from utils.cli import run
 from utils.errors import UserError
 from utils.files import lock_folder
 
-MAX_PENDING_CHARS = 50_000_000  # text that is read but not yet written
-FEW = 1024  # validation tokens that give a rough loss at best
 # options that a folder keeps, in its manifest
 SETTINGS = ("text_column", "shard_size", "format", "val_fraction", "worker_index", "worker_count")
 SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 10**10}  # tokens
@@ -99,19 +96,15 @@ def tokenize_batches(
     def tokenize_batch(texts: list) -> list[tuple]:
         return [tokenize(tokenizer, config.val_fraction, text) for text in texts]
 
-    pending: deque[tuple[dict, int, Future]] = deque()
+    pending: deque[tuple[dict, Future]] = deque()
     workers = ThreadPoolExecutor(config.num_workers)  # tiktoken releases the GIL
     try:
         for before, texts in source.batches(position):
-            chars = sum(len(text) for text in texts if isinstance(text, str))
-            pending.append((before, chars, workers.submit(tokenize_batch, texts)))
-            while (
-                len(pending) > 3 * config.num_workers
-                or sum(chars for _, chars, _ in pending) > MAX_PENDING_CHARS
-            ):
-                before, _, task = pending.popleft()
+            pending.append((before, workers.submit(tokenize_batch, texts)))
+            if len(pending) > 3 * config.num_workers:
+                before, task = pending.popleft()
                 yield before, task.result()
-        yield from ((before, task.result()) for before, _, task in pending)
+        yield from ((before, task.result()) for before, task in pending)
     finally:
         workers.shutdown(cancel_futures=True)
 
@@ -119,11 +112,7 @@ def tokenize_batches(
 def write_shards(
     config: DataConfig, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
-    """Write shards; return True at the end of the source, False once max_shards are full.
-
-    Where the hash of the texts has left none for validation, or none to train on, the last one is
-    divided: its tail is held out.
-    """
+    """Write shards; return True at the end of the source, False once max_shards are full."""
     manifest, start = sharder.manifest, sharder.manifest["state"]
     first, written = start["documents"], start["tokens"]  # in the first batch and document
     total = config.max_shards and config.max_shards * config.shard_size
@@ -146,9 +135,8 @@ def write_shards(
             last = split, tokens, written, {"source": before, "documents": n}
             written = 0
         first = 0
-    alone = config.val_fraction and config.worker_count == 1
-    tail = last and alone and sharder.tail(last[0], last[1], last[2], config.val_fraction)
-    if last and not (sharder.write_with_tail(*last[1:], tail) if tail else sharder.write(*last)):
+    val_fraction = config.val_fraction if config.worker_count == 1 else 0
+    if last and not sharder.write_last(last, val_fraction):
         return False
     manifest["skipped"] = Counter(manifest["skipped"]) + skipped
     return True
@@ -163,9 +151,8 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
     settings = {name: getattr(config, name) for name in SETTINGS}
     settings |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     settings |= {"eot": tokenizer.eot, "source": list(config.input or hub), "files": sizes}
-    with contextlib.ExitStack() as stack:
-        if (lock := lock_folder(config.local_dir, "sharding into")) is not None:
-            stack.callback(os.close, lock)
+    lock = lock_folder(config.local_dir, "sharding into")
+    try:
         sharder = Sharder(config.local_dir, settings, config.max_shards)
         manifest = sharder.manifest
         if manifest["complete"] or (manifest["stopped"] and sharder.full):
@@ -175,31 +162,25 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         before = sharder.tokens
         complete = not sharder.full and write_shards(config, source, sharder, tokenizer)
         if complete and not manifest["documents"]:
-            name, skipped = settings["source"][0], manifest["skipped"]
-            raise UserError(f"{name} holds no text for this worker; skipped: {skipped or 'none'}")
+            name, skipped = settings["source"][0], manifest["skipped"] or "none"
+            raise UserError(f"{name} holds no text for this worker; skipped: {skipped}")
         sharder.end(complete)
+    finally:
+        os.close(lock)
     return manifest, sharder.tokens - before
 
 
 def main(config: DataConfig) -> None:
-    counts = (
-        config.shard_size,
-        config.num_workers,
-        1 if config.max_shards is None else config.max_shards,
-    )
-    shares = (0 <= config.val_fraction < 1, 0 <= config.worker_index < config.worker_count)
-    if min(counts) < 1 or not all(shares):
-        raise UserError(
-            "--shard_size, --num_workers and --max_shards must be at least 1, --val_fraction from "
-            "0 to below 1, --worker_index from 0 to below --worker_count"
-        )
+    if min(config.shard_size, config.num_workers, config.max_shards or 1) < 1:
+        raise UserError("--shard_size, --num_workers and --max_shards must be at least 1")
+    if not (0 <= config.val_fraction < 1 and 0 <= config.worker_index < config.worker_count):
+        raise UserError("--val_fraction must be in [0, 1), --worker_index in [0, --worker_count)")
     began = time.time()
     manifest, new = prepare(config)
     seconds = time.time() - began
-    print(
-        f"{config.local_dir}: {'complete' if manifest['complete'] else 'stopped at --max_shards'}"
-    )
+    state = "complete" if manifest["complete"] else "stopped at --max_shards"
     skipped = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items())
+    print(f"{config.local_dir}: {state}")
     print(f"{manifest['documents']:,} documents; skipped: {skipped or 'none'}")
     for split in ("train", "val"):
         sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]
@@ -207,8 +188,6 @@ def main(config: DataConfig) -> None:
     tail = "the tail of the last text" if "held_out" in manifest else "documents chosen by hash"
     print(f"validation: {tail if sizes else 'none'}")
     print(f"{new:,} new tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)")
-    if sum(sizes) < FEW and config.worker_count == 1:
-        print("warning: train.py needs more validation tokens: raise --val_fraction or add text")
 
 
 if __name__ == "__main__":

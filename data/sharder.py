@@ -5,16 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import MANIFEST, header, inspect_shard, read_manifest, shard_paths, write_manifest
+from data.shards import header, inspect_shard, read_manifest, shard_paths, write_manifest
 from utils.errors import UserError
 from utils.files import check_space, sha256, sync_folder
 
 
 class ShardWriter:
-    """Appends tokens to a temporary file, which `finish` renames to the shard.
-
-    With `start`, continues an unfinished shard of an earlier run after its first `start` tokens.
-    """
+    """Appends tokens to a temporary file, which `finish` renames to the shard; continues that of
+    an earlier run after its first `start` tokens."""
 
     def __init__(self, folder: Path, split: str, index: int, suffix: str, start: int = 0) -> None:
         self.path = folder / f"{split}_{index:06d}{suffix}"
@@ -31,10 +29,11 @@ class ShardWriter:
         self.file.write(tokens.astype("<u2", copy=False).tobytes())
         self.tokens += len(tokens)
 
-    def sync(self) -> None:
-        """Flush the appended tokens to disk, so that they survive a crash."""
+    def sync(self) -> int:
+        """Flush the tokens to disk, so that they survive a crash; return their number."""
         self.file.flush()
         os.fsync(self.file.fileno())
+        return self.tokens
 
     def finish(self) -> dict:
         """Write the header, rename the file to its final name and return its manifest entry."""
@@ -45,18 +44,20 @@ class ShardWriter:
         digest = sha256(self.temporary)
         os.replace(self.temporary, self.path)
         sync_folder(self.path.parent)
-        name = self.path.name
-        return {"file": name, "split": self.split, "tokens": self.tokens, "sha256": digest}
+        return {
+            "file": self.path.name,
+            "split": self.split,
+            "tokens": self.tokens,
+            "sha256": digest,
+        }
 
 
 class Sharder:
     """Appends documents to the train and val shards of a folder.
 
-    `settings` are saved in the manifest, among them shard_size (tokens) and format ("npy" or
-    "bin"); its "state" is where the next run continues: a position in the source, documents after
-    it, tokens of the next one, and tokens of the shards that are not full.
-
-    Raises UserError if the folder holds shards with other settings or of another origin.
+    `settings` are saved in the manifest, shard_size in tokens. Its "state" is where the next run
+    continues: a position in the source, documents after it, tokens of the next one, and tokens of
+    the shards that are not full. Raises UserError for shards of other settings or another origin.
     """
 
     def __init__(self, folder: Path, settings: dict, max_shards: int | None) -> None:
@@ -65,7 +66,7 @@ class Sharder:
         self.open: dict[str, ShardWriter] = {}  # by split
         found, other = read_manifest(folder), "give another --local_dir or empty that one"
         if found is None and shard_paths(folder):
-            raise UserError(f"{folder} holds shards without a {MANIFEST}; {other}")
+            raise UserError(f"{folder} holds shards without a manifest; {other}")
         if found is None or not (found["shards"] or found["complete"]):
             start = {"source": None, "documents": 0, "tokens": 0, "open": {}}
             found = {**settings, "complete": False, "stopped": False, "documents": 0, "skipped": {}}
@@ -73,13 +74,10 @@ class Sharder:
             write_manifest(folder, found)
         self.manifest = found
         for key, value in settings.items():
-            if found.get(key, value) != value:
-                made = f"with {key} {found[key]!a:.100}, not {value!a:.100}"
-                made = "of files with other names or sizes" if key == "files" else made
-                raise UserError(f"{folder} holds shards made {made}; {other}")
+            if found.get(key) != value:
+                raise UserError(f"{folder} holds shards of {key} {found.get(key)!r:.99}; {other}")
         for entry in found["shards"]:
-            if inspect_shard(folder / entry["file"]).tokens != entry["tokens"]:
-                raise UserError(f"{folder / entry['file']} is not as {MANIFEST} lists it; {other}")
+            inspect_shard(folder / entry["file"])
 
     @property
     def full(self) -> bool:
@@ -94,14 +92,11 @@ class Sharder:
         return unfinished + sum(s["tokens"] for s in self.manifest["shards"])
 
     def reopen(self, known_tokens: int | None) -> None:
-        """Open the unfinished shards to continue them after the tokens that were saved.
-
-        Raises UserError if the disk lacks room for the known rest of the source or max_shards.
-        """
+        """Open the unfinished shards after the tokens that were saved; raise UserError if the disk
+        lacks room for the rest of `known_tokens` or max_shards."""
         allowed = self.max_shards and self.max_shards * self.size
         total = min((n for n in (known_tokens, allowed) if n is not None), default=0)
-        held = sum(p.stat().st_size for p in self.folder.iterdir() if self.suffix in p.suffixes)
-        check_space(self.folder, 2 * total - held, f"sharding {total:,} tokens")
+        check_space(self.folder, 2 * (total - self.tokens), f"sharding {total:,} tokens")
         shards = [s for s in self.manifest["shards"] if s["tokens"] == self.size]
         self.manifest.update(shards=shards, stopped=False)
         write_manifest(self.folder, self.manifest)
@@ -114,10 +109,8 @@ class Sharder:
         self.open[split] = ShardWriter(self.folder, split, index, self.suffix, start)
 
     def write(self, split: str, tokens: np.ndarray, start: int, position: dict) -> bool:
-        """Append a document's tokens from `start` on; return False once the folder is full.
-
-        Whenever a shard gets full, saves the manifest with `position` and the tokens written.
-        """
+        """Append a document's tokens from `start` on; return False once the folder is full. When
+        a shard gets full, save the manifest with `position` and the tokens written."""
         while start < len(tokens):
             if split not in self.open:
                 self.begin(split)
@@ -126,28 +119,23 @@ class Sharder:
             start += len(part)
             if self.open[split].tokens == self.size:
                 self.manifest["shards"].append(self.open.pop(split).finish())
-                for writer in self.open.values():
-                    writer.sync()
-                unfinished = {split: writer.tokens for split, writer in self.open.items()}
+                unfinished = {name: writer.sync() for name, writer in self.open.items()}
                 self.manifest["state"] = {**position, "tokens": start, "open": unfinished}
                 write_manifest(self.folder, self.manifest)
                 if self.full:
                     return False
         return True
 
-    def tail(self, split: str, tokens: np.ndarray, start: int, val_fraction: float) -> int:
-        """Return how many tokens of the last text are held out for validation, 0 if both splits
-        have text, this one in `split` included: a tenth of it, or val_fraction of all tokens if
-        that is more, but at most half."""
+    def write_last(self, document: tuple, val_fraction: float) -> bool:
+        """Append the last document, the arguments of `write`. If a split is empty, hold out its
+        tail: the larger of a tenth and `val_fraction` (0: nothing) of all tokens, at most half."""
+        split, tokens, start, position = document
         written = {split, *self.open, *(shard["split"] for shard in self.manifest["shards"])}
-        if "held_out" not in self.manifest and written != {"train", "val"}:
-            total = self.tokens - start + len(tokens)
-            tail = max(len(tokens) // 10, int(val_fraction * total))
+        if val_fraction and written != {"train", "val"} and "held_out" not in self.manifest:
+            tail = max(len(tokens) // 10, int(val_fraction * (self.tokens - start + len(tokens))))
             self.manifest["held_out"] = min(tail, len(tokens) // 2)
-        return self.manifest.get("held_out", 0)
-
-    def write_with_tail(self, tokens: np.ndarray, start: int, position: dict, tail: int) -> bool:
-        """Write the last text from token `start` on, its tail for validation, as `write` does."""
+        if not (tail := self.manifest.get("held_out")):
+            return self.write(*document)
         cut = len(tokens) - tail
         if start < cut and not self.write("train", tokens[:cut], start, position):
             return False
