@@ -4,7 +4,6 @@ import glob
 import io
 import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ ROWS = {".jsonl": LINES, ".ndjson": LINES, ".json": ("json", {}), ".csv": ("csv"
 ROWS |= {".tsv": ("csv", {"sep": "\t", **CSV}), ".parquet": ("parquet", {"batch_size": 1000})}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-SKIPPED = re.compile(r"(^|/)(\.|site-packages/)")  # hidden files and installed packages
 
 
 def suffix_of(name: str) -> str:
@@ -50,8 +48,11 @@ def is_binary(path: Path) -> bool:
 
 def walk(folder: str) -> list[Path]:
     """Return the files below a folder in name order, but hidden ones and installed packages."""
-    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    return [path for path in paths if not SKIPPED.search(str(path.relative_to(folder)))]
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [x for x in folders if not x.startswith(".") and x != "site-packages"]
+        found += [Path(parent, x) for x in names if not x.startswith(".")]
+    return sorted(found)
 
 
 def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
@@ -63,7 +64,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     for name in inputs:
         if os.path.isdir(name):
             for path in walk(name):
-                if suffix_of(path.name) in IN_FOLDERS and not is_binary(path):
+                if suffix_of(path.name) in IN_FOLDERS and path.is_file() and not is_binary(path):
                     sizes[str(path)] = path.stat().st_size
                 else:
                     left_out[path.suffix.lower() or "without a suffix"] += 1
@@ -144,10 +145,8 @@ class Source:
         if builder == LINES:
             rows = [parse_line(row["text"]) for row in rows if row["text"].strip()]
         if is_first and rows and rows[0] and self.text_column not in rows[0]:
-            raise UserError(
-                f"{files[0] if files else self.dataset} has no column {self.text_column!r} but "
-                f"{', '.join(rows[0]):.300}; choose one by --text_column"
-            )
+            where, names = files[0] if files else self.dataset, ", ".join(rows[0])
+            raise UserError(f"{where} has no --text_column {self.text_column!r}, but {names:.300}")
         return [row.get(self.text_column) for row in rows]
 
     def batches(self, position: dict | None) -> Iterator[tuple[dict, list]]:

@@ -99,7 +99,7 @@ def test_rows_without_a_text_are_counted_and_a_missing_column_names_those_there(
     for path in files:
         names = "content, id" if path.suffix == ".TSV" else "content"
         with pytest.raises(
-            UserError, match=f"{path.name} has no column 'body' but .*{names}.*--text_c"
+            UserError, match=f"{path.name} has no --text_column 'body', but .*{names}"
         ):
             read(path, column="body")
 
