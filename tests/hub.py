@@ -60,12 +60,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        form = json.loads(body) if body[0] == "{" else urllib.parse.parse_qs(body)
-        found = [entry for entry in self.tree("", recursive=True) if entry["path"] in form["paths"]]
-        self.answer(json.dumps(found).encode())
-
     def tree(self, folder: str, recursive: bool) -> list[dict]:
         """What lies in a folder, or anywhere below it."""
         start = folder + "/" if folder else ""

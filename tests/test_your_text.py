@@ -22,8 +22,7 @@ SMALLER = {"--max_steps": "3", "--eval_every": "2", "--total_batch_size": "1024"
 def commands(title):
     """The commands of a section."""
     page = (ROOT / "docs" / "YOUR_TEXT.md").read_text()
-    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return [line for line in re.search(r"```sh\n(.*?)```", section, re.S)[1].splitlines() if line]
+    return re.search(rf"\n## {title}\n.*?```sh\n(.*?)\n```", page, re.S)[1].splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -74,19 +73,17 @@ def test_one_book_then_scores_plot_and_export(home):
     assert (home / "runs/book/hf/config.json").exists()
 
 
-def test_a_folder_of_mixed_files(home):
-    (printed,) = run("A folder of mixed files", home)
-    assert "202 documents" in printed and "left out: 1 .jpg" in printed
-
-
-def test_a_parquet_file_with_another_column(home):
-    (printed,) = run("A parquet file with another column", home)
-    assert "300 documents" in printed
-
-
-def test_a_compressed_crawl(home):
-    first, second = run("A compressed crawl", home)
-    assert "600 documents" in first and "\n0 new tokens" in second
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        ("A folder of mixed files", ["left out: 1 .jpg", "202 documents"]),
+        ("A parquet file with another column", ["300 documents"]),
+        ("A compressed crawl", ["600 documents", "\n0 new tokens"]),
+    ],
+)
+def test_sharding(home, title, expected):
+    printed = "".join(run(title, home))
+    assert all(text in printed for text in expected)
 
 
 def test_fine_tuning(home):

@@ -91,11 +91,6 @@ def test_folders_of_several_tokenizers_are_not_joined(tmp_path, shards):
         TokenStream([shards, folder_of(tmp_path, [10_000])], "train")
 
 
-def test_too_few_tokens_is_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="too few for one sequence"):
-        Sequences(TokenStream(folder_of(tmp_path, [8]), "train"), 8)
-
-
 def test_prefetch_keeps_order_and_passes_errors_on():
     def items():
         yield from range(20)

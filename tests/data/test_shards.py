@@ -71,17 +71,14 @@ def test_a_broken_shard_is_named(tmp_path, name, content, message):
 
 
 def test_missing_and_empty_folders_say_what_to_do(tmp_path):
-    with pytest.raises(UserError, match="python data/fineweb-edu.py"):
-        find_shards(tmp_path / "nothing", "train")
-    with pytest.raises(UserError, match="holds no val shards"):
-        find_shards(tmp_path, "val")
+    for folder in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(UserError, match="holds no val shards.*python data/fineweb-edu.py"):
+            find_shards(folder, "val")
 
 
 def test_shards_that_the_manifest_does_not_list_or_that_are_gone_are_named(tmp_path):
     entries = [write(tmp_path, "train", i, range(10)) for i in range(2)]
-    write_manifest(
-        tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "shards": entries}
-    )
+    write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
     assert len(find_shards(tmp_path, "train")) == 2
     write(tmp_path, "train", 2, range(10))
     with pytest.raises(UserError, match="train_000002.npy is missing or not as manifest.json"):
