@@ -122,7 +122,7 @@ def parse_recipe(text: str) -> Recipe:
 
 def recipe_of(shape: GPTConfig) -> str:
     """Return the recipe that builds this architecture, trained as GPT-2."""
-    return str(Recipe(model={name: getattr(shape, name) for name in shape.differs_from({})}))
+    return str(Recipe(model=shape.differences(GPTConfig())))
 
 
 @dataclass
@@ -339,15 +339,15 @@ class TrainConfig(
         sizes = {name: getattr(pretrained, name) for name in ("n_layer", "n_head", "n_embd")}
         asked = self.model_config(pretrained.vocab_size)
         default = GPTConfig(self.block_size, pretrained.vocab_size, dropout=self.dropout)
-        differs = asked.differs_from(pretrained.fields)
+        differs = list(asked.differences(pretrained))
         differs += [name for name in sizes if getattr(asked, name) != sizes[name]]
         if asked != default and differs:
             raise UserError(
                 f"{self.init_from} has another {', '.join(differs)}: leave out --recipe, "
                 "--model_type and the sizes, which follow from it"
             )
-        fields = {name: getattr(pretrained, name) for name in pretrained.differs_from({})}
-        architecture = {"model": fields, "mlp_ratio": 4.0, "ngram_bits": 0.0}
+        model = pretrained.differences(GPTConfig())
+        architecture = {"model": model, "mlp_ratio": 4.0, "ngram_bits": 0.0}
         self.parsed_recipe = replace(self.parsed_recipe, **architecture)
         vars(self).update(sizes, recipe=str(self.parsed_recipe))
 

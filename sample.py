@@ -65,8 +65,6 @@ class SampleConfig:
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matmuls. auto: bfloat16 where the processor has it."""
-    use_torch_compile: bool = False
-    """Compile the forward pass of one token, for long texts."""
 
     def __post_init__(self) -> None:
         least = {"num_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
@@ -121,10 +119,8 @@ class Writer:
         # incremental, because a character can span several tokens
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in samples]
         device = self.model.transformer.wte.weight.device
-        options = {"use_torch_compile": config.use_torch_compile}
-        rows = generate(
-            self.model, [prompt] * len(samples), replace(config.sampling, seed=seed), **options
-        )
+        sampling = replace(config.sampling, seed=seed)
+        rows = generate(self.model, [prompt] * len(samples), sampling)
         self.show(heading)
         with autocast(device, pick_dtype(config.dtype, device)):
             for tokens in rows:
@@ -186,9 +182,7 @@ def main(config: SampleConfig) -> None:
     model, tokenizer, saved = open_model(name, exact=dtype is torch.float32)
     if config.chat and not is_chat(saved, name):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
-    model.to(device)
-    if not config.use_torch_compile:
-        for_inference(model, device, dtype)
+    for_inference(model.to(device), device, dtype)
     show = (lambda piece: None) if config.json else partial(print, end="", flush=True)
     writer = Writer(model, load_tokenizer(tokenizer), config, show)
     if interactive:

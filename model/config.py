@@ -1,7 +1,7 @@
 """GPTConfig: the architecture of a model, and the named GPT-2 sizes."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from utils.errors import UserError
 
@@ -13,31 +13,24 @@ SIZES = {
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
 NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
-CHOICES = {
-    "position": ("learned", "rotary"),
-    "norm": ("layer", "rms"),
-    "activation": ("gelu", "relu2", "swiglu"),
-}
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
 
 COUNTS = "block_size vocab_size n_layer n_head n_embd ngrams ngram_rows"
-NUMBER = (int, float)
 RULES = (  # fields, a test of their values, and what it asks for
     (COUNTS, lambda x: type(x) is int and x >= 1, "a whole number of at least 1"),
     ("n_kv_head n_inner", lambda x: x is None or type(x) is int and x >= 1, "at least 1, or None"),
-    ("dropout", lambda x: type(x) in NUMBER and 0 <= x < 1, "at least 0 and below 1"),
-    ("rope_base", lambda x: type(x) in NUMBER and 0 < x < math.inf, "a number above 0"),
+    ("dropout", lambda x: 0 <= x < 1, "at least 0 and below 1"),
+    ("rope_base", lambda x: type(x) in (int, float) and 0 < x < math.inf, "a number above 0"),
     ("qk_norm bias tied", lambda x: type(x) is bool, "True or False"),
-    *((name, x.__contains__, f"one of {', '.join(x)}") for name, x in CHOICES.items()),
+    ("position", ("learned", "rotary").__contains__, "learned or rotary"),
+    ("norm", ("layer", "rms").__contains__, "layer or rms"),
+    ("activation", ("gelu", "relu2", "swiglu").__contains__, "gelu, relu2 or swiglu"),
 )
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Architecture of a GPT; the defaults are GPT-2's, docs/RECIPES.md has the sources.
-
-    Raises UserError for an architecture that cannot be built.
-    """
+    """Architecture of a GPT; the defaults are GPT-2's. Raises UserError for one that cannot be."""
 
     block_size: int = 1024
     """Longest sequence in tokens, and the number of learned positions."""
@@ -52,9 +45,8 @@ class GPTConfig:
     n_inner: int | None = None
     """Width of the MLP's hidden layer; None: 4 x n_embd."""
     position: str = "learned"
-    """Positions: learned (a table) or rotary (RoPE)."""
+    """learned (a table of positions) or rotary (RoPE)."""
     rope_base: float = 10_000.0
-    """Base of the rotary frequencies."""
     norm: str = "layer"
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
     qk_norm: bool = False
@@ -62,7 +54,6 @@ class GPTConfig:
     activation: str = "gelu"
     """Activation of the MLP: gelu, relu2 (squared ReLU) or swiglu (gated SiLU)."""
     bias: bool = True
-    """Biases in linear layers and LayerNorms."""
     tied: bool = True
     """Share one table between the token embedding and the head."""
     ngrams: int = 1
@@ -75,14 +66,15 @@ class GPTConfig:
             for name in names.split():
                 if not is_valid(value := getattr(self, name)):
                     raise UserError(f"{name} is {value!r}; it must be {rule}")
-        for name, divisor in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
-            if getattr(self, name) % (getattr(self, divisor) or 1):
-                raise UserError(
-                    f"{name} {getattr(self, name)} does not divide by "
-                    f"{divisor} {getattr(self, divisor)}"
-                )
+        if self.n_embd % self.n_head or self.n_head % self.kv_heads:
+            raise UserError(
+                f"n_embd {self.n_embd} / n_head {self.n_head} / n_kv_head {self.kv_heads} is uneven"
+            )
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
+        for name, default in (("n_kv_head", self.n_head), ("n_inner", 4 * self.n_embd)):
+            if getattr(self, name) == default:  # equal architectures compare equal
+                object.__setattr__(self, name, None)
 
     @property
     def size(self) -> str | None:
@@ -93,22 +85,12 @@ class GPTConfig:
     @property
     def is_gpt2(self) -> bool:
         """True for a GPT-2 of any size."""
-        return self.differs_from({}) == []
+        return not self.differences(GPTConfig())
 
-    @property
-    def fields(self) -> dict:
-        """Values of all fields but those of SIZED."""
-        return {name: value for name, value in asdict(self).items() if name not in SIZED}
-
-    def differs_from(self, fields: dict) -> list[str]:
-        """Return the fields in which it differs from a GPT-2 of its sizes with `fields` changed."""
-        sizes = {name: getattr(self, name) for name in SIZED}
-        other = GPTConfig(**sizes, **fields)
-        given, theirs = (
-            asdict(config) | {"n_kv_head": config.kv_heads, "n_inner": config.inner}
-            for config in (self, other)
-        )
-        return [name for name in given if given[name] != theirs[name]]
+    def differences(self, other: "GPTConfig") -> dict:
+        """Return the fields, but those of SIZED, that have another value than in `other`."""
+        mine = {name: value for name, value in vars(self).items() if name not in SIZED}
+        return {name: value for name, value in mine.items() if value != getattr(other, name)}
 
     @property
     def padded_vocab_size(self) -> int:
@@ -117,15 +99,12 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Number of key/value heads."""
         return self.n_kv_head or self.n_head
 
     @property
     def head_size(self) -> int:
-        """Channels of one head."""
         return self.n_embd // self.n_head
 
     @property
     def inner(self) -> int:
-        """Width of the MLP's hidden layer."""
         return self.n_inner or 4 * self.n_embd

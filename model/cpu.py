@@ -1,8 +1,5 @@
-"""Modules that are faster on CPUs. The plain model knows nothing of them.
-
-Each class computes what the plain class that it is derived from computes; a test compares them.
-model/replace.py puts them in the place of the plain ones.
-"""
+"""Modules that are faster on CPUs; model/replace.py puts them in the place of the plain ones, which
+compute the same."""
 
 from functools import cached_property
 
@@ -26,8 +23,7 @@ def upcast_if_short(x: Tensor) -> Tensor:
 
 
 class CPULayerNorm(nn.LayerNorm):
-    """LayerNorm that takes bfloat16 weights, as FSDP2 gathers them, with float32 input; autocast of
-    other devices casts them."""
+    """LayerNorm that takes float32 input with bfloat16 weights, as FSDP2 gathers them."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
@@ -36,7 +32,7 @@ class CPULayerNorm(nn.LayerNorm):
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMSNorm without gain in few operations; in eager mode F.rms_norm runs many."""
+    """RMSNorm without gain in few operations; F.rms_norm runs many if not compiled."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -55,8 +51,6 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class CPURMSNorm(RMSNorm):
-    """RMSNorm by RMSNormFunction, or by PyTorch's where the compiler fuses it."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = upcast_if_short(x)
         if torch.compiler.is_compiling():
@@ -67,7 +61,7 @@ class CPURMSNorm(RMSNorm):
 
 
 class RotaryFunction(torch.autograd.Function):
-    """Rotation in few and large operations; the gradient is the inverse rotation."""
+    """Rotation in few operations; the gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -91,15 +85,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CPURotary(Rotary):
-    """Rotary by RotaryFunction."""
-
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return RotaryFunction.apply(upcast_if_short(x), cos, sin)
 
 
 class CPUScaledDotProduct(ScaledDotProduct):
-    """Attention in float32 where there are few queries, in the dtype of its input elsewhere."""
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if q.size(2) <= SHORT:
             q, k, v = q.float(), k.float(), v.float()
@@ -128,8 +118,6 @@ def cross_entropy_in_parts_(
 
 
 class CPUHeadCrossEntropy(HeadCrossEntropy):
-    """HeadCrossEntropy with chunks that fit the caches."""
-
     logits_bytes = 2**26
     matmul_bytes = 2**23
     cross_entropy_ = staticmethod(cross_entropy_in_parts_)
@@ -137,9 +125,8 @@ class CPUHeadCrossEntropy(HeadCrossEntropy):
 
 def has_onednn(dtype: torch.dtype) -> bool:
     """Return whether oneDNN can multiply matrices of `dtype` here."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype is torch.float32 or onednn._is_mkldnn_bf16_supported()
+    float32 = dtype is torch.float32
+    return torch.backends.mkldnn.is_available() and (float32 or onednn._is_mkldnn_bf16_supported())
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -150,8 +137,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """Linear layer for inference: its weight (out, in) is kept in `dtype` and in the memory layout
-    in which oneDNN reads it for about `rows` rows. It has no gradient."""
+    """Linear layer for inference, with a weight (out, in) in `dtype` and in the memory layout that
+    oneDNN reads for about `rows` rows."""
 
     upcast = False  # to float32, after the matmul
 

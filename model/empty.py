@@ -8,8 +8,7 @@ from model.gpt import GPT
 
 
 class SkipInit(TorchFunctionMode):
-    """Leave new parameters uninitialised: torch.nn.init on "meta" would import the compiler, which
-    takes a second."""
+    """Leave new parameters uninitialised: torch.nn.init on "meta" imports the slow compiler."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__module__", None) == "torch.nn.init":

@@ -49,49 +49,38 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: GPT,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    *,
-    use_cache: bool = True,
-    use_torch_compile: bool = False,
+    model: GPT, prompts: list[list[int]], sampling: Sampling, *, use_cache: bool = True
 ) -> Iterator[Tensor]:
     """Yield the next token ids (B,) of B prompts, each of one token or more, without a host sync.
 
     Where the context is full, its older half is dropped and the rest read again; a prompt longer
     than the context keeps its end. `use_cache=False` reads the whole context for each token and
-    gives the same tokens. `use_torch_compile` compiles the forward of one token, in static shapes:
-    the number of prompts and the capacity of the cache, a multiple of 64.
+    gives the same tokens.
     """
     T, device = model.config.block_size, model.transformer.wte.weight.device
-    one_token = torch.compile(next_logits) if use_torch_compile else None
     uniforms = draw_uniforms(len(prompts), sampling).to(device)
-    context, pads = pad_left([prompt[-T:] for prompt in prompts], device)
-    first = torch.tensor(pads, device=device)[:, None]  # (B, 1): index of the first token
-    room = context.size(1) + sampling.max_new_tokens
-    unread, cache = context, KVCache(min(T, -(-room // 64) * 64 if one_token else room))
+    prompts = [prompt[-T:] for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    rows = [[0] * (max(lengths) - len(prompt)) + prompt for prompt in prompts]
+    context = torch.tensor(rows, device=device)  # (B, S): rows end together
+    first = torch.tensor([max(lengths) - n for n in lengths], device=device)  # (B,)
+    unread, cache = context, KVCache(min(T, max(lengths) + sampling.max_new_tokens))
     for uniform in uniforms.unbind(1):
-        if context.size(1) - min(pads) > T:
-            lengths = [context.size(1) - pad for pad in pads]
+        if max(lengths) > T:
             lengths = [n if n <= T else max(1, T // 2) for n in lengths]
-            pads = [max(lengths) - n for n in lengths]
-            first = torch.tensor(pads, device=device)[:, None]
+            first = torch.tensor([max(lengths) - n for n in lengths], device=device)
             context = context[:, -max(lengths) :]
             unread, cache = context, KVCache(T)
         if not use_cache:
             unread, cache = context, None
-        end = context.size(1)
-        if one_token and cache and cache.stored:  # the prompt is in the cache
-            cache.slots = torch.arange(end - 1, end, device=device)
-            where = positions_and_mask(first, end, unread, cache.capacity)
-            logits = one_token(model, unread, cache, **where)
-        else:
-            where = positions_and_mask(first, end, unread, end) if any(pads) else {}
-            logits = next_logits(model, unread, cache, **where)
+        padded = min(lengths) < max(lengths)
+        where = positions_and_mask(first, context.size(1), unread.size(1)) if padded else {}
+        logits = model.logits(model.hidden(unread, cache, **where)[:, -1])
         token = sample_token(logits, uniform, sampling)
         yield token
         unread = token.unsqueeze(1)
         context = torch.cat([context, unread], dim=1)
+        lengths = [n + 1 for n in lengths]
 
 
 def draw_uniforms(rows: int, sampling: Sampling) -> Tensor:
@@ -101,25 +90,12 @@ def draw_uniforms(rows: int, sampling: Sampling) -> Tensor:
     return torch.stack([torch.rand(sampling.max_new_tokens, generator=g) for g in sources])
 
 
-def pad_left(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Return prompts as rows (B, S) that end together, and the padding on the left of each."""
-    longest = max(map(len, prompts))
-    pads = [longest - len(prompt) for prompt in prompts]
-    rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
-    return torch.tensor(rows, device=device), pads
-
-
-def next_logits(model: GPT, unread: Tensor, cache: KVCache | None, **where: Tensor) -> Tensor:
-    """Return the logits (B, V) of the token after `unread` (B, T)."""
-    return model.logits(model.hidden(unread, cache, **where)[:, -1])
-
-
-def positions_and_mask(first: Tensor, end: int, unread: Tensor, width: int) -> dict[str, Tensor]:
-    """Return positions (B, T) and mask (B, 1, T, width) of `unread`, the last T tokens of rows that
-    end at `end` and have left padding up to `first` (B, 1)."""
-    query = torch.arange(end - unread.size(1), end, device=unread.device)  # (T,)
-    key = torch.arange(width, device=unread.device)
-    mask = (key <= query[:, None]) & (key >= first[..., None])  # (B, T, width)
+def positions_and_mask(first: Tensor, S: int, T: int) -> dict[str, Tensor]:
+    """Return positions (B, T) and mask (B, 1, T, S) of the last T of S tokens in rows with left
+    padding up to `first` (B,)."""
+    key = torch.arange(S, device=first.device)
+    query, first = key[-T:], first[:, None]
+    mask = (key <= query[:, None]) & (key >= first[..., None])  # (B, T, S)
     mask |= key == query[:, None]  # padding attends to itself: a softmax over nothing is NaN
     return {"positions": (query - first).clamp(min=0), "mask": mask[:, None]}
 

@@ -1,8 +1,6 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-GPTConfig turns on later techniques, such as rotary positions, RMSNorm and ReLU²; docs/RECIPES.md
-says what each gives. model/cpu.py holds faster drop-in modules for CPUs.
-
+GPTConfig turns on later techniques; docs/RECIPES.md says what each gives.
 B batch, T time, C channels, V vocabulary, L layers, H heads, K key/value heads, D = C / H.
 """
 
@@ -33,11 +31,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor] | None = None,
-        cache: KVCache | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, angles: tuple | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
         B, T, C = x.shape
         H, K, _ = self.heads
@@ -51,9 +45,8 @@ class Attention(nn.Module):
         if cache is not None:
             k = cache.append((self.layer, "k"), k.type_as(v), dim=2)  # (B, K, S, D)
             v = cache.append((self.layer, "v"), v, dim=2)
-        y = self.attend(q, k, v, mask)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, T, C)
-        return self.dropout(self.c_proj(y))
+        y = self.attend(q, k, v, mask).transpose(1, 2)  # (B, T, H, D)
+        return self.dropout(self.c_proj(y.reshape(B, T, C)))
 
 
 class MLP(nn.Module):
@@ -84,8 +77,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *where: object) -> Tensor:
         """Return x (B, T, C) after the block; `where` are angles, cache and mask of Attention."""
         x = x + self.attn(self.ln_1(x), *where)
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -133,8 +125,8 @@ class GPT(nn.Module):
     def num_matmul_parameters(self) -> int:
         """Return the number of parameters without the tables that are only looked up."""
         layers = (*self.transformer.h.parameters(), *self.transformer.ln_f.parameters())
-        head = self.head_weight[: self.config.vocab_size]
-        return sum(p.numel() for p in (*layers, head))
+        head = self.config.vocab_size * self.config.n_embd
+        return head + sum(p.numel() for p in layers)
 
     def flops_per_token(self) -> int:
         """Return forward and backward FLOPs per token of a full context: 6 N + 12 L C T (Chowdhery
@@ -159,11 +151,11 @@ class GPT(nn.Module):
         if self.config.ngrams > 1:
             rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
             x = x + self.transformer.ngrams(rows).sum(-2)
-        T, angles = idx.size(1), None
+        start = 0 if cache is None else cache.length
+        end, angles = start + idx.size(1), None
         if positions is None:
-            start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + T, device=x.device)
-            assert start + T <= self.config.block_size, f"{start + T} tokens are too many"
+            assert end <= self.config.block_size, f"{end} tokens are too many"
+            positions = torch.arange(start, end, device=x.device)
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)
         else:
@@ -172,7 +164,7 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x, angles, cache, mask)
         if cache is not None:
-            cache.advance(T)
+            cache.length = end
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -188,10 +180,8 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Return logits (B, T, V); with targets (B, T), their mean cross-entropy in nats, or with
-        the reduction "none" that of each (B, T).
-
-        Targets of -1 do not count. `positions` and `mask` are those of `hidden`.
+        """Return logits (B, T, V); with targets (B, T), their mean cross-entropy in nats without
+        targets of -1, or with the reduction "none" that of each (B, T); see `hidden` for the rest.
         """
         # not self.hidden: FSDP2 gathers weights around that one, and has done so for forward
         x = GPT.hidden(self, idx, positions=positions, mask=mask)

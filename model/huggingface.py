@@ -1,13 +1,11 @@
 """Weights from and to Hugging Face's format, without importing transformers.
 
 The functions named _from_hf and _to_hf map dicts to dicts; load_pretrained and save_pretrained read
-and write the folders that transformers' from_pretrained and save_pretrained use.
+and write folders of transformers. A model that is no GPT-2 is a LLaMA, with QK-norm a Qwen3.
 """
 
-import contextlib
 import json
 import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,17 +14,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import llama
 from model.config import GPTConfig
-from model.empty import empty_gpt, with_context
+from model.empty import empty_gpt
 from model.gpt import GPT
+from model.layers import RMS_EPS
 from utils.errors import UserError
 
-# OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files hold
-TABLES = ("transformer.wte.weight", "lm_head.weight")  # with a row for each token
-# fields of transformers' GPT2Config with the only value that is supported here
+# fields of GPTConfig, and of transformers' GPT2Config and LlamaConfig
+GPT2_FIELDS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+GPT2_FIELDS["block_size"] = "n_positions"
+LLAMA_FIELDS = {
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_kv_head": "num_key_value_heads",
+    "n_inner": "intermediate_size",
+    "rope_base": "rope_theta",
+    "tied": "tie_word_embeddings",
+}
+LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+# fields of config.json with the only value that is supported here
 GPT2_CONSTANTS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -35,10 +44,30 @@ GPT2_CONSTANTS = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-SIZES = {  # fields of GPT2Config and ours
-    "n_positions": "block_size",
-    **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
+LLAMA_CONSTANTS = {
+    "rms_norm_eps": RMS_EPS,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
 }
+# fields of GPTConfig that every LLaMA has
+LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "ngrams": 1}
+LLAMA_WEIGHTS = {  # our names, each with those of the weights that it stacks
+    "transformer.wte": "model.embed_tokens",
+    "transformer.ln_f": "model.norm",
+    "lm_head": "lm_head",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "mlp.gate_proj mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+TABLES = ("transformer.wte.weight", "lm_head.weight")  # with a row for each token
+# OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+GPT2_COPIES = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # causal masks, tied head
 
 
 def config_from_hf(values: dict) -> GPTConfig:
@@ -46,12 +75,13 @@ def config_from_hf(values: dict) -> GPTConfig:
     config.json if the model was exported again."""
     rope = values.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        values["rope_scaling"] = rope
-    values = {"rms_norm_eps": 1e-6, **rope, **values}  # the default of transformers
-    if values["model_type"] in llama.MODEL_TYPES:
-        config = llama.config_from_hf(values)
-    else:
-        config = GPTConfig(**{ours: values[name] for name, ours in SIZES.items()})
+        values = {**values, "rope_scaling": rope}
+    names, fields = GPT2_FIELDS, {}
+    if values["model_type"] in ("llama", "qwen3"):
+        values = {**LLAMA_DEFAULTS, **rope, **values}
+        names, fields = LLAMA_FIELDS, {**LLAMA, "activation": "swiglu"}
+        fields["qk_norm"] = values["model_type"] == "qwen3"
+    config = GPTConfig(**fields, **{ours: values.get(theirs) for ours, theirs in names.items()})
     for name, value in config_to_hf(config).items():
         checked = name not in ("architectures", "n_ctx") and "drop" not in name
         if checked and values.get(name) not in (value, None):
@@ -61,51 +91,91 @@ def config_from_hf(values: dict) -> GPTConfig:
 
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
-    Qwen3ForCausalLM; raise UserError for a model that is none of these."""
-    if not config.is_gpt2:
-        return llama.config_to_hf(config)
+    Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
+    if config.is_gpt2:
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **{theirs: getattr(config, ours) for ours, theirs in GPT2_FIELDS.items()},
+            "n_ctx": config.block_size,
+            "n_inner": config.inner,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+            **GPT2_CONSTANTS,
+        }
+    # relu2 becomes a gated ReLU whose gate equals its input: relu(x) * x = relu(x)²
+    activation = "relu2" if config.activation == "relu2" else "swiglu"
+    if misfits := config.differences(replace(config, **LLAMA, activation=activation)):
+        fields = ", ".join(f"{name}={value}" for name, value in misfits.items())
+        raise UserError(
+            f"transformers has no class for this model: it is no GPT-2, and no LLaMA with {fields}"
+        )
+    name = "Qwen3" if config.qk_norm else "Llama"
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **{name: getattr(config, ours) for name, ours in SIZES.items()},
-        "n_ctx": config.block_size,
-        "n_inner": config.inner,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
-        **GPT2_CONSTANTS,
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        "hidden_act": "relu" if activation == "relu2" else "silu",
+        **{theirs: getattr(config, ours) for ours, theirs in LLAMA_FIELDS.items()},
+        "intermediate_size": config.inner,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "attention_dropout": config.dropout,
+        **LLAMA_CONSTANTS,
     }
 
 
-def only_transformers_runs(config: GPTConfig) -> bool:
-    """Return whether an exported model has a gated ReLU. Other servers know SiLU alone for a Qwen3
-    or LLaMA, and compute another function without a word."""
-    return config.activation == "relu2"
+def names_in_hf(name: str, config: GPTConfig) -> list[str]:
+    """Return the names under which transformers has the parts of our weight `name`."""
+    if config.is_gpt2:
+        return [name]
+    name, prefix = name.removesuffix(".weight"), ""
+    if ".h." in name:
+        _, _, layer, name = name.split(".", 3)
+        prefix = f"model.layers.{layer}."
+    return [f"{prefix}{part}.weight" for part in LLAMA_WEIGHTS[name].split()]
 
 
 def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return our float32 state dict, made from that of transformers' GPT2LMHeadModel, GPT2Model,
     LlamaForCausalLM or Qwen3ForCausalLM."""
-    state = {name: x.float() for name, x in state.items() if not name.endswith(MASKS)}
-    if config.is_gpt2:
-        state.pop("lm_head.weight", None)  # tied
+    if config.is_gpt2:  # names of a GPT2Model lack the prefix
         state = {
-            f"transformer.{name.removeprefix('transformer.')}": (
-                x.T.contiguous() if name.endswith(TRANSPOSED) else x
-            )
+            f"transformer.{name.removeprefix('transformer.')}": x
             for name, x in state.items()
+            if not name.endswith(GPT2_COPIES)
         }
-    else:
-        state = llama.weights_from_hf(state, config)
-    padding = (0, 0, 0, config.padded_vocab_size - config.vocab_size)
-    return {name: F.pad(x, padding) if name in TABLES else x for name, x in state.items()}
+    state, ours = dict(state), {}
+    for name in empty_gpt(config).state_dict():
+        x = torch.cat([state.pop(part).float() for part in names_in_hf(name, config)])
+        if config.is_gpt2 and name.endswith(TRANSPOSED):
+            x = x.T.contiguous()
+        if name in TABLES:
+            x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+        ours[name] = x
+    for name, x in state.items():  # gains of QK-norm, which ours does not have
+        is_one = config.qk_norm and name.endswith("_norm.weight") and (x == 1).all()
+        assert is_one, f"{name} is not supported"
+    return ours
 
 
 def weights_to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM,
     without padding of the vocabulary."""
-    state = {name: x[: config.vocab_size] if name in TABLES else x for name, x in state.items()}
-    if not config.is_gpt2:
-        return llama.weights_to_hf(state, config)
-    return {name: x.T if name.endswith(TRANSPOSED) else x for name, x in state.items()}
+    theirs, kv_rows = {}, config.kv_heads * config.head_size
+    rows = {2: [config.inner] * 2, 3: [config.n_embd, kv_rows, kv_rows]}  # of parts in a stack
+    for name, x in state.items():
+        if name in TABLES:
+            x = x[: config.vocab_size]
+        if config.is_gpt2 and name.endswith(TRANSPOSED):
+            x = x.T
+        if config.activation == "relu2" and "c_fc" in name:
+            x = torch.cat([x, x])
+        names = names_in_hf(name, config)
+        theirs |= zip(names, x.split(rows.get(len(names), len(x))), strict=True)
+    for layer in range(config.n_layer if config.qk_norm else 0):
+        for part in "qk":
+            gain = torch.ones(config.head_size)
+            theirs[f"model.layers.{layer}.self_attn.{part}_norm.weight"] = gain
+    return theirs
 
 
 @cache
@@ -127,61 +197,35 @@ def find_folder(name: str) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def readable(name: str | Path) -> Iterator[None]:
-    """Turn any error of reading the model `name` into a UserError that names it."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        reason = textwrap.shorten(f"{kind}{error}", 300)
-        raise UserError(f"{name} is damaged or not a GPT-2, LLaMA or Qwen3: {reason}") from error
-
-
-def read_config(folder: Path) -> GPTConfig:
-    """Return the architecture in a folder's config.json; raise UserError if it is unsupported."""
-    with readable(folder):
-        return config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder, from the files that transformers would read: whole or listed
-    in an index, .safetensors before .bin."""
+    """Return all tensors of a folder, from its .safetensors files, or else from its .bin files."""
     from safetensors.torch import load_file  # not needed for training
 
-    names = ("model.safetensors", "pytorch_model.bin")
-    files = [f"{name}{suffix}" for name in names for suffix in ("", ".index.json")]
-    found = next((folder / x for x in files if (folder / x).exists()), folder / files[0])
-    parts = {found.name}
-    if found.suffix == ".json":
-        parts = set(json.loads(found.read_text(encoding="utf-8"))["weight_map"].values())
     state: dict[str, Tensor] = {}
-    for path in (folder / name for name in sorted(parts)):
-        if path.suffix == ".safetensors":
-            state |= load_file(path)
-        else:
+    for path in [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]:
+        state |= load_file(path)
+    if not state:
+        for path in folder.glob("pytorch_model*.bin"):
             state |= torch.load(path, map_location="cpu", weights_only=True)
+    assert state, "it has no model.safetensors"
     return state
 
 
-def load_pretrained(
-    name_or_folder: str | Path, block_size: int | None = None, dropout: float = 0.0
-) -> GPT:
-    """Return the model of a Hugging Face name ("gpt2", "gpt2-xl", "user/model") or folder: a GPT-2,
-    or a LLaMA or Qwen3 of the shapes that save_pretrained writes.
-
-    A smaller `block_size` keeps the first positions. Raises UserError naming what does not fit.
-    """
+def load_pretrained(name_or_folder: str | Path) -> GPT:
+    """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
+    Qwen3 of a shape that save_pretrained writes; raise UserError naming what does not fit."""
     folder = find_folder(str(name_or_folder))
-    config = read_config(folder)
-    if block_size is not None and block_size > config.block_size:
-        most = config.block_size
-        raise UserError(f"{name_or_folder} has {most} positions, fewer than {block_size}")
-    with readable(name_or_folder):
+    try:
+        config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         model = empty_gpt(config)
         model.load_state_dict(weights_from_hf(read_weights(folder), config), assign=True)
-    config = replace(config, block_size=block_size or config.block_size, dropout=dropout)
-    return with_context(model, config)
+    except Exception as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        reason = textwrap.shorten(f"{kind}{error}", 300)
+        raise UserError(
+            f"{name_or_folder} is damaged or not a GPT-2, LLaMA or Qwen3: {reason}"
+        ) from error
+    return model
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> None:

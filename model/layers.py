@@ -1,5 +1,4 @@
-"""Layers of a transformer block: norms, rotary positions, activation functions and scaled
-dot-product attention.
+"""Layers of a transformer block.
 
 B batch, T time, H heads, K key/value heads, D channels of a head, S tokens so far.
 """
@@ -44,11 +43,6 @@ def rotary_angles(positions: Tensor, width: int, base: float) -> tuple[Tensor, T
     return angles.cos(), angles.sin()
 
 
-def relu_squared(x: Tensor) -> Tensor:
-    """Square the positive part (So et al. 2021)."""
-    return F.relu(x).square()
-
-
 def swiglu(x: Tensor) -> Tensor:
     """Gate one half of the channels by the SiLU of the other (Shazeer 2020)."""
     gate, x = x.chunk(2, dim=-1)
@@ -57,7 +51,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 ACTIVATIONS = {
     "gelu": partial(F.gelu, approximate="tanh"),  # OpenAI's GPT-2 has the tanh approximation
-    "relu2": relu_squared,
+    "relu2": lambda x: F.relu(x).square(),  # So et al. 2021
     "swiglu": swiglu,
 }
 

@@ -1,18 +1,14 @@
 """Head and cross-entropy, one chunk of tokens at a time.
 
-The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32. The loop
-over chunks runs outside of compiled graphs; what may be compiled is the work on one chunk's logits.
+The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32. Compiled
+is the work on the logits of one chunk alone.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-ChunkFunction = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
 
 def rows_within(limit: int, row_bytes: int) -> int:
@@ -31,12 +27,11 @@ def chunk_rows(rows: int, most: int) -> int:
 def cross_entropy_(
     logits: Tensor, targets: Tensor, scale: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """Return the cross-entropy (N,) in nats of logits (N, padded V) against targets (N,), and
-    overwrite the logits with its gradient, each row times `scale` (N,), if that is given.
+    """Return the cross-entropy (N,) in nats of logits (N, padded V) against targets (N,), undefined
+    for targets of -1. With `scale` (N,), overwrite the logits with its gradient times `scale`.
 
-    The gradient is softmax - onehot(target). The target is found by comparison with the column's
-    index: a scatter would end the fused loop of a compiler, and torch 2.11's gathers the target's
-    logit after it has been overwritten. For targets of -1 the values have no meaning.
+    The target is found by comparison with the column's index: a scatter would end the fused loop of
+    a compiler, and torch 2.11's gathers the target's logit after it has been overwritten.
     """
     column = torch.arange(logits.size(1), device=logits.device)
     is_target = column == targets.unsqueeze(-1)
@@ -50,8 +45,8 @@ def cross_entropy_(
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
-    """Add the matmul a @ b to the float32 matrix `total`: on CUDA in one addmm, elsewhere by
-    matmuls of at most `limit` bytes."""
+    """Add a @ b to the float32 matrix `total`: on CUDA in one addmm, elsewhere by matmuls of at
+    most `limit` bytes."""
     if a.is_cuda and a.dtype is not total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
@@ -61,22 +56,21 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy in nats of logits x @ weight.T against targets.
+    """Mean cross-entropy in nats of logits x @ weight.T against targets: x (N, C), weight (padded V,
+    C), targets (N,) with -1 for tokens that do not count.
 
-    x (N, C), weight (padded V, C), targets (N,) with -1 for tokens that do not count; rows of the
-    weight from `vocab_size` on are padding. The forward pass computes the gradients as well, while
-    a chunk's logits are in memory; the backward pass scales them in place, so it can run once.
-    Matmuls run in the autocast dtype, the rest in float32, as in F.linear and F.cross_entropy.
+    The forward pass computes the gradients as well, while a chunk's logits are in memory; the
+    backward pass scales them in place, so it can run once. Matmuls run in the autocast dtype, the
+    rest in float32, as in F.linear and F.cross_entropy.
     """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, targets: Tensor, head: "HeadCrossEntropy", needs_grad: bool
     ) -> Tensor:
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        with torch.autocast(x.device.type, enabled=False):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        with torch.autocast(device, enabled=False):
             counted = targets >= 0  # (N,)
             scale = counted / counted.sum()
             total = torch.zeros((), device=x.device)
@@ -93,9 +87,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 nats = head.cross_entropy_(logits, targets[chunk], grad_scale, head.vocab_size)
                 total += (nats * scale[chunk]).sum()
                 if needs_grad:
-                    grad_logits = logits  # overwritten in place
-                    torch.mm(grad_logits, low_weight, out=grad_x[chunk])
-                    add_matmul_(grad_weight, grad_logits.T, inputs, head.matmul_bytes)
+                    # logits now hold their gradient
+                    torch.mm(logits, low_weight, out=grad_x[chunk])
+                    add_matmul_(grad_weight, logits.T, inputs, head.matmul_bytes)
         if needs_grad:
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
         return total
@@ -111,7 +105,7 @@ class HeadCrossEntropy(nn.Module):
 
     logits_bytes = 2**30  # largest chunk of logits, in float32
     matmul_bytes = 2**29  # largest matmul that is added to the weight's gradient
-    cross_entropy_: ChunkFunction = staticmethod(cross_entropy_)
+    cross_entropy_ = staticmethod(cross_entropy_)
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -121,14 +115,14 @@ class HeadCrossEntropy(nn.Module):
         self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"
     ) -> Tensor:
         """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,); with the
-        reduction "none" the cross-entropy (N,) of each target, 0 for -1, for which the backward
-        pass recomputes the logits of each chunk if there are several."""
+        reduction "none" that of each target (N,), 0 for -1."""
         if reduction == "mean":
             return ChunkedCrossEntropy.apply(x, weight, targets, self, torch.is_grad_enabled())
         rows = rows_within(self.logits_bytes, 4 * len(weight))
         if len(x) <= rows:
             return self.of_chunk(x, weight, targets)
         chunks = zip(x.split(rows), targets.split(rows), strict=True)
+        # the backward pass recomputes the logits of each chunk
         parts = [checkpoint(self.of_chunk, a, weight, b, use_reentrant=False) for a, b in chunks]
         return torch.cat(parts)
 

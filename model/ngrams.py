@@ -1,7 +1,7 @@
 """Hashed n-grams: which rows of the n-gram table belong to a token and the tokens before it.
 
-An embedding of the last n tokens tells the first block what stands around a token, before any
-attention (after modded-nanogpt's hashed bigrams). N-grams of all lengths share one table.
+Their embeddings tell the first block what stands around a token, before any attention (after
+modded-nanogpt's hashed bigrams). N-grams of all lengths share one table.
 """
 
 import torch
@@ -24,16 +24,14 @@ def ngram_rows(
     """
     (B, T), count = idx.shape, config.ngrams - 1
     tokens = idx if cache is None else cache.append("tokens", idx, dim=1)  # (B, S)
-    columns = torch.arange(tokens.size(1), device=idx.device)
-    own = columns[-T:] if cache is None or cache.slots is None else cache.slots  # (T,)
     eot = config.vocab_size - 1  # in both tokenizers
     tokens = F.pad(tokens, (count, 0), value=eot)  # column s is now s + count
+    columns = torch.arange(tokens.size(1), device=idx.device)
+    own = columns[-T:, None]  # (T, 1)
     if mask is None:
-        back = torch.arange(1, count + 1, device=idx.device)
-        nearest = (own[:, None] + count - back).expand(B, T, count)
+        nearest = (own - columns[1 : count + 1]).expand(B, T, count)
     else:
-        attended = F.pad(mask[:, 0] & (columns < own[:, None]), (count, 0), value=True)
-        columns = torch.arange(tokens.size(1), device=idx.device)
+        attended = F.pad(mask[:, 0], (count, 0), value=True) & (columns < own)
         nearest = columns.where(attended, -1).topk(count).values  # (B, T, count)
     value, rows = idx, []
     for column in nearest.unbind(-1):

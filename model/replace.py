@@ -1,7 +1,7 @@
 """Every replacement of a module, or of a block's forward, that prepares a plain GPT for a device.
 
 Replacements are made in place, and parameters keep their names. A class is swapped by assignment to
-`module.__class__`, as fully_shard of PyTorch does; model/cpu.py holds the classes for CPUs.
+`module.__class__`, as fully_shard of PyTorch does.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,14 @@ SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpo
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
+# one graph for each shape
+compile_static = partial(torch.compile, fullgraph=True, dynamic=False)
 
 
 def for_training(
     model: GPT, device: torch.device, checkpointing: str = "none", compiled: bool = False
 ) -> GPT:
-    """Replace what trains faster on `device`, or in less memory, before DDP or FSDP2 wraps the
-    model; their hooks stay outside of a block's forward.
+    """Replace what trains faster on `device`, or in less memory, before DDP or FSDP2 wraps it.
 
     `checkpointing` "block" keeps the input of each block alone, for a third more compute. "cheap"
     keeps outputs of matmuls and attention; a compiler recomputes all that it fuses. `compiled`
@@ -52,7 +53,12 @@ def for_training(
         if compiled:
             block.forward = compile_static(block.forward)
     if compiled:
-        configure_compiler(checkpointing)
+        import torch._dynamo.config  # takes a second
+        import torch._functorch.config
+
+        torch._dynamo.config.optimize_ddp = False  # leave blocks whole, DDP overlaps between them
+        for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
+            setattr(torch._functorch.config, f"ban_recompute_{name}", checkpointing != "cheap")
         if device.type != "cpu":  # a CPU computes the loss in parts, faster than compiled
             model.loss.cross_entropy_ = compile_static(cross_entropy_)
     return model
@@ -66,15 +72,14 @@ def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: in
     """
     if device.type == "cpu":
         swap_classes(model)
-    if device.type == "cpu" and cpu.has_onednn(dtype):
-        model.__class__, model.packing = cpu.CPUInferenceGPT, (dtype, rows)
-        for block in model.transformer.h:
-            for module in (block.attn, block.mlp):
-                for name in module._modules.keys() & {"c_attn", "c_fc", "c_proj"}:
-                    layer = getattr(module, name)
+        if cpu.has_onednn(dtype):
+            model.__class__, model.packing = cpu.CPUInferenceGPT, (dtype, rows)
+            blocks = model.transformer.h
+            for name, layer in list(blocks.named_modules()):
+                if isinstance(layer, nn.Linear):
                     packed = cpu.PackedLinear(layer.weight, layer.bias, dtype, rows)
-                    packed.upcast = name == "c_attn"
-                    setattr(module, name, packed)
+                    packed.upcast = name.endswith("c_attn")
+                    blocks.set_submodule(name, packed)
     return model.eval()
 
 
@@ -86,29 +91,8 @@ def swap_classes(model: nn.Module) -> nn.Module:
 
 
 def checkpointed(forward: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
-    """Return a forward that is recomputed in the backward pass, if there is one."""
+    """Return a forward that is recomputed in the backward pass."""
     options = {"use_reentrant": False}
     if mode == "cheap":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-
-    def run(*args: object) -> Tensor:
-        if not torch.is_grad_enabled():
-            return forward(*args)
-        return checkpoint(forward, *args, **options)
-
-    return run
-
-
-def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compile a function as one graph for each shape of its inputs."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def configure_compiler(checkpointing: str) -> None:
-    """Leave blocks whole under DDP, and with "cheap" recompute all that the compiler can fuse."""
-    import torch._dynamo.config  # takes a second
-    import torch._functorch.config
-
-    torch._dynamo.config.optimize_ddp = False  # DDP overlaps between blocks
-    for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
-        setattr(torch._functorch.config, f"ban_recompute_{name}", checkpointing != "cheap")
+    return lambda *args: checkpoint(forward, *args, **options)

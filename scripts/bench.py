@@ -162,15 +162,13 @@ def sample(config: BenchConfig) -> Work:
     """Prepare sampling of NEW_TOKENS tokens after each of --micro_batch_size prompts of 16."""
     device, dtype = config.device_and_dtype
     model = GPT(config.shape).to(device).eval()
-    if not config.use_torch_compile:
-        for_inference(model, device, dtype)
+    for_inference(model, device, dtype)
     sampling = Sampling(NEW_TOKENS, top_k=50)
     prompts = torch.randint(VOCABULARY, (config.micro_batch_size, 16)).tolist()
 
     def once() -> int:
         with autocast(device, dtype):
-            tokens = generate(model, prompts, sampling, use_torch_compile=config.use_torch_compile)
-            return torch.stack(list(tokens)).cpu().numel()
+            return torch.stack(list(generate(model, prompts, sampling))).cpu().numel()
 
     return once
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from tiny import RECIPES, tiny_gpt
 
-from config import parse_recipe
 from model import cpu
-from model.config import GPTConfig
 from model.gpt import GPT
 from model.layers import RMSNorm, Rotary, ScaledDotProduct, rotary_angles
 from model.loss import HeadCrossEntropy, cross_entropy_
@@ -18,12 +17,6 @@ from utils.devices import autocast
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
-
-
-def tiny(recipe="gpt2"):
-    torch.manual_seed(0)
-    fields = parse_recipe(recipe).shape(32, 257)
-    return GPT(GPTConfig(16, 257, 2, 2, 32, **fields))
 
 
 def results(module, inputs, rest, backend=None):
@@ -98,11 +91,11 @@ def test_the_loss_in_small_chunks_is_that_of_whole_logits(fast, dtype, compiled,
     torch.testing.assert_close(*found, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_for_training_learns_as_the_plain_one_under_its_names(recipe, dtype):
-    plain = tiny(recipe)
-    fast = for_training(tiny(recipe), CPU)
+    plain = tiny_gpt(recipe)
+    fast = for_training(tiny_gpt(recipe), CPU)
     x, y = torch.randint(0, 257, (2, 3, 16))
     for model in (plain, fast):
         with autocast(CPU, dtype):
@@ -115,12 +108,12 @@ def test_a_model_for_training_learns_as_the_plain_one_under_its_names(recipe, dt
         assert (p.grad - q.grad).abs().max() <= 4 * TOLERANCE[dtype] * scale, name
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
     if not cpu.has_onednn(dtype):
         pytest.skip(f"oneDNN has no matmuls in {dtype} here")
-    plain = tiny(recipe).eval()
+    plain = tiny_gpt(recipe).eval()
     packed = for_inference(copy.deepcopy(plain), CPU, dtype)
     assert type(packed) is cpu.CPUInferenceGPT
     idx = torch.arange(32).view(2, 16)
@@ -133,7 +126,7 @@ def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
 
 def test_without_onednn_linear_layers_stay_plain(monkeypatch):
     monkeypatch.setattr(cpu, "has_onednn", lambda dtype: False)
-    model = for_inference(tiny(), CPU, torch.float32)
+    model = for_inference(tiny_gpt(), CPU, torch.float32)
     assert type(model) is GPT and type(model.transformer.h[0].attn.c_attn) is nn.Linear
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
     assert torch.equal(cpu.linear(x, weight), F.linear(x, weight))

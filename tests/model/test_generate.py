@@ -1,45 +1,31 @@
 import copy
-from functools import partial
 
 import pytest
 import torch
+from tiny import RECIPES, tiny_gpt
 
-from config import parse_recipe
-from model.cache import KVCache
-from model.config import GPTConfig
-from model.generate import (
-    Sampling,
-    complete,
-    generate,
-    positions_and_mask,
-    sample_token,
-)
-from model.gpt import GPT
+from model.generate import Sampling, complete, generate, sample_token
 from model.replace import for_inference
 
+OPTIONS = [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}]
 
-@pytest.fixture(scope="module", params=["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
+
+@pytest.fixture(scope="module", params=RECIPES)
 def model(request):
-    torch.manual_seed(1)
-    fields = parse_recipe(request.param).shape(32, 257)
-    model = GPT(
-        GPTConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32, **fields)
-    ).eval()
+    model = tiny_gpt(request.param).eval()
     for p in model.parameters():
         if p.dim() > 1:
             p.data.normal_(0, 0.3)  # far from uniform, so that wrong positions would show
     return model
 
 
-def tokens(model, prompts, n, **options):
-    flags = {
-        name: options.pop(name) for name in ("use_cache", "use_torch_compile") & options.keys()
-    }
-    rows = list(generate(model, prompts, Sampling(n, **options), **flags))
-    return torch.stack(rows, 1).tolist()
+def tokens(model, prompts, n, use_cache=True, **options):
+    return torch.stack(
+        list(generate(model, prompts, Sampling(n, **options), use_cache=use_cache)), 1
+    ).tolist()
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_the_cache_changes_no_token_also_beyond_the_context(model, options):
     prompt = [[1, 2, 3], [4, 5, 6]]
     with_cache = tokens(model, prompt, 60, **options)
@@ -62,35 +48,11 @@ def test_prompts_of_different_lengths_go_on_as_each_alone(model, use_cache):
     assert together == alone and len(set(map(tuple, alone))) == 4
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_packed_weights_change_no_token(model, options):
     packed = for_inference(copy.deepcopy(model), torch.device("cpu"), torch.float32)
     prompts = [[1, 2, 3], [4]]
     assert tokens(packed, prompts, 60, **options) == tokens(model, prompts, 60, **options)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_reading_changes_no_token_and_is_compiled_once(model, monkeypatch, backend):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    prompts = [[1, 2, 3], [4]]
-    rest = generate(model, prompts, Sampling(40, seed=3), use_torch_compile=True)
-    made = [next(rest) for _ in range(2)]
-    with torch.compiler.set_stance("fail_on_recompile"):
-        made += list(rest)
-    assert torch.stack(made, 1).tolist() == tokens(model, prompts, 40, seed=3)
-
-
-@torch.no_grad()
-def test_slots_of_a_cache_do_not_see_memory_that_was_never_written(model):
-    idx, cache = torch.tensor([[1, 2, 3, 4, 5]]), KVCache(16)
-    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
-    try:
-        model.hidden(idx[:, :4], cache)
-        cache.slots, first = torch.tensor([4]), torch.tensor([[0]])
-        last = model.hidden(idx[:, 4:], cache, **positions_and_mask(first, 5, idx[:, 4:], 16))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    torch.testing.assert_close(last, model.hidden(idx)[:, 4:], atol=1e-5, rtol=1e-5)
 
 
 def draw(logits, n=20_000, **options):

@@ -4,21 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from tiny import tiny_gpt
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from config import parse_recipe
-from model.config import GPTConfig
-from model.gpt import GPT
 from model.replace import for_training
 from utils.devices import autocast
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only chooses the classes
-
-
-def small(recipe):
-    torch.manual_seed(0)
-    return GPT(GPTConfig(16, 257, 3, 2, 32, **parse_recipe(recipe).shape(16, 257)))
 
 
 def gradients(model, idx, dtype=torch.float32):
@@ -36,7 +29,7 @@ def test_recomputed_blocks_have_the_gradients_of_kept_ones(device, mode, dtype, 
     found, flops = {}, {}
     idx = torch.randint(0, 257, (2, 16))
     for checkpointing in ("none", mode):
-        model = for_training(small(recipe), device, checkpointing)
+        model = for_training(tiny_gpt(recipe), device, checkpointing)
         with FlopCounterMode(display=False) as counter:
             found[checkpointing] = gradients(model, idx, dtype)
         flops[checkpointing] = counter.get_total_flops()
@@ -56,8 +49,8 @@ def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(
     monkeypatch.setattr("model.replace.compile_static", partial(torch.compile, **options))
     torch._dynamo.reset()
     idx = torch.randint(0, 257, (2, 16))
-    expected = gradients(small("modern"), idx)
-    model = for_training(small("modern"), device, mode, compiled=True)
+    expected = gradients(tiny_gpt("modern"), idx)
+    model = for_training(tiny_gpt("modern"), device, mode, compiled=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(model, idx)
     assert counter.frame_count == (1 if device is CPU else 2)  # a block, and the loss on a GPU
