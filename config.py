@@ -331,11 +331,8 @@ class TrainConfig(
     def adopt_architecture(self, pretrained: GPTConfig) -> None:
         """Take the architecture of the model of --init_from; raise UserError if the options name
         another one, or a longer context."""
-        if self.block_size > pretrained.block_size:
-            raise UserError(
-                f"--block_size {self.block_size} is more than the context of {self.init_from}: "
-                f"give {pretrained.block_size} or less"
-            )
+        if self.block_size > (context := pretrained.block_size):
+            raise UserError(f"{self.init_from} has a context of {context}: give --block_size")
         sizes = {name: getattr(pretrained, name) for name in ("n_layer", "n_head", "n_embd")}
         asked = self.model_config(pretrained.vocab_size)
         default = GPTConfig(self.block_size, pretrained.vocab_size, dropout=self.dropout)
@@ -355,11 +352,11 @@ class TrainConfig(
         """Return the sequences in a global batch; UserError where the batch does not divide."""
         micro = self.micro_batch_size * self.block_size * world_size
         if self.total_batch_size % micro:
+            fitting = max(1, round(self.total_batch_size / micro)) * micro
             raise UserError(
-                f"--total_batch_size {self.total_batch_size:,} does not divide by "
-                f"{self.micro_batch_size} sequences x {self.block_size} tokens x {world_size} "
-                f"processes = {micro:,}; give another --micro_batch_size, or --total_batch_size "
-                f"{max(1, round(self.total_batch_size / micro)) * micro:,}"
+                f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
+                f"{self.micro_batch_size} x {self.block_size} tokens x {world_size} processes = "
+                f"{micro:,}: give {fitting:,}, or another --micro_batch_size"
             )
         return self.total_batch_size // self.block_size
 

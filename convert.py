@@ -8,14 +8,16 @@ AutoTokenizer, in float32 with every bit of the weights. An imported model can b
 and trained from by --init_from.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from config import TrainConfig, recipe_of
-from data.tokenizer import load_tokenizer, save_tokenizer
+from data.tokenizer import load_tokenizer
+from data.tokenizer_files import save_tokenizer
 from finetuning.chat import CHAT_TEMPLATE, is_chat
 from model.huggingface import save_pretrained
-from training.checkpoint import assemble, config_values, open_model, save_checkpoint
+from training.checkpoint import assemble, open_model
+from training.saver import save_checkpoint
 from training.state import TrainState
 from utils.cli import run
 from utils.errors import UserError
@@ -55,7 +57,7 @@ def import_model(config: ConvertConfig) -> None:
         optimizer={},
         script="train.py",
         config=options.to_dict(),
-        model_config=config_values(model.config),
+        model_config=asdict(model.config),
         tokenizer=tokenizer,
         train_tokens=0,
         **TrainState.start(None, None).to_checkpoint(),

@@ -29,7 +29,7 @@ from evaluation.tasks import Result, TaskScores, find_tasks
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder
-from model.replace import for_inference
+from model.packed import for_inference
 from training.checkpoint import open_model
 from utils import distributed
 from utils.cli import run

@@ -25,7 +25,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from finetuning.chat import Messages, fit_history, is_chat
 from model.generate import Sampling, generate
 from model.gpt import GPT
-from model.replace import for_inference
+from model.packed import for_inference
 from training.checkpoint import open_model
 from utils.cli import run
 from utils.devices import autocast, pick_device, pick_dtype

@@ -10,10 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, NullLocator, ScalarFormatter
 
 from data.tokenizer import GPT2Tokenizer
-from evaluation.tasks import VALIDATION, Published, find_tasks
+from evaluation.published import VALIDATION, Published
+from evaluation.tasks import find_tasks
 from utils.errors import UserError
 from utils.files import atomic_write
-from utils.logger import logged_run, read_metrics
+from utils.logger import logged_run
+from utils.metrics import read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 AXIS_LABELS = {"step": "step", "tokens": "training tokens", "hours": "hours of training steps"}

@@ -1,6 +1,7 @@
 """The table of evaluate.py."""
 
-from evaluation.tasks import VALIDATION, Result, find_tasks
+from evaluation.published import VALIDATION
+from evaluation.tasks import Result, find_tasks
 
 
 def format_table(results: list[Result], size: str) -> str:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from evaluation import benchmarks
-from model.config import SIZES
 from utils.errors import UserError
 
 
@@ -51,22 +50,6 @@ class Result(NamedTuple):
 
 
 TaskScores = tuple[list[Result], list[dict]]  # results, and rows of examples for --dump
-Published = dict[tuple[str, str, str], tuple[float, str]]
-
-
-def published(source: str, protocol: str, metric: str, *values: float | None) -> Published:
-    """Return figures of OpenAI's gpt2, gpt2-medium, gpt2-large and gpt2-xl: value and source by
-    protocol, metric and size."""
-    sizes = zip(SIZES, values, strict=False)
-    return {(protocol, metric, size): (value, source) for size, value in sizes if value is not None}
-
-
-# OpenAI did not release its evaluation code, and the paper's LAMBADA and CBT figures have not been
-# reproduced: they are listed under the protocol that is closest to the paper's description.
-PAPER = "Radford et al. 2019, table 3"
-NOTEBOOK = "build-nanogpt's play.ipynb"
-HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
-VALIDATION = published(NOTEBOOK, "FineWeb-Edu", "loss", 3.2924)  # on the first shard
 
 
 def accuracy(task: str, protocol: str, metric: str, hits: Sequence[bool]) -> Result:
@@ -88,7 +71,7 @@ class Task:
         str, dict[str, Callable[[str, Score], float]]
     ]  # by protocol and metric; acc: logprob
     with_context = False  # True if values need the score of the context
-    published: Published = {}
+    published: dict = {}  # evaluation.published.Published
 
     def parse(self, text: str) -> list[dict]:
         """Return the rows of a file's text: JSON lines."""

@@ -1,14 +1,11 @@
 """Modules that are faster on CPUs; model/replace.py puts them in the place of the plain ones, which
 compute the same."""
 
-from functools import cached_property
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.gpt import GPT
 from model.layers import RMS_EPS, RMSNorm, Rotary, ScaledDotProduct
 from model.loss import HeadCrossEntropy, rows_within
 
@@ -134,33 +131,3 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if x.device.type == "cpu" and has_onednn(x.dtype):
         return onednn._linear_pointwise(x, weight, None, "none", [], "")
     return F.linear(x, weight)
-
-
-class PackedLinear(nn.Module):
-    """Linear layer for inference, with a weight (out, in) in `dtype` and in the memory layout that
-    oneDNN reads for about `rows` rows."""
-
-    upcast = False  # to float32, after the matmul
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), rows)
-        self.bias = None if bias is None else bias.detach().to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = onednn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
-        return y.float() if self.upcast else y
-
-
-class CPUInferenceGPT(GPT):
-    """GPT whose head is a PackedLinear, made at its first use."""
-
-    packing: tuple[torch.dtype, int]  # dtype and rows
-
-    @cached_property
-    def packed_head(self) -> PackedLinear:
-        return PackedLinear(self.head_weight[: self.config.vocab_size], None, *self.packing)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.packed_head(x)

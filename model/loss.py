@@ -56,7 +56,7 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy in nats of logits x @ weight.T against targets: x (N, C), weight (padded V,
+    """Mean cross-entropy in nats of logits x @ weight.T: x (N, C), weight (padded V,
     C), targets (N,) with -1 for tokens that do not count.
 
     The forward pass computes the gradients as well, while a chunk's logits are in memory; the

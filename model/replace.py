@@ -1,4 +1,5 @@
-"""Every replacement of a module, or of a block's forward, that prepares a plain GPT for a device.
+"""Every replacement of a module, or of a block's forward, that prepares a plain GPT for training;
+model/packed.py adds that of linear layers for inference.
 
 Replacements are made in place, and parameters keep their names. A class is swapped by assignment to
 `module.__class__`, as fully_shard of PyTorch does.
@@ -62,25 +63,6 @@ def for_training(
         if device.type != "cpu":  # a CPU computes the loss in parts, faster than compiled
             model.loss.cross_entropy_ = compile_static(cross_entropy_)
     return model
-
-
-def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1) -> GPT:
-    """Replace what runs faster without gradients on `device`, for about `rows` tokens at a time.
-
-    On a CPU matmuls run in `dtype`, as under autocast; queries, keys, values and so the cache are
-    float32. Without oneDNN for that dtype the linear layers stay plain.
-    """
-    if device.type == "cpu":
-        swap_classes(model)
-        if cpu.has_onednn(dtype):
-            model.__class__, model.packing = cpu.CPUInferenceGPT, (dtype, rows)
-            blocks = model.transformer.h
-            for name, layer in list(blocks.named_modules()):
-                if isinstance(layer, nn.Linear):
-                    packed = cpu.PackedLinear(layer.weight, layer.bias, dtype, rows)
-                    packed.upcast = name.endswith("c_attn")
-                    blocks.set_submodule(name, packed)
-    return model.eval()
 
 
 def swap_classes(model: nn.Module) -> nn.Module:

@@ -35,13 +35,15 @@ from torch import Tensor
 
 from config import MachineOptions, ModelOptions, TrainConfig
 from data.shards import read_manifest
-from data.tokenizer import GPT2Tokenizer, load_tokenizer, save_tokenizer
+from data.tokenizer import GPT2Tokenizer, load_tokenizer
+from data.tokenizer_files import save_tokenizer
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.generate import Sampling, generate
 from model.gpt import GPT
 from model.huggingface import save_pretrained
-from model.replace import for_inference, for_training
+from model.packed import for_inference
+from model.replace import for_training
 from scripts.harness import with_all_fields
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scri
 from evaluation.figure import draw_sweep
 from utils.cli import run
 from utils.errors import UserError
-from utils.logger import CONFIG, METRICS, read_metrics
+from utils.logger import CONFIG, METRICS
+from utils.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 Point = dict[str, str]  # a value for each option of the grid and the seed

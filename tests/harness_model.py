@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.tokenizer import load_tokenizer, save_tokenizer
+from data.tokenizer import load_tokenizer
+from data.tokenizer_files import save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained

@@ -15,19 +15,17 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import TOKENIZERS, check_vocabulary
-from model.config import SIZED, GPTConfig
+from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.gpt import GPT
-from model.huggingface import find_folder, load_pretrained
 from utils.errors import UserError
-from utils.files import atomic_write, check_space, link_or_copy, sync_folder
 
 FORMAT_VERSION = 2
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
@@ -86,21 +84,6 @@ def verify(saved: dict, *parts: str) -> None:
             raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
-    """Write a file atomically: `path` is the old file or the whole new one. Raises UserError if it
-    cannot be written; a disk that is too full is found before."""
-    moments = [x for values in state["optimizer"].values() for x in values.values()]
-    tensors = [*state["model"].values(), *state["model_low"].values(), *moments]
-    try:
-        path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # left by a killed run
-        check_space(path.parent, sum(1000 + x.nbytes for x in tensors), path.name)
-        with atomic_write(path) as file:
-            torch.save(state, file)
-    except Exception as error:  # a full disk is a RuntimeError to torch
-        kept = "; the one before it is untouched" if path.exists() else ""
-        raise UserError(f"{path} could not be written: {first_line(error)}{kept}") from error
-
-
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its class if it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
@@ -151,23 +134,7 @@ def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tup
     return model.eval(), saved
 
 
-def config_values(config: GPTConfig) -> dict:
-    """Return a GPTConfig as plain values: its sizes, and the fields that differ from GPT-2's."""
-    values, default = asdict(config), asdict(GPTConfig())
-    return {name: x for name, x in values.items() if name in SIZED or x != default[name]}
-
-
 # the checkpoints of a folder
-
-
-def keep_numbered(folder: Path, step: int, keep: int) -> None:
-    """Link model_last.pt as model_step_{step}.pt, and keep the newest `keep` of these."""
-    if keep:
-        # model_last.pt is replaced, never rewritten
-        link_or_copy(folder / LAST, folder / NUMBERED.format(step))
-        for path in sorted(folder.glob("model_step_*.pt"))[:-keep]:
-            path.unlink()
-        sync_folder(folder)
 
 
 def find_newest(folder: Path) -> Path | None:
@@ -206,8 +173,9 @@ def open_model(
     if path := find_checkpoint(name):
         model, saved = load_model(path, kind, exact=exact)
         return model, saved["tokenizer"], saved
-    check_vocabulary(find_folder(str(name)))
-    model = load_pretrained(name)
+    huggingface = import_module("model.huggingface")  # on demand: most runs do without
+    check_vocabulary(huggingface.find_folder(str(name)))
+    model = huggingface.load_pretrained(name)
     for tokenizer, tokens in TOKENIZERS.items():
         if tokens.vocab_size == model.config.vocab_size:
             return model.eval(), tokenizer, {}

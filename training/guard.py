@@ -46,5 +46,4 @@ class Guard:
     @property
     def state(self) -> dict:
         """Plain values for a checkpoint."""
-        windows = {name: list(window) for name, window in self.windows.items()}
-        return {**windows, "in_a_row": self.in_a_row}
+        return {name: list(x) for name, x in self.windows.items()} | {"in_a_row": self.in_a_row}

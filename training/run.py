@@ -11,7 +11,7 @@ import signal
 import sys
 import tomllib
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -207,7 +207,7 @@ class Run:
         if self.process.is_main:
             content = {"command": sys.argv, "run_id": state.run_id, **about}
             content["config"] = config.to_dict()
-            content["model_config"] = ckpt.config_values(model.config)
+            content["model_config"] = asdict(model.config)
             content["versions"] = {"torch": str(torch.__version__)}
             with atomic_write(config.log_dir / CONFIG) as file:
                 file.write(json.dumps(content, indent=1).encode())
@@ -227,30 +227,19 @@ class Run:
             sys.exit(128 + (self.stop.signal or signal.SIGTERM))
 
 
-class TensorBoard:
-    """Tracker with the methods of Weights & Biases that writes for TensorBoard."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        self.writer.close()
-
-
 def open_trackers(config: RunOptions, state: TrainState) -> list[Tracker]:
     """Open TensorBoard and Weights & Biases, as far as asked for."""
-    trackers: list[Tracker] = []
+    trackers, folder = [], str(config.log_dir)
     if getattr(config, "tensorboard", False):
-        trackers.append(TensorBoard(config.log_dir, state.step))
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(folder, purge_step=state.step + 1)
+        writer.log = lambda values, step: [writer.add_scalar(k, x, step) for k, x in values.items()]
+        writer.finish = writer.close
+        trackers.append(writer)
     if getattr(config, "wandb", False):
         import wandb
 
         options = {"id": state.run_id, "config": config.to_dict(), "resume": "allow"}
-        trackers.append(wandb.init(project="gpt2", dir=str(config.log_dir), **options))
+        trackers.append(wandb.init(project="gpt2", dir=folder, **options))
     return trackers

@@ -2,21 +2,47 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
 from config import RunOptions
 from model.gpt import GPT
-from training import checkpoint as ckpt
-from training.checkpoint import LAST
+from training.checkpoint import LAST, NUMBERED, assemble, first_line
 from training.guard import PATIENCE
 from training.parallel import gather_state
 from training.state import TrainState
 from utils.distributed import Process
 from utils.errors import UserError
+from utils.files import atomic_write, check_space, link_or_copy, sync_folder
 
 THREAD = "saver"
+
+
+def save_checkpoint(path: Path, state: dict) -> None:
+    """Write a file atomically: `path` is the old file or the whole new one. Raises UserError if it
+    cannot be written; a disk that is too full is found before."""
+    moments = [x for values in state["optimizer"].values() for x in values.values()]
+    tensors = [*state["model"].values(), *state["model_low"].values(), *moments]
+    try:
+        path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # left by a killed run
+        check_space(path.parent, sum(1000 + x.nbytes for x in tensors), path.name)
+        with atomic_write(path) as file:
+            torch.save(state, file)
+    except Exception as error:  # a full disk is a RuntimeError to torch
+        kept = "; the one before it is untouched" if path.exists() else ""
+        raise UserError(f"{path} could not be written: {first_line(error)}{kept}") from error
+
+
+def keep_numbered(folder: Path, step: int, keep: int) -> None:
+    """Link model_last.pt as model_step_{step}.pt, and keep the newest `keep` of these."""
+    if keep:
+        # model_last.pt is replaced, never rewritten
+        link_or_copy(folder / LAST, folder / NUMBERED.format(step))
+        for path in sorted(folder.glob("model_step_*.pt"))[:-keep]:
+            path.unlink()
+        sync_folder(folder)
 
 
 def finish_writing(seconds: float = 20) -> None:
@@ -28,22 +54,18 @@ def finish_writing(seconds: float = 20) -> None:
 
 @dataclass
 class Saver:
-    """Write checkpoints of a run in a thread of the main process, one at a time.
-
-    A step waits for the copy of its state to the host, and for the write before it. A failed write
-    is logged and the run continues: the older file is whole, and the next save tries again.
-    """
+    """Write checkpoints of a run in a thread of the main process, one at a time. A step waits for
+    the copy of its state to the host, and for the write before it. A failed write is logged and the
+    run continues: the older file is whole, and the next save tries again."""
 
     config: RunOptions
     model: GPT
     optimizers: list[torch.optim.Optimizer]
-    about: dict
-    """Further entries of the file: script, tokenizer, train_tokens."""
+    about: dict  # further entries of the file: script, tokenizer, train_tokens
     process: Process
     log: Callable[[str], None]
     thread: threading.Thread = field(default_factory=threading.Thread)
-    errors: dict[str, Exception] = field(default_factory=dict)
-    """Error of the newest save, by file name."""
+    errors: dict[str, Exception] = field(default_factory=dict)  # newest save, by file name
 
     def save(self, name: str, state: TrainState) -> None:
         """Copy the state of the run and have it written as `name`; every process must call it."""
@@ -52,7 +74,7 @@ class Saver:
         if self.process.is_main:
             entries = {
                 "config": self.config.to_dict(),
-                "model_config": ckpt.config_values(self.model.config),
+                "model_config": asdict(self.model.config),
                 **self.about,
                 **state.to_checkpoint(),
             }
@@ -65,9 +87,9 @@ class Saver:
         """Write a file, and the numbered one beside it if it is the last checkpoint."""
         folder = self.config.checkpoint_dir
         try:
-            ckpt.save_checkpoint(folder / name, ckpt.assemble(weights, moments, **entries))
+            save_checkpoint(folder / name, assemble(weights, moments, **entries))
             if name == LAST:
-                ckpt.keep_numbered(folder, entries["step"], self.config.keep_last)
+                keep_numbered(folder, entries["step"], self.config.keep_last)
             self.errors.pop(name, None)
         except Exception as error:  # an exception of a thread would get lost
             self.errors[name] = error

@@ -23,16 +23,11 @@ class TrainState:
     """Progress of a run; a checkpoint holds it, and a resumed run continues from it."""
 
     guard: Guard
-    step: int = 0
-    """Steps done, skipped ones included."""
-    tokens: int = 0
-    """Tokens of these steps."""
-    best_loss: float = math.inf
-    """Lowest validation loss in nats per token."""
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Identity of the run, which a resumed one keeps."""
-    validation: int = 0
-    """Checksum of what best_loss is measured on."""
+    step: int = 0  # steps done, skipped ones included
+    tokens: int = 0  # of these steps
+    best_loss: float = math.inf  # lowest validation loss in nats per token
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # a resumed run keeps it
+    validation: int = 0  # checksum of what best_loss is measured on
 
     @classmethod
     def start(cls, skip_spikes: float | None, saved: dict | None) -> "TrainState":
@@ -57,8 +52,8 @@ class TrainState:
         self.guard.in_a_row = 0
 
     def set_validation(self, checksum: int) -> bool:
-        """Set what the best loss is measured on; forget it, and return False, if that was another
-        text."""
+        """Set what the best loss is measured on; if that was another text, forget the loss and
+        return False."""
         same = self.validation in (0, checksum)
         self.best_loss = self.best_loss if same else math.inf
         self.validation = checksum

@@ -1,8 +1,7 @@
-"""Heartbeats between the processes of a run, which end it when a process is lost.
+"""Heartbeats between processes: a lost one ends the run within a minute, though collectives wait.
 
 Each process increments a counter in a shared store (torchrun's, or that of rank 0). Rank 0 reads
-all counters, the others read that of rank 0. A process or machine that dies, or that the network no
-longer reaches, ends the run within a minute, even while collectives wait for it.
+all counters, the others read that of rank 0.
 """
 
 import contextlib
@@ -60,18 +59,17 @@ class HeartbeatMonitor:
             time.sleep(INTERVAL)
             reason = self.lost_reason(TIMEOUT)
             if reason and self.running:
-                message = f"{reason}; this process ends: continue with --resume auto"
-                print(f"error on rank {self.rank}: {message}", file=sys.stderr, flush=True)
+                message = f"error on rank {self.rank}: {reason}; continue with --resume auto"
+                print(message, file=sys.stderr, flush=True)
                 self.before_exit()
                 os._exit(2)
 
     def lost_reason(self, timeout: float) -> str | None:
         """Return a clause naming the ranks without a heartbeat for `timeout` seconds, or None."""
-        now = time.monotonic()
-        if now - self.last_exchange > timeout:
+        seen, before = sorted(self.last_seen.copy().items()), time.monotonic() - timeout
+        if self.last_exchange < before:
             return f"the machine of rank 0 has not answered for {timeout:.0f} s"
-        seen = sorted(self.last_seen.copy().items())
-        lost = ", ".join(str(r) for r, (value, at) in seen if value != DONE and now - at > timeout)
+        lost = ", ".join(str(rank) for rank, (value, at) in seen if value != DONE and at < before)
         return f"no heartbeat from rank {lost} for {timeout:.0f} s" if lost else None
 
     def explain_failed_collective(self) -> str:

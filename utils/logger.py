@@ -11,8 +11,6 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from utils.errors import UserError
-
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.txt", "config.json"
 PICTURE = "log_plot.png"  # of the run, beside its log
 SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
@@ -121,36 +119,6 @@ class Logger:
                 output.close()
             for tracker in self.trackers:
                 tracker.finish()
-
-
-def read_metrics(path: Path | str) -> dict[str, list[dict]]:
-    """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step.
-
-    Rows that a resumed run has repeated or dropped are left out. Raises UserError naming a line
-    that is not a row.
-    """
-    path = Path(path)
-    if not (path / METRICS).exists() and (path / "logs").is_dir():  # a run's folder
-        path = path / "logs"
-    path = path / METRICS if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"there is no {path}; give the {METRICS} of a run, or its folder")
-    splits: dict[str, dict[int, dict]] = {}
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                break  # a writer was killed, or still writes
-            try:
-                row = json.loads(line)
-                step, split = int(row["step"]), str(row["split"])
-            except Exception as error:
-                raise UserError(f"{path}, line {number}, is not a row of metrics") from error
-            if split == "resume":
-                for name, rows in splits.items():
-                    splits[name] = {n: r for n, r in rows.items() if n <= step}
-            else:
-                splits.setdefault(split, {})[step] = row
-    return {split: [rows[s] for s in sorted(rows)] for split, rows in splits.items()}
 
 
 def logged_run(folder: Path) -> dict | None:

@@ -2,7 +2,8 @@
 
 import re
 
-from evaluation.tasks import PAPER, Item, Score, Task, published
+from evaluation.published import PAPER, published
+from evaluation.tasks import Item, Score, Task
 
 
 def mean_logprob(choice: str, s: Score) -> float:

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Sequence
 
-from evaluation.tasks import HARNESS, NOTEBOOK, Item, Task, TaskScores, published
+from evaluation.published import HARNESS, NOTEBOOK, published
+from evaluation.tasks import Item, Task, TaskScores
 
 NANOGPT = "build-nanogpt's hellaswag.py"
 LM_EVAL = {  # lengths without the space that joins an ending

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from evaluation.tasks import HARNESS, PAPER, Item, Result, Task, TaskScores, accuracy, published
+from evaluation.published import HARNESS, PAPER, published
+from evaluation.tasks import Item, Result, Task, TaskScores, accuracy
 
 # The GPT-2 paper excludes stop words as last words of LAMBADA passages, but publishes no list. This
 # is the English list of Porter et al. that NLTK distributes, without contractions.

@@ -3,7 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from data.tokenizer import GPT2Tokenizer, bytes_per_token, load_tokenizer, save_tokenizer
+from data.tokenizer import GPT2Tokenizer, bytes_per_token, load_tokenizer
+from data.tokenizer_files import save_tokenizer
 from utils.errors import UserError
 
 

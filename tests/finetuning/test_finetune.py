@@ -7,8 +7,9 @@ import torch
 from conftest import kill, rows_written, run_until, script, start, torchrun, train_args, weights
 
 from finetuning.answers import pass_at_k
-from training.checkpoint import checksum, load_checkpoint, save_checkpoint
-from utils.logger import read_metrics
+from training.checkpoint import checksum, load_checkpoint
+from training.saver import save_checkpoint
+from utils.metrics import read_metrics
 
 SMALL = "--batch_size 4 --micro_batch_size 2 --max_lr 1e-3 --dtype float32 --device cpu --seed 3"
 METHODS = {

@@ -12,7 +12,8 @@ from model import cpu
 from model.gpt import GPT
 from model.layers import RMSNorm, Rotary, ScaledDotProduct, rotary_angles
 from model.loss import HeadCrossEntropy, cross_entropy_
-from model.replace import CPU_CLASSES, for_inference, for_training, swap_classes
+from model.packed import for_inference
+from model.replace import CPU_CLASSES, for_training, swap_classes
 from utils.devices import autocast
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 from tiny import RECIPES, tiny_gpt
 
 from model.generate import Sampling, complete, generate, sample_token
-from model.replace import for_inference
+from model.packed import for_inference
 
 OPTIONS = [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}]
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from config import parse_recipe
-from data.tokenizer import load_tokenizer, save_tokenizer
+from data.tokenizer import load_tokenizer
+from data.tokenizer_files import save_tokenizer
 from model.config import GPTConfig
 from model.empty import with_context
 from model.generate import Sampling, complete

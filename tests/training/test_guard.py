@@ -6,7 +6,7 @@ from conftest import ROOT, environment, losses, script, torchrun, train_args, we
 
 from training.checkpoint import load_checkpoint
 from training.guard import PATIENCE, WINDOW, Guard
-from utils.logger import read_metrics
+from utils.metrics import read_metrics
 
 
 def with_faults(faults):

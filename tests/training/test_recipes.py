@@ -9,7 +9,7 @@ from train import build_model
 from training.run import Run
 from training.state import TrainState
 from utils.errors import UserError
-from utils.logger import read_metrics
+from utils.metrics import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
 

@@ -7,6 +7,7 @@ from config import Recipe, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt
+from training import saver as saver_module
 from training.checkpoint import LAST
 from training.guard import Guard
 from training.optim import make_optimizers
@@ -37,8 +38,8 @@ def save(saver, step):
 
 
 def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypatch):
-    write, go = ckpt.save_checkpoint, threading.Event()
-    monkeypatch.setattr(ckpt, "save_checkpoint", lambda *args: go.wait(10) and write(*args))
+    write, go = saver_module.save_checkpoint, threading.Event()
+    monkeypatch.setattr(saver_module, "save_checkpoint", lambda *args: go.wait(10) and write(*args))
     save(saver, 1)
     assert not (tmp_path / LAST).exists()
     before = {name: x.clone() for name, x in saver.model.state_dict().items()}
@@ -54,14 +55,14 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
 
 
 def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, said, tmp_path, monkeypatch):
-    write, full = ckpt.save_checkpoint, [2, 4]
+    write, full = saver_module.save_checkpoint, [2, 4]
 
     def fail(path, state):
         if state["step"] in full:
             raise UserError("the disk is full")
         write(path, state)
 
-    monkeypatch.setattr(ckpt, "save_checkpoint", fail)
+    monkeypatch.setattr(saver_module, "save_checkpoint", fail)
     save(saver, 1)
     save(saver, 2)
     saver.wait()

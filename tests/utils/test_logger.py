@@ -3,7 +3,8 @@ from conftest import bad
 
 from training.run import TensorBoard
 from utils.errors import UserError
-from utils.logger import Logger, logged_run, read_metrics
+from utils.logger import Logger, logged_run
+from utils.metrics import read_metrics
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
 
