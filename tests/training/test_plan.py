@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import bad, environment, script
+from conftest import environment, script
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -143,10 +143,6 @@ def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(tmp_path, device, name, 
     chosen = int(re.search(r"--micro_batch_size auto: (\d+), by forecast", out)[1])
     assert f"by forecast {total:.2f} GB of {memory:.2f} GB free" in out and "in all: fits" in out
     assert f" micro-steps x {chosen} sequences" in out
-
-
-def test_a_gpu_by_name_is_for_dry_runs_alone():
-    bad(["train.py", "--device", "h100"], "--device h100 is for --dry_run")
 
 
 @pytest.mark.parametrize(("world", "local", "nodes"), [(16, None, 2), (16, 4, 4), (4, 1, 1)])

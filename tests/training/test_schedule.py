@@ -3,8 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from config import TrainConfig
-from training.schedule import SCHEDULES, check_schedule, learning_rate
-from utils.errors import UserError
+from training.schedule import SCHEDULES, learning_rate
 
 
 def options(**changes):
@@ -44,8 +43,3 @@ def test_runs_of_one_step_or_shorter_than_warmup(schedule):
 def test_the_rate_reaches_its_end_at_the_last_update_of_a_run_that_counts_others():
     values = {"max_lr": 1.0, "min_lr": 0.1, "warmup_steps": 1, "schedule": "linear"}
     assert learning_rate(7, SimpleNamespace(**values, last_update=7)) == 0.1
-
-
-def test_a_schedule_that_is_none_is_named():
-    with pytest.raises(UserError, match="none of cosine, linear, wsd; did you mean cosine"):
-        check_schedule("cosin")
