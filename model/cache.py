@@ -4,10 +4,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of past tokens, so that a new token costs one forward pass of itself alone.
-
-    Holds at most `capacity` tokens; memory is taken at the first append.
-    """
+    """Keys and values of up to `capacity` past tokens, so that only new tokens are computed."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

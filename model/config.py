@@ -1,6 +1,5 @@
 """GPTConfig: the architecture of a model, and the named GPT-2 sizes."""
 
-import math
 from dataclasses import dataclass
 
 from utils.errors import UserError
@@ -20,7 +19,7 @@ RULES = (  # fields, a test of their values, and what it asks for
     (COUNTS, lambda x: type(x) is int and x >= 1, "a whole number of at least 1"),
     ("n_kv_head n_inner", lambda x: x is None or type(x) is int and x >= 1, "at least 1, or None"),
     ("dropout", lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    ("rope_base", lambda x: type(x) in (int, float) and 0 < x < math.inf, "a number above 0"),
+    ("rope_base", lambda x: type(x) in (int, float) and 0 < x < float("inf"), "a number above 0"),
     ("qk_norm bias tied", lambda x: type(x) is bool, "True or False"),
     ("position", ("learned", "rotary").__contains__, "learned or rotary"),
     ("norm", ("layer", "rms").__contains__, "layer or rms"),
@@ -68,7 +67,7 @@ class GPTConfig:
                     raise UserError(f"{name} is {value!r}; it must be {rule}")
         if self.n_embd % self.n_head or self.n_head % self.kv_heads:
             raise UserError(
-                f"n_embd {self.n_embd} / n_head {self.n_head} / n_kv_head {self.kv_heads} is uneven"
+                f"n_embd {self.n_embd}, n_head {self.n_head}, n_kv_head {self.kv_heads} must divide"
             )
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
@@ -84,7 +83,6 @@ class GPTConfig:
 
     @property
     def is_gpt2(self) -> bool:
-        """True for a GPT-2 of any size."""
         return not self.differences(GPTConfig())
 
     def differences(self, other: "GPTConfig") -> dict:

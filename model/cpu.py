@@ -33,8 +33,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        upcast = x if x.dtype is torch.float64 else x.float()
-        squares = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True).square_()
+        squares = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square_()
         scale = squares.div_(x.size(-1)).add_(RMS_EPS).rsqrt_()
         y = (x * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)

@@ -23,8 +23,7 @@ def empty_gpt(config: GPTConfig, kind: type[GPT] = GPT) -> GPT:
 
 
 def with_context(model: GPT, config: GPTConfig) -> GPT:
-    """Return a GPT of `config` with the weights of `model`, from which it may differ by fewer
-    positions and another dropout."""
+    """Return a GPT of `config`, with fewer positions or another dropout, and `model`'s weights."""
     state, positions = model.state_dict(), "transformer.wpe.weight"
     if positions in state:
         state[positions] = state[positions][: config.block_size].contiguous()

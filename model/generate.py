@@ -107,10 +107,8 @@ def complete(
     sampling: Sampling,
     all_done: Callable[[bool], bool] = lambda done: done,
 ) -> list[list[int]]:
-    """Return what follows each prompt up to its end of text, without it.
-
-    Where forward passes are collectives, `all_done` tells whether every process is done.
-    """
+    """Return what follows each prompt up to its end of text, without it. Where forward passes are
+    collectives, `all_done` tells whether every process is done."""
     texts: list[list[int]] = [[] for _ in prompts]
     tokens = generate(model, prompts, sampling)
     while some := list(islice(tokens, CHUNK)):

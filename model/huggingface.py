@@ -44,13 +44,8 @@ GPT2_CONSTANTS = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-LLAMA_CONSTANTS = {
-    "rms_norm_eps": RMS_EPS,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-}
+LLAMA_CONSTANTS = {"rms_norm_eps": RMS_EPS, "rope_scaling": None}
+LLAMA_CONSTANTS |= dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False)
 # fields of GPTConfig that every LLaMA has
 LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "ngrams": 1}
 LLAMA_WEIGHTS = {  # our names, each with those of the weights that it stacks

@@ -1,7 +1,5 @@
-"""Layers of a transformer block.
-
-B batch, T time, H heads, K key/value heads, D channels of a head, S tokens so far.
-"""
+"""Layers of a transformer block: B batch, T time, H heads, K key/value heads, D channels of a head,
+S tokens so far."""
 
 from functools import partial
 

@@ -1,7 +1,6 @@
 """Head and cross-entropy, one chunk of tokens at a time.
 
-The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32. Compiled
-is the work on the logits of one chunk alone.
+The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32.
 """
 
 import torch
@@ -56,12 +55,11 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy in nats of logits x @ weight.T: x (N, C), weight (padded V,
-    C), targets (N,) with -1 for tokens that do not count.
+    """Mean cross-entropy in nats of logits x @ weight.T, x (N, C), weight (padded V, C), against
+    targets (N,), -1 where none counts. Matmuls run in the autocast dtype, the rest in float32.
 
     The forward pass computes the gradients as well, while a chunk's logits are in memory; the
-    backward pass scales them in place, so it can run once. Matmuls run in the autocast dtype, the
-    rest in float32, as in F.linear and F.cross_entropy.
+    backward pass scales them in place, so it can run once.
     """
 
     @staticmethod

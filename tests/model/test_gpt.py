@@ -26,15 +26,10 @@ def tiny(request):
     return build
 
 
-COUNTS = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-}
+COUNTS = (124_439_808, 354_823_168, 774_030_080, 1_557_611_200)
 
 
-@pytest.mark.parametrize(("name", "count"), COUNTS.items())
+@pytest.mark.parametrize(("name", "count"), zip(SIZES, COUNTS, strict=True))
 def test_named_sizes_have_openai_s_parameter_counts(name, count):
     with torch.device("meta"):
         model = GPT(GPTConfig(**SIZES[name]))
