@@ -4,9 +4,7 @@
     python finetune.py --method dpo --init_from runs/sft --data pairs.jsonl
     python finetune.py --method grpo --init_from runs/sft --data questions.jsonl --reward exact
 
-docs/FINETUNING.md has the formats and formulas. Data order, checkpoints, signals, --sharding and
---resume are as in train.py: on CPUs a resumed run equals one that was never stopped to the bit,
-completions included.
+docs/FINETUNING.md has the formats and formulas; checkpoints and --resume are as in train.py.
 """
 
 import zlib
@@ -15,7 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn as nn
+from torch import nn
+from torch.optim import Optimizer
 
 from config import Recipe
 from data.loader import step_sequences
@@ -43,12 +42,8 @@ from utils.devices import autocast
 from utils.errors import UserError
 from utils.throughput import StepTimer, peak_flops
 
-METHODS: dict[str, type[Method]] = {
-    "sft": SupervisedTuning,
-    "dpo": DirectPreference,
-    "reward": RewardModeling,
-    "grpo": GroupRelativePolicy,
-}
+METHODS: dict[str, type[Method]] = {"sft": SupervisedTuning, "dpo": DirectPreference}
+METHODS |= {"reward": RewardModeling, "grpo": GroupRelativePolicy}
 
 
 def main() -> None:
@@ -57,7 +52,6 @@ def main() -> None:
     run = Run.start(config, saved)
     process, state, dtype = run.process, run.state, run.dtype
 
-    # model: resumed, or of --init_from; the method reads the rows
     model, about = build_model(config)
     config.slice_steps(process)  # ends the run if they do not divide
     method, held_out, questions = open_rows(run, model, about)
@@ -66,6 +60,7 @@ def main() -> None:
     wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
     optimizers = make_optimizers(model, config, Recipe(), dtype)
     run.load_state(model, optimizers)
+    saved = None  # closes the file, which is mapped from disk
     run.open_log(model, about)
     saver = Saver(config, model, optimizers, about, process, run.logger.print)
     process.print(
@@ -78,8 +73,8 @@ def main() -> None:
 
     while True:
         # once in a while: save, evaluate, answer questions; every process takes part
-        step, fresh = state.step, state.step == run.start_step
-        if not fresh and (run.ended or run.stopping or is_due(config.save_every, step)):
+        step, tokens = state.step, state.tokens
+        if step > run.start_step and (run.ended or run.stopping or is_due(config.save_every, step)):
             saver.save(LAST, state)
         if run.stopping:
             break
@@ -96,8 +91,9 @@ def main() -> None:
         if run.ended:
             break
 
-        # one step, then its log
-        row, skip_reason = train_step(run, model, wrapped, optimizers, method, timer)
+        timer.start()
+        row, skip_reason = train_step(run, model, wrapped, optimizers, method)
+        row |= timer.stop(state.tokens - tokens)
         if skip_reason is None:
             run.logger.log_train(row, state.step)
         else:
@@ -112,17 +108,10 @@ def main() -> None:
 
 
 def train_step(
-    run: Run,
-    model: GPT,
-    wrapped: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    method: Method,
-    timer: StepTimer,
+    run: Run, model: GPT, wrapped: nn.Module, optimizers: list[Optimizer], method: Method
 ) -> tuple[dict, str | None]:
-    """Run one step, of one update or more, and count it; return the row for the log, and why an
-    update was skipped if one was, which ends the step."""
+    """Run and count one step; return its row for the log, and why an update was skipped, if so."""
     config, process, state = run.config, run.process, run.state
-    timer.start()
     lr = set_rates(optimizers, config, state.step)
     seed_step(config.seed, state.step, process.rank)  # of dropout
     ids = step_sequences(state.step, config.batch_size, len(method), config.seed)
@@ -136,8 +125,7 @@ def train_step(
             with sync_gradients(wrapped, config.sharding, last=number == len(grid)):
                 with autocast(process.device, run.dtype, keep_weights=False):
                     parts = method.partial_means(wrapped, batch, divisor)
-                loss = parts["loss"] * process.world_size  # gradients are means over processes
-                loss.backward()
+                (parts["loss"] * process.world_size).backward()  # gradients are averaged
             sums.update({name: part.detach() for name, part in parts.items()})
             sums["tokens"] += torch.tensor(batch["idx"].numel(), device=process.device)
         sums["grad_norm"] = clip_grad_norm(wrapped, config.grad_clip) / process.world_size
@@ -146,7 +134,6 @@ def train_step(
         totals = process.sum(torch.stack([x.float() for x in sums.values()])).tolist()
         row = dict(zip(sums, totals, strict=True))
         run.stopping = row.pop("stopped") > 0  # a process got a signal
-        tokens = round(row.pop("tokens"))
         skip_reason = state.guard.check(row["loss"], row["grad_norm"])
         for optimizer in optimizers:
             if skip_reason is None:
@@ -154,14 +141,13 @@ def train_step(
             optimizer.zero_grad(set_to_none=True)
         if skip_reason is not None:
             break
-        trained += tokens
+        trained += round(row["tokens"])
     state.advance(trained)
-    return row | figures | {"lr": lr, "tokens": state.tokens} | timer.stop(trained), skip_reason
+    return row | figures | {"lr": lr, "tokens": state.tokens}, skip_reason
 
 
 def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:
-    """Return the model of the run on the CPU, resumed or of --init_from, and the entries of its
-    checkpoints."""
+    """Return the model, resumed or of --init_from, and the entries of its checkpoints."""
     name, rates = config.resume or config.init_from, config.method == "reward"
     kind = RewardModel if rates and config.resume else GPT
     model, tokenizer, before = open_model(name, kind, exact=True)
@@ -175,38 +161,27 @@ def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:
     model = with_context(model, replace(model.config, block_size=T, dropout=dropout))
     if rates and not config.resume:
         model = RewardModel.from_gpt(model)
-    about = {"script": "finetune.py", "tokenizer": tokenizer}
-    return model.train(), about | {"train_tokens": before.get("train_tokens", 0)}
-
-
-def open_reference(run: Run, model: GPT, about: dict) -> GPT | None:
-    """Return the frozen model of --init_from, whose checksum is an entry of the checkpoints, for
-    the methods that compare with it, else None."""
-    config, device = run.config, run.process.device
-    if config.method in ("sft", "reward") or (config.method == "grpo" and config.kl == 0):
-        return None
-    reference = with_context(open_model(config.init_from, exact=True)[0], model.config)
-    about["reference"] = checksum(reference.state_dict())
-    if run.saved and run.saved.get("reference") != about["reference"]:
-        raise UserError(f"{config.init_from} has changed since this run began, which needs it")
-    reference.eval().requires_grad_(False).to(device)
-    for_training(reference, device)  # the modules that the model has, so that both round alike
-    return reference
+    about = {"tokenizer": tokenizer, "train_tokens": before.get("train_tokens", 0)}
+    return model.train(), {"script": "finetune.py", **about}
 
 
 def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None, Questions | None]:
-    """Return the method of the run on the rows of --data, and on those of --eval_data and the
-    questions, if given."""
-    config, process, kind = run.config, run.process, METHODS[run.config.method]
-    held_out, questions, reward = None, None, None
-    tokenizer, T = load_tokenizer(about["tokenizer"]), model.config.block_size
-    encoder = TextEncoder(tokenizer, not config.plain, T)
-    reference = open_reference(run, model, about)
+    """Return the method on the rows of --data, that on those of --eval_data, and the questions."""
+    config, process, T = run.config, run.process, model.config.block_size
+    held_out, questions, reference, reward = None, None, None, None
+    encoder = TextEncoder(load_tokenizer(about["tokenizer"]), not config.plain, T)
+    if config.method == "dpo" or (config.method == "grpo" and config.kl > 0):
+        reference = with_context(open_model(config.init_from, exact=True)[0], model.config)
+        about["reference"] = checksum(reference.state_dict())
+        if run.saved and run.saved.get("reference") != about["reference"]:
+            raise UserError(f"{config.init_from} has changed since this run began, which needs it")
+        reference.eval().requires_grad_(False).to(process.device)
+        for_training(reference, process.device)  # so that it rounds as the model does
     if config.method == "grpo":
         reward = load_reward(config.reward, encoder, process.device, run.dtype)
-    method = kind(run, encoder, config.data, reference, reward)
+    method = METHODS[config.method](run, encoder, config.data, reference, reward)
     if config.eval_data:
-        held_out = kind(run, encoder, config.eval_data, reference, reward)
+        held_out = type(method)(run, encoder, config.eval_data, reference, reward)
         run.state.set_validation(zlib.crc32(config.eval_data.read_bytes()))
     if config.questions:
         sizes = (config.max_new_tokens, config.micro_batch_size)

@@ -19,17 +19,14 @@ from utils.distributed import Process
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return the probability that one of k completions is right, estimated from `samples` of them:
-    1 - C(samples - right, k) / C(samples, k) (Chen et al. 2021, equation 1)."""
+    """Return an estimate of the probability that one of k completions is right, from `samples` of
+    them (Chen et al. 2021, equation 1)."""
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 class Questions:
-    """Rows of prompt and answer, completed in batches that the processes share.
-
-    Row i of sample s draws its random numbers from (seed, s * rows + i), so that the figures depend
-    on the number of processes only as far as matmuls round.
-    """
+    """Rows of prompt and answer, completed in batches that the processes share. Row i of sample s
+    draws its random numbers from (seed, s * rows + i), whatever the number of processes."""
 
     def __init__(
         self,
@@ -64,11 +61,6 @@ class Questions:
         completions = [[token - 1 for token in row if token] for row in rows]
         return [decode_completion(tokens, tokenizer, self.encoder.chat) for tokens in completions]
 
-    def hits(self, texts: list[str]) -> list[bool]:
-        """Return True for each completion that is the answer."""
-        pairs = zip(texts, self.examples, strict=True)
-        return [is_exact(text, row["answer"]) for text, (row, _) in pairs]
-
     def score(
         self,
         model: GPT,
@@ -80,11 +72,13 @@ class Questions:
         """Return the share of exact answers and pass@k for k = 1, 2, 4, ... `num_samples`, and a
         row for each question; `progress` is called with the number of completions done."""
         n, texts = len(self.examples), self.texts(model, temperature=0)
-        exact = self.hits(texts)
+        rows = [row for row, _ in self.examples]
+        exact = list(map(is_exact, texts, rows))
         progress(n)
         right = np.zeros(n, np.int64)
         for sample in range(num_samples):
-            right += self.hits(self.texts(model, sample, temperature=temperature, seed=seed))
+            sampled = self.texts(model, sample, temperature=temperature, seed=seed)
+            right += list(map(is_exact, sampled, rows))
             progress(n)
         kind = "chat" if self.encoder.chat else "plain text"
         results = [accuracy(self.name, f"greedy, {kind}", "exact match", exact)]
@@ -97,6 +91,6 @@ class Questions:
         examples = [
             {"task": self.name, "index": i, "prompt": row["prompt"], "answer": row["answer"]}
             | {"completion": texts[i], "exact": exact[i], "right_samples": int(right[i])}
-            for i, (row, _) in enumerate(self.examples)
+            for i, row in enumerate(rows)
         ]
         return results, examples

@@ -1,7 +1,7 @@
 """Dialogs, prompts and completions as token ids with a loss mask.
 
-A dialog is plain text. End of text precedes each turn, as it precedes each document of the shards,
-and closes the last one; the model learns what the assistant says and the end of text after it:
+End of text precedes each turn of a dialog, as it precedes each document of the shards, and closes
+the last one; the model learns what the assistant says and the end of text after it:
 
     <|endoftext|>User: What is 2 + 3?<|endoftext|>Assistant: 5<|endoftext|>
                                                              ~~~~~~~~~~~~~~  (with the space)
@@ -31,9 +31,6 @@ class Example:
 
     tokens: np.ndarray
     loss_mask: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
     @classmethod
     def join(cls, *parts: tuple[np.ndarray | list[int], bool]) -> "Example":
@@ -66,9 +63,8 @@ def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> l
 def fit_history(
     messages: Messages, tokenizer: Tokenizer, block_size: int, max_new_tokens: int
 ) -> list[int]:
-    """Return the token ids that the assistant's next turn follows. The oldest questions are dropped
-    with their answers, but not the system's messages, until the context has room for
-    `max_new_tokens` more, or for half of the context if that is less."""
+    """Return the token ids that the assistant's next turn follows, without the oldest questions and
+    their answers where `max_new_tokens`, or half of the context, would not fit after them."""
     room = block_size - min(max_new_tokens, block_size // 2)
     while len(tokens := encode_prompt(messages, tokenizer, chat=True)) > room:
         turns = [i for i, message in enumerate(messages) if message["role"] == "user"]

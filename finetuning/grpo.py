@@ -9,8 +9,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from finetuning.chat import Example, decode_completion
-from finetuning.examples import collate_padded
-from finetuning.methods import Batch, Method, token_logprobs
+from finetuning.examples import Batch, collate_padded
+from finetuning.methods import Method, token_logprobs
 from finetuning.objectives import group_advantages, grpo_losses, kl_estimate, mean_over_tokens
 from finetuning.rewards import Completion
 from model.generate import Sampling, complete
@@ -43,23 +43,30 @@ class GroupRelativePolicy(Method):
             for places in grid
         ]
         seconds = time.perf_counter() - began
-        rewards = torch.zeros(len(ids) * size, dtype=torch.float64)
+        found = torch.zeros(2, len(ids) * size, dtype=torch.float64)
         for places, group in zip(grid, groups, strict=True):
-            rewards[places] = torch.tensor(self.reward(group), dtype=torch.float64)
-        rewards = self.process.sum_float64(rewards)
+            lengths = [c.example.loss_mask.sum() for c in group]
+            found[:, places] = torch.tensor([self.reward(group), lengths], dtype=torch.float64)
+        rewards, lengths = self.process.sum_float64(found)
         advantages = group_advantages(rewards.view(-1, size)).flatten().float()
-        batches = [self.with_logprobs(model, group) for group in groups]
-        for batch, places in zip(batches, grid, strict=True):
-            batch["advantages"] = advantages[places].to(self.process.device)
-        first = list(zip(rewards[grid[0]].tolist(), groups[0], strict=True))[:size]
-        lines = [f"{reward:g}  {completion.text!r}" for reward, completion in first]
-        self.sample = "\n".join([f"prompt: {groups[0][0].row['prompt']!r}", *lines])
-        tokens = sum(c.example.loss_mask.sum() for group in groups for c in group)
-        tokens = self.process.sum_float64(torch.tensor(tokens, dtype=torch.float64)).item()
+        batches, device = [], self.process.device
+        for places, group in zip(grid, groups, strict=True):
+            examples = [c.example for c in group]
+            batch = collate_padded(examples, self.encoder.block_size, device)
+            batch["advantages"] = advantages[places].to(device)
+            with torch.no_grad(), autocast(device, self.dtype):
+                if self.reference is not None:  # None without a KL term
+                    batch["reference"] = token_logprobs(self.reference, batch)
+                if self.options.updates > 1:
+                    batch["old"] = token_logprobs(model, batch)
+            batches.append(batch)
+        self.sample = f"prompt: {groups[0][0].row['prompt']!r}"
+        for place, completion in list(zip(grid[0], groups[0], strict=True))[:size]:
+            self.sample += f"\n{rewards[place].item():g}  {completion.text!r}"
         figures = {
             "reward": rewards.mean().item(),
             "reward_std": rewards.view(-1, size).std(dim=1).mean().item(),
-            "completion_tokens": tokens / len(rewards),
+            "completion_tokens": lengths.mean().item(),
             "rollout_ms": 1000 * seconds,
         }
         return batches, figures
@@ -69,40 +76,26 @@ class GroupRelativePolicy(Method):
         tokenizer, longest = self.encoder.tokenizer, self.options.max_new_tokens
         rows, prompts = zip(*(self.examples[i] for i in ids), strict=True)
         sampling, all_done = Sampling(longest, **options), self.process.all_agree
+        completions = []
         model.eval()
         with autocast(self.process.device, self.dtype):
             found = complete(model, list(prompts), tokenizer.eot, sampling, all_done)
         model.train()
-        completions = []
         for row, prompt, tokens in zip(rows, prompts, found, strict=True):
             text = decode_completion(tokens, tokenizer, self.encoder.chat)
             said = tokens + [tokenizer.eot] * (len(tokens) < longest)
             completions.append(Completion(row, text, Example.join((prompt, False), (said, True))))
         return completions
 
-    @torch.no_grad()
-    def with_logprobs(self, model: GPT, completions: list[Completion]) -> Batch:
-        """Return completions as a batch with the log-probabilities that the loss compares with."""
-        examples = [c.example for c in completions]
-        batch = collate_padded(examples, self.encoder.block_size, self.process.device)
-        with autocast(self.process.device, self.dtype):
-            if self.reference is not None:  # None without a KL term
-                batch["reference"] = token_logprobs(self.reference, batch)
-            if self.options.updates > 1:
-                batch["old"] = token_logprobs(model, batch)
-        return batch
-
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
         logprobs, loss_mask = token_logprobs(model, batch), batch["targets"] >= 0
         old = batch.get("old", logprobs.detach())  # equal in the first update
         reference = batch.get("reference", logprobs.detach())
         factors = {"clip": self.options.clip, "kl": self.options.kl}
-        losses = grpo_losses(logprobs, old, reference, batch["advantages"], **factors)
-        figures = {"loss": mean_over_tokens(losses, loss_mask).sum() / divisor}
+        figures = {"loss": grpo_losses(logprobs, old, reference, batch["advantages"], **factors)}
         if "reference" in batch:
-            kl = kl_estimate(logprobs.detach(), reference)
-            figures["kl"] = mean_over_tokens(kl, loss_mask).sum() / divisor
-        return figures
+            figures["kl"] = kl_estimate(logprobs.detach(), reference)
+        return {k: mean_over_tokens(x, loss_mask).sum() / divisor for k, x in figures.items()}
 
     def held_out_means(self, model: GPT, ids: np.ndarray, divisor: int) -> dict[str, Tensor]:
         """Return the reward of the likeliest completions."""

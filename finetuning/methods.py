@@ -1,11 +1,9 @@
-"""Methods of fine-tuning: the examples of each, and its loss on a batch of them.
+"""Methods of fine-tuning: the examples of each, and its loss on a batch; GRPO is in grpo.py.
 
-GRPO, which samples its own examples, is in grpo.py. A method's figures for a batch are parts of
-means over a step: summed over micro-batches and processes they are these means, whatever the number
-of either.
+A method's figures for a batch are parts of means over a step: summed over micro-batches and
+processes they are these means, whatever the number of either.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,62 +11,46 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from finetuning.chat import Example
-from finetuning.examples import TextEncoder, collate_packed, collate_padded, pack, read_jsonl
-from finetuning.objectives import dpo_margin, preference_loss
+from finetuning.examples import Batch, TextEncoder, collate_packed, collate_padded, pack, read_jsonl
+from finetuning.objectives import dpo_margin
 from finetuning.rewards import Reward, rewards_at_end
 from model.gpt import GPT
 from training.run import Run
 from utils.devices import autocast
 
-Batch = dict[str, Tensor]
 
+class Method:
+    """Base of all methods: the examples of a file by index. A subclass adds encode(row), which
+    raises ValueError for a row that it cannot learn from, batch(ids), and partial_means(model,
+    batch, divisor): the loss and metrics of a batch, summed and divided by `divisor`."""
 
-class Method(ABC):
-    """Base of all methods: the examples of a file by index."""
-
-    unit = "pairs"
-    """Name of the examples that a step counts."""
-    selects_best_by_loss = True
-    """False where a lower loss does not mean a better model: no model_best.pt."""
-    sample: str | None = None
-    """Text of the newest step for samples.txt."""
+    unit = "pairs"  # the examples that a step counts
+    selects_best_by_loss = True  # a lower loss means a better model
+    sample: str | None = None  # text of the newest step for samples.txt
 
     def __init__(
-        self,
-        run: Run,
-        encoder: TextEncoder,
-        path: Path,
-        reference: GPT | None = None,
-        reward: Reward | None = None,
+        self, run: Run, encoder: TextEncoder, path: Path, ref: GPT | None, reward: Reward | None
     ) -> None:
         self.options, self.process, self.dtype = run.config, run.process, run.dtype
-        self.encoder, self.reference, self.reward = encoder, reference, reward
+        self.encoder, self.reference, self.reward = encoder, ref, reward
         self.examples = read_jsonl(path, self.encode)
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    @abstractmethod
-    def encode(self, row: dict) -> object:
-        """Return the example of a row; raise ValueError if it has not what the method needs."""
-
-    @abstractmethod
-    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
-        """Return the loss and metrics of a batch, summed and divided by `divisor`."""
-
     def divisor(self, ids: np.ndarray) -> int:
-        """Return the number of tokens, pairs or completions in the examples `ids`, by which sums
-        over a step are divided."""
+        """Return the number of tokens, pairs or completions in the examples `ids`."""
         return len(ids)
 
     def micro_batches(
         self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
     ) -> tuple[Iterable[Batch], dict[str, float]]:
-        """Return this process's batches of a step, and figures for the log. `grid` (micro-steps,
-        micro-batch) holds places in a global batch of the examples `ids`, in that order."""
+        """Return this process's batches of a step, and figures for the log, for places `grid`
+        (micro-steps, micro-batch) in a global batch of the examples `ids`."""
         return (self.batch(ids[places]) for places in grid), {}
 
     def held_out_means(self, model: GPT, ids: np.ndarray, divisor: int) -> dict[str, Tensor]:
@@ -77,8 +59,7 @@ class Method(ABC):
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
-        """Return the mean of each figure over all examples, on every process; all processes run
-        equally many forward passes."""
+        """Return the mean of each figure over all examples, on every process."""
         model.eval()
         divisor, sums = self.divisor(np.arange(len(self))), Counter()
         for _, ids, counts in self.process.share(self.batches_in_order()):
@@ -102,11 +83,12 @@ class SupervisedTuning(Method):
 
     def __init__(self, *setup) -> None:
         super().__init__(*setup)
-        groups = pack([len(example) - 1 for example in self.examples], self.encoder.block_size)
+        lengths = [len(example.tokens) - 1 for example in self.examples]
+        groups = pack(lengths, self.encoder.block_size)
         self.examples = [[self.examples[i] for i in group] for group in groups]
 
     def encode(self, row: dict) -> Example:
-        return self.encoder.dialog(row)
+        return self.encoder.example(row)
 
     def divisor(self, ids: np.ndarray) -> int:
         return sum(int(dialog.loss_mask[1:].sum()) for i in ids for dialog in self.examples[i])
@@ -119,39 +101,31 @@ class SupervisedTuning(Method):
         return {"loss": model(**batch) * (batch["targets"] >= 0).sum() / divisor}
 
 
-class PairMethod(Method):
-    """Base of the methods that compare a chosen completion with a rejected one."""
+class RewardModeling(Method):
+    """Reward model: of two completions the chosen one gets the higher reward (Ouyang et al.)."""
 
     def encode(self, row: dict) -> tuple[Example, Example]:
-        return self.encoder.completion(row, "chosen"), self.encoder.completion(row, "rejected")
+        return self.encoder.example(row, "chosen"), self.encoder.example(row, "rejected")
 
     def batch(self, ids: np.ndarray) -> Batch:
         """Return the chosen completions of the pairs `ids`, then the rejected ones."""
         texts = [self.examples[i][side] for side in (0, 1) for i in ids]
         return collate_padded(texts, self.encoder.block_size, self.process.device)
 
-    @abstractmethod
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return the "margin" (N,) by which each pair prefers the chosen one, and more figures."""
-
-    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
-        figures = self.compare(model, batch)
-        margin = figures["margin"]
-        figures |= {"loss": preference_loss(margin), "accuracy": (margin > 0).float()}
-        return {name: values.sum() / divisor for name, values in figures.items()}
-
-
-class RewardModeling(PairMethod):
-    """Reward model: of two completions the chosen one gets the higher reward."""
-
-    def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         chosen, rejected = rewards_at_end(model, batch).chunk(2)
         return {"margin": chosen - rejected}
 
+    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+        margin = (figures := self.compare(model, batch))["margin"]
+        figures |= {"loss": -F.logsigmoid(margin), "accuracy": (margin > 0).float()}
+        return {name: values.sum() / divisor for name, values in figures.items()}
 
-class DirectPreference(PairMethod):
-    """DPO: the chosen completion becomes likelier than the rejected one, by comparison with a
-    reference model, whose log-probabilities are computed once; the processes share the work."""
+
+class DirectPreference(RewardModeling):
+    """DPO: the implicit reward of a completion is its log-probability less that of a reference
+    model, which is computed once; the processes share the work."""
 
     @torch.no_grad()
     def __init__(self, *setup) -> None:

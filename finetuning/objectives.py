@@ -1,28 +1,16 @@
-"""Objectives of fine-tuning, as functions of log-probabilities in nats.
-
-Supervised fine-tuning uses the model's cross-entropy, -sum(loss_mask log p) / sum(loss_mask).
-N texts or pairs of texts, T tokens.
+"""Objectives of fine-tuning, as functions of log-probabilities in nats: N texts or pairs of texts,
+T tokens. Supervised fine-tuning uses the model's cross-entropy.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-EPS = 1e-4  # added to the standard deviation of a group, as in trl
-
-
-def preference_loss(margin: Tensor) -> Tensor:
-    """Return -log sigmoid(margin), (N,): the negative log-likelihood of preferences after Bradley
-    and Terry. The margin is chosen - rejected reward (Ouyang et al. 2022, equation 1)."""
-    return -F.logsigmoid(margin)
 
 
 def dpo_margin(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
 ) -> Tensor:
-    """Return the margin (N,) of DPO, beta ((chosen - ref_chosen) - (rejected - ref_rejected)), for
-    log-probabilities (N,) of completions under the model and under the reference (Rafailov et al.
-    2023, equation 7)."""
+    """Return the margin (N,) of DPO for log-probabilities (N,) of completions under the model and
+    under the reference (Rafailov et al. 2023, equation 7)."""
     return beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
 
 
@@ -30,7 +18,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
     """Return (reward - mean) / standard deviation within each group, for rewards (groups, size)
     (Shao et al. 2024, section 4.1.2); 0 in a group of equal rewards, whose mean may be rounded."""
     spread, equal = rewards.std(dim=1, keepdim=True), rewards == rewards[:, :1]
-    advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + EPS)
+    advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-4)  # as in trl
     return advantages.masked_fill(equal.all(dim=1, keepdim=True), 0.0)
 
 
@@ -42,23 +30,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def grpo_losses(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip: float,
-    kl: float,
+    logprobs: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, *, clip: float, kl: float
 ) -> Tensor:
-    """Return the loss (N, T) of each token, whose mean is that of a completion.
-
-    It is -min(ratio A, clamp(ratio, 1 - clip, 1 + clip) A) + kl * kl_estimate, where ratio =
-    exp(logprob - old_logprob), for log-probabilities (N, T) and advantages A (N,) (Shao et al.
-    2024, equation 3)."""
+    """Return the loss (N, T) of each token, whose mean is that of a completion, for advantages (N,)
+    and log-probabilities (N, T) under the model, the one that sampled and the reference (Shao et
+    al. 2024, equation 3)."""
     A = advantages[:, None]
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
-    return kl * kl_estimate(logprobs, ref_logprobs) - torch.minimum(ratio * A, clipped * A)
+    return kl * kl_estimate(logprobs, ref) - torch.minimum(ratio * A, clipped * A)
 
 
 def mean_over_tokens(values: Tensor, loss_mask: Tensor) -> Tensor:

@@ -19,8 +19,6 @@ from utils.cli import flag_value
 from utils.distributed import Process
 from utils.errors import UserError
 
-LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # those of trl
-
 
 @dataclass
 class FileOptions(RunOptions):
@@ -89,17 +87,12 @@ class MethodOptions:
 
 
 @dataclass
-class TimingOptions(SaveOptions):
-    """Evaluation, checkpoints and samples."""
+class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, FileOptions):
+    """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
 
     eval_every: int = 50
     save_every: int = 100
     sample_every: int = 10
-
-
-@dataclass
-class FinetuneConfig(MachineOptions, TimingOptions, MethodOptions, BatchOptions, FileOptions):
-    """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("method", "init_from", "data"):
@@ -107,10 +100,10 @@ class FinetuneConfig(MachineOptions, TimingOptions, MethodOptions, BatchOptions,
                 raise UserError(f"give --{name}; --help says what it takes")
         if self.method == "grpo" and self.reward is None:
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
-        run = Path("runs") / self.method
-        self.checkpoint_dir = self.checkpoint_dir or run / "checkpoints"
-        self.log_dir = self.log_dir or run / "logs"
-        self.max_lr = LEARNING_RATES[self.method] if self.max_lr is None else self.max_lr
+        self.checkpoint_dir = self.checkpoint_dir or Path(f"runs/{self.method}/checkpoints")
+        self.log_dir = self.log_dir or Path(f"runs/{self.method}/logs")
+        if self.max_lr is None:  # those of trl
+            self.max_lr = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}[self.method]
         check_ranges(self, "group_size", 2)
         check_ranges(self, "max_steps batch_size micro_batch_size max_new_tokens updates", 1)
         check_ranges(self, "beta clip kl", 0)
@@ -119,12 +112,12 @@ class FinetuneConfig(MachineOptions, TimingOptions, MethodOptions, BatchOptions,
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
         """Return the --checkpoint_dir of a command line."""
-        run = f"runs/{flag_value(flags, 'method')}"
-        return Path(flag_value(flags, "checkpoint_dir") or f"{run}/checkpoints")
+        default = f"runs/{flag_value(flags, 'method')}/checkpoints"
+        return Path(flag_value(flags, "checkpoint_dir") or default)
 
     @property
     def last_update(self) -> int:
-        """Update, counted from 0, at which the learning rate is --min_lr: one after the last."""
+        """Update, counted from 0, at which the learning rate is --min_lr."""
         return self.max_steps
 
     def resolve_length(self, num_examples: int) -> None:
@@ -141,7 +134,7 @@ class FinetuneConfig(MachineOptions, TimingOptions, MethodOptions, BatchOptions,
             self.micro_batch_size = math.gcd(8, items // process.world_size)
         if items % (together := self.micro_batch_size * process.world_size):
             raise UserError(
-                f"the {items} examples of a step do not divide by {together}, --micro_batch_size x "
-                "processes; change it, or --batch_size"
+                f"the {items} examples of a step do not divide by --micro_batch_size x processes, "
+                f"{together}: change it, or --batch_size"
             )
         return Slicing(items, self.micro_batch_size, process.rank, process.world_size)

@@ -4,6 +4,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from finetuning.chat import Example, is_chat
-from finetuning.examples import TextEncoder, collate_padded
+from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.checkpoint import open_model
@@ -21,8 +22,7 @@ from utils.errors import UserError
 
 
 class RewardModel(GPT):
-    """GPT with a head of one output, the reward of the text so far, in place of the tokens'. Its
-    config says "tied", as it has no other head."""
+    """GPT with a head for the reward of the text so far in place of the tokens' (config: tied)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -41,14 +41,14 @@ class RewardModel(GPT):
         return (x.float() * self.reward_head.weight.float()).sum(-1, keepdim=True)
 
 
-def rewards_at_end(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
     """Return the rewards (B,) in float32 of whole texts, read after the last token of each."""
     rewards = model(batch["idx"]).float().squeeze(-1)  # (B, T)
     return rewards.gather(1, batch["last"][:, None]).squeeze(1)
 
 
 class Completion(NamedTuple):
-    """A completion of a row's prompt: its text, and its tokens after those of the prompt."""
+    """Completion of a row's prompt: its text, and its tokens after those of the prompt."""
 
     row: dict
     text: str
@@ -58,44 +58,37 @@ class Completion(NamedTuple):
 Reward = Callable[[list[Completion]], list[float]]
 
 
-def is_exact(text: str, answer: str | float) -> bool:
-    """Return True if a completion is the answer, apart from white space around either."""
-    return text.strip() == str(answer).strip()
+def is_exact(text: str, row: dict) -> bool:
+    """Return True if a completion is the row's answer, apart from white space around either."""
+    return text.strip() == str(row["answer"]).strip()
 
 
 def load_reward(
     name: str, encoder: TextEncoder, device: torch.device, dtype: torch.dtype
 ) -> Reward:
-    """Return the reward called `name` for texts of `encoder`: "exact", FILE.py:FUNCTION, or a
-    reward model's checkpoint."""
+    """Return the reward of --reward `name` for texts of `encoder`."""
     if name == "exact":
-        return lambda completions: [float(is_exact(c.text, c.row["answer"])) for c in completions]
+        return lambda completions: [float(is_exact(c.text, c.row)) for c in completions]
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
         sys.path.append(str(Path(file).resolve().parent))  # modules beside it can be imported
         try:
-            rate = runpy.run_path(file)[function]
+            score = runpy.run_path(file)[function]
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
-        return lambda found: [float(rate(c.row["prompt"], c.text, c.row)) for c in found]
+        return lambda found: [float(score(c.row["prompt"], c.text, c.row)) for c in found]
     model, tokenizer, saved = open_model(name, RewardModel, exact=True)
     same_text = (tokenizer, is_chat(saved, name)) == (encoder.tokenizer.name, encoder.chat)
     if not same_text or model.config.block_size < encoder.block_size:
-        raise UserError(
-            f"--reward {name} has another tokenizer, another kind of text (--plain), or a shorter "
-            "context (--block_size) than this run"
-        )
-    return reward_of_model(model.to(device), dtype)
+        problem = "another tokenizer, another kind of text (--plain), or a shorter context"
+        raise UserError(f"--reward {name} has {problem} than this run")
+    return partial(rate, model.to(device), dtype)
 
 
-def reward_of_model(model: RewardModel, dtype: torch.dtype) -> Reward:
-    """Return a reward by a reward model."""
-
-    @torch.no_grad()
-    def reward(completions: list[Completion]) -> list[float]:
-        device, examples = model.reward_head.weight.device, [c.example for c in completions]
-        batch = collate_padded(examples, model.config.block_size, device)
-        with autocast(device, dtype):
-            return rewards_at_end(model, batch).tolist()
-
-    return reward
+@torch.no_grad()
+def rate(model: RewardModel, dtype: torch.dtype, completions: list[Completion]) -> list[float]:
+    """Return the rewards of completions by a reward model."""
+    device, examples = model.reward_head.weight.device, [c.example for c in completions]
+    batch = collate_padded(examples, model.config.block_size, device)
+    with autocast(device, dtype):
+        return rewards_at_end(model, batch).tolist()

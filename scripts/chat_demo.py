@@ -40,15 +40,11 @@ def write_data(folder: Path, seed: int) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def summarize(out: Path) -> None:
     """Print ten answers and the accuracy after each stage; draw it, and the rewards of the last."""
-    import matplotlib
-
-    matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
     names = {"trained on sums": "sums", "8 dialogs": "sft", "rewards": "grpo"}

@@ -78,19 +78,27 @@ def ask(row: dict) -> object:
     "line, encode, problem",
     [
         ("{", ask, "Expecting property name"),
-        ("[1]", ask, "expected a JSON object"),
-        ('{"text": "a"}', CHAT.dialog, 'no "prompt", but text'),
+        ("[1]", ask, "has no attribute 'get'"),
+        ('{"text": "a"}', CHAT.example, 'no "prompt" of type str or list, but fields text'),
         ('{"prompt": "a"}', ask, 'no "answer"'),
-        ('{"prompt": 3, "answer": "a"}', ask, '"prompt" is of a wrong type, int'),
-        ('{"prompt": "a", "answer": null}', ask, '"answer" is of a wrong type, NoneType'),
+        ('{"prompt": 3, "answer": "a"}', ask, 'no "prompt" of type str or list'),
+        ('{"prompt": "a", "answer": null}', ask, 'no "answer" of type str or int'),
         ('{"prompt": "\\ud800", "answer": "a"}', ask, "surrogates not allowed"),
-        ('{"messages": "a"}', CHAT.dialog, '"messages" is of a wrong type, str'),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.dialog, "bot is none of"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
-        ('{"messages": [{"role": "user"}]}', CHAT.dialog, 'no "content", but role'),
-        ('{"prompt": [{"role": "user", "content": "a"}]}', PLAIN.dialog, "of a wrong type, list"),
-        ('{"messages": []}', PLAIN.dialog, 'no "prompt"'),
-        (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.dialog, "first 16 tokens"),
+        ('{"messages": "a"}', CHAT.example, "string indices must be integers"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.example, "bot is none of"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.example, "have no answer"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            CHAT.example,
+            'no "content" of type str, but',
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}]}',
+            PLAIN.example,
+            'no "prompt" of type str',
+        ),
+        ('{"messages": []}', PLAIN.example, 'no "prompt"'),
+        (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.example, "first 16 tokens"),
         (f'{{"prompt": "{"a" * 60}", "answer": 1}}', ask, "a prompt of 78 tokens and --max_new"),
     ],
 )
@@ -116,8 +124,8 @@ def test_files_without_rows_are_refused(tmp_path, content, problem):
 
 def test_a_long_example_is_cut():
     encoder = TextEncoder(BYTES, False, 16)
-    example = encoder.dialog({"prompt": "ab", "completion": "c" * 30})
-    assert len(example) == 16 and encoder.num_cut == 1
+    example = encoder.example({"prompt": "ab", "completion": "c" * 30})
+    assert len(example.tokens) == 16 and encoder.num_cut == 1
 
 
 def test_the_chat_template_gives_the_same_tokens():

@@ -18,7 +18,7 @@ from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
 from finetuning.objectives import group_advantages, grpo_losses, mean_over_tokens
 from finetuning.options import FinetuneConfig
-from finetuning.rewards import Completion, RewardModel, reward_of_model
+from finetuning.rewards import Completion, RewardModel, rate
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils.distributed import Process
@@ -32,7 +32,7 @@ ROWS = [dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) for text
 def make(tmp_path):
     """A function that makes a method on rows of plain text."""
 
-    def make_method(kind: type[Method], rows=ROWS, compared=(), **options) -> Method:
+    def make_method(kind: type[Method], rows=ROWS, compared=(None, None), **options) -> Method:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths = {"init_from": "a", "data": path, "method": "sft"}
@@ -84,7 +84,7 @@ def test_packed_examples_do_not_see_each_other(make, ngrams, position):
     apart = []
     for example in method.examples[0]:
         one = collate_padded([example], 64, torch.device("cpu"))
-        found = model(one["idx"], one["targets"], reduction="none")[0, : len(example) - 1]
+        found = model(one["idx"], one["targets"], reduction="none")[0, : len(example.tokens) - 1]
         apart.append(found)
     apart = torch.cat(apart)
     torch.testing.assert_close(losses[: len(apart)], apart)
@@ -96,7 +96,7 @@ def test_packed_examples_do_not_see_each_other(make, ngrams, position):
 
 def test_dpo_compares_with_the_reference(make):
     reference, model = make_model(1), make_model(2)
-    method = make(DirectPreference, compared=[reference], beta=0.3)
+    method = make(DirectPreference, compared=(reference, None), beta=0.3)
     by_hand = [[logprob(reference, p, side[i]).item() for p, *side in TEXTS] for i in (0, 1)]
     torch.testing.assert_close(method.reference.float(), torch.tensor(by_hand))
     assert means(method, reference)[2]["loss"].item() == pytest.approx(math.log(2), abs=1e-5)
@@ -126,7 +126,7 @@ def test_a_reward_is_read_at_the_last_token(make):
         Completion(row, "", encode_completion(row["prompt"], row["chosen"], BYTES, chat=False))
         for row in ROWS
     ]
-    rated = reward_of_model(model, torch.float32)(completions)
+    rated = rate(model, torch.float32, completions)
     torch.testing.assert_close(torch.tensor(rated), torch.stack([pair[0] for pair in by_hand]))
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from record_trl import BLOCK_SIZE, FILE, OLD, POLICY, REFERENCE, SHAPE, filled
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from finetuning.objectives import (
     group_advantages,
     grpo_losses,
     mean_over_tokens,
-    preference_loss,
 )
 from finetuning.rewards import RewardModel
 from model.config import GPTConfig
@@ -89,7 +89,7 @@ def test_dpo_is_that_of_trl():
         reference = logprobs(make_model(REFERENCE), recorded).sum(1).chunk(2)
     current = logprobs(model, recorded).sum(1).chunk(2)
     margin = dpo_margin(*current, *reference, recorded["beta"])
-    assert_equal(model, preference_loss(margin).mean(), recorded)
+    assert_equal(model, -F.logsigmoid(margin).mean(), recorded)
 
 
 def test_reward_modeling_is_that_of_trl():
@@ -97,7 +97,7 @@ def test_reward_modeling_is_that_of_trl():
     last = tensor(recorded["attention_mask"]).sum(1) - 1
     rewards = model(tensor(recorded["input_ids"]))[torch.arange(len(last)), last, 0]
     chosen, rejected = rewards.chunk(2)
-    assert_equal(model, preference_loss(chosen - rejected).mean(), recorded)
+    assert_equal(model, -F.logsigmoid(chosen - rejected).mean(), recorded)
 
 
 def test_grpo_is_that_of_trl():
