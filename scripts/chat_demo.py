@@ -22,9 +22,8 @@ def worked_sum(a: int, b: int) -> str:
 
 def write_data(folder: Path, seed: int) -> None:
     """Write texts, dialogs and questions; no stage sees the sums of the held-out questions."""
-    numbers = random.Random(seed)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    numbers.shuffle(sums)
+    random.Random(seed).shuffle(sums)
     held_out, known = sums[:200], sums[200:]
 
     def questions(some: list[tuple[int, int]], form: str = "What is {}+{}?") -> list[dict]:
