@@ -134,7 +134,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
             self.micro_batch_size = math.gcd(8, items // process.world_size)
         if items % (together := self.micro_batch_size * process.world_size):
             raise UserError(
-                f"the {items} examples of a step do not divide by --micro_batch_size x processes, "
-                f"{together}: change it, or --batch_size"
+                f"the {items} examples of a step do not divide by {together}, --micro_batch_size x "
+                "processes; change it, or --batch_size"
             )
         return Slicing(items, self.micro_batch_size, process.rank, process.world_size)
