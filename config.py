@@ -332,7 +332,7 @@ class TrainConfig(
         """Take the architecture of the model of --init_from; raise UserError if the options name
         another one, or a longer context."""
         if self.block_size > (context := pretrained.block_size):
-            raise UserError(f"{self.init_from} has a context of {context}: give --block_size")
+            raise UserError(f"{self.init_from} has a context of {context}: give a --block_size")
         sizes = {name: getattr(pretrained, name) for name in ("n_layer", "n_head", "n_embd")}
         asked = self.model_config(pretrained.vocab_size)
         default = GPTConfig(self.block_size, pretrained.vocab_size, dropout=self.dropout)

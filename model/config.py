@@ -66,9 +66,8 @@ class GPTConfig:
                 if not is_valid(value := getattr(self, name)):
                     raise UserError(f"{name} is {value!r}; it must be {rule}")
         if self.n_embd % self.n_head or self.n_head % self.kv_heads:
-            raise UserError(
-                f"n_embd {self.n_embd}, n_head {self.n_head}, n_kv_head {self.kv_heads} must divide"
-            )
+            heads = f"n_head {self.n_head}, or that by n_kv_head {self.kv_heads}"
+            raise UserError(f"n_embd {self.n_embd} does not divide by {heads}")
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
         for name, default in (("n_kv_head", self.n_head), ("n_inner", 4 * self.n_embd)):

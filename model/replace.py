@@ -33,8 +33,6 @@ SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpo
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-# one graph for each shape
-compile_static = partial(torch.compile, fullgraph=True, dynamic=False)
 
 
 def for_training(
@@ -70,6 +68,11 @@ def swap_classes(model: nn.Module) -> nn.Module:
     for module in model.modules():
         module.__class__ = CPU_CLASSES.get(type(module), type(module))
     return model
+
+
+def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile a function as one graph for each shape of its inputs."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def checkpointed(forward: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:

@@ -42,7 +42,7 @@ def test_a_misspelt_flag_gets_a_suggestion():
 
 def test_a_batch_that_does_not_divide_says_what_would():
     config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
-    with pytest.raises(UserError, match="or --total_batch_size 2,048"):
+    with pytest.raises(UserError, match="give 2,048, or another --micro_batch_size"):
         config.sequences_per_step(world_size=2)
     assert TrainConfig().sequences_per_step(8) == 512
 
@@ -77,7 +77,7 @@ def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named()
     assert config.parsed_recipe.optimizer == "adamw" and config.max_lr == 6e-4
     with pytest.raises(UserError, match="x has another .*n_layer.*: leave out"):
         TrainConfig(init_from="x", block_size=16, n_layer=3).adopt_architecture(pretrained)
-    with pytest.raises(UserError, match="is more than the context of x: give 32 or less"):
+    with pytest.raises(UserError, match="x has a context of 32: give a --block_size"):
         TrainConfig(init_from="x", block_size=64).adopt_architecture(pretrained)
 
 

@@ -96,4 +96,4 @@ def test_fine_tuning(home):
         _, trained, text = run("Fine-tune GPT-2", home)
     finally:
         shutil.rmtree(home / "gpt2")
-    assert "optimizer, schedule and step are new" in trained and "The " in text
+    assert "3 steps of 1,024 tokens" in trained and "The " in text

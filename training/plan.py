@@ -181,9 +181,9 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
     micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
     print(
         f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
-        f"{config.total_batch_size:,} tokens = {micro_steps} x {config.micro_batch_size} x "
-        f"{config.block_size} x {world_size} on {gpu.name if gpu else hardware.device.type}, "
-        f"{hardware.dtype}"
+        f"{config.total_batch_size:,} tokens = {micro_steps} micro-steps x "
+        f"{config.micro_batch_size} sequences x {config.block_size} tokens x {world_size} on "
+        f"{gpu.name if gpu else hardware.device.type}, {hardware.dtype}"
     )
     parts = forecast_memory(config, shape, hardware)
     print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")

@@ -21,14 +21,8 @@ from utils.files import lock_folder
 fineweb_edu = importlib.import_module("data.fineweb-edu")
 README = b"""---
 configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/*/*
-- config_name: sample-10BT
-  data_files:
-  - split: train
-    path: sample/10BT/*
+- {config_name: default, data_files: [{split: train, path: data/*/*}]}
+- {config_name: sample-10BT, data_files: [{split: train, path: sample/10BT/*}]}
 ---
 """
 BYTES = ["--tokenizer", "bytes", "--shard_size", 20_001, "--val_fraction", 0.1]
@@ -41,11 +35,7 @@ def shard(source, folder, *extra, **options):
 
 
 def digests(folder):
-    return {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in folder.iterdir()
-        if p.name not in ("manifest.json", ".lock")
-    }
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.glob("*_*")}
 
 
 def texts_in(folder, split):

@@ -43,9 +43,8 @@ def rows(texts=TEXTS):
 def mixed(tmp_path_factory):
     """Files of every format."""
     folder = tmp_path_factory.mktemp("mixed")
-    parquet.write_table(
-        pa.table({"id": range(230), "text": TEXTS}), folder / "a.parquet", row_group_size=70
-    )
+    table = pa.table({"id": range(230), "text": TEXTS})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=70)
     parquet.write_table(pa.table({"text": TEXTS[:99]}), folder / "b.parquet")
     for suffix, compress in COMPRESS.items():
         (folder / f"c.jsonl{suffix}").write_bytes(compress(rows()))
@@ -83,9 +82,8 @@ def test_every_format_gives_its_texts_and_is_continued_at_any_batch(mixed):
 
 def test_rows_without_a_text_are_counted_and_a_missing_column_names_those_there(tmp_path):
     lines = ['{"content": "good"}', '{"content": 7}', '{"text": "x"}', "{not json", "[]", ""]
-    (tmp_path / "a.jsonl").write_text(
-        "\n".join([*lines, '{"content": "\\ud800"}', '{"content": " "}'])
-    )
+    lines += ['{"content": "\\ud800"}', '{"content": " "}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     table = pa.table({"id": [1, 2], "content": ["from parquet", None]})
     parquet.write_table(table, tmp_path / "b.parquet")
     (tmp_path / "c.csv").write_text('id,content\n1,"two\nlines, ""quoted"""\n2,NA\n')
@@ -98,19 +96,14 @@ def test_rows_without_a_text_are_counted_and_a_missing_column_names_those_there(
     assert "skipped: 5 without text, 1 not tokenizable, 1 empty" in done.stdout
     for path in files:
         names = "content, id" if path.suffix == ".TSV" else "content"
-        with pytest.raises(
-            UserError, match=f"{path.name} has no --text_column 'body', but .*{names}"
-        ):
+        message = f"{path.name} has no --text_column 'body', but .*{names}"
+        with pytest.raises(UserError, match=message):
             read(path, column="body")
 
 
 def test_text_is_utf8_with_or_without_a_mark_and_a_binary_file_is_refused(tmp_path):
     path = tmp_path / "a.txt"
-    for encoding, text in (
-        ("utf-8", "Käse"),
-        ("utf-8-sig", "Käse"),
-        ("latin-1", "K\ufffdse"),
-    ):
+    for encoding, text in (("utf-8", "Käse"), ("utf-8-sig", "Käse"), ("latin-1", "K\ufffdse")):
         path.write_bytes("Käse".encode(encoding))
         assert read(path) == [text]
     for name in ("photo.jpg", "image.txt"):

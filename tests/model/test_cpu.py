@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tiny import RECIPES, tiny_gpt
 
 from model import cpu
+from model import packed as packed_layers
 from model.gpt import GPT
 from model.layers import RMSNorm, Rotary, ScaledDotProduct, rotary_angles
 from model.loss import HeadCrossEntropy, cross_entropy_
@@ -109,7 +110,7 @@ def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
         pytest.skip(f"oneDNN has no matmuls in {dtype} here")
     plain = tiny_gpt(recipe).eval()
     packed = for_inference(copy.deepcopy(plain), CPU, dtype)
-    assert type(packed) is cpu.CPUInferenceGPT
+    assert type(packed) is packed_layers.CPUInferenceGPT
     idx = torch.arange(32).view(2, 16)
     with torch.no_grad(), autocast(CPU, dtype):
         found, rounded = packed(idx).float(), plain(idx).float()
@@ -119,7 +120,8 @@ def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
 
 
 def test_without_onednn_linear_layers_stay_plain(monkeypatch):
-    monkeypatch.setattr(cpu, "has_onednn", lambda dtype: False)
+    for module in (cpu, packed_layers):
+        monkeypatch.setattr(module, "has_onednn", lambda dtype: False)
     model = for_inference(tiny_gpt(), CPU, torch.float32)
     assert type(model) is GPT and type(model.transformer.h[0].attn.c_attn) is nn.Linear
     x, weight = torch.randn(3, 8), torch.randn(5, 8)

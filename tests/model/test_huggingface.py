@@ -147,7 +147,7 @@ CHANGES = {  # of a GPT-2's config.json, then of a Qwen3's
         ({"n_layer": 3}, "KeyError: 'transformer.h.2"),
         ({"n_layer": 1}, "h.1.*is not supported"),
         ({"n_positions": 64}, "size mismatch for transformer.wpe"),
-        ({"n_head": 5}, "must divide"),
+        ({"n_head": 5}, "does not divide by"),
     ],
     "qwen3": [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

@@ -86,7 +86,7 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (["convert.py", "--model", exported, "--out", tmp_path / "x"], "must end in .pt"),
         (["sample.py", "--model", tmp_path / "none"], "none"),
         (["train.py", "--dry_run", "--init_from", tmp_path], "holds no checkpoint"),
-        (["train.py", "--dry_run", "--init_from", exported], "more than the context of"),
+        (["train.py", "--dry_run", "--init_from", exported], "has a context of 32"),
         (other, "has another n_layer: leave out"),
     ):
         bad(args, message)

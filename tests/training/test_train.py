@@ -26,7 +26,7 @@ from conftest import (
 
 from training.checkpoint import load_checkpoint
 from training.state import seed_step
-from utils.logger import read_metrics
+from utils.metrics import read_metrics
 
 GOLDEN_LOSS = 3.102  # of step 50, on the fixed documents of conftest.py
 
@@ -167,7 +167,7 @@ def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
             path.write_bytes(path.read_bytes()[:cut])
         return train_args(tmp_path / name, tmp_path / "new", 4)
 
-    bad(args("cut", cut=-1001), "promises 50,001 tokens")
+    bad(args("cut", cut=-1001), "damaged or not a shard")
     bad(args("ids", tokens=300), "token id 300")
     bad([*args("short"), "--block_size", 10_000, "--total_batch_size", 40_000], "too few for")
     foreign = args("gpt2")

@@ -1,7 +1,9 @@
 import pytest
 from conftest import bad
 
-from training.run import TensorBoard
+from config import TrainConfig
+from training.run import open_trackers
+from training.state import TrainState
 from utils.errors import UserError
 from utils.logger import Logger, logged_run
 from utils.metrics import read_metrics
@@ -65,7 +67,9 @@ def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(tmp_path, 0, range(1, 4), 1.5, trackers=[TensorBoard(tmp_path, 0)])
+    config = TrainConfig(log_dir=tmp_path, tensorboard=True)
+    trackers = open_trackers(config, TrainState.start(None, None))
+    write(tmp_path, 0, range(1, 4), 1.5, trackers=trackers)
     events = EventAccumulator(str(tmp_path)).Reload()
     found = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert found == [(step, 1.5) for step in (1, 2, 3)]
