@@ -292,11 +292,9 @@ class TrainConfig(
     DataOptions,
     RunOptions,
 ):
-    """Train a GPT-2. With --resume, options that are not given come from the checkpoint.
-
-    Options that are None are resolved from the recipe as soon as they are parsed; `recipe` becomes
-    text that names every field. Raises UserError for the first option out of range.
-    """
+    """Train a GPT-2. With --resume, options that are not given come from the checkpoint. Options
+    that are None are resolved from the recipe as soon as they are parsed; `recipe` becomes text
+    that names every field. Raises UserError for the first option out of range."""
 
     parsed_recipe: Recipe = field(init=False, repr=False, compare=False)
 

@@ -26,11 +26,9 @@ CHECKED = 2**16
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Map positions of an epoch (any shape, in [0, n)) to sequence ids without memory of size n.
-
-    A Feistel network keyed by (seed, epoch) permutes the smallest power of 4 that is at least n;
-    results outside [0, n) pass through it again (cycle walking: Black and Rogaway 2002).
-    """
+    """Map positions of an epoch (any shape, in [0, n)) to sequence ids without memory of size n. A
+    Feistel network keyed by (seed, epoch) permutes the smallest power of 4 that is at least n;
+    results outside [0, n) pass through it again (cycle walking: Black and Rogaway 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()

@@ -105,10 +105,8 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def find_shards(folder: Path, split: str) -> list[Shard]:
-    """Return the shards of a split ("train" or "val") in name order.
-
-    Raises UserError if there is none, one is damaged, or they are not those in the manifest.
-    """
+    """Return the shards of a split ("train" or "val") in name order. Raises UserError if there is
+    none, one is damaged, or they are not those in the manifest."""
     paths = shard_paths(folder) if folder.is_dir() else []
     # the last of these words in a name counts, as in retrieval_train_000001.npy
     mine = [p for p in paths if re.findall("train|val", p.stem.lower())[-1:] == [split]]

@@ -56,10 +56,8 @@ def walk(folder: str) -> list[Path]:
 
 
 def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
-    """Return the sizes in bytes of the files of `inputs` by name, folders in name order.
-
-    Prints what is left out of the folders; raises UserError for an input that is no text.
-    """
+    """Return the sizes in bytes of the files of `inputs` by name, folders in name order. Prints
+    what is left out of the folders; raises UserError for an input that is no text."""
     sizes, left_out = {}, Counter()
     for name in inputs:
         if os.path.isdir(name):

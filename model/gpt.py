@@ -142,11 +142,9 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return final hidden states (B, T, C) of token ids (B, T), which continue `cache`.
-
-        Rows with padding or with several continuations need `positions` (B, T), each below the
-        block size, and `mask` (B, 1, T, S), true where a token may attend to one of S tokens.
-        """
+        """Return final hidden states (B, T, C) of token ids (B, T), which continue `cache`. Rows
+        with padding or with several continuations need `positions` (B, T), each below the block
+        size, and `mask` (B, 1, T, S), true where a token may attend to one of S tokens."""
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngrams > 1:
             rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)

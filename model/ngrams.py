@@ -17,11 +17,9 @@ MULTIPLIER = 1_000_003  # as in Python's hash of a tuple
 def ngram_rows(
     idx: Tensor, cache: KVCache | None, mask: Tensor | None, config: GPTConfig
 ) -> Tensor:
-    """Return the rows (B, T, N - 1) of the n-grams, n = 2 to N, that end at each id (B, T).
-
-    The tokens before it are the last ones that it attends to: those of its row and of the cache, or
-    where `mask` (B, 1, T, S) allows it. End of text stands where there are fewer.
-    """
+    """Return the rows (B, T, N - 1) of the n-grams, n = 2 to N, that end at each id (B, T). The
+    tokens before it are the last ones that it attends to: those of its row and of the cache, or
+    where `mask` (B, 1, T, S) allows it. End of text stands where there are fewer."""
     (B, T), count = idx.shape, config.ngrams - 1
     tokens = idx if cache is None else cache.append("tokens", idx, dim=1)  # (B, S)
     eot = config.vocab_size - 1  # in both tokenizers

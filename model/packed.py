@@ -42,11 +42,9 @@ class CPUInferenceGPT(GPT):
 
 
 def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1) -> GPT:
-    """Replace what runs faster without gradients on `device`, for about `rows` tokens at a time.
-
-    On a CPU matmuls run in `dtype`, as under autocast; queries, keys, values and so the cache are
-    float32. Without oneDNN for that dtype the linear layers stay plain.
-    """
+    """Replace what runs faster without gradients on `device`, for about `rows` tokens at a time. On
+    a CPU matmuls run in `dtype`, as under autocast; queries, keys, values and so the cache are
+    float32. Without oneDNN for that dtype the linear layers stay plain."""
     if device.type == "cpu":
         swap_classes(model)
         if has_onednn(dtype):

@@ -26,10 +26,8 @@ SETTINGS = """--recipe modern --n_layer 4 --n_head 2 --n_embd 128 --block_size 2
 
 
 def write_shards(text: bytes, folder: Path) -> None:
-    """Write the first nine tenths of a text as train tokens, the rest as validation tokens.
-
-    Each part begins with end of text, so that its first character is predicted too.
-    """
+    """Write the first nine tenths of a text as train tokens, the rest as validation tokens. Each
+    part begins with end of text, so that its first character is predicted too."""
     folder.mkdir(parents=True, exist_ok=True)
     cut = len(text) * 9 // 10
     shards, kind = [], ByteTokenizer

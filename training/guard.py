@@ -9,11 +9,9 @@ PATIENCE = 5  # non-finite steps in a row that end a run
 
 
 class Guard:
-    """Checks each step before its update, with the same result on all processes.
-
-    With `skip_spikes`, a step is also skipped if its loss or gradient norm is more than that many
-    standard deviations above the mean of the last 128 (llm.c's -sl and -sg).
-    """
+    """Checks each step before its update, with the same result on all processes. With
+    `skip_spikes`, a step is also skipped if its loss or gradient norm is more than that many
+    standard deviations above the mean of the last 128 (llm.c's -sl and -sg)."""
 
     def __init__(self, skip_spikes: float | None, state: dict) -> None:
         self.skip_spikes = skip_spikes

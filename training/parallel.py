@@ -39,10 +39,8 @@ from utils.errors import UserError
 
 def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.Module:
     """Return the module to train, on the process's device: the model itself without process group.
-
     Sharding turns the parameters into shards, in place; weights are gathered in `dtype`, gradients
-    reduced in float32. Several machines shard within each and replicate across them.
-    """
+    reduced in float32. Several machines shard within each and replicate across them."""
     if not dist.is_initialized():
         return model.to(process.device)
     if sharding == "none":

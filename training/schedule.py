@@ -24,11 +24,9 @@ def check_schedule(name: str) -> None:
 
 
 def learning_rate(step: int, options: OptimizerOptions) -> float:
-    """Return the learning rate of update `step`, which counts from 0.
-
-    Linear warmup to max_lr at step == warmup_steps, constant until the decay begins, then decay to
-    exactly min_lr at update `last_update`.
-    """
+    """Return the learning rate of update `step`, which counts from 0. Linear warmup to max_lr at
+    step == warmup_steps, constant until the decay begins, then decay to exactly min_lr at update
+    `last_update`."""
     max_lr, min_lr, warmup, last = (
         getattr(options, name) for name in ("max_lr", "min_lr", "warmup_steps", "last_update")
     )

@@ -22,10 +22,8 @@ NO_MEMORY = "can't allocate memory|out of memory"  # PyTorch has no error class 
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """Parse flags, or the command line, into a dataclass; exit with code 2 if they are wrong.
-
     Dataclasses named ...Options that `config_class` inherits from are the groups of --help, the
-    last one first. A ~ that begins a path becomes the home folder.
-    """
+    last one first. A ~ that begins a path becomes the home folder."""
     import tyro  # here, so that importing this module does not require it
 
     options = {"use_underscores": True, "args": args}

@@ -36,9 +36,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def autocast(
     device: torch.device, dtype: torch.dtype, *, keep_weights: bool = True
 ) -> AbstractContextManager:
-    """Return a context in which matmuls run in `dtype`; float32 changes nothing.
-
-    With `keep_weights` the cast weights are kept for another forward pass inside the context.
-    """
+    """Return a context in which matmuls run in `dtype`; float32 changes nothing. With
+    `keep_weights` the cast weights are kept for another forward pass inside the context."""
     enabled = dtype is not torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)

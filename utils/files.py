@@ -40,10 +40,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def lock_folder(folder: Path, work: str) -> int:
     """Lock a folder, which is made if it is missing, by a file in it; return the descriptor that
-    holds the lock until it is closed or the process ends.
-
-    Raises UserError, naming the `work`, if another process holds the lock.
-    """
+    holds the lock until it is closed or the process ends. Raises UserError, naming the `work`, if
+    another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -25,11 +25,9 @@ class Tracker(Protocol):
 
 
 class Logger:
-    """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`.
-
-    With `overwrite` the files begin empty. Otherwise rows come after one that marks the step
-    `start`, and read_metrics drops the earlier rows of later steps. `trackers` get all numbers.
-    """
+    """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`. With
+    `overwrite` the files begin empty. Otherwise rows come after one that marks the step `start`,
+    and read_metrics drops the earlier rows of later steps. `trackers` get all numbers."""
 
     def __init__(
         self,

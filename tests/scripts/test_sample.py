@@ -2,7 +2,6 @@ import json
 import os
 import shutil
 
-import pytest
 import torch
 from conftest import bad, script, weights
 
@@ -99,11 +98,3 @@ def test_the_reader_of_a_long_text_may_leave(trained):
 
     done = sample(trained, code=128 + 13, preexec_fn=close_stdout)
     assert done.stderr == ""
-
-
-@pytest.mark.slow
-def test_compiled_samples_are_the_same_text(trained):
-    greedy = ["--prompt", "Abc", "--temperature", 0]
-    compiled = sample(trained, *greedy, "--use_torch_compile")
-    assert compiled.stdout[:12] == sample(trained, *greedy).stdout[:12]
-    assert "Warning" not in compiled.stderr
