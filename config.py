@@ -27,8 +27,7 @@ class Recipe:
     model: dict = field(default_factory=dict)
     """Fields of GPTConfig that differ from GPT-2's."""
     mlp_ratio: float = 4.0
-    """Width of the MLP's hidden layer over that of the residual stream, rounded up to 64 unless
-    it is 4."""
+    """Width of the MLP over that of the residual stream, rounded up to 64 unless it is 4."""
     ngram_bits: float = 0.0
     """Longest n-gram with an embedding, in bits: log2(V) for each token of a vocabulary of V."""
     zero_init: bool = False

@@ -118,7 +118,7 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
         assert message in done.stderr and "Traceback" not in done.stderr
 
 
-# what `python scripts/bench/harness.py` gave for tests/harness_model.py, lm_eval 0.4.13
+# what `python scripts/harness.py` gave for tests/harness_model.py, lm_eval 0.4.13
 HARNESS = {"acc": 0.222, "acc_norm": 0.286, "lambada acc": 0.001, "perplexity": 22325077.53}
 # what evaluate.py, with these very figures for all 1000 items, gives for the first 100
 FIRST = {"acc": 0.2, "acc_norm": 0.27, "lambada acc": 0.0, "perplexity": 4599947.74}
