@@ -65,10 +65,8 @@ def main() -> None:
     saved = None  # closes the file, which is mapped from disk
 
     # batches, evaluation, log and checkpoints; unreadable data ends the run before it writes
-    batch, steps = (
-        config.sequences_per_step(process.world_size),
-        range(state.step, config.max_steps),
-    )
+    batch = config.sequences_per_step(process.world_size)
+    steps = range(state.step, config.max_steps)
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
     val.batch(np.arange(1)), next(train_batches(train, slicing, config.seed, steps), None)
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
