@@ -68,7 +68,8 @@ def main() -> None:
     batch = config.sequences_per_step(process.world_size)
     steps = range(state.step, config.max_steps)
     slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
-    val.batch(np.arange(1)), next(train_batches(train, slicing, config.seed, steps), None)
+    val.batch(np.arange(1))
+    next(train_batches(train, slicing, config.seed, steps), None)
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     evaluator = Evaluator(config, model, val, process, dtype)
     about = {"script": "train.py", "tokenizer": train.stream.tokenizer}

@@ -7,7 +7,7 @@
 #                        visible GPU; FLAGS go to train.py (with another --data_dir it shards
 #                        nothing). NPROC=2 chooses the number of processes.
 #
-# Killed, all continue where they were; --overwrite begins anew.
+# Killed, all continue where they were; --overwrite begins anew (but not chat_demo).
 set -euo pipefail
 called_from=$PWD
 cd "$(dirname "$0")"

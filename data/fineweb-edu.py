@@ -52,7 +52,7 @@ class DataConfig:
     """Configuration of the dataset: sample-10BT, sample-100BT, sample-350BT, default, ..."""
     input: tuple[str, ...] = ()
     """Files, or folders of .parquet, .jsonl, .txt and .py, to read instead, also as .gz, .bz2, .xz,
-    .zst; a file may also be .json, .csv, .tsv, other text, or a URL (with fsspec[http])."""
+    .zst; a file may also be .json, .csv, .tsv or other text."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"

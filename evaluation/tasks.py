@@ -1,7 +1,7 @@
 """Task, the base class of the benchmarks, its inputs and results, and the function that finds all.
 
 A benchmark is added by one file in evaluation/benchmarks: a subclass of Task, and a list TASKS of
-its instances. Nothing else has to change. Imports no PyTorch.
+its instances. train.py scores it if config.py has NAME_every and NAME_data. Imports no PyTorch.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Plan of a run: memory, time and cost for --dry_run, and --micro_batch_size auto.
 
 State is counted exactly. Activations, cast weights and the logits follow one formula from the shape
-of the model, which is within 15 % of the peaks that docs/SCALING.md compares it with.
+of the model; docs/SCALING.md says how far it is off.
 """
 
 import os

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from config import PER_LAUNCH, RunOptions
+from config import RunOptions
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training.checkpoint import find_newest, load_checkpoint
@@ -44,7 +44,7 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
     """Return the options of a run of `script`, and the checkpoint that it resumes, if any."""
     flags = sys.argv[1:]
     if file := flag_value(flags, "config"):
-        flags = [*to_flags(read_options(Path(file))), *flags]
+        flags = [*to_flags(read_options(Path(file).expanduser())), *flags]
     path, saved = find_resumed(config_class, flags), None
     if path:
         saved = load_checkpoint(path)
@@ -76,8 +76,7 @@ def read_options(path: Path) -> dict:
     """Return the options in a .toml file, or those of a run in its config.json."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)["config"]
-        return {name: value for name, value in values.items() if name not in PER_LAUNCH}
+        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)["config"]
     except Exception as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
@@ -93,7 +92,7 @@ def find_resumed(config_class: type[RunOptions], flags: list[str]) -> Path | Non
         return None
     if resume == "auto":
         return find_newest(config_class.checkpoint_folder(flags))
-    path = Path(resume)
+    path = Path(resume).expanduser()
     if path.is_dir() and not (path := find_newest(ckpt.checkpoint_folder(path))):
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
     return path
@@ -109,7 +108,7 @@ def check_folders(config: RunOptions, saved: dict | None) -> None:
         found = f"{folder} holds the checkpoints of another run"
     elif held and held["step"] > step:
         found = f"{newest} is at step {held['step']}, after step {step}"
-    elif log is not None and log.get("run_id") != run_id and not begins_anew(config):
+    elif log is not None and log.get("run_id", "") != run_id and not begins_anew(config):
         found, name = f"{config.log_dir} holds the log of another run", "log_dir"
     else:
         return
@@ -156,7 +155,7 @@ class Run:
         problem: Exception | None = None
         if process.is_main:
             try:
-                for folder in {config.checkpoint_dir, config.log_dir}:
+                for folder in {config.checkpoint_dir.resolve(), config.log_dir.resolve()}:
                     lock_folder(folder, "writing to")
                 check_folders(config, saved)
             except (OSError, UserError) as error:
@@ -194,7 +193,8 @@ class Run:
         anew = begins_anew(config)
         if self.process.is_main:
             for path in config.checkpoint_dir.glob("model_*.pt") if config.overwrite else ():
-                if config.resume is None or not path.samefile(config.resume):
+                old = load_checkpoint(path)
+                if old["run_id"] != state.run_id or old["step"] > state.step:
                     path.unlink()
             held = sum(path.stat().st_size for path in config.checkpoint_dir.glob("model_*.pt"))
             need = 3 * 12 * model.num_parameters() - held
@@ -221,6 +221,7 @@ class Run:
         folder = self.config.log_dir
         if self.process.is_main and not self.stopping and find_spec("matplotlib"):
             with contextlib.suppress(UserError):  # a run without a step
+                # on demand: matplotlib takes a second
                 import_module("evaluation.figure").draw([folder], folder / PICTURE)
         distributed.stop()
         if self.stopping:

@@ -110,7 +110,7 @@ class Saver:
             raise UserError(
                 f"{PATIENCE} steps in a row had no finite loss and gradient; metrics.jsonl says "
                 f"which. The checkpoint is of step {state.step}, before them: resume an earlier "
-                "one with a lower --max_lr"
+                "one with a lower --max_lr and --overwrite"
             )
 
     def finish(self) -> None:

@@ -54,16 +54,16 @@ def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, t
     script(*args, "--sample_every", 1)
     folder, text = tmp_path / "checkpoints", tmp_path / "logs" / "samples.txt"
     assert text.read_text().count("--- step") == 12
-    back = [*args, "--resume", folder / "model_step_000004.pt", "--max_lr", 1e-3]
+    back = [*args, "--resume", folder / "model_step_000008.pt", "--max_lr", 1e-3]
     bad(back, "model_last.pt is at step 12", tmp_path)
     other = folders(tmp_path / "other")
-    script(*back, *other, "--max_steps", 6)
-    assert sorted(losses(tmp_path / "other")) == [5, 6] and max(losses(tmp_path)) == 12
-    script(*back, "--overwrite", "--max_steps", 6)
+    script(*back, *other, "--max_steps", 10)
+    assert sorted(losses(tmp_path / "other")) == [9, 10] and max(losses(tmp_path)) == 12
+    script(*back, "--overwrite", "--max_steps", 10)
     kept = {path.name: load_checkpoint(path) for path in folder.glob("*.pt")}
-    assert {saved["step"] for saved in kept.values()} == {4, 6}
+    assert {saved["step"] for saved in kept.values()} == {4, 8, 10}
     assert kept["model_last.pt"]["config"]["max_lr"] == 1e-3
-    assert sorted(losses(tmp_path)) == list(range(1, 7))  # the rows before step 4 stay
+    assert sorted(losses(tmp_path)) == list(range(1, 11))  # the rows before step 8 stay
     script(*train_args(shards, tmp_path, 3, "--overwrite"))  # another run
     assert {load_checkpoint(path)["step"] for path in folder.glob("*.pt")} == {3}
     assert sorted(losses(tmp_path)) == [1, 2, 3] and sorted(losses(tmp_path, "val")) == [0, 3]
