@@ -3,6 +3,7 @@
 pip download llama-cpp-python --no-deps --no-binary llama-cpp-python
 mkdir llama && tar xf llama_cpp_python-*.tar.gz -C llama --strip-components 1
 python -m venv llama/.venv && llama/.venv/bin/pip install ./llama     # compiles for minutes
+pip install sentencepiece    # imported by the converter
 LLAMA_CPP=llama bash tests/run.sh --slow tests/model/test_llama_cpp.py
 """
 
