@@ -62,8 +62,8 @@ def kill_often(shards, run, kills, kinds, steps, seed, *extra):
 
 def test_kills_at_random_moments_change_nothing(shards, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
-    script(*train_args(shards, whole, 80, "--save_every", 0, "--micro_batch_size", 2))
-    kill_often(shards, run, 4, [(1, "none")], 80, 5)
+    script(*train_args(shards, whole, 400, "--save_every", 0, "--micro_batch_size", 2))
+    kill_often(shards, run, 4, [(1, "none")], 400, 5)
     assert same_run(run, whole)
     assert len(list((run / "checkpoints").glob("model_step_*.pt"))) == 3
 
