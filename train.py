@@ -165,13 +165,13 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
     torch.manual_seed(config.seed)
     if saved is None and config.init_from:
         model, tokenizer, _ = open_model(config.init_from, exact=True)
-        check_tokenizer(config, stream, config.init_from, tokenizer)
+        check_tokenizer(stream, config.init_from, tokenizer)
         config.adopt_architecture(model.config)
         shape = replace(model.config, block_size=config.block_size, dropout=config.dropout)
         return with_context(model, shape).train()
     model = GPT(config.model_config(stream.vocab_size))
     if saved:
-        check_tokenizer(config, stream, config.resume, saved["tokenizer"])
+        check_tokenizer(stream, config.resume, saved["tokenizer"])
         was = replace(GPTConfig(**saved["model_config"]), dropout=config.dropout)
         if was != model.config:
             raise UserError(
@@ -187,7 +187,7 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
     return model
 
 
-def check_tokenizer(config: TrainConfig, stream: TokenStream, name: str, tokenizer: str) -> None:
+def check_tokenizer(stream: TokenStream, name: str, tokenizer: str) -> None:
     """Raise UserError unless the shards have the tokens of a model."""
     if stream.tokenizer != tokenizer:
         raise UserError(f"{name} has {tokenizer} tokens, the shards {stream.tokenizer} tokens")

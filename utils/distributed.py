@@ -28,7 +28,6 @@ class Process:
     """One of `world_size` processes that train together, and its device."""
 
     rank: int
-    local_rank: int
     world_size: int
     device: torch.device
     nodes: int = 1
@@ -105,7 +104,7 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
     `before_exit` runs when the loss of another process ends this one."""
     global monitor
     rank, local_rank, world = launched("RANK"), launched("LOCAL_RANK"), launched("WORLD_SIZE", 1)
-    process = Process(rank, local_rank, world, pick_device(device, local_rank), num_nodes())
+    process = Process(rank, world, pick_device(device, local_rank), num_nodes())
     if world > 1 and (process.device.type == "mps" or ":" in device):
         raise UserError(f"--device {device} is one device, which several processes cannot share")
     if process.device.type == "cuda":

@@ -12,7 +12,7 @@ from model.gpt import GPT
 from utils.distributed import Process
 from utils.errors import UserError
 
-ALONE = Process(0, 0, 1, torch.device("cpu"))
+ALONE = Process(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from model.gpt import GPT
 from utils.distributed import Process
 from utils.errors import UserError
 
-ALONE = Process(0, 0, 1, torch.device("cpu"))
+ALONE = Process(0, 1, torch.device("cpu"))
 ITEMS = [
     Item("The cat sat", (" down.", " on the mat.", " x"), 1),
     Item("A much longer context, " * 3 + "that ends", (" here", " there and nowhere else"), 0),

@@ -37,7 +37,7 @@ def make(tmp_path):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths = {"init_from": "a", "data": path, "method": "sft"}
         config = FinetuneConfig(micro_batch_size=3, **paths, **options)
-        process = Process(0, 0, 1, torch.device("cpu"))
+        process = Process(0, 1, torch.device("cpu"))
         run = SimpleNamespace(config=config, process=process, dtype=torch.float32)
         return kind(run, TextEncoder(BYTES, False, 64), path, *compared)
 

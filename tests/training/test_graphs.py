@@ -112,7 +112,7 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
     fake_ranks(8)
     counter = compile_with(CompileCounter())
     model = for_training(GPT(GPTConfig(16, 257, 3, 4, 64)), CPU, compiled=True)
-    wrapped = parallel.wrap(model, Process(0, 0, 8, CPU), sharding, torch.bfloat16)
+    wrapped = parallel.wrap(model, Process(0, 8, CPU), sharding, torch.bfloat16)
     idx = torch.randint(0, 257, (2, 16))
     for micro_step in range(6):  # two steps of three micro-steps
         with sync_gradients(wrapped, sharding, last=micro_step % 3 == 2):
@@ -167,7 +167,7 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     sent, memory = Collectives(), MemTracker()
     with FakeTensorMode():
         model = GPT(shape)  # the plain one, as on a GPU
-        parallel.wrap(model, Process(0, 0, 64, CPU, nodes=8), sharding, torch.bfloat16)
+        parallel.wrap(model, Process(0, 64, CPU, nodes=8), sharding, torch.bfloat16)
         optimizers = make_optimizers(model, config, config.parsed_recipe, torch.bfloat16)
         idx = torch.zeros(batch, 1024, dtype=torch.long)
 

@@ -188,7 +188,7 @@ def test_the_micro_batch_is_halved_until_it_fits(capsys):
 
     config = TrainConfig(micro_batch_size=8, block_size=16)
     model = Full(GPTConfig(16, 257, 1, 1, 8))
-    alone, room = Process(0, 0, 1, CPU), 3
+    alone, room = Process(0, 1, CPU), 3
     halve_until_it_fits(config, model, alone, torch.float32)
     assert config.micro_batch_size == 2
     assert "out of memory: --micro_batch_size 2" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from training.state import TrainState
 from utils.distributed import Process
 from utils.errors import UserError
 
-ALONE = Process(0, 0, 1, torch.device("cpu"))
+ALONE = Process(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
