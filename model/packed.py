@@ -43,8 +43,8 @@ class CPUInferenceGPT(GPT):
 
 def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1) -> GPT:
     """Replace what runs faster without gradients on `device`, for about `rows` tokens at a time. On
-    a CPU matmuls run in `dtype`, as under autocast; queries, keys, values and so the cache are
-    float32. Without oneDNN for that dtype the linear layers stay plain."""
+    a CPU matmuls run in `dtype`, as under autocast; queries, keys, values, so the cache, and other
+    weights are float32. Without oneDNN for that dtype the linear layers stay plain."""
     if device.type == "cpu":
         swap_classes(model)
         if has_onednn(dtype):
@@ -55,4 +55,4 @@ def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: in
                     packed = PackedLinear(layer.weight, layer.bias, dtype, rows)
                     packed.upcast = name.endswith("c_attn")
                     blocks.set_submodule(name, packed)
-    return model.eval()
+    return model.float().eval()

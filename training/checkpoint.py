@@ -115,12 +115,12 @@ def load_checkpoint(path: Path) -> dict:
 
 
 def load_weights(model: GPT, saved: dict, *, exact: bool) -> None:
-    """Load the weights of a checkpoint: float32 if `exact`, else their bfloat16 half."""
+    """Load the weights: float32 if `exact`, else their bfloat16 half, still mapped from disk."""
     weights, low = saved["model"], saved["model_low"]
     verify(saved, "model", *(["model_low"] if exact else []))
     if exact:
         weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
-    model.load_state_dict(weights, strict=True)
+    model.load_state_dict(weights, strict=True, assign=True)
 
 
 def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tuple[GPT, dict]:
@@ -129,7 +129,7 @@ def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tup
     with reading(path):
         if kind is GPT and "reward_head.weight" in saved["model"]:
             raise UserError(f"{path} is a reward model, which rates text and writes none")
-        model = empty_gpt(GPTConfig(**saved["model_config"]), kind).to_empty(device="cpu")
+        model = empty_gpt(GPTConfig(**saved["model_config"]), kind)
         load_weights(model, saved, exact=exact)
     return model.eval(), saved
 
