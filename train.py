@@ -128,8 +128,7 @@ def train_step(
     micro_steps: int,
     timer: StepTimer,
 ) -> tuple[dict, str | None]:
-    """Run one optimizer step and count it; return the row for the log, and why the update was
-    skipped if it was."""
+    """Run and count one optimizer step; return the row for the log, and why it was skipped."""
     config, process, state = run.config, run.process, run.state
     timer.start()
     lr = set_rates(optimizers, config, state.step)

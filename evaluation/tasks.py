@@ -95,8 +95,7 @@ class Task:
             raise UserError(f"{self.name} could not be read from {problem}; {hint}") from error
 
     def score(self, rows: list[dict], score: Callable, protocols: Sequence[str]) -> TaskScores:
-        """Choose the continuation of largest value for each item, by each protocol and metric;
-        `score` is Scorer.score."""
+        """Choose a continuation for each item by each protocol; `score` is Scorer.score."""
         results, examples, items, scores = [], [], [], []
         for protocol in protocols:
             previous, items = items, self.items(rows, protocol)

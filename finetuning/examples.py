@@ -19,8 +19,7 @@ Batch = dict[str, Tensor]
 
 
 def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
-    """Return what `encode` makes of each row of a .jsonl file; raise UserError with file and line
-    for a row that is wrong."""
+    """Encode each row of a .jsonl file; raise UserError with file and line if one is wrong."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
@@ -56,8 +55,7 @@ class TextEncoder:
     num_cut: int = 0
 
     def example(self, row: dict, name: str = "completion") -> Example:
-        """Return the messages of a row, or else its prompt and the completion in the field `name`,
-        cut to the context."""
+        """Return a row's messages, or its prompt and field `name`, cut to the context."""
         if self.chat and "messages" in row and name == "completion":
             whole = encode_messages(self.text(row, "messages"), self.tokenizer)
         else:

@@ -1,5 +1,4 @@
-"""Modules that are faster on CPUs; model/replace.py puts them in the place of the plain ones, which
-compute the same."""
+"""Modules that are faster on CPUs, and compute what the plain ones do; see model/replace.py."""
 
 import torch
 import torch.nn as nn

@@ -29,8 +29,7 @@ class Sampling:
 
 
 def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """Draw token ids (B,) from logits (B, V) by inverting the cumulative distribution at
-    `uniform` (B,) in [0, 1)."""
+    """Draw ids (B,) from logits (B, V): the inverse CDF at `uniform` (B,) in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     ids = None

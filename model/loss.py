@@ -44,8 +44,7 @@ def cross_entropy_(
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
-    """Add a @ b to the float32 matrix `total`: on CUDA in one addmm, elsewhere by matmuls of at
-    most `limit` bytes."""
+    """Add a @ b to float32 `total`: on CUDA in one addmm, else in parts of `limit` bytes."""
     if a.is_cuda and a.dtype is not total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return

@@ -52,8 +52,7 @@ class TrainState:
         self.guard.in_a_row = 0
 
     def set_validation(self, checksum: int) -> bool:
-        """Set what the best loss is measured on; if that was another text, forget the loss and
-        return False."""
+        """Set the text of the best loss; if that was another, forget it and return False."""
         same = self.validation in (0, checksum)
         self.best_loss = self.best_loss if same else math.inf
         self.validation = checksum

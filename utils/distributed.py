@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.devices import pick_device
+from utils.devices import keep_freed_memory, pick_device
 from utils.errors import UserError
 from utils.heartbeat import HeartbeatMonitor
 
@@ -109,6 +109,8 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
         raise UserError(f"--device {device} is one device, which several processes cannot share")
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
+    elif process.device.type == "cpu":
+        keep_freed_memory()
     if world > 1 and not dist.is_initialized():
         monitor = HeartbeatMonitor(rank, world, before_exit)
         if process.device.type == "cuda":

@@ -19,8 +19,7 @@ DONE = "done"  # last value of a process that has ended normally
 
 
 class HeartbeatMonitor:
-    """Sends heartbeats in one thread, which a dead store can block, and checks those of other ranks
-    in another, until `stop`."""
+    """Sends heartbeats in one thread, which a dead store can block, checks others' in a second."""
 
     def __init__(self, rank: int, world_size: int, before_exit: Callable[[], None]) -> None:
         # a separate connection: one that waits for a collective would delay heartbeats

@@ -120,8 +120,7 @@ class Logger:
 
 
 def logged_run(folder: Path) -> dict | None:
-    """Return the config.json of the run whose metrics a log folder holds, {} if it has none; None
-    if there are no metrics."""
+    """Return the config.json of the run whose metrics a folder holds, or {}; None without any."""
     if not (folder / METRICS).exists():
         return None
     with contextlib.suppress(OSError, ValueError):

@@ -9,8 +9,7 @@ from utils.logger import METRICS
 
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step. Rows that a
-    resumed run has repeated or dropped are left out. Raises UserError naming a line that is not a
-    row."""
+    resumed run repeats or drops are left out. Raises UserError naming a line that is no row."""
     path = Path(path)
     if not (path / METRICS).exists() and (path / "logs").is_dir():  # a run's folder
         path = path / "logs"
