@@ -125,9 +125,12 @@ def train_step(
             with sync_gradients(wrapped, config.sharding, last=number == len(grid)):
                 with autocast(process.device, run.dtype, keep_weights=False):
                     parts = method.partial_means(wrapped, batch, divisor)
-                (parts["loss"] * process.world_size).backward()  # gradients are averaged
+                # gradients are averaged
+                state.scaler.scale(parts["loss"] * process.world_size).backward()
             sums.update({name: part.detach() for name, part in parts.items()})
             sums["tokens"] += torch.tensor(batch["idx"].numel(), device=process.device)
+        for optimizer in optimizers:
+            state.scaler.unscale_(optimizer)  # in float16; else this does nothing
         sums["grad_norm"] = clip_grad_norm(wrapped, config.grad_clip) / process.world_size
         sums["stopped"] = torch.tensor(float(run.stop.signal != 0), device=process.device)
         # sums over processes, and the one host sync of an update
@@ -139,6 +142,7 @@ def train_step(
             if skip_reason is None:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        state.scaler.update()
         if skip_reason is not None:
             break
         trained += round(row["tokens"])

@@ -140,8 +140,10 @@ def train_step(
         with sync_gradients(model, config.sharding, last=micro_step == micro_steps - 1):
             with autocast(process.device, run.dtype, keep_weights=False):
                 loss = model(idx, targets) / micro_steps
-            loss.backward()
+            state.scaler.scale(loss).backward()
         total += loss.detach()
+    for optimizer in optimizers:
+        state.scaler.unscale_(optimizer)  # in float16; else this does nothing
     grad_norm = clip_grad_norm(model, config.grad_clip)
     # means over ranks, and the one host sync of a step
     stopped = torch.full_like(total, float(run.stop.signal != 0))
@@ -153,8 +155,11 @@ def train_step(
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    state.scaler.update()
     state.advance(config.total_batch_size)
     row = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm, "tokens": state.tokens}
+    if state.scaler.is_enabled():
+        row["scale"] = state.scaler.get_scale()
     return row | timer.stop(config.total_batch_size), skip_reason
 
 

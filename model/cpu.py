@@ -120,8 +120,9 @@ class CPUHeadCrossEntropy(HeadCrossEntropy):
 
 def has_onednn(dtype: torch.dtype) -> bool:
     """Return whether oneDNN can multiply matrices of `dtype` here."""
-    float32 = dtype is torch.float32
-    return torch.backends.mkldnn.is_available() and (float32 or onednn._is_mkldnn_bf16_supported())
+    low = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    supported = dtype is torch.float32 or getattr(onednn, low[dtype])()
+    return torch.backends.mkldnn.is_available() and supported
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -69,7 +69,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             counted = targets >= 0  # (N,)
-            scale = counted / counted.sum()
+            # float16 would lose gradients as small as those of a mean: divide them by N at the end
+            ctx.divisor = counted.sum() if dtype is torch.float16 else 1
+            scale = counted * ctx.divisor / counted.sum()
             total = torch.zeros((), device=x.device)
             low_x, low_weight = x.to(dtype), weight.to(dtype)
             if needs_grad:
@@ -89,11 +91,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     add_matmul_(grad_weight, logits.T, inputs, head.matmul_bytes)
         if needs_grad:
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
-        return total
+        return total / ctx.divisor
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:
         grad_x, grad_weight = ctx.saved_tensors
+        grad_loss = grad_loss / ctx.divisor
         return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None
 
 

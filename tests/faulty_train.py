@@ -1,5 +1,5 @@
-"""train.py where the loss of some forwards is not finite: FAULTS="RANK:CALL ..." names forwards of
-training, counted from 0."""
+"""train.py where the loss of some forwards is multiplied by FACTOR, or is NaN: FAULTS="RANK:CALL
+..." names forwards of training, counted from 0."""
 
 import os
 
@@ -8,6 +8,7 @@ from model.gpt import GPT
 from utils.cli import run_and_exit
 
 FAULTS = {tuple(map(int, fault.split(":"))) for fault in os.environ["FAULTS"].split()}
+FACTOR = float(os.environ.get("FACTOR", "nan"))
 RANK = int(os.environ.get("RANK", 0))
 
 
@@ -17,7 +18,7 @@ class FaultyGPT(GPT):
     def forward(self, idx, targets=None):
         loss = super().forward(idx, targets)
         if self.training:
-            loss = loss * float("nan") if (RANK, self.calls) in FAULTS else loss
+            loss = loss * FACTOR if (RANK, self.calls) in FAULTS else loss
             self.calls += 1
         return loss
 

@@ -47,7 +47,7 @@ class Hardware:
         """Return the hardware that the options name: a GPU by name, or that of this machine."""
         if gpu := NAMED_GPUS.get(config.device):
             device, free = torch.device("cuda"), gpu.memory * 10**9
-            dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+            dtype = getattr(torch, gpu.dtype if config.dtype == "auto" else config.dtype)
         else:
             device = pick_device(config.device)
             dtype, free = pick_dtype(config.dtype, device), free_memory(device)

@@ -151,7 +151,9 @@ class Run:
         processes differ in their options or checkpoints."""
         process = distributed.start(config.device, before_exit=finish_writing)
         stop = StopSignal(announce=process.is_main)
-        state = TrainState.start(config.skip_spikes, saved)
+        dtype = pick_dtype(config.dtype, process.device, process.all_agree)
+        scaler = torch.amp.GradScaler(process.device.type, enabled=dtype is torch.float16)
+        state = TrainState.start(config.skip_spikes, saved, scaler)
         problem: Exception | None = None
         if process.is_main:
             try:
@@ -170,7 +172,9 @@ class Run:
                 "the processes have different options or checkpoints; is --checkpoint_dir a folder "
                 "that all machines share?"
             )
-        dtype = pick_dtype(config.dtype, process.device)
+        if dtype is not (faster := pick_dtype("auto", process.device, process.all_agree)):
+            process.print(f"warning: --dtype {config.dtype}, where auto takes the faster {faster}")
+        config.dtype = str(dtype).removeprefix("torch.")  # kept by a resumed run
         return cls(config, saved, process, dtype, state, stop, state.step)
 
     @property

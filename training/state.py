@@ -6,9 +6,11 @@ import zlib
 from dataclasses import dataclass, field
 
 import torch
+from torch.amp import GradScaler
 
 from training.guard import PATIENCE, Guard
 
+NO_SCALING = GradScaler("cpu", enabled=False)  # float16 alone needs it
 SAVED = ("step", "tokens", "best_loss", "run_id", "validation")
 
 
@@ -28,17 +30,24 @@ class TrainState:
     best_loss: float = math.inf  # lowest validation loss in nats per token
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # a resumed run keeps it
     validation: int = 0  # checksum of what best_loss is measured on
+    scaler: GradScaler = NO_SCALING  # of the loss
 
     @classmethod
-    def start(cls, skip_spikes: float | None, saved: dict | None) -> "TrainState":
+    def start(
+        cls, skip_spikes: float | None, saved: dict | None, scaler: GradScaler = NO_SCALING
+    ) -> "TrainState":
         """Return the state of a new run, or that in the checkpoint `saved`."""
         if saved is None:
-            return cls(Guard(skip_spikes, {}))
-        return cls(Guard(skip_spikes, saved["guard"]), **{name: saved[name] for name in SAVED})
+            return cls(Guard(skip_spikes, {}), scaler=scaler)
+        if saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+        progress = {name: saved[name] for name in SAVED}
+        return cls(Guard(skip_spikes, saved["guard"]), scaler=scaler, **progress)
 
     def to_checkpoint(self) -> dict:
         """Return plain values for a checkpoint."""
-        return {name: getattr(self, name) for name in SAVED} | {"guard": self.guard.state}
+        saved = {name: getattr(self, name) for name in SAVED}
+        return saved | {"guard": self.guard.state, "scaler": self.scaler.state_dict()}
 
     def advance(self, tokens: int) -> None:
         """Count one step of `tokens` tokens."""

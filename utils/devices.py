@@ -1,11 +1,16 @@
 """Devices, and the dtypes that they multiply in."""
 
 import ctypes
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 
 from utils.errors import UserError
+
+FASTER = 1.2  # times as fast as float32 that bfloat16 has to be on a CPU
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -21,16 +26,38 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matmuls; "auto" is bfloat16 where the device multiplies in it: GPUs from
-    Ampere on, processors with AVX-512 BF16."""
+@cache
+def bfloat16_speedup() -> float:
+    """Return how many times as fast as in float32 this CPU multiplies matrices in bfloat16; 0
+    without instructions for it. Instruction flags do not tell: some cores have slow ones."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return 0.0
+    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    for _ in range(5):  # in turn, as others may use the machine
+        for dtype, times in seconds.items():
+            a = torch.ones(512, 512, dtype=dtype)
+            began = time.perf_counter()
+            a @ a
+            times.append(time.perf_counter() - began)
+    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
+
+
+def pick_dtype(
+    name: str, device: torch.device, all_agree: Callable[[bool], bool] = bool
+) -> torch.dtype:
+    """Return the dtype of matmuls. "auto" is bfloat16 on GPUs that multiply in it, Ampere and
+    later, and on CPUs where it is FASTER, if `all_agree` says so for all processes; else float16
+    on NVIDIA's GPUs, float32 elsewhere."""
     if name != "auto":
         return getattr(torch, name)
-    has_bfloat16 = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    other, use_bfloat16 = torch.float32, False
     if device.type == "cuda":
         with torch.cuda.device(device):
-            has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+            use_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        other = torch.float16
+    elif device.type == "cpu":
+        use_bfloat16 = bfloat16_speedup() >= FASTER
+    return torch.bfloat16 if all_agree(use_bfloat16) else other
 
 
 def keep_freed_memory() -> None:

@@ -11,9 +11,11 @@ class GPU:
     name: str
     """Words that the name of the device contains, all of them."""
     peak: float
-    """Peak dense FLOP/s in bfloat16."""
+    """Peak dense FLOP/s in `dtype`."""
     memory: int | None = None
     """GB of 1e9 bytes, for the GPUs that --dry_run --device names."""
+    dtype: str = "bfloat16"
+    """Dtype that --dtype auto takes."""
 
 
 GPUS = (  # the first entry whose words are all in the device's name is used
@@ -22,7 +24,7 @@ GPUS = (  # the first entry whose words are all in the device's name is used
     *(GPU("GH200", 989e12), GPU("H200", 989e12, 141), GPU("H100", 989e12, 80)),
     *(GPU("H800", 989e12), GPU("A100", 312e12, 80), GPU("A800", 312e12), GPU("L40S", 362e12)),
     *(GPU("RTX 5090", 209.5e12), GPU("RTX 4090", 165.2e12, 24), GPU("RTX 3090", 71e12)),
-    GPU("MI300X", 1307e12),
+    *(GPU("MI300X", 1307e12), GPU("V100", 125e12, 16, "float16"), GPU("T4", 65e12, 16, "float16")),
 )
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory}
 OTHER_CHIPS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}  # words of slower or partial devices

@@ -12,8 +12,8 @@ from utils.gpus import find_gpu
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of bfloat16 matmuls on the device, None if unknown."""
-    if device.type != "cuda" or dtype is not torch.bfloat16:
+    """Return the peak FLOP/s of matmuls in a dtype of 16 bits on the device, None if unknown."""
+    if device.type != "cuda" or dtype is torch.float32:
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
     return gpu.peak if gpu else None

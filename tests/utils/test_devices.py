@@ -1,0 +1,33 @@
+import json
+
+import pytest
+import torch
+from conftest import script, train_args
+
+from utils import devices
+from utils.devices import bfloat16_speedup, pick_dtype
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("speedup", "dtype"), [(1.1, torch.float32), (1.3, torch.bfloat16)])
+def test_auto_takes_bfloat16_where_a_matmul_is_measured_to_be_faster(monkeypatch, speedup, dtype):
+    monkeypatch.setattr(devices, "bfloat16_speedup", lambda: speedup)
+    assert pick_dtype("auto", CPU) is dtype
+    assert pick_dtype("auto", CPU, lambda _: False) is torch.float32  # another process is slower
+    assert pick_dtype("float16", CPU) is torch.float16
+
+
+def test_the_speedup_is_that_of_a_large_matmul():
+    if not bfloat16_speedup():
+        pytest.skip("no instructions for bfloat16")
+    assert 0.1 < bfloat16_speedup() < 10 and bfloat16_speedup() == bfloat16_speedup()
+
+
+def test_a_run_keeps_the_dtype_that_auto_has_taken_and_names_a_faster_one(shards, tmp_path):
+    auto = script(*train_args(shards, tmp_path, 2, "--dtype", "auto")).stdout
+    config = json.loads((tmp_path / "logs/config.json").read_text())["config"]
+    assert f"torch.{config['dtype']}" in auto and "warning: --dtype" not in auto
+    slower = {"float32": "bfloat16", "bfloat16": "float32"}[config["dtype"]]
+    args = train_args(shards, tmp_path, 3, "--dtype", slower, "--overwrite")
+    assert f"auto takes the faster torch.{config['dtype']}" in script(*args).stdout
