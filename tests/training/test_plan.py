@@ -128,13 +128,12 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "name", "memory", "peak"),
-    [("h100", "H100", 80, 989), ("rtx4090", "4090", 24, 165), ("t4", "T4", 16, 65)],
+    ("device", "name", "memory", "peak"), [("h100", "H100", 80, 989), ("rtx4090", "4090", 24, 165)]
 )
 def test_a_dry_run_forecasts_for_a_gpu_that_is_not_here(tmp_path, device, name, memory, peak):
     args = ("--data_dir", tmp_path, "--max_steps", 1000, "--model_type", "gpt2-large")
     out, parts, total = dry_run(*args, "--micro_batch_size", 16, device=device)
-    assert re.search(rf" on .*{name}, torch.b?float16\n", out) and "data_dir:" not in out
+    assert re.search(rf" on .*{name}, torch.bfloat16\n", out) and "data_dir:" not in out
     fits = "fits" if total < 0.9 * memory else "does not fit"
     assert f"in all: {fits} {memory:.2f} GB\n" in out and (fits == "fits") == (device == "h100")
     flops, hours = (float(re.search(text, out)[1]) for text in (r"(\S+) FLOPs", r"(\S+) hours"))
@@ -197,3 +196,8 @@ def test_the_micro_batch_is_halved_until_it_fits(capsys):
     room = 0
     with pytest.raises(UserError, match="out of memory: see --activation_checkpointing"):
         halve_until_it_fits(config, model, alone, torch.float32)
+
+
+def test_a_gpu_without_bfloat16_trains_in_float16(tmp_path):
+    out, _, total = dry_run("--data_dir", tmp_path, "--micro_batch_size", 8, device="t4")
+    assert " on T4, torch.float16\n" in out and total < 16 and "40% MFU of 65 TFLOP/s" in out
