@@ -43,16 +43,6 @@ def cross_entropy_(
     return nats
 
 
-def add_matmul_(total: Tensor, a: Tensor, b: Tensor, limit: int) -> None:
-    """Add a @ b to float32 `total`: on CUDA in one addmm, else in parts of `limit` bytes."""
-    if a.is_cuda and a.dtype is not total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-        return
-    rows = rows_within(limit, a.dtype.itemsize * b.size(1))
-    for part, some in zip(total.split(rows), a.split(rows), strict=True):
-        part += some @ b
-
-
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy in nats of logits x @ weight.T, x (N, C), weight (padded V, C), against
     targets (N,), -1 where none counts. Matmuls run in the autocast dtype, the rest in float32.
@@ -81,14 +71,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             buffer = low_x.new_empty(rows, len(weight))  # one allocation for all chunks
             for chunk in (slice(start, start + rows) for start in range(0, len(x), rows)):
                 inputs = low_x[chunk]  # (rows, C)
-                logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (rows, V)
+                logits = head.matmul(inputs, low_weight.T, buffer[: len(inputs)])  # (rows, V)
                 grad_scale = scale[chunk] if needs_grad else None
                 nats = head.cross_entropy_(logits, targets[chunk], grad_scale, head.vocab_size)
                 total += (nats * scale[chunk]).sum()
                 if needs_grad:
                     # logits now hold their gradient
-                    torch.mm(logits, low_weight, out=grad_x[chunk])
-                    add_matmul_(grad_weight, logits.T, inputs, head.matmul_bytes)
+                    head.matmul(logits, low_weight, grad_x[chunk])
+                    head.add_matmul_(grad_weight, logits.T, inputs)
         if needs_grad:
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
         return total / ctx.divisor
@@ -103,9 +93,24 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 class HeadCrossEntropy(nn.Module):
     """Mean cross-entropy of the head's logits, chunk by chunk."""
 
+    plain_bytes = 2**22  # of logits, up to which few operations are faster than little memory
     logits_bytes = 2**30  # largest chunk of logits, in float32
     matmul_bytes = 2**29  # largest matmul that is added to the weight's gradient
     cross_entropy_ = staticmethod(cross_entropy_)
+
+    @staticmethod
+    def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        """Write a @ b to `out` and return it."""
+        return torch.mm(a, b, out=out)
+
+    def add_matmul_(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add a @ b to float32 `total`: on CUDA in one addmm, else in parts of matmul_bytes."""
+        if a.is_cuda and a.dtype is not total.dtype:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+            return
+        rows = rows_within(self.matmul_bytes, a.dtype.itemsize * b.size(1))
+        for part, some in zip(total.split(rows), a.split(rows), strict=True):
+            part += self.matmul(some, b, torch.empty_like(part, dtype=b.dtype))
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -116,17 +121,20 @@ class HeadCrossEntropy(nn.Module):
     ) -> Tensor:
         """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,); with the
         reduction "none" that of each target (N,), 0 for -1."""
-        if reduction == "mean":
+        num_bytes = 4 * len(x) * len(weight)
+        if reduction == "mean" and num_bytes > min(self.plain_bytes, self.logits_bytes):
             return ChunkedCrossEntropy.apply(x, weight, targets, self, torch.is_grad_enabled())
+        if num_bytes <= self.logits_bytes:
+            return self.of_chunk(x, weight, targets, reduction)
         rows = rows_within(self.logits_bytes, 4 * len(weight))
-        if len(x) <= rows:
-            return self.of_chunk(x, weight, targets)
         chunks = zip(x.split(rows), targets.split(rows), strict=True)
         # the backward pass recomputes the logits of each chunk
         parts = [checkpoint(self.of_chunk, a, weight, b, use_reentrant=False) for a, b in chunks]
         return torch.cat(parts)
 
-    def of_chunk(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy (n,) of each target in a chunk of n tokens."""
-        logits = F.linear(x, weight)[:, : self.vocab_size].float()
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    def of_chunk(
+        self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "none"
+    ) -> Tensor:
+        """Return the cross-entropy (n,) of each target in a chunk of n tokens, or their mean."""
+        logits = F.linear(x, weight[: self.vocab_size]).float()
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)

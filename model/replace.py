@@ -20,6 +20,7 @@ from model.loss import HeadCrossEntropy, cross_entropy_
 
 CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: cpu.CPULayerNorm,
+    nn.Linear: cpu.CPULinear,
     RMSNorm: cpu.CPURMSNorm,
     Rotary: cpu.CPURotary,
     ScaledDotProduct: cpu.CPUScaledDotProduct,
@@ -28,6 +29,7 @@ CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpointing
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    cpu.onednn._linear_pointwise.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
