@@ -49,7 +49,7 @@ def import_model(config: ConvertConfig) -> None:
     """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt with --model")
-    model, tokenizer, _ = open_model(config.model)
+    model, tokenizer, _ = open_model(config.model, exact=True)
     sizes = {k: getattr(model.config, k) for k in ("n_layer", "n_head", "n_embd", "block_size")}
     options = TrainConfig(recipe=recipe_of(model.config), **sizes)
     state = assemble(

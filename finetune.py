@@ -137,6 +137,8 @@ def train_step(
         totals = process.sum(torch.stack([x.float() for x in sums.values()])).tolist()
         row = dict(zip(sums, totals, strict=True))
         run.stopping = row.pop("stopped") > 0  # a process got a signal
+        if state.scaler.is_enabled():
+            row["scale"] = state.scaler.get_scale()
         skip_reason = state.guard.check(row["loss"], row["grad_norm"])
         for optimizer in optimizers:
             if skip_reason is None:

@@ -179,7 +179,7 @@ def main(config: SampleConfig) -> None:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     name = config.model or config.checkpoint
-    model, tokenizer, saved = open_model(name, exact=dtype is torch.float32)
+    model, tokenizer, saved = open_model(name, exact=dtype is not torch.bfloat16)
     if config.chat and not is_chat(saved, name):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     for_inference(model.to(device), device, dtype)

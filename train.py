@@ -150,6 +150,9 @@ def train_step(
     sums = process.sum(torch.stack([total, grad_norm, stopped]))
     mean_loss, grad_norm, stopped = (sums / process.world_size).tolist()
     run.stopping = stopped > 0  # a process got a signal
+    row = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm}
+    if state.scaler.is_enabled():
+        row["scale"] = state.scaler.get_scale()
     skip_reason = state.guard.check(mean_loss, grad_norm)
     for optimizer in optimizers:
         if skip_reason is None:
@@ -157,10 +160,7 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
     state.advance(config.total_batch_size)
-    row = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm, "tokens": state.tokens}
-    if state.scaler.is_enabled():
-        row["scale"] = state.scaler.get_scale()
-    return row | timer.stop(config.total_batch_size), skip_reason
+    return row | {"tokens": state.tokens} | timer.stop(config.total_batch_size), skip_reason
 
 
 def build_model(run: Run, stream: TokenStream) -> GPT:

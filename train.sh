@@ -33,13 +33,15 @@ if [ "$demo" ]; then
     --eval_every 100 --val_tokens 131072 --save_every 300 --sample_every 0 "$@"
   plan=$(python train.py --dry_run "$@")  # wrong flags are found before any work
   if [ "$dry_run" ]; then echo "$plan"; exit; fi
-  IFS=$'\n'  # splits the list of files; Python's tests hold files that are no UTF-8
-  python data/fineweb-edu.py --tokenizer bytes --local_dir data/stdlib --val_fraction 0.05 \
-    --input $(python -c '
+  # without Python's tests, some of which are no UTF-8
+  files=$(python -c '
 import pathlib, sysconfig
 root, skipped = pathlib.Path(sysconfig.get_paths()["stdlib"]), {"test", "tests", "site-packages"}
 files = [x for x in root.rglob("*.py") if not skipped & {*x.relative_to(root).parts}]
 print(*sorted(x for x in files if x.stat().st_size), sep="\n")')
+  IFS=$'\n' read -r -d "" -a files <<<"$files" || true  # it ends without a delimiter
+  python data/fineweb-edu.py --tokenizer bytes --local_dir data/stdlib --val_fraction 0.05 \
+    --input "${files[@]}"
   python train.py "$@"
   python plot.py --log $run/logs --out $run/loss.png
   echo "--- what it writes after \"def \":"

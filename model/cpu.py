@@ -21,15 +21,16 @@ def upcast_if_short(x: Tensor) -> Tensor:
 
 def has_onednn(dtype: torch.dtype) -> bool:
     """Return whether oneDNN can multiply matrices of `dtype` here."""
-    if dtype is torch.float32:
-        return HAS_ONEDNN
-    bfloat16 = dtype is torch.bfloat16
-    return (onednn._is_mkldnn_bf16_supported if bfloat16 else onednn._is_mkldnn_fp16_supported)()
+    if HAS_ONEDNN and dtype is torch.bfloat16:
+        return onednn._is_mkldnn_bf16_supported()
+    if HAS_ONEDNN and dtype is torch.float16:
+        return onednn._is_mkldnn_fp16_supported()
+    return HAS_ONEDNN and dtype is torch.float32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x (..., in) @ weight (out, in).T + bias by oneDNN where it can. In float32 PyTorch
-    would call MKL, which has half the rate on processors of AMD."""
+    would call MKL, which is slow on processors of AMD."""
     if x.device.type != "cpu" or not has_onednn(x.dtype):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():

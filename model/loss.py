@@ -59,7 +59,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             counted = targets >= 0  # (N,)
-            # float16 would lose gradients as small as those of a mean: divide them by N at the end
+            # unscaled gradients of a mean are too small for float16: divide in the backward pass
             ctx.divisor = counted.sum() if dtype is torch.float16 else 1
             scale = counted * ctx.divisor / counted.sum()
             total = torch.zeros((), device=x.device)

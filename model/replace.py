@@ -29,7 +29,7 @@ CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpointing
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    cpu.onednn._linear_pointwise.default,
+    *([cpu.onednn._linear_pointwise.default] if cpu.HAS_ONEDNN else []),
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

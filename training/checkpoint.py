@@ -124,7 +124,7 @@ def load_weights(model: GPT, saved: dict, *, exact: bool) -> None:
 
 
 def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tuple[GPT, dict]:
-    """Return the model of a checkpoint in evaluation mode, and the whole file."""
+    """Return the model of a checkpoint to evaluate, bfloat16 unless `exact`, and the file."""
     saved = load_checkpoint(path)
     with reading(path):
         if kind is GPT and "reward_head.weight" in saved["model"]:

@@ -33,7 +33,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
         self.momentum, self.cautious = recipe.momentum, recipe.cautious
-        self.normuon, self.dtype = recipe.normuon, dtype
+        self.normuon = recipe.normuon
+        self.dtype = torch.float32 if dtype is torch.float16 else dtype  # keeps small gradients
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -151,8 +151,10 @@ class Run:
         processes differ in their options or checkpoints."""
         process = distributed.start(config.device, before_exit=finish_writing)
         stop = StopSignal(announce=process.is_main)
-        dtype = pick_dtype(config.dtype, process.device, process.all_agree)
-        scaler = torch.amp.GradScaler(process.device.type, enabled=dtype is torch.float16)
+        faster = pick_dtype("auto", process.device, process.all_agree)
+        dtype = faster if config.dtype == "auto" else getattr(torch, config.dtype)
+        # from a low scale, as the guard ends a run after a few overflows in a row
+        scaler = torch.amp.GradScaler(process.device.type, 2.0**10, enabled=dtype is torch.float16)
         state = TrainState.start(config.skip_spikes, saved, scaler)
         problem: Exception | None = None
         if process.is_main:
@@ -172,8 +174,8 @@ class Run:
                 "the processes have different options or checkpoints; is --checkpoint_dir a folder "
                 "that all machines share?"
             )
-        if dtype is not (faster := pick_dtype("auto", process.device, process.all_agree)):
-            process.print(f"warning: --dtype {config.dtype}, where auto takes the faster {faster}")
+        if dtype is not faster and not saved:
+            process.print(f"warning: --dtype {config.dtype}, where auto would take {faster}")
         config.dtype = str(dtype).removeprefix("torch.")  # kept by a resumed run
         return cls(config, saved, process, dtype, state, stop, state.step)
 

@@ -37,12 +37,11 @@ class TrainState:
         cls, skip_spikes: float | None, saved: dict | None, scaler: GradScaler = NO_SCALING
     ) -> "TrainState":
         """Return the state of a new run, or that in the checkpoint `saved`."""
-        if saved is None:
-            return cls(Guard(skip_spikes, {}), scaler=scaler)
-        if saved["scaler"]:
+        saved = saved or {}
+        if saved.get("scaler"):
             scaler.load_state_dict(saved["scaler"])
-        progress = {name: saved[name] for name in SAVED}
-        return cls(Guard(skip_spikes, saved["guard"]), scaler=scaler, **progress)
+        progress = {name: saved[name] for name in SAVED if name in saved}
+        return cls(Guard(skip_spikes, saved.get("guard", {})), scaler=scaler, **progress)
 
     def to_checkpoint(self) -> dict:
         """Return plain values for a checkpoint."""

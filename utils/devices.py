@@ -28,16 +28,17 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 @cache
 def bfloat16_speedup() -> float:
-    """Return how many times as fast as in float32 this CPU multiplies matrices in bfloat16; 0
-    without instructions for it. Instruction flags do not tell: some cores have slow ones."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    """Return how many times as fast as in float32 this CPU multiplies matrices in bfloat16, 0 if
+    oneDNN cannot. Instruction flags do not tell: some processors have slow instructions."""
+    onednn = torch.ops.mkldnn
+    if not (torch.backends.mkldnn.is_available() and onednn._is_mkldnn_bf16_supported()):
         return 0.0
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
     for _ in range(5):  # in turn, as others may use the machine
         for dtype, times in seconds.items():
             a = torch.ones(512, 512, dtype=dtype)
             began = time.perf_counter()
-            torch.ops.mkldnn._linear_pointwise(a, a, None, "none", [], "")  # as in model/cpu.py
+            onednn._linear_pointwise(a, a, None, "none", [], "")  # as in model/cpu.py
             times.append(time.perf_counter() - began)
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
@@ -50,20 +51,17 @@ def pick_dtype(
     on NVIDIA's GPUs, float32 elsewhere."""
     if name != "auto":
         return getattr(torch, name)
-    other, use_bfloat16 = torch.float32, False
+    other = torch.float16 if device.type == "cuda" else torch.float32
+    use_bfloat16 = device.type == "cpu" and bfloat16_speedup() >= FASTER
     if device.type == "cuda":
         with torch.cuda.device(device):
             use_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        other = torch.float16
-    elif device.type == "cpu":
-        use_bfloat16 = bfloat16_speedup() >= FASTER
     return torch.bfloat16 if all_agree(use_bfloat16) else other
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep what is freed for the next tensors. By default it returns large
-    blocks to the system, and a page fault and zeroing for each page of the next ones take an eighth
-    of a training step."""
+    """Let glibc's malloc keep freed memory for the next tensors. By default it returns large blocks
+    to the system, which zeroes each page again."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: map no block by itself
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing

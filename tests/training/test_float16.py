@@ -31,9 +31,9 @@ def test_an_overflow_is_skipped_counted_and_survived(overflowed):
     rows = read_metrics(overflowed / "logs")
     assert [row["step"] for row in rows["skipped"]] == [3]
     scales = {row["step"]: row["scale"] for row in rows["train"]}
-    assert scales == {n: 2.0**16 if n < 3 else 2.0**15 for n in range(1, 13) if n != 3}
+    assert scales == {n: 2.0**10 if n < 3 else 2.0**9 for n in range(1, 13) if n != 3}
     saved = load_checkpoint(overflowed / "checkpoints/model_last.pt")
-    assert saved["step"] == 12 and saved["scaler"]["scale"] == 2.0**15
+    assert saved["step"] == 12 and saved["scaler"]["scale"] == 2.0**9
     assert all(s["step"] == 11 for s in saved["optimizer"].values())
 
 
@@ -55,7 +55,7 @@ def test_an_overflow_on_one_process_is_skipped_on_all(overflowed, shards, shardi
     torchrun(2, "tests/faulty_train.py", *args, env={**OVERFLOW, "FAULTS": "1:5"})
     assert [row["step"] for row in read_metrics(tmp_path / "logs")["skipped"]] == [3]
     assert gap(tmp_path, overflowed) < 2e-3
-    assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["scaler"]["scale"] == 2.0**15
+    assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["scaler"]["scale"] == 2.0**9
 
 
 def test_a_model_is_sampled_and_scored_in_float16(trained, shards, tmp_path):
