@@ -30,25 +30,26 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 def bfloat16_speedup() -> float:
     """Return how many times as fast as in float32 this CPU multiplies matrices in bfloat16, 0 if
     oneDNN cannot. Instruction flags do not tell: some processors have slow instructions."""
-    onednn = torch.ops.mkldnn
-    if not (torch.backends.mkldnn.is_available() and onednn._is_mkldnn_bf16_supported()):
+    onednn, threads = torch.ops.mkldnn, torch.get_num_threads()
+    if not torch.backends.mkldnn.is_available() or not onednn._is_mkldnn_bf16_supported():
         return 0.0
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
-    for _ in range(5):  # in turn, as others may use the machine
+    torch.set_num_threads(1)  # on a busy machine several wait for each other
+    for _ in range(20):
         for dtype, times in seconds.items():
-            a = torch.ones(512, 512, dtype=dtype)
+            a = torch.ones(256, 256, dtype=dtype)
             began = time.perf_counter()
             onednn._linear_pointwise(a, a, None, "none", [], "")  # as in model/cpu.py
             times.append(time.perf_counter() - began)
+    torch.set_num_threads(threads)
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
 def pick_dtype(
     name: str, device: torch.device, all_agree: Callable[[bool], bool] = bool
 ) -> torch.dtype:
-    """Return the dtype of matmuls. "auto" is bfloat16 on GPUs that multiply in it, Ampere and
-    later, and on CPUs where it is FASTER, if `all_agree` says so for all processes; else float16
-    on NVIDIA's GPUs, float32 elsewhere."""
+    """Return the dtype of matmuls. "auto" is bfloat16 on GPUs that have it and CPUs where it is
+    FASTER, for all processes by `all_agree`; else float16 on other GPUs, float32 elsewhere."""
     if name != "auto":
         return getattr(torch, name)
     other = torch.float16 if device.type == "cuda" else torch.float32
@@ -70,7 +71,6 @@ def keep_freed_memory() -> None:
 def autocast(
     device: torch.device, dtype: torch.dtype, *, keep_weights: bool = True
 ) -> AbstractContextManager:
-    """Return a context in which matmuls run in `dtype`; float32 changes nothing. With
-    `keep_weights` the cast weights are kept for another forward pass inside the context."""
+    """Return a context in which matmuls run in `dtype`, where `keep_weights` keeps cast weights."""
     enabled = dtype is not torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
