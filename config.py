@@ -259,9 +259,9 @@ class MachineOptions:
     seed: int = 1337
     """Seed of weights, data order, dropout and samples."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps; with --dry_run also a100, h100, h200, b200, rtx4090."""
+    """auto, cpu, cuda, cuda:1, mps; with --dry_run also a100, h100, h200, b200, t4, v100, ..."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of matmuls; weights stay float32. auto: bfloat16 where it is faster."""
+    """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
     """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"

@@ -79,7 +79,7 @@ class EvalConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Dtype of matmuls; auto: bfloat16 where it is faster."""
+    """Dtype of matmuls; auto: bfloat16 where it is faster, float16 on old GPUs."""
 
 
 def check(config: EvalConfig) -> None:

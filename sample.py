@@ -64,7 +64,7 @@ class SampleConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of matmuls. auto: bfloat16 where it is faster."""
+    """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
 
     def __post_init__(self) -> None:
         least = {"num_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}

@@ -7,25 +7,15 @@ from torch import Tensor
 
 from model.layers import RMS_EPS, RMSNorm, Rotary, ScaledDotProduct
 from model.loss import HeadCrossEntropy, rows_within
+from utils.devices import has_onednn, onednn
 
 SHORT = 256  # tokens up to which a CPU attends faster in float32 than in bfloat16
 SOFTMAX_BYTES = 2**22  # of float32 logits: fits the caches
-onednn = torch.ops.mkldnn  # oneDNN's former name
-HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def upcast_if_short(x: Tensor) -> Tensor:
     """Return bfloat16 x (B, T, ...) as float32 where T is short."""
     return x.float() if x.dtype is torch.bfloat16 and x.size(1) <= SHORT else x
-
-
-def has_onednn(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN can multiply matrices of `dtype` here."""
-    if HAS_ONEDNN and dtype is torch.bfloat16:
-        return onednn._is_mkldnn_bf16_supported()
-    if HAS_ONEDNN and dtype is torch.float16:
-        return onednn._is_mkldnn_fp16_supported()
-    return HAS_ONEDNN and dtype is torch.float32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -168,4 +158,8 @@ class CPUHeadCrossEntropy(HeadCrossEntropy):
     logits_bytes = 2**26
     matmul_bytes = 2**23
     cross_entropy_ = staticmethod(cross_entropy_in_parts_)
-    matmul = staticmethod(lambda a, b, out: out.copy_(linear(a, b.T)))
+
+    @staticmethod
+    def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        product = linear(a, b.T)
+        return product if out is None else out.copy_(product)

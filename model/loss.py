@@ -71,13 +71,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             buffer = low_x.new_empty(rows, len(weight))  # one allocation for all chunks
             for chunk in (slice(start, start + rows) for start in range(0, len(x), rows)):
                 inputs = low_x[chunk]  # (rows, C)
-                logits = head.matmul(inputs, low_weight.T, buffer[: len(inputs)])  # (rows, V)
+                logits = head.matmul(inputs, low_weight.T, out=buffer[: len(inputs)])  # (rows, V)
                 grad_scale = scale[chunk] if needs_grad else None
                 nats = head.cross_entropy_(logits, targets[chunk], grad_scale, head.vocab_size)
                 total += (nats * scale[chunk]).sum()
                 if needs_grad:
                     # logits now hold their gradient
-                    head.matmul(logits, low_weight, grad_x[chunk])
+                    head.matmul(logits, low_weight, out=grad_x[chunk])
                     head.add_matmul_(grad_weight, logits.T, inputs)
         if needs_grad:
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
@@ -97,11 +97,7 @@ class HeadCrossEntropy(nn.Module):
     logits_bytes = 2**30  # largest chunk of logits, in float32
     matmul_bytes = 2**29  # largest matmul that is added to the weight's gradient
     cross_entropy_ = staticmethod(cross_entropy_)
-
-    @staticmethod
-    def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Write a @ b to `out` and return it."""
-        return torch.mm(a, b, out=out)
+    matmul = staticmethod(torch.mm)
 
     def add_matmul_(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """Add a @ b to float32 `total`: on CUDA in one addmm, else in parts of matmul_bytes."""
@@ -110,7 +106,7 @@ class HeadCrossEntropy(nn.Module):
             return
         rows = rows_within(self.matmul_bytes, a.dtype.itemsize * b.size(1))
         for part, some in zip(total.split(rows), a.split(rows), strict=True):
-            part += self.matmul(some, b, torch.empty_like(part, dtype=b.dtype))
+            part += self.matmul(some, b)
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()

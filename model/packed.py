@@ -6,9 +6,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model.cpu import has_onednn, onednn
 from model.gpt import GPT
 from model.replace import swap_classes
+from utils.devices import has_onednn, onednn
 
 
 class PackedLinear(nn.Module):

@@ -17,6 +17,7 @@ from model import cpu
 from model.gpt import GPT
 from model.layers import RMSNorm, Rotary, ScaledDotProduct
 from model.loss import HeadCrossEntropy, cross_entropy_
+from utils.devices import has_onednn, onednn
 
 CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: cpu.CPULayerNorm,
@@ -29,7 +30,7 @@ CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpointing
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    *([cpu.onednn._linear_pointwise.default] if cpu.HAS_ONEDNN else []),
+    *([onednn._linear_pointwise.default] if has_onednn(torch.float32) else []),
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -10,6 +10,8 @@ import torch
 
 from utils.errors import UserError
 
+onednn = torch.ops.mkldnn  # oneDNN's former name
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
 FASTER = 1.2  # times as fast as float32 that bfloat16 has to be on a CPU
 
 
@@ -26,13 +28,22 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
 
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN can multiply matrices of `dtype` here."""
+    if HAS_ONEDNN and dtype is torch.bfloat16:
+        return onednn._is_mkldnn_bf16_supported()
+    if HAS_ONEDNN and dtype is torch.float16:
+        return onednn._is_mkldnn_fp16_supported()
+    return HAS_ONEDNN and dtype is torch.float32
+
+
 @cache
 def bfloat16_speedup() -> float:
     """Return how many times as fast as in float32 this CPU multiplies matrices in bfloat16, 0 if
     oneDNN cannot. Instruction flags do not tell: some processors have slow instructions."""
-    onednn, threads = torch.ops.mkldnn, torch.get_num_threads()
-    if not torch.backends.mkldnn.is_available() or not onednn._is_mkldnn_bf16_supported():
+    if not has_onednn(torch.bfloat16):
         return 0.0
+    threads = torch.get_num_threads()
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
     torch.set_num_threads(1)  # on a busy machine several wait for each other
     for _ in range(20):
@@ -45,9 +56,7 @@ def bfloat16_speedup() -> float:
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
-def pick_dtype(
-    name: str, device: torch.device, all_agree: Callable[[bool], bool] = bool
-) -> torch.dtype:
+def pick_dtype(name: str, device: torch.device, all_agree: Callable = bool) -> torch.dtype:
     """Return the dtype of matmuls. "auto" is bfloat16 on GPUs that have it and CPUs where it is
     FASTER, for all processes by `all_agree`; else float16 on other GPUs, float32 elsewhere."""
     if name != "auto":

@@ -109,7 +109,7 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
         raise UserError(f"--device {device} is one device, which several processes cannot share")
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
-    if process.device.type == "cpu":
+    elif process.device.type == "cpu":
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
         monitor = HeartbeatMonitor(rank, world, before_exit)
