@@ -47,7 +47,10 @@ def kill_often(shards, run, kills, kinds, steps, seed, *extra):
         before = rows_written(run)
         process = start(*(TORCHRUN[: 4 * (processes - 1)]), *args, "--sharding", sharding)
         if rng.random() < 0.2:  # one in five is killed while it starts
-            time.sleep(rng.uniform(0.5, 4))
+            end = time.monotonic() + rng.uniform(0.5, 4)
+            run_until(
+                process, lambda t=end, n=before: time.monotonic() > t or rows_written(run) > n
+            )
         else:
             enough = before + rng.randint(0, 6)
             run_until(process, lambda n=enough: rows_written(run) > n)
@@ -73,10 +76,10 @@ def test_thirty_kills_across_world_sizes_and_shardings_keep_the_curve(shards, tm
     whole, run = tmp_path / "whole", tmp_path / "run"
     # a rate at which rounding does not grow from step to step, as it does on the edge of stability
     args = ("--save_every", 0, "--micro_batch_size", 2, "--max_lr", "3e-4")
-    script(*train_args(shards, whole, 200, *args))
+    script(*train_args(shards, whole, 600, *args))
     kinds = [(1, "none"), (2, "zero1"), (2, "none"), (1, "none"), (2, "zero3"), (2, "zero2")]
-    kill_often(shards, run, 30, kinds, 200, 1, "--max_lr", "3e-4")
-    assert gap(run, whole) < 1e-4 and len(losses(run)) == 200
+    kill_often(shards, run, 30, kinds, 600, 1, "--max_lr", "3e-4")
+    assert gap(run, whole) < 1e-4 and len(losses(run)) == 600
 
 
 @pytest.mark.parametrize(
