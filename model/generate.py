@@ -48,13 +48,18 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: GPT, prompts: list[list[int]], sampling: Sampling, *, use_cache: bool = True
+    model: GPT,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    *,
+    use_cache: bool = True,
+    decode: Callable[..., Tensor] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token ids (B,) of B prompts, each of one token or more, without a host sync.
 
     Where the context is full, its older half is dropped and the rest read again; a prompt longer
     than the context keeps its end. `use_cache=False` reads the whole context for each token and
-    gives the same tokens.
+    gives the same tokens, and so does `decode`: decode_token, as on GPUs, or compiled from it.
     """
     T, device = model.config.block_size, model.transformer.wte.weight.device
     uniforms = draw_uniforms(len(prompts), sampling).to(device)
@@ -63,23 +68,44 @@ def generate(
     rows = [[0] * (max(lengths) - len(prompt)) + prompt for prompt in prompts]
     context = torch.tensor(rows, device=device)  # (B, S): rows end together
     first = torch.tensor([max(lengths) - n for n in lengths], device=device)  # (B,)
-    unread, cache = context, KVCache(min(T, max(lengths) + sampling.max_new_tokens))
+    if decode is None and context.is_cuda:
+        decode = decode_token
+    capacity = T if decode else min(T, max(lengths) + sampling.max_new_tokens)
+    unread, cache = context, KVCache(capacity) if use_cache else None
     for uniform in uniforms.unbind(1):
         if max(lengths) > T:
             lengths = [n if n <= T else max(1, T // 2) for n in lengths]
             first = torch.tensor([max(lengths) - n for n in lengths], device=device)
             context = context[:, -max(lengths) :]
-            unread, cache = context, KVCache(T)
-        if not use_cache:
-            unread, cache = context, None
-        padded = min(lengths) < max(lengths)
-        where = positions_and_mask(first, context.size(1), unread.size(1)) if padded else {}
-        logits = model.logits(model.hidden(unread, cache, **where)[:, -1])
-        token = sample_token(logits, uniform, sampling)
+            unread = context
+            if cache:
+                cache.restart()
+        if cache and cache.column is not None:
+            token = decode(model, cache, unread, first, uniform, sampling)
+        else:
+            padded = min(lengths) < max(lengths)
+            where = positions_and_mask(first, context.size(1), unread.size(1)) if padded else {}
+            logits = model.logits(model.hidden(unread, cache, **where)[:, -1])
+            token = sample_token(logits, uniform, sampling)
+            if cache and decode:
+                cache.become_static()
         yield token
-        unread = token.unsqueeze(1)
-        context = torch.cat([context, unread], dim=1)
+        new = token.unsqueeze(1)
+        context = torch.cat([context, new], dim=1)
+        unread = new if use_cache else context
         lengths = [n + 1 for n in lengths]
+
+
+def decode_token(
+    model: GPT, cache: KVCache, token: Tensor, first: Tensor, uniform: Tensor, sampling: Sampling
+) -> Tensor:
+    """Return the ids (B,) that follow `token` (B, 1) in rows that begin at column `first` (B,) of a
+    static cache. Tensors have the same shapes for every token, so that one graph serves all."""
+    column = torch.arange(cache.capacity, device=token.device)
+    mask = (column <= cache.column) & (column >= first[:, None])  # (B, S)
+    positions = cache.column - first[:, None]  # (B, 1)
+    x = model.hidden(token, cache, positions=positions, mask=mask[:, None, None])
+    return sample_token(model.logits(x[:, -1]), uniform, sampling)
 
 
 def draw_uniforms(rows: int, sampling: Sampling) -> Tensor:
@@ -105,11 +131,12 @@ def complete(
     eot: int,
     sampling: Sampling,
     all_done: Callable[[bool], bool] = lambda done: done,
+    decode: Callable[..., Tensor] | None = None,
 ) -> list[list[int]]:
     """Return what follows each prompt up to its end of text, without it. Where forward passes are
-    collectives, `all_done` tells whether every process is done."""
+    collectives, `all_done` tells whether every process is done; `decode` is that of generate."""
     texts: list[list[int]] = [[] for _ in prompts]
-    tokens = generate(model, prompts, sampling)
+    tokens = generate(model, prompts, sampling, decode=decode)
     while some := list(islice(tokens, CHUNK)):
         for text, more in zip(texts, torch.stack(some, 1).tolist(), strict=True):
             text += more

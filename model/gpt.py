@@ -149,9 +149,10 @@ class GPT(nn.Module):
         if self.config.ngrams > 1:
             rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
             x = x + self.transformer.ngrams(rows).sum(-2)
-        start = 0 if cache is None else cache.length
-        end, angles = start + idx.size(1), None
+        angles = None
         if positions is None:
+            start = 0 if cache is None else cache.length
+            end = start + idx.size(1)
             assert end <= self.config.block_size, f"{end} tokens are too many"
             positions = torch.arange(start, end, device=x.device)
         if self.config.position == "learned":
@@ -162,7 +163,7 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x, angles, cache, mask)
         if cache is not None:
-            cache.length = end
+            cache.advance(idx.size(1))
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:

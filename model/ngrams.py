@@ -25,7 +25,8 @@ def ngram_rows(
     eot = config.vocab_size - 1  # in both tokenizers
     tokens = F.pad(tokens, (count, 0), value=eot)  # column s is now s + count
     columns = torch.arange(tokens.size(1), device=idx.device)
-    own = columns[-T:, None]  # (T, 1)
+    static = cache is not None and cache.column is not None
+    own = (cache.column + count if static else columns[-T:])[:, None]  # (T, 1)
     if mask is None:
         nearest = (own - columns[1 : count + 1]).expand(B, T, count)
     else:

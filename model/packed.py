@@ -42,9 +42,10 @@ class CPUInferenceGPT(GPT):
 
 
 def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1) -> GPT:
-    """Replace what runs faster without gradients on `device`, for about `rows` tokens at a time. On
-    a CPU matmuls run in `dtype`, as under autocast; queries, keys, values, so the cache, and other
-    weights are float32. Without oneDNN for that dtype the linear layers stay plain."""
+    """Replace what runs faster without gradients on `device`, for about `rows` tokens at a time.
+    Matmuls run in `dtype`, as under autocast; embeddings and norms are float32, on a CPU also
+    queries, keys and values, so the cache. A CPU without oneDNN for that dtype changes nothing."""
+    model.float()
     if device.type == "cpu":
         swap_classes(model)
         if has_onednn(dtype):
@@ -55,4 +56,8 @@ def for_inference(model: GPT, device: torch.device, dtype: torch.dtype, rows: in
                     packed = PackedLinear(layer.weight, layer.bias, dtype, rows)
                     packed.upcast = name.endswith("c_attn")
                     blocks.set_submodule(name, packed)
-    return model.float().eval()
+    elif device.type == "cuda":
+        for block in model.transformer.h:
+            for layer in filter(lambda m: isinstance(m, nn.Linear), block.modules()):
+                layer.to(dtype)
+    return model.eval()
