@@ -5,17 +5,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.layers import RMS_EPS, RMSNorm, Rotary, ScaledDotProduct
+from model.layers import RMS_EPS, RMSNorm, ScaledDotProduct
 from model.loss import HeadCrossEntropy, rows_within
 from utils.devices import has_onednn, onednn
 
 SHORT = 256  # tokens up to which a CPU attends faster in float32 than in bfloat16
 SOFTMAX_BYTES = 2**22  # of float32 logits: fits the caches
-
-
-def upcast_if_short(x: Tensor) -> Tensor:
-    """Return bfloat16 x (B, T, ...) as float32 where T is short."""
-    return x.float() if x.dtype is torch.bfloat16 and x.size(1) <= SHORT else x
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,41 +84,11 @@ class RMSNormFunction(torch.autograd.Function):
 
 class CPURMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        x = upcast_if_short(x)
         if torch.compiler.is_compiling():
             with torch.autocast("cpu", enabled=False):
                 return super().forward(x)
         y = RMSNormFunction.apply(x)
         return y if self.weight is None else y * self.weight
-
-
-class RotaryFunction(torch.autograd.Function):
-    """Rotation in few operations; the gradient is the inverse rotation."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, -sin), None, None
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the halves (a cos - b sin, b cos + a sin) of x (B, T, H, D)."""
-    halves = x.unflatten(-1, (2, -1))  # (B, T, H, 2, D / 2)
-    rotated = halves * cos.unsqueeze(-2)
-    rotated[..., 0, :].addcmul_(halves[..., 1, :], sin, value=-1)
-    rotated[..., 1, :].addcmul_(halves[..., 0, :], sin)
-    # not .to(x.dtype) last: where it changes nothing, torch 2.11 compiles a wrong gradient
-    return rotated.to(x.dtype).flatten(-2)
-
-
-class CPURotary(Rotary):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return RotaryFunction.apply(upcast_if_short(x), cos, sin)
 
 
 class CPUScaledDotProduct(ScaledDotProduct):
