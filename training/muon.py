@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,12 +30,19 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict], recipe: Recipe, weight_decay: float, dtype: torch.dtype
+        self,
+        groups: list[dict],
+        recipe: Recipe,
+        weight_decay: float,
+        dtype: torch.dtype,
+        compiled: bool = False,
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
         self.momentum, self.cautious = recipe.momentum, recipe.cautious
         self.normuon = recipe.normuon
         self.dtype = torch.float32 if dtype is torch.float16 else dtype  # keeps small gradients
+        for name in ("add_momentum", "normalize_rows", "apply") if compiled else ():
+            setattr(self, name, torch.compile(getattr(self, name)))  # memory-bound passes
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -161,11 +169,15 @@ class MatrixSharding:
         are not sharded, from the matrices x (N / W, R, C) of each process."""
         if self.group is None:
             return x
-        pieces, rows = [x] * self.world, self.num_rows
         if self.sharded:
-            pieces, rows = x.split(self.rows, dim=1), self.rows[self.rank]
-        shapes = [(matrices, rows, self.columns) for matrices in self.matrices]
-        return torch.cat(all_to_all(pieces, shapes, self.group))
+            shapes = [(n, self.rows[self.rank], self.columns) for n in self.matrices]
+            return torch.cat(all_to_all(x.split(self.rows, dim=1), shapes, self.group))
+        most = max(self.matrices)  # all-gather takes equal sizes
+        padded = F.pad(x, (0, 0, 0, 0, 0, most - len(x)))
+        gathered = x.new_empty(self.world * most, self.num_rows, self.columns)
+        dist.all_gather_into_tensor(gathered, padded, self.group)
+        parts = zip(gathered.split(most), self.matrices, strict=True)
+        return torch.cat([part[:n] for part, n in parts])
 
 
 def local_shard(x: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def make_optimizers(
 
     The caller sets the "lr" of every group before each step: the learning rate times the group's
     "lr_scale". AdamW alone decays matrices and embeddings, as in nanoGPT and llm.c; beside Muon,
-    which decays its matrices, nothing. Muon's matmuls run in `dtype`.
+    which decays its matrices, nothing. Muon's matmuls run in `dtype`, and on a GPU the rest of its
+    step is compiled as the model is.
     """
     if recipe.optimizer not in MOMENTS:
         raise UserError(f"a recipe's optimizer is one of {', '.join(MOMENTS)}")
@@ -45,7 +46,8 @@ def make_optimizers(
     adamw = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), fused=True)
     if alone:
         return [adamw]
-    return [adamw, Muon(stacked_matrices(model), recipe, decay, dtype)]
+    compiled = options.use_torch_compile and matrices[0].is_cuda
+    return [adamw, Muon(stacked_matrices(model), recipe, decay, dtype, compiled)]
 
 
 def stacked_matrices(model: GPT) -> list[dict]:

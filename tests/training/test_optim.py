@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,6 +115,26 @@ def test_cautious_decay_spares_weights_that_the_update_makes_larger():
     expected = torch.where(smaller, found[0.5, False], found[0.0, False])
     torch.testing.assert_close(found[0.5, True], expected)
     assert smaller.any() and not smaller.all()
+
+
+def test_the_compiled_passes_of_muon_change_nothing_and_compile_twice(monkeypatch):
+    graphs, found = [], []
+    backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        p = [torch.nn.Parameter(torch.randn(8, 4)) for _ in range(3)]
+        groups = [{"params": p, "split_sizes": (8,)}]
+        recipe = Recipe(normuon=0.9, cautious=True)
+        optimizer = Muon(groups, recipe, 0.1, torch.float32, compiled)
+        for step in range(6):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)  # a schedule compiles once more
+            for x in p:
+                x.grad = torch.randn(8, 4)
+            optimizer.step()
+        found.append(torch.stack(p))
+    torch.testing.assert_close(*found, atol=0, rtol=1e-6)
+    assert len(graphs) == 6
 
 
 def test_a_step_of_muon_takes_few_kernels_for_any_number_of_layers():
