@@ -12,6 +12,7 @@ since the last checkpoint. On CPUs a resumed run equals one that was never stopp
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,10 @@ from model.config import GPTConfig
 from model.empty import with_context
 from model.gpt import GPT
 from model.replace import for_training
-from training import plan
 from training.checkpoint import BEST, LAST, load_weights, open_model, reading
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, sync_gradients, wrap
+from training.plan import resolve_micro_batch
 from training.run import Run, resolve
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
@@ -45,7 +46,7 @@ from utils.throughput import StepTimer, peak_flops, profile_steps
 def main() -> None:
     config, saved = resolve(TrainConfig, "train.py")
     if config.dry_run:
-        return plan.dry_run(config, saved)
+        return import_module("training.dry_run").dry_run(config, saved)
     run = Run.start(config, saved)
     process, state, dtype = run.process, run.state, run.dtype
 
@@ -58,7 +59,7 @@ def main() -> None:
     model = build_model(run, train.stream).to(process.device)
     recompute, compiled = config.activation_checkpointing, config.use_torch_compile
     for_training(model, process.device, recompute, compiled)
-    plan.resolve_micro_batch(config, saved, model, process)
+    resolve_micro_batch(config, saved, model, process)
     wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
     optimizers = make_optimizers(model, config, config.parsed_recipe, dtype)
     run.load_state(model, optimizers)
@@ -138,7 +139,7 @@ def train_step(
         with timer.waiting():
             idx, targets = next(batches)
         with sync_gradients(model, config.sharding, last=micro_step == micro_steps - 1):
-            with autocast(process.device, run.dtype, keep_weights=False):
+            with autocast(process.device, run.dtype, keep_weights=False, fixed_shapes=True):
                 loss = model(idx, targets) / micro_steps
             state.scaler.scale(loss).backward()
         total += loss.detach()
@@ -224,8 +225,8 @@ def describe(run: Run, model: GPT, train: Sequences, slicing: Slicing) -> None:
     run.logger.print(
         f"{model.num_parameters():,} parameters, {len(train.stream):,} train tokens, "
         f"{epochs:.2f} epochs in {config.max_steps:,} steps of {config.total_batch_size:,} tokens "
-        f"= {slicing.micro_steps} x {config.micro_batch_size} x {config.block_size} x "
-        f"{process.world_size} on {process.device}, {run.dtype}"
+        f"= {slicing.micro_steps} micro-steps x {config.micro_batch_size} sequences x "
+        f"{config.block_size} tokens x {process.world_size} processes"
         + (f"; resumed at step {run.start_step}" if run.start_step else "")
         + ("; the first step compiles" if config.use_torch_compile else "")
     )

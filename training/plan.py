@@ -1,31 +1,24 @@
-"""Plan of a run: memory, time and cost for --dry_run, and --micro_batch_size auto.
+"""Memory of a run: its forecast, and --micro_batch_size auto.
 
 State is counted exactly. Activations, cast weights and the logits follow one formula from the shape
 of the model; docs/SCALING.md says how far it is off.
 """
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
 
 from config import TrainConfig
-from data.loader import TokenStream
-from data.tokenizer import TOKENIZERS
 from model import loss
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.gpt import GPT
-from training.checkpoint import open_model
 from training.optim import MOMENTS
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.distributed import Process, free_memory, launched, num_nodes
 from utils.errors import UserError
 from utils.gpus import GPU, NAMED_GPUS
-from utils.throughput import peak_flops
 
-MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
-DOLLARS_PER_GPU_HOUR = 2.50
 GPUS_PER_MACHINE = 8
 USABLE = 0.9  # share of the free memory that a micro-batch is chosen for
 
@@ -78,6 +71,8 @@ def forecast_memory(config: TrainConfig, shape: GPTConfig, hardware: Hardware) -
     shards = world_size // hardware.nodes if config.sharding != "none" else 1
     micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
     whole_gradients = config.sharding == "zero1" and micro_steps > 1
+    # DDP's buckets, and apart from them the gradients of the micro-steps that are not synchronized
+    gradient_bytes = 8 if config.sharding == "none" and world_size > 1 and micro_steps > 1 else 4
     cast = 0
     if shards > 1:  # zero3 gathers the current block, the next, and a buffer to receive it
         gathered = min(1, 3 / shape.n_layer) if config.sharding == "zero3" else 1
@@ -94,7 +89,7 @@ def forecast_memory(config: TrainConfig, shape: GPTConfig, hardware: Hardware) -
     parts = {
         "weights": 4 * total // shards,
         "weights cast or gathered for compute": cast,
-        "gradients": 4 * total // (1 if whole_gradients else shards),
+        "gradients": gradient_bytes * total // (1 if whole_gradients else shards),
         "optimizer": 4 * moments // shards,
         "activations": tokens * (shape.n_layer * kept + 4 * C),
         "head and logits, or one block's backward pass": max(head, backward),
@@ -160,7 +155,7 @@ def fits_memory(config: TrainConfig, model: GPT, device: torch.device, dtype: to
     try:
         room = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]
         idx = torch.zeros(size, dtype=torch.long, device=device)
-        with autocast(device, dtype, keep_weights=False):
+        with autocast(device, dtype, keep_weights=False, fixed_shapes=True):
             nats = model(idx, idx)
         nats.backward()
         return len(room) > 0
@@ -168,58 +163,3 @@ def fits_memory(config: TrainConfig, model: GPT, device: torch.device, dtype: to
         return False
     finally:
         model.zero_grad(set_to_none=True)
-
-
-def dry_run(config: TrainConfig, saved: dict | None) -> None:
-    """Print what would be trained and its forecast; on the main process, for all."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    hardware, shape = Hardware.of(config), planned_shape(config, saved)
-    world_size, model, gpu = hardware.world_size, empty_gpt(shape), hardware.gpu
-    if config.micro_batch_size == "auto":
-        print(choose_micro_batch(config, saved, shape, hardware))
-    micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
-    print(
-        f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
-        f"{config.total_batch_size:,} tokens = {micro_steps} micro-steps x "
-        f"{config.micro_batch_size} sequences x {config.block_size} tokens x {world_size} on "
-        f"{gpu.name if gpu else hardware.device.type}, {hardware.dtype}"
-    )
-    parts = forecast_memory(config, shape, hardware)
-    print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
-    for name, value in parts.items():
-        print(f"  {value / 1e9:8.2f}  {name}")
-    need = sum(parts.values())
-    fits = "fits" if need <= USABLE * hardware.free else "does not fit"
-    print(f"  {need / 1e9:8.2f}  in all: {fits} {hardware.free / 1e9:.2f} GB")
-
-    tokens = config.total_batch_size * (config.max_steps - (saved["step"] if saved else 0))
-    flops, recompute = tokens * model.flops_per_token(), config.activation_checkpointing == "block"
-    known = gpu.peak if gpu else peak_flops(hardware.device, hardware.dtype)
-    peak = known or NAMED_GPUS["h100"].peak
-    hours = flops * (4 / 3 if recompute else 1) / (peak * MFU) / 3600
-    print(
-        f"{flops:.3g} FLOPs for {tokens:,} tokens: {hours / world_size:,.2f} hours on {world_size} "
-        f"{'GPU' if known else 'H100'} and {hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU "
-        f"of {peak / 1e12:,.0f} TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
-    )
-    for folder in () if gpu else config.data_dir:  # train.sh makes missing ones
-        print(f"data_dir: {folder}")
-    print("This was a dry run: nothing was trained or written.")
-
-
-def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
-    """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
-    vocab_size = TOKENIZERS["gpt2"].vocab_size
-    if saved:
-        vocab_size = saved["model_config"]["vocab_size"]
-    elif config.init_from:
-        pretrained = open_model(config.init_from)[0].config
-        config.adopt_architecture(pretrained)
-        vocab_size = pretrained.vocab_size
-    else:
-        try:
-            vocab_size = TokenStream(config.data_dir, "train").vocab_size
-        except UserError as error:
-            print(error)
-    return config.model_config(vocab_size)

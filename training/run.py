@@ -29,7 +29,7 @@ from training.schedule import check_schedule
 from training.state import TrainState
 from utils import distributed
 from utils.cli import flag_value, named_flags, parse, to_flags
-from utils.devices import pick_device, pick_dtype
+from utils.devices import describe, pick_device, pick_dtype
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, lock_folder
@@ -64,9 +64,11 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
             )
     given = {name.removeprefix("no_") for name, _ in named_flags(flags)}
-    if hasattr(config, "use_torch_compile") and "use_torch_compile" not in given:
-        on_gpu = config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
+    on_gpu = config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
+    if "use_torch_compile" not in given:
         config.use_torch_compile = on_gpu
+    if on_gpu and script == "train.py" and "micro_batch_size" not in given:
+        config.micro_batch_size = "auto"
     if saved and saved["step"] > config.max_steps:
         raise UserError(f"{path} is at step {saved['step']}, after --max_steps {config.max_steps}")
     return config, saved
@@ -176,6 +178,8 @@ class Run:
             )
         if dtype is not faster and not saved:
             process.print(f"warning: --dtype {config.dtype}, where auto would take {faster}")
+        about = ", ".join(f"{k} {v}" for k, v in describe(process.device).items())
+        process.print(f"{about}, matmuls {dtype}")
         config.dtype = str(dtype).removeprefix("torch.")  # kept by a resumed run
         return cls(config, saved, process, dtype, state, stop, state.step)
 
@@ -214,7 +218,7 @@ class Run:
             content = {"command": sys.argv, "run_id": state.run_id, **about}
             content["config"] = config.to_dict()
             content["model_config"] = asdict(model.config)
-            content["versions"] = {"torch": str(torch.__version__)}
+            content["versions"] = describe(self.process.device)
             with atomic_write(config.log_dir / CONFIG) as file:
                 file.write(json.dumps(content, indent=1).encode())
 

@@ -2,16 +2,19 @@
 
 import ctypes
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.errors import UserError
 
 onednn = torch.ops.mkldnn  # oneDNN's former name
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
+# of attention, but cuDNN's
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FASTER = 1.2  # times as fast as float32 that bfloat16 has to be on a CPU
 
 
@@ -77,9 +80,29 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 
+@contextmanager
 def autocast(
-    device: torch.device, dtype: torch.dtype, *, keep_weights: bool = True
-) -> AbstractContextManager:
-    """Return a context in which matmuls run in `dtype`, where `keep_weights` keeps cast weights."""
-    enabled = dtype is not torch.float32
-    return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    keep_weights: bool = True,
+    fixed_shapes: bool = False,
+) -> Iterator[None]:
+    """Run matmuls in `dtype`; `keep_weights` keeps cast weights. Unless they have `fixed_shapes`,
+    attention does without cuDNN, which plans anew for each shape."""
+    enabled, any_kernel = dtype is not torch.float32, fixed_shapes or device.type != "cuda"
+    with (
+        torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights),
+        nullcontext() if any_kernel else sdpa_kernel(KERNELS),
+    ):
+        yield
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Return the names and versions that speed and rounding depend on, for the log."""
+    found = {"device": str(device), "torch": str(torch.__version__)}
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found |= {"CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
+        found["attention"] = "cuDNN in pre-training alone, if PyTorch takes it"
+    return found

@@ -98,6 +98,9 @@ def test_each_sharding_divides_its_part_of_the_state():
         assert divided["optimizer"] == whole["optimizer"] // 8
     assert zero1["gradients"] == whole["gradients"] == 4 * (whole["weights"] // 4)
     assert zero2["gradients"] == zero3["gradients"] == whole["gradients"] // 8
+    ddp = need(world_size=8)  # its buckets, and the gradients of micro-steps without a reduction
+    assert ddp["gradients"] == 2 * whole["gradients"]
+    assert need(world_size=8, accumulation=1)["gradients"] == whole["gradients"]
     cast = "weights cast or gathered for compute"
     assert zero3[cast] < zero2[cast] == zero1[cast]
     one = need(sharding="zero1", world_size=8, accumulation=1)

@@ -5,7 +5,7 @@ import torch
 from conftest import script, train_args
 
 from utils import devices
-from utils.devices import bfloat16_speedup, pick_dtype
+from utils.devices import autocast, bfloat16_speedup, pick_dtype
 
 CPU = torch.device("cpu")
 
@@ -16,6 +16,17 @@ def test_auto_takes_bfloat16_where_a_matmul_is_measured_to_be_faster(monkeypatch
     assert pick_dtype("auto", CPU) is dtype
     assert pick_dtype("auto", CPU, lambda _: False) is torch.float32  # another process is slower
     assert pick_dtype("float16", CPU) is torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_attention_on_cuda_does_without_cudnn_where_shapes_vary():
+    def has_cudnn(device, **options):
+        with autocast(torch.device(device), torch.bfloat16, **options):
+            assert torch.backends.cuda.flash_sdp_enabled()
+            return torch.backends.cuda.cudnn_sdp_enabled()
+
+    assert has_cudnn("cuda", fixed_shapes=True) and has_cudnn("cpu")
+    assert not has_cudnn("cuda") and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_the_speedup_is_that_of_a_large_matmul():

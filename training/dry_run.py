@@ -1,0 +1,72 @@
+"""The forecast of a run that --dry_run prints: shape, memory, time and cost."""
+
+import os
+
+from config import TrainConfig
+from data.loader import TokenStream
+from data.tokenizer import TOKENIZERS
+from model.config import GPTConfig
+from model.empty import empty_gpt
+from training.checkpoint import open_model
+from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
+from utils.errors import UserError
+from utils.gpus import NAMED_GPUS
+from utils.throughput import peak_flops
+
+MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
+DOLLARS_PER_GPU_HOUR = 2.50
+
+
+def dry_run(config: TrainConfig, saved: dict | None) -> None:
+    """Print what would be trained and its forecast; on the main process, for all."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    hardware, shape = Hardware.of(config), planned_shape(config, saved)
+    world_size, model, gpu = hardware.world_size, empty_gpt(shape), hardware.gpu
+    if config.micro_batch_size == "auto":
+        print(choose_micro_batch(config, saved, shape, hardware))
+    micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
+    print(
+        f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
+        f"{config.total_batch_size:,} tokens = {micro_steps} micro-steps x "
+        f"{config.micro_batch_size} sequences x {config.block_size} tokens x {world_size} on "
+        f"{gpu.name if gpu else hardware.device.type}, {hardware.dtype}"
+    )
+    parts = forecast_memory(config, shape, hardware)
+    print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
+    for name, value in parts.items():
+        print(f"  {value / 1e9:8.2f}  {name}")
+    need = sum(parts.values())
+    fits = "fits" if need <= USABLE * hardware.free else "does not fit"
+    print(f"  {need / 1e9:8.2f}  in all: {fits} {hardware.free / 1e9:.2f} GB")
+
+    tokens = config.total_batch_size * (config.max_steps - (saved["step"] if saved else 0))
+    flops, recompute = tokens * model.flops_per_token(), config.activation_checkpointing == "block"
+    known = gpu.peak if gpu else peak_flops(hardware.device, hardware.dtype)
+    peak = known or NAMED_GPUS["h100"].peak
+    hours = flops * (4 / 3 if recompute else 1) / (peak * MFU) / 3600
+    print(
+        f"{flops:.3g} FLOPs for {tokens:,} tokens: {hours / world_size:,.2f} hours on {world_size} "
+        f"{'GPU' if known else 'H100'} and {hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU "
+        f"of {peak / 1e12:,.0f} TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
+    )
+    for folder in () if gpu else config.data_dir:  # train.sh makes missing ones
+        print(f"data_dir: {folder}")
+    print("This was a dry run: nothing was trained or written.")
+
+
+def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
+    """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
+    vocab_size = TOKENIZERS["gpt2"].vocab_size
+    if saved:
+        vocab_size = saved["model_config"]["vocab_size"]
+    elif config.init_from:
+        pretrained = open_model(config.init_from)[0].config
+        config.adopt_architecture(pretrained)
+        vocab_size = pretrained.vocab_size
+    else:
+        try:
+            vocab_size = TokenStream(config.data_dir, "train").vocab_size
+        except UserError as error:
+            print(error)
+    return config.model_config(vocab_size)
