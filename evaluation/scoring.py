@@ -24,7 +24,7 @@ from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
-SLICE_BYTES = {"cpu": 2**24, "cuda": 2**29}  # float32 logits of a slice of the vocabulary
+SLICE_BYTES = {"cpu": 2**24, "cuda": 2**29}  # float32 logits of a slice of the tokens
 
 
 class PackedItem(NamedTuple):
@@ -96,24 +96,16 @@ def score_targets(x: Tensor, weight: Tensor, targets: Tensor, banned: list[int])
     """Return three tensors (N,) for targets (N,) after hidden states x (N, C), for a head of weight
     (V, C): the log-probability in nats, and whether the target is the argmax (the first of equal
     logits) of all ids, and of those not `banned`. Float32, as many bfloat16 logits are equal."""
-    logits_of_targets, logsumexps = torch.zeros(targets.shape, device=x.device), []
-    highest = torch.full((2, *targets.shape), -torch.inf, device=x.device)  # with, without banned
-    argmax = torch.zeros_like(highest, dtype=torch.int64)
-    width = rows_within(SLICE_BYTES.get(x.device.type, SLICE_BYTES["cuda"]), 4 * len(x))
+    rows = rows_within(SLICE_BYTES.get(x.device.type, SLICE_BYTES["cuda"]), 4 * len(weight))
+    found, weight = [], weight.float()
     with torch.autocast(x.device.type, enabled=False):
-        for start in range(0, len(weight), width):
-            logits = linear(x.float(), weight[start : start + width].float())  # (N, width)
-            logsumexps.append(logits.logsumexp(-1))
-            (inside,) = torch.where((targets >= start) & (targets < start + width))
-            logits_of_targets[inside] = logits[inside, targets[inside] - start]
-            excluded = [token - start for token in banned if start <= token < start + width]
-            for i, ids in enumerate(([], excluded)):
-                logits[:, ids] = -torch.inf
-                top, column = logits.max(-1)
-                argmax[i] = torch.where(top > highest[i], start + column, argmax[i])
-                highest[i] = highest[i].maximum(top)
-    logprob = logits_of_targets - torch.stack(logsumexps).logsumexp(0)
-    return logprob, *(argmax == targets)
+        for some, wanted in zip(x.float().split(rows), targets.split(rows), strict=True):
+            logits = linear(some, weight)  # (rows, V)
+            logprobs = logits.gather(1, wanted[:, None]).squeeze(1) - logits.logsumexp(-1)
+            hits = logits.argmax(-1) == wanted
+            logits[:, banned] = -torch.inf
+            found.append((logprobs, hits, logits.argmax(-1) == wanted))
+    return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 @dataclass
@@ -145,7 +137,7 @@ class Scorer:
             inputs, targets = sequences.batch(np.resize(batch, len(batches[0])))  # (B, T)
             targets[len(batch) :] = -1
             idx, labels = (torch.from_numpy(x).to(self.process.device) for x in (inputs, targets))
-            with autocast(self.process.device, self.dtype):
+            with autocast(self.process.device, self.dtype, fixed_shapes=True):
                 loss = self.model(idx, labels)
             if counts:
                 counted = targets[: len(batch)]
