@@ -167,7 +167,8 @@ class DataOptions:
     total_batch_size: int = 524_288
     """Tokens per step over all processes; gradient accumulation follows from it."""
     micro_batch_size: int | Literal["auto"] = 16
-    """Sequences per forward pass of a process; auto: the most that should fit its memory."""
+    """Sequences per forward pass of a process; auto, the default on CUDA: the most that should fit
+    its memory."""
 
 
 @dataclass
@@ -266,14 +267,15 @@ class MachineOptions:
     """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
+    use_torch_compile: bool = False
+    """Compile the training step, for grpo that of sampling; on by default on CUDA,
+    --no_use_torch_compile turns it off."""
 
 
 @dataclass
 class StepOptions:
-    """Compiling, profiling and planning the training step."""
+    """Profiling and planning."""
 
-    use_torch_compile: bool = False
-    """Compile the training step; on by default on CUDA, --no_use_torch_compile turns it off."""
     profile: bool = False
     """Write a trace of three steps to trace.json in --log_dir, for ui.perfetto.dev."""
     dry_run: bool = False

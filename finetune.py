@@ -28,7 +28,7 @@ from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardModel, load_reward
 from model.empty import with_context
 from model.gpt import GPT
-from model.replace import for_training
+from model.replace import for_training, uncompiled
 from training.checkpoint import BEST, LAST, checksum, find_checkpoint, open_model
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, sync_gradients, wrap
@@ -56,7 +56,8 @@ def main() -> None:
     config.slice_steps(process)  # ends the run if they do not divide
     method, held_out, questions = open_rows(run, model, about)
     config.resolve_length(len(method))
-    for_training(model, process.device, config.activation_checkpointing)
+    compiled = config.use_torch_compile and config.method != "grpo"  # whose shapes vary
+    for_training(model, process.device, config.activation_checkpointing, compiled)
     wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
     optimizers = make_optimizers(model, config, Recipe(), dtype)
     run.load_state(model, optimizers)
@@ -79,13 +80,16 @@ def main() -> None:
         if run.stopping:
             break
         if run.ended or is_due(config.eval_every, step):
-            if held_out and (scores := held_out.evaluate(model)):
+            if held_out:
+                with uncompiled(compiled):
+                    scores = held_out.evaluate(model)
                 split = "val" if method.selects_best_by_loss else "held_out"
                 run.logger.log_scores(split, scores, step)
                 if method.selects_best_by_loss and state.record_validation(scores["loss"]):
                     saver.save(BEST, state)
             if questions:
-                (exact,), _ = questions.score(model)
+                with uncompiled(compiled):
+                    (exact,), _ = questions.score(model)
                 scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
                 run.logger.log_scores("answers", scores, step)
         if run.ended:
@@ -182,7 +186,8 @@ def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None,
         if run.saved and run.saved.get("reference") != about["reference"]:
             raise UserError(f"{config.init_from} has changed since this run began, which needs it")
         reference.eval().requires_grad_(False).to(process.device)
-        for_training(reference, process.device)  # so that it rounds as the model does
+        compiled = config.use_torch_compile and config.method == "dpo"
+        for_training(reference, process.device, compiled=compiled)  # rounds as the model does
     if config.method == "grpo":
         reward = load_reward(config.reward, encoder, process.device, run.dtype)
     method = METHODS[config.method](run, encoder, config.data, reference, reward)

@@ -1,7 +1,6 @@
 """Evaluator: the validation, benchmarks and text samples that train.py runs every n steps."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from evaluation.scoring import Scorer
 from evaluation.tasks import find_tasks
 from model.generate import Sampling, complete
 from model.gpt import GPT
+from model.replace import uncompiled
 from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
@@ -64,9 +64,6 @@ class Evaluator:
                 count = len(rows) if config.eval_full else min(len(rows), SUBSET)
                 evenly_spaced = np.linspace(0, len(rows) - 1, count).astype(int)
                 self.benchmarked.append((task, [rows[i] for i in evenly_spaced]))
-        self.uncompiled = nullcontext  # for blocks on the varying shapes of benchmarks and samples
-        if config.use_torch_compile:
-            self.uncompiled = partial(torch.compiler.set_stance, "force_eager")
 
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if validation, or a benchmark, is due after `step` steps."""
@@ -80,7 +77,7 @@ class Evaluator:
         """Yield the name and the figures, by the first protocol, of each benchmark that is due."""
         for task, rows in self.benchmarked:
             if self.due(step, task.name):
-                with self.uncompiled():
+                with uncompiled(self.config.use_torch_compile):
                     results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
                 yield task.name, {"n": results[0].n} | {r.metric: r.value for r in results}
 
@@ -91,7 +88,8 @@ class Evaluator:
             return None
         sampling = Sampling(min(128, model.config.block_size), 0.8, seed=self.config.seed + step)
         model.eval()
-        with autocast(self.scorer.process.device, self.scorer.dtype), self.uncompiled():
+        eager = uncompiled(self.config.use_torch_compile)
+        with autocast(self.scorer.process.device, self.scorer.dtype), eager:
             (tokens,) = complete(model, [[tokenizer.eot]], tokenizer.eot, sampling)
         model.train()
         return tokenizer.decode_bytes(tokens).decode(errors="replace")

@@ -131,11 +131,15 @@ def collate_packed(packs: list[list[Example]], block_size: int, device: torch.de
     return batch | {"mask": (part[:, None, :, None] == part[:, None, None, :]).tril()}
 
 
-def collate_padded(examples: list[Example], block_size: int, device: torch.device) -> Batch:
+def collate_padded(
+    examples: list[Example], device: torch.device, block_size: int, compiled: bool = False
+) -> Batch:
     """Return tokens and targets (B, T) of examples, one per row, and the index (B,) of the last
-    token of each. Causal attention never sees padding on the right."""
+    token of each. Causal attention never sees padding on the right. T is a multiple of 8, and if
+    each shape is `compiled` a power of 2, but at most `block_size`."""
     last = np.array([len(example.tokens) - 1 for example in examples])
-    T = min(last.max() // 8 * 8 + 8, block_size)  # few different shapes
+    T = last.max() // 8 * 8 + 8
+    T = min(1 << int(T - 1).bit_length() if compiled else T, block_size)
     idx, targets = np.zeros((len(examples), T), np.int64), np.full((len(examples), T), -1)
     for b, example in enumerate(examples):
         idx[b, : last[b] + 1] = example.tokens

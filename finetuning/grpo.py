@@ -2,6 +2,7 @@
 
 import time
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from finetuning.examples import Batch, collate_padded
 from finetuning.methods import Method, token_logprobs
 from finetuning.objectives import group_advantages, grpo_losses, kl_estimate, mean_over_tokens
 from finetuning.rewards import Completion
-from model.generate import Sampling, complete
+from model.generate import Sampling, complete, decode_token
 from model.gpt import GPT
+from model.replace import compile_static
 from utils.devices import autocast
 
 
@@ -24,6 +26,12 @@ class GroupRelativePolicy(Method):
 
     unit = "prompts"
     selects_best_by_loss = False
+
+    @property
+    def decode(self) -> Callable[..., Tensor] | None:
+        """Step of sampling: compiled if asked for, unless forward passes are collectives."""
+        compiled = self.options.use_torch_compile and self.options.sharding == "none"
+        return compile_static(decode_token) if compiled else None
 
     def encode(self, row: dict) -> tuple[dict, list[int]]:
         exact = self.options.reward == "exact"
@@ -52,7 +60,7 @@ class GroupRelativePolicy(Method):
         batches, device = [], self.process.device
         for places, group in zip(grid, groups, strict=True):
             examples = [c.example for c in group]
-            batch = collate_padded(examples, self.encoder.block_size, device)
+            batch = collate_padded(examples, device, self.encoder.block_size)
             batch["advantages"] = advantages[places].to(device)
             with torch.no_grad(), autocast(device, self.dtype):
                 if self.reference is not None:  # None without a KL term
@@ -79,7 +87,7 @@ class GroupRelativePolicy(Method):
         completions = []
         model.eval()
         with autocast(self.process.device, self.dtype):
-            found = complete(model, list(prompts), tokenizer.eot, sampling, all_done)
+            found = complete(model, list(prompts), tokenizer.eot, sampling, all_done, self.decode)
         model.train()
         for row, prompt, tokens in zip(rows, prompts, found, strict=True):
             text = decode_completion(tokens, tokenizer, self.encoder.chat)

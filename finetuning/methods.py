@@ -110,7 +110,8 @@ class RewardModeling(Method):
     def batch(self, ids: np.ndarray) -> Batch:
         """Return the chosen completions of the pairs `ids`, then the rejected ones."""
         texts = [self.examples[i][side] for side in (0, 1) for i in ids]
-        return collate_padded(texts, self.encoder.block_size, self.process.device)
+        sizes = (self.encoder.block_size, self.options.use_torch_compile)
+        return collate_padded(texts, self.process.device, *sizes)
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return the "margin" (N,) by which each pair prefers the chosen one, and more figures."""

@@ -89,6 +89,6 @@ def load_reward(
 def rate(model: RewardModel, dtype: torch.dtype, completions: list[Completion]) -> list[float]:
     """Return the rewards of completions by a reward model."""
     device, examples = model.reward_head.weight.device, [c.example for c in completions]
-    batch = collate_padded(examples, model.config.block_size, device)
+    batch = collate_padded(examples, device, model.config.block_size)
     with autocast(device, dtype):
         return rewards_at_end(model, batch).tolist()

@@ -6,6 +6,7 @@ Replacements are made in place, and parameters keep their names. A class is swap
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -15,16 +16,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from model import cpu
 from model.gpt import GPT
-from model.layers import RMSNorm, Rotary, ScaledDotProduct
+from model.layers import RMSNorm, ScaledDotProduct
 from model.loss import HeadCrossEntropy, cross_entropy_
 from utils.devices import has_onednn, onednn
 
 CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: cpu.CPULayerNorm,
     nn.Linear: cpu.CPULinear,
-    RMSNorm: cpu.CPURMSNorm,
-    Rotary: cpu.CPURotary,
     ScaledDotProduct: cpu.CPUScaledDotProduct,
+    RMSNorm: cpu.CPURMSNorm,
     HeadCrossEntropy: cpu.CPUHeadCrossEntropy,
 }
 SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpointing
@@ -59,6 +59,7 @@ def for_training(
         import torch._functorch.config
 
         torch._dynamo.config.optimize_ddp = False  # leave blocks whole, DDP overlaps between them
+        torch._dynamo.config.recompile_limit = 64  # shapes of fine-tuning
         for name in ("used_far_apart", "long_fusible_chains", "materialized_backward"):
             setattr(torch._functorch.config, f"ban_recompute_{name}", checkpointing != "cheap")
         if device.type != "cpu":  # a CPU computes the loss in parts, faster than compiled
@@ -71,6 +72,11 @@ def swap_classes(model: nn.Module) -> nn.Module:
     for module in model.modules():
         module.__class__ = CPU_CLASSES.get(type(module), type(module))
     return model
+
+
+def uncompiled(compiled: bool) -> AbstractContextManager:
+    """Return a context for shapes that vary, in which what is compiled runs as if it were not."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -34,9 +34,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from config import MachineOptions, ModelOptions, TrainConfig
+from data.tokenizer_files import save_tokenizer
 from data.shards import read_manifest
 from data.tokenizer import GPT2Tokenizer, load_tokenizer
-from data.tokenizer_files import save_tokenizer
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.generate import Sampling, generate
@@ -69,8 +69,6 @@ class BenchOptions:
     """Repeats of each measurement; the median counts."""
     micro_batch_size: int = 4
     """Sequences in a training step."""
-    use_torch_compile: bool = False
-    """Compile this project's model and nanoGPT's; transformers is never compiled."""
     peer: Path | None = None
     """Checkout of nanoGPT, whose model.py trains in turn with this project's model."""
     input: tuple[Path, ...] = ()

@@ -139,7 +139,11 @@ def test_the_chat_template_gives_the_same_tokens():
 
 def test_targets_are_the_tokens_after_and_padding_has_none():
     examples = [Example.join(([5], False), ([6, 7], True)), Example.join(([5], False))]
-    batch = collate_padded(examples, 64, torch.device("cpu"))
+    batch = collate_padded(examples, torch.device("cpu"), 64)
     assert batch["idx"].shape == (2, 8) and batch["last"].tolist() == [2, 0]
     assert batch["targets"].tolist() == [[6, 7, *[-1] * 6], [-1] * 8]
-    assert collate_padded(examples, 5, torch.device("cpu"))["idx"].shape == (2, 5)
+    cpu = torch.device("cpu")
+    assert collate_padded(examples, cpu, 5)["idx"].shape == (2, 5)
+    long = [Example.join(([5] * 17, True))]
+    shapes = [collate_padded(long, cpu, 64, compiled)["idx"].shape for compiled in (False, True)]
+    assert shapes == [(1, 24), (1, 32)]  # a compiler sees few shapes

@@ -111,6 +111,15 @@ def test_two_processes_and_shardings_equal_one(base, tmp_path, method, sharding)
         assert a == pytest.approx(b, abs=1e-4)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_compiled_run_learns_as_a_plain_one(base, tmp_path, method):
+    """Of grpo the sampling is compiled; held-out rows of other shapes are scored between steps."""
+    args = ("--max_steps", 4, "--eval_data", base / "rows.jsonl", "--eval_every", 2)
+    script(*finetune_args(base, tmp_path / "plain", method, *args))
+    script(*finetune_args(base, tmp_path / "compiled", method, *args, "--use_torch_compile"))
+    assert_close(tmp_path / "plain", tmp_path / "compiled", 1e-5)
+
+
 def test_rewards_are_learned(base, tmp_path):
     """The share of a letter in the completions rises."""
     options = ("--max_steps", 30, "--batch_size", 8, "--micro_batch_size", 32, "--kl", 0)

@@ -83,7 +83,7 @@ def test_packed_examples_do_not_see_each_other(make, ngrams, position):
     losses = model(**batch, reduction="none").flatten()
     apart = []
     for example in method.examples[0]:
-        one = collate_padded([example], 64, torch.device("cpu"))
+        one = collate_padded([example], torch.device("cpu"), 64)
         found = model(one["idx"], one["targets"], reduction="none")[0, : len(example.tokens) - 1]
         apart.append(found)
     apart = torch.cat(apart)

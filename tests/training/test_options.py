@@ -112,7 +112,9 @@ def test_training_compiles_on_cuda_unless_told_otherwise(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "pick_device", torch.device)
     monkeypatch.setattr("sys.argv", ["train.py", "--device", device, *args])
-    assert resolve(TrainConfig, "train.py")[0].use_torch_compile == expected
+    config, _ = resolve(TrainConfig, "train.py")
+    assert config.use_torch_compile == expected
+    assert config.micro_batch_size == (16 if device == "cpu" else "auto")
 
 
 def test_the_checkpoint_of_another_script_is_not_resumed(trained, tmp_path):
