@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from config import TrainConfig, recipe_of
+from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from data.tokenizer_files import save_tokenizer
 from finetuning.chat import CHAT_TEMPLATE, is_chat
 from model.huggingface import save_pretrained
 from training.checkpoint import assemble, open_model

@@ -102,8 +102,8 @@ def open_validation(config: EvalConfig, scorer: Scorer, saved: dict) -> Job:
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")
     stream, wanted = TokenStream(folders, "val"), scorer.tokenizer.name
-    if stream.tokenizer != wanted:
-        raise UserError(f"{folders[0]} holds {stream.tokenizer} tokens, the model takes {wanted}")
+    if (found := stream.tokenizer_name) != wanted:
+        raise UserError(f"{folders[0]} holds {found} tokens, the model takes {wanted}")
     sequences = Sequences(stream, scorer.model.config.block_size)
     n = sequences.count_within(config.val_tokens) * sequences.block_size
     corpus = corpus_name(stream.shards[0].path.parent)

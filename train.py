@@ -23,6 +23,7 @@ from torch import Tensor
 from config import TrainConfig
 from data.loader import Sequences, Slicing, TokenStream, prefetch, step_sequences, train_batches
 from data.shards import corpus_name, is_interrupted
+from data.tokenizer import tokenizer_name
 from evaluation.periodic import Evaluator, is_due
 from model.config import GPTConfig
 from model.empty import with_context
@@ -194,8 +195,8 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
 
 def check_tokenizer(stream: TokenStream, name: str, tokenizer: str) -> None:
     """Raise UserError unless the shards have the tokens of a model."""
-    if stream.tokenizer != tokenizer:
-        raise UserError(f"{name} has {tokenizer} tokens, the shards {stream.tokenizer} tokens")
+    if (found := tokenizer_name(tokenizer)) != stream.tokenizer_name:
+        raise UserError(f"{name} has {found} tokens, the shards {stream.tokenizer_name} tokens")
 
 
 def warn_of_data(run: Run, train: Sequences, val: Sequences) -> None:

@@ -28,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import numpy as np
 from tqdm import tqdm
 
+from data.file_tokenizer import FileTokenizer, read_tokenizer
 from data.sharder import Sharder
 from data.source import Source, list_files
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import run
 from utils.errors import UserError
-from utils.files import lock_folder
+from utils.files import atomic_write, lock_folder
 
 # options that a folder keeps, in its manifest
 SETTINGS = ("text_column", "shard_size", "format", "val_fraction", "worker_index", "worker_count")
@@ -55,8 +56,11 @@ class DataConfig:
     .zst; a file may also be .json, .csv, .tsv or other text."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
-    tokenizer: Literal["gpt2", "bytes"] = "gpt2"
-    """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download."""
+    tokenizer: str = "gpt2"
+    """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download; or a
+    tokenizer.json (data/train_tokenizer.py makes one for your text)."""
+    end_of_text: str | None = None
+    """Token of the tokenizer.json that precedes every document, if it has no usual name."""
     shard_size: int = 100_000_000
     """Tokens per shard."""
     max_shards: int | None = None
@@ -144,16 +148,24 @@ def write_shards(
 
 def prepare(config: DataConfig) -> tuple[dict, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    tokenizer = load_tokenizer(config.tokenizer)
+    spec = config.tokenizer
+    if spec not in TOKENIZERS:
+        spec = read_tokenizer(Path(spec), config.end_of_text)
+    tokenizer = load_tokenizer(spec)
     sizes = list_files(config.input) if config.input else {}
     hub, worker = (config.dataset, config.remote_name), (config.worker_index, config.worker_count)
     source = Source(list(sizes), *hub, config.text_column, *worker)
     settings = {name: getattr(config, name) for name in SETTINGS}
     settings |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    if isinstance(tokenizer, FileTokenizer):
+        settings["end_of_text"] = tokenizer.end_of_text
     settings |= {"eot": tokenizer.eot, "source": list(config.input or hub), "files": sizes}
     lock = lock_folder(config.local_dir, "sharding into")
     try:
         sharder = Sharder(config.local_dir, settings, config.max_shards)
+        if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
+            with atomic_write(config.local_dir / TOKENIZER) as file:
+                file.write(tokenizer.json.encode())
         manifest = sharder.manifest
         if manifest["complete"] or (manifest["stopped"] and sharder.full):
             return manifest, 0

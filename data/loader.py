@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import find_shards, read_manifest
-from data.tokenizer import GPT2Tokenizer
+from data.shards import find_shards, folder_tokenizer
+from data.tokenizer import TOKENIZERS, load_tokenizer, tokenizer_name
 from utils.errors import UserError
 
 ROUNDS = 6
@@ -55,12 +55,12 @@ class TokenStream:
         self.split, self.folders = split, [Path(folder) for folder in folders]
         self.shards = [shard for folder in self.folders for shard in find_shards(folder, split)]
         self.starts = np.cumsum([0, *(shard.tokens for shard in self.shards)])
-        gpt2 = {"tokenizer": "gpt2", "vocab_size": GPT2Tokenizer.vocab_size}
-        manifests = [read_manifest(folder) or gpt2 for folder in self.folders]
-        found = {manifest["tokenizer"]: manifest["vocab_size"] for manifest in manifests}
+        found = {tokenizer_name(spec := folder_tokenizer(folder)): spec for folder in self.folders}
         if len(found) > 1:
             raise UserError(f"the folders of --data_dir have several tokenizers: {sorted(found)}")
-        ((self.tokenizer, self.vocab_size),) = found.items()
+        ((self.tokenizer_name, self.tokenizer),) = found.items()  # the second is the spec
+        kind = TOKENIZERS.get(self.tokenizer) or load_tokenizer(self.tokenizer)
+        self.vocab_size = kind.vocab_size
         self._open = lru_cache(maxsize=128)(lambda i: self.shards[i].open())  # few open files
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class TokenStream:
             offset = start - int(self.starts[i])
             part = self._open(i)[offset : offset + length]
             if (highest := part.max(initial=0)) >= self.vocab_size:
-                path, known = self.shards[i].path, f"{self.vocab_size:,} of {self.tokenizer}"
+                path, known = self.shards[i].path, f"{self.vocab_size:,} of {self.tokenizer_name}"
                 raise UserError(f"{path} holds token id {highest}, not one of the {known}")
             parts.append(part)
             start, length, i = start + len(part), length - len(part), i + 1

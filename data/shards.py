@@ -13,10 +13,12 @@ import json
 import re
 import struct
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
+from data.tokenizer import TOKENIZER, TOKENIZERS
 from utils.errors import UserError
 from utils.files import atomic_write
 
@@ -79,6 +81,17 @@ def read_manifest(folder: Path) -> dict | None:
     return manifest
 
 
+def folder_tokenizer(folder: Path) -> str:
+    """Return the spec of the tokenizer of a folder; raise UserError if its file is missing."""
+    manifest = read_manifest(folder) or {"tokenizer": "gpt2"}
+    if (path := folder / TOKENIZER).exists():
+        reader = import_module("data.file_tokenizer")  # on demand: it imports tokenizers
+        return reader.read_tokenizer(path, manifest.get("end_of_text"))
+    if manifest["tokenizer"] not in TOKENIZERS:
+        raise UserError(f"{path}, the tokenizer of these shards, is missing")
+    return manifest["tokenizer"]
+
+
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Replace the manifest of a folder atomically."""
     with atomic_write(folder / MANIFEST) as file:
@@ -118,11 +131,12 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         )
     manifest = read_manifest(folder)
     if manifest is None:
-        head = shards[0].open()[:100_000]
-        if (folder / "meta.pkl").exists() or (len(head) >= 1000 and head.max() <= 256):
+        head, known = shards[0].open()[:100_000], (folder / TOKENIZER).exists()
+        few = len(head) >= 10_000 and head.max() < 2**15  # any text has rare tokens
+        if not known and (few or (folder / "meta.pkl").exists()):
             raise UserError(
-                f"{shards[0].path} holds bytes or characters, not tokens of GPT-2, and no "
-                f"{MANIFEST} says so; shard the text with --tokenizer bytes"
+                f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
+                f"their {TOKENIZER} beside it, or shard the text anew"
             )
         return shards
     listed = {(s["file"], s["tokens"]) for s in manifest["shards"] if s["split"] == split}

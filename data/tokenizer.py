@@ -1,13 +1,18 @@
-"""Tokenizers: GPT-2's byte pair encoding through tiktoken, and plain bytes without a download."""
+"""Tokenizers: GPT-2's byte pair encoding through tiktoken, plain bytes, or any tokenizer.json.
+
+A tokenizer travels in checkpoints as text, its spec: a key of TOKENIZERS, or JSON that holds a
+tokenizer.json; see data/file_tokenizer.py.
+"""
 
 import json
-from pathlib import Path
+import zlib
+from importlib import import_module
 
 import numpy as np
 
 from utils.errors import UserError
 
-GPT2_IDS = {"!": 0, "\u0120the": 262, "Hello": 15_496}  # \u0120 stands for a space
+TOKENIZER = "tokenizer.json"  # of Hugging Face's tokenizers
 
 
 class ByteTokenizer:
@@ -16,6 +21,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eot = 256  # id of the end-of-text token, which precedes every document
+    chat_template: str | None = None  # of the model that the tokenizer came with
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint16 (n,), without recognising special tokens."""
@@ -26,17 +32,8 @@ class ByteTokenizer:
         return bytes(i for i in ids if i != self.eot)
 
 
-def check_vocabulary(folder: Path) -> None:
-    """Raise UserError if a Hugging Face model has the size of GPT-2's vocabulary, but another."""
-    for path in filter(Path.is_file, (folder / "vocab.json", folder / "tokenizer.json")):
-        ids = json.loads(path.read_text(encoding="utf-8"))
-        ids = ids["model"]["vocab"] if path.name == "tokenizer.json" else ids
-        if len(ids) > 50_000 and not GPT2_IDS.items() <= ids.items():
-            raise UserError(f"{path} is another tokenizer than GPT-2's, the one known here")
-
-
-class GPT2Tokenizer:
-    """GPT-2's 50,257 tokens, with the methods of ByteTokenizer; tiktoken downloads them once."""
+class GPT2Tokenizer(ByteTokenizer):
+    """GPT-2's 50,257 tokens; tiktoken downloads them once."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -60,13 +57,23 @@ class GPT2Tokenizer:
         return self.encoding.decode_bytes([i for i in ids if i != self.eot])
 
 
-Tokenizer = GPT2Tokenizer | ByteTokenizer
+Tokenizer = ByteTokenizer
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of this name, a key of TOKENIZERS."""
-    return TOKENIZERS[name]()
+def tokenizer_name(spec: str) -> str:
+    """Return the name of a tokenizer for messages and comparisons."""
+    if spec in TOKENIZERS:
+        return spec
+    content = json.dumps(json.loads(spec)[TOKENIZER], sort_keys=True)
+    return f"tokenizer-{zlib.crc32(content.encode()):08x}"
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """Return the tokenizer of a spec."""
+    if spec in TOKENIZERS:
+        return TOKENIZERS[spec]()
+    return import_module("data.file_tokenizer").FileTokenizer(spec)  # on demand
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> np.ndarray:

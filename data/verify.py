@@ -41,7 +41,8 @@ def main(config: VerifyConfig) -> None:
         stream = TokenStream(config.data_dir, split)
         for start in range(0, len(stream), CHUNK):
             stream.tokens(start, min(CHUNK, len(stream) - start))  # checks the ids
-        print(f"{split}: {len(stream):,} {stream.tokenizer} tokens in {len(stream.shards)} shards")
+        kind, count = stream.tokenizer_name, len(stream.shards)
+        print(f"{split}: {len(stream):,} {kind} tokens in {count} shards")
     n = len(Sequences(stream, config.block_size))
     visits = np.bincount(permute(np.arange(n), n, config.seed, 0), minlength=n)
     assert (visits == 1).all(), "an epoch misses or repeats a sequence"

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from data.tokenizer import tokenizer_name
 from finetuning.chat import Example, is_chat
 from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
@@ -78,7 +79,8 @@ def load_reward(
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
         return lambda found: [float(score(c.row["prompt"], c.text, c.row)) for c in found]
     model, tokenizer, saved = open_model(name, RewardModel, exact=True)
-    same_text = (tokenizer, is_chat(saved, name)) == (encoder.tokenizer.name, encoder.chat)
+    kind = tokenizer_name(tokenizer), is_chat(saved, name)
+    same_text = kind == (encoder.tokenizer.name, encoder.chat)
     if not same_text or model.config.block_size < encoder.block_size:
         problem = "another tokenizer, another kind of text (--plain), or a shorter context"
         raise UserError(f"--reward {name} has {problem} than this run")

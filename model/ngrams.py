@@ -22,7 +22,7 @@ def ngram_rows(
     where `mask` (B, 1, T, S) allows it. End of text stands where there are fewer."""
     (B, T), count = idx.shape, config.ngrams - 1
     tokens = idx if cache is None else cache.append("tokens", idx, dim=1)  # (B, S)
-    eot = config.vocab_size - 1  # in both tokenizers
+    eot = config.vocab_size - 1  # but in some tokenizer.json of others
     tokens = F.pad(tokens, (count, 0), value=eot)  # column s is now s + count
     columns = torch.arange(tokens.size(1), device=idx.device)
     static = cache is not None and cache.column is not None

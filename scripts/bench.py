@@ -34,7 +34,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from config import MachineOptions, ModelOptions, TrainConfig
-from data.tokenizer_files import save_tokenizer
+from data.file_tokenizer import save_tokenizer
 from data.shards import read_manifest
 from data.tokenizer import GPT2Tokenizer, load_tokenizer
 from model.config import GPTConfig

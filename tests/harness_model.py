@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from data.tokenizer_files import save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained

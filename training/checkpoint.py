@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.tokenizer import TOKENIZERS, check_vocabulary
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.gpt import GPT
@@ -167,16 +166,13 @@ def find_checkpoint(name: str | Path) -> Path | None:
 def open_model(
     name: str | Path, kind: type[GPT] = GPT, *, exact: bool = False
 ) -> tuple[GPT, str, dict]:
-    """Return a model in evaluation mode, its tokenizer's name, and the content of its checkpoint,
+    """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a Hugging Face model. `name` is a checkpoint, a run's folder, or a Hugging Face folder or
     name; `exact` takes all bits of the weights."""
     if path := find_checkpoint(name):
         model, saved = load_model(path, kind, exact=exact)
         return model, saved["tokenizer"], saved
     huggingface = import_module("model.huggingface")  # on demand: most runs do without
-    check_vocabulary(huggingface.find_folder(str(name)))
-    model = huggingface.load_pretrained(name)
-    for tokenizer, tokens in TOKENIZERS.items():
-        if tokens.vocab_size == model.config.vocab_size:
-            return model.eval(), tokenizer, {}
-    raise UserError(f"no tokenizer here has the {model.config.vocab_size} tokens of {name}")
+    model, folder = huggingface.load_pretrained(name), huggingface.find_folder(str(name))
+    reader = import_module("data.file_tokenizer")
+    return model.eval(), reader.pretrained_tokenizer(folder, model.config.vocab_size), {}

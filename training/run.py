@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from config import RunOptions
+from data.tokenizer import tokenizer_name
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training.checkpoint import find_newest, load_checkpoint
@@ -216,6 +217,7 @@ class Run:
         )
         if self.process.is_main:
             content = {"command": sys.argv, "run_id": state.run_id, **about}
+            content["tokenizer"] = tokenizer_name(about["tokenizer"])
             content["config"] = config.to_dict()
             content["model_config"] = asdict(model.config)
             content["versions"] = describe(self.process.device)

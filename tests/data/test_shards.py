@@ -106,13 +106,13 @@ def test_the_last_train_or_val_in_a_name_is_the_split(tmp_path):
         assert [shard.path.name for shard in find_shards(tmp_path, split)] == names
 
 
-def test_characters_numbered_by_nanogpt_and_bytes_are_not_read_as_tokens_of_gpt2(tmp_path):
+def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
     write(tmp_path, "train", 0, range(5000))
     assert find_shards(tmp_path, "train")
     (tmp_path / "meta.pkl").touch()
-    with pytest.raises(UserError, match="not tokens of GPT-2.* --tokenizer bytes"):
+    with pytest.raises(UserError, match="holds no tokens of GPT-2.* tokenizer.json beside it"):
         find_shards(tmp_path, "train")
     (tmp_path / "meta.pkl").unlink()
-    write(tmp_path, "train", 0, [*range(257)] * 4)
-    with pytest.raises(UserError, match="not tokens of GPT-2"):
+    write(tmp_path, "train", 0, [*range(257)] * 40)
+    with pytest.raises(UserError, match="holds no tokens of GPT-2"):
         find_shards(tmp_path, "train")

@@ -11,8 +11,8 @@ import torch
 from conftest import SHARED, environment, script, torchrun
 from pyarrow import parquet
 
+from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from data.tokenizer_files import save_tokenizer
 from evaluation.tasks import find_tasks
 from model.config import GPTConfig
 from model.gpt import GPT

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import parse_recipe
+from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from data.tokenizer_files import save_tokenizer
 from model.config import GPTConfig
 from model.empty import with_context
 from model.generate import Sampling, complete

@@ -18,8 +18,8 @@ import torch
 from conftest import SHARED
 
 from config import parse_recipe
+from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from data.tokenizer_files import save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained

@@ -1,0 +1,93 @@
+"""Train a tokenizer on your text: byte-level BPE, as a tokenizer.json for --tokenizer.
+
+    python data/train_tokenizer.py --input books/ --vocab_size 16384 --out data/books/tokenizer.json
+    python data/fineweb-edu.py --input books/ --tokenizer data/books/tokenizer.json \\
+        --local_dir data/books
+
+The same text gives the same tokenizer. A hash chooses the sample that it is trained on, and the
+text that is held out to count bytes per token, beside GPT-2's tokenizer.
+"""
+
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data/ there instead
+
+from tokenizers import models, pre_tokenizers, trainers
+
+from data.file_tokenizer import END_OF_TEXT, byte_level, read_tokenizer
+from data.source import Source, list_files
+from data.tokenizer import load_tokenizer
+from utils.cli import run
+from utils.errors import UserError
+from utils.files import atomic_write
+
+PIECE = 10_000  # characters of a text that are sampled, or held out, together
+HELD_OUT = 0.02  # share of the pieces, of which at most HELD_OUT_PIECES are kept
+HELD_OUT_PIECES = 500
+
+
+@dataclass
+class TokenizerConfig:
+    """Train a tokenizer on your text."""
+
+    input: tuple[str, ...]
+    """Files or folders, as data/fineweb-edu.py takes them."""
+    out: Path
+    """The tokenizer.json to write."""
+    vocab_size: int = 16_384
+    """Tokens, end of text included; at most 65,535."""
+    split: Literal["unicode", "gpt2"] = "unicode"
+    """What no token crosses: gpt2: the words and numbers of GPT-2; unicode: words with their marks
+    in any script, and single digits."""
+    sample_mb: int = 50
+    """Text to train on, in MB."""
+    text_column: str = "text"
+    """Column of parquet, JSON or CSV that holds the text."""
+
+
+def pieces(source: Source, share: float, held_out: list[str]) -> Iterator[str]:
+    """Yield a share of the pieces of the texts; put others into `held_out`."""
+    for _, texts in source.batches(None):
+        for text in filter(lambda x: isinstance(x, str), texts):
+            for start in range(0, len(text), PIECE):
+                piece = text[start : start + PIECE]
+                place = zlib.crc32(piece.encode(errors="replace")) / 2**32
+                if place > 1 - HELD_OUT and len(held_out) < HELD_OUT_PIECES:
+                    held_out.append(piece)
+                elif place < share:
+                    yield piece
+
+
+def main(config: TokenizerConfig) -> None:
+    if not 257 <= config.vocab_size < 65_536:
+        raise UserError(f"--vocab_size {config.vocab_size} must be 257 to 65,535")
+    sizes, held_out = list_files(config.input), []
+    source = Source(list(sizes), "", "", config.text_column, 0, 1)
+    sample = pieces(source, config.sample_mb * 1e6 / max(1, sum(sizes.values())), held_out)
+    engine = byte_level(models.BPE(), config.split)
+    alphabet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=config.vocab_size - 1, **alphabet)
+    engine.train_from_iterator(sample, trainer)
+    engine.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(config.out) as file:
+        file.write(engine.to_str().encode())
+    print(f"{config.out}: {engine.get_vocab_size():,} tokens")
+    for name in (read_tokenizer(config.out), "gpt2") if held_out else ():
+        try:
+            tokenizer = load_tokenizer(name)
+        except UserError as error:
+            print(error)
+            continue
+        tokens = sum(len(tokenizer.encode(piece)) for piece in held_out)
+        size = sum(len(piece.encode(errors="replace")) for piece in held_out)
+        print(f"{size / tokens:.2f} bytes per token of {tokenizer.name} in {size:,} bytes held out")
+
+
+if __name__ == "__main__":
+    run(main, TokenizerConfig)
