@@ -8,19 +8,48 @@ AutoTokenizer, in float32 with every bit of the weights. An imported model can b
 and trained from by --init_from.
 """
 
+import json
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from config import TrainConfig, recipe_of
 from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
+from evaluation.table import format_table
+from evaluation.tasks import Result
 from finetuning.chat import CHAT_TEMPLATE, is_chat
+from model.gpt import GPT
 from model.huggingface import save_pretrained
-from training.checkpoint import assemble, open_model
+from training.checkpoint import assemble, find_checkpoint, open_model
 from training.saver import save_checkpoint
 from training.state import TrainState
 from utils.cli import run
 from utils.errors import UserError
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+A language model, trained from scratch.
+
+| | |
+|---|---|
+{table}
+
+{scores}## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("USER/NAME")
+tokenizer = AutoTokenizer.from_pretrained("USER/NAME")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```
+"""
 
 
 @dataclass
@@ -37,12 +66,50 @@ class ConvertConfig:
 
 def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers."""
-    model, name, saved = open_model(config.checkpoint, exact=True)
-    save_pretrained(model, config.out)
-    template = CHAT_TEMPLATE if is_chat(saved, config.checkpoint) else None
-    save_tokenizer(load_tokenizer(name), config.out, model.config.block_size, template)
+    model, spec, saved = open_model(config.checkpoint, exact=True)
+    tokenizer = load_tokenizer(spec)
+    save_pretrained(model, config.out, tokenizer.eot)
+    template = tokenizer.chat_template
+    if template is None and is_chat(saved, config.checkpoint):
+        template = CHAT_TEMPLATE
+    save_tokenizer(tokenizer, config.out, model.config.block_size, template)
+    card = model_card(model, tokenizer.name, saved, find_checkpoint(config.checkpoint))
+    (config.out / "README.md").write_text(card, encoding="utf-8")
+    print(f"on the hub: hf upload USER/NAME {config.out}")
     if model.config.activation == "relu2":
         print("note: only transformers runs ReLU²; llama.cpp and vLLM compute another function")
+
+
+def model_card(model: GPT, tokenizer: str, saved: dict, path: Path) -> str:
+    """Return the README.md of a model: what it is, how it was trained, its scores, how to load it.
+    Scores are those of evaluate.py for this checkpoint, beside it or in the logs of its run."""
+    shape, options = model.config, saved["config"]
+    rows = {
+        "parameters": f"{model.num_parameters():,}",
+        "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
+        f"context {shape.block_size}, {shape.vocab_size:,} tokens ({tokenizer})",
+        "trained by": f"{saved['script']}, {options.get('method') or options.get('recipe')}",
+        "data": saved.get("corpus") or options.get("data"),
+        "steps": f"{saved['step']:,}, {saved['tokens']:,} tokens",
+        "lowest validation loss": f"{saved['best_loss']:.4f} nats per token",
+        "commit of the code": commit(),
+    }
+    scores = ""
+    for folder in (path.parent, Path(options["log_dir"])):
+        if (file := folder / "evaluation.json").is_file():
+            found = json.loads(file.read_text())
+            if (found.get("run_id"), found.get("step")) == (saved["run_id"], saved["step"]):
+                results = [Result(**result) for result in found["results"]]
+                scores = f"## Scores\n\n```\n{format_table(results, shape.size or 'gpt2')}\n```\n\n"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return CARD.format(name=path.parent.parent.name, table=table, scores=scores)
+
+
+def commit() -> str:
+    """Return the commit of this code, or "unknown" outside of a clone."""
+    command = ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def import_model(config: ConvertConfig) -> None:

@@ -5,6 +5,8 @@ the last one; the model learns what the assistant says and the end of text after
 
     <|endoftext|>User: What is 2 + 3?<|endoftext|>Assistant: 5<|endoftext|>
                                                              ~~~~~~~~~~~~~~  (with the space)
+
+A model of others that comes with a chat template keeps its own format.
 """
 
 import json
@@ -39,8 +41,39 @@ class Example:
         return cls(tokens, np.repeat([counts for _, counts in parts], [len(x) for x, _ in parts]))
 
 
+def render(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) -> str:
+    """Return a dialog in the format of the tokenizer's chat template, up to the beginning of the
+    assistant's answer with `open_turn`."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # of torch
+
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
+        tokenizer.chat_template
+    )
+    ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.end_of_text)
+    return template.render(messages=messages, add_generation_prompt=open_turn, **ends)
+
+
+def encode_rendered(messages: Messages, tokenizer: Tokenizer) -> Example:
+    """Encode a dialog by the chat template; what follows the beginning of an answer counts."""
+    texts, said = [], ""
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = (
+                render(messages[:i], tokenizer, True),
+                render(messages[: i + 1], tokenizer),
+            )
+            if not (before.startswith(said) and after.startswith(before)):
+                raise ValueError("the chat template changes earlier turns with later ones")
+            texts += [(before[len(said) :], False), (after[len(before) :], True)]
+            said = after
+    texts.append((render(messages, tokenizer)[len(said) :], False))
+    return Example.join(*((tokenizer.encode(text, special=True), x) for text, x in texts))
+
+
 def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     """Encode a dialog; the assistant's turns count in the loss."""
+    if tokenizer.chat_template:
+        return encode_rendered(messages, tokenizer)
     parts, counts = [], False
     for message in messages:
         parts.append(([tokenizer.eot], counts))  # closes the turn before
@@ -55,9 +88,16 @@ def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> l
     is a turn of the user, else the text of the prompt after end of text."""
     if not chat:
         return [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = as_messages(prompt)
+    if tokenizer.chat_template:
+        return tokenizer.encode(render(messages, tokenizer, True), special=True).tolist()
     dialog = encode_messages(messages, tokenizer).tokens
     return [*dialog.tolist(), *tokenizer.encode(f"{ROLES['assistant']}:").tolist()]
+
+
+def as_messages(prompt: str | Messages) -> Messages:
+    """Return a dialog, in which a text is a turn of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def fit_history(
@@ -78,6 +118,9 @@ def encode_completion(
     prompt: str | Messages, completion: str, tokenizer: Tokenizer, chat: bool
 ) -> Example:
     """Encode a prompt and a completion with its end of text; the prompt does not count."""
+    if chat and tokenizer.chat_template:
+        answer = {"role": "assistant", "content": completion}
+        return encode_rendered([*as_messages(prompt), answer], tokenizer)
     said = tokenizer.encode(f" {completion}" if chat else completion)
     before = encode_prompt(prompt, tokenizer, chat)
     return Example.join((before, False), (said, True), ([tokenizer.eot], True))
@@ -86,13 +129,13 @@ def encode_completion(
 def decode_completion(tokens: list[int], tokenizer: Tokenizer, chat: bool) -> str:
     """Return the text of a completion, without the space after "Assistant:"."""
     text = tokenizer.decode_bytes(tokens).decode(errors="replace")
-    return text.removeprefix(" ") if chat else text
+    return text.removeprefix(" ") if chat and not tokenizer.chat_template else text
 
 
 def is_chat(saved: dict, name: str) -> bool:
     """Return True if a model was fine-tuned on chats: by its checkpoint `saved`, or, for the
-    Hugging Face folder `name` without one, by the chat template that convert.py writes."""
+    Hugging Face folder `name` without one, by a chat template in it."""
     if saved:
         return saved["config"].get("plain") is False
-    path = Path(name) / "tokenizer_config.json"
-    return path.is_file() and json.loads(path.read_text()).get("chat_template") == CHAT_TEMPLATE
+    about, jinja = Path(name) / "tokenizer_config.json", Path(name) / "chat_template.jinja"
+    return jinja.is_file() or (about.is_file() and "chat_template" in json.loads(about.read_text()))

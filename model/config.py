@@ -19,7 +19,7 @@ RULES = (  # fields, a test of their values, and what it asks for
     (COUNTS, lambda x: type(x) is int and x >= 1, "a whole number of at least 1"),
     ("n_kv_head n_inner", lambda x: x is None or type(x) is int and x >= 1, "at least 1, or None"),
     ("dropout", lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    ("rope_base", lambda x: type(x) in (int, float) and 0 < x < float("inf"), "a number above 0"),
+    ("rope_base norm_eps", lambda x: type(x) in (int, float) and 0 < x < 1e30, "a number above 0"),
     ("qk_norm bias tied", lambda x: type(x) is bool, "True or False"),
     ("position", ("learned", "rotary").__contains__, "learned or rotary"),
     ("norm", ("layer", "rms").__contains__, "layer or rms"),
@@ -48,6 +48,8 @@ class GPTConfig:
     rope_base: float = 10_000.0
     norm: str = "layer"
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in a norm."""
     qk_norm: bool = False
     """Normalise queries and keys to a root mean square of 1."""
     activation: str = "gelu"

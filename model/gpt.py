@@ -24,7 +24,9 @@ class Attention(nn.Module):
         self.layer = layer
         self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of q, k, v
         self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
-        self.qk_norm = RMSNorm(config.head_size, gain=False) if config.qk_norm else nn.Identity()
+        self.qk_norm = nn.Identity()
+        if config.qk_norm:
+            self.qk_norm = RMSNorm(config.head_size, config.norm_eps, gain=False)
         self.rotary = Rotary() if config.position == "rotary" else None
         self.attend = ScaledDotProduct(config.dropout)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)

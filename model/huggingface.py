@@ -17,7 +17,6 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.gpt import GPT
-from model.layers import RMS_EPS
 from utils.errors import UserError
 
 # fields of GPTConfig, and of transformers' GPT2Config and LlamaConfig
@@ -32,6 +31,7 @@ LLAMA_FIELDS = {
     "n_kv_head": "num_key_value_heads",
     "n_inner": "intermediate_size",
     "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
@@ -44,10 +44,11 @@ GPT2_CONSTANTS = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-LLAMA_CONSTANTS = {"rms_norm_eps": RMS_EPS, "rope_scaling": None}
-LLAMA_CONSTANTS |= dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False)
+LLAMA_CONSTANTS = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False)
+LLAMA_CONSTANTS["rope_scaling"] = None
 # fields of GPTConfig that every LLaMA has
 LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "ngrams": 1}
+MAX_TOKENS = 65_535  # ids of shards have 16 bits
 LLAMA_WEIGHTS = {  # our names, each with those of the weights that it stacks
     "transformer.wte": "model.embed_tokens",
     "transformer.ln_f": "model.norm",
@@ -73,9 +74,12 @@ def config_from_hf(values: dict) -> GPTConfig:
         values = {**values, "rope_scaling": rope}
     names, fields = GPT2_FIELDS, {}
     if values["model_type"] in ("llama", "qwen3"):
-        values = {**LLAMA_DEFAULTS, **rope, **values}
+        given = {name: value for name, value in values.items() if value is not None}
+        values = {**LLAMA_DEFAULTS, **rope, **given}
         names, fields = LLAMA_FIELDS, {**LLAMA, "activation": "swiglu"}
         fields["qk_norm"] = values["model_type"] == "qwen3"
+    if values["vocab_size"] > MAX_TOKENS:
+        raise UserError(f"it has {values['vocab_size']:,} tokens, more than {MAX_TOKENS:,}")
     config = GPTConfig(**fields, **{ours: values.get(theirs) for ours, theirs in names.items()})
     for name, value in config_to_hf(config).items():
         checked = name not in ("architectures", "n_ctx") and "drop" not in name
@@ -181,7 +185,8 @@ def find_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        patterns = ["*.json", "*.jinja", "*.safetensors"]
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
         if not list(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["pytorch_model*.bin*"])
     except Exception as error:
@@ -223,18 +228,23 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
     return model
 
 
-def save_pretrained(model: GPT, folder: str | Path) -> None:
-    """Write config.json and model.safetensors, which transformers' AutoModelForCausalLM loads;
-    raise UserError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3."""
+def save_pretrained(model: GPT, folder: str | Path, eot: int | None = None) -> None:
+    """Write config.json, generation_config.json and model.safetensors, which transformers'
+    AutoModelForCausalLM loads; `eot` is the id of end of text, the last one if not given. Raises
+    UserError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3."""
     from safetensors.torch import save_file
 
-    folder, config, eot = Path(folder), model.config, model.config.vocab_size - 1
-    values = config_to_hf(config)
-    values |= {"dtype": "float32", "bos_token_id": eot, "eos_token_id": eot}
+    folder, config = Path(folder), model.config
+    eot = config.vocab_size - 1 if eot is None else eot
+    ends = {"bos_token_id": eot, "eos_token_id": eot}
+    values = config_to_hf(config) | {"dtype": "float32", **ends}
     weights = {
         name: x.detach().cpu().contiguous()
         for name, x in weights_to_hf(model.state_dict(), config).items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+    generation = ends | {"pad_token_id": eot, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # as the others

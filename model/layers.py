@@ -10,19 +10,17 @@ from torch import Tensor
 
 from model.config import GPTConfig
 
-RMS_EPS = 1e-5
-
 
 class RMSNorm(nn.Module):
     """Scale x (..., width) to a root mean square of 1, times a gain (Zhang and Sennrich 2019)."""
 
-    def __init__(self, width: int, gain: bool = True) -> None:
+    def __init__(self, width: int, eps: float, gain: bool = True) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.eps = width, eps
         self.weight = nn.Parameter(torch.ones(width)) if gain else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.width,), self.weight, RMS_EPS).type_as(x)
+        return F.rms_norm(x, (self.width,), self.weight, self.eps).type_as(x)
 
 
 class Rotary(nn.Module):
@@ -57,8 +55,8 @@ ACTIVATIONS = {
 def make_norm(config: GPTConfig) -> nn.Module:
     """Return the norm of the residual stream."""
     if config.norm == "layer":
-        return nn.LayerNorm(config.n_embd, bias=config.bias)
-    return RMSNorm(config.n_embd)
+        return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
+    return RMSNorm(config.n_embd, config.norm_eps)
 
 
 class ScaledDotProduct(nn.Module):

@@ -4,7 +4,7 @@
     python scripts/bench.py --parts data --input novels-00000-of-00002.parquet
     python scripts/bench.py --parts eval --hellaswag hellaswag.jsonl --harness lm-eval/bin/python
 
-Each job runs in a worker, a process of its own: it warms up, then repeats its work on request. Jobs
+Each repeat of a job is a process of its own, which warms up and then counts for some seconds. Jobs
 that are compared take turns, repeat by repeat; medians count. Each comparison is printed and
 appended to --out as a line of JSON; the last line of output is all of them as JSON.
 """
@@ -55,6 +55,7 @@ from utils.throughput import peak_flops
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = GPT2Tokenizer.vocab_size
 NEW_TOKENS, EXAMPLES = 128, 160  # of sampling, of HellaSwag
+SECONDS = 5  # that a repeat counts, at least one unit of work
 PEERS = {"train": "nanogpt", "sample": "transformers", "data": "tiktoken", "eval": "harness"}
 Work = Callable[[], int]  # does the work of a job once and returns how many units that was
 
@@ -82,7 +83,7 @@ class BenchOptions:
     out: Path = Path("logs/bench.jsonl")
     """JSON lines file to append to."""
     worker: str | None = None
-    """Run this job alone, for a main process that asks for each repeat on standard input."""
+    """Run one repeat of this job alone."""
 
 
 @dataclass
@@ -253,62 +254,35 @@ JOBS: dict[str, Callable[[BenchConfig], Work]] = {
 
 
 def work(config: BenchConfig) -> None:
-    """Be the worker of a job: print the seconds of its warm-up, its rate in units/s for each line
-    of standard input, and at the end of the input its peak memory, all as lines of JSON."""
-
-    def answer(**figures: float) -> None:
-        print(json.dumps(figures), flush=True)
-
+    """Be the worker of a job: print seconds of warm-up, units per second and peak memory."""
     began = time.perf_counter()
     once = JOBS[config.worker](config)
     once()  # compiles, fills caches
-    answer(start_s=time.perf_counter() - began)
-    while sys.stdin.readline():
-        units, began = 0, time.perf_counter()
-        while time.perf_counter() < began + 1:  # the job before has filled the caches
-            units += once()
-        answer(rate=units / (time.perf_counter() - began))
+    ready, units = time.perf_counter(), 0
+    while time.perf_counter() < ready + SECONDS:
+        units += once()
+    rate = units / (time.perf_counter() - ready)
     on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     of_command = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # KiB on Linux
-    own = re.search(
-        r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()
-    )  # without its parent's
-    answer(peak_bytes=on_gpu or max(of_command, 1024 * int(own[1])))
-
-
-def start_worker(config: BenchConfig, job: str) -> subprocess.Popen:
-    """Start the worker of a job."""
-    command = [sys.executable, __file__, *to_flags(vars(replace(config, worker=job)))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes)
-
-
-def receive(worker: subprocess.Popen, name: str) -> float:
-    """Return the figure of a worker's next answer, skipping lines that a peer prints."""
-    for line in worker.stdout:
-        if line.startswith("{"):
-            return json.loads(line)[name]
-    raise UserError("a job failed; its error is above")
+    own = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())  # not its parent's
+    peak = on_gpu or max(of_command, 1024 * int(own[1]))
+    print(json.dumps({"rate": rate, "start_s": ready - began, "peak_bytes": peak}))
 
 
 def measure(config: BenchConfig, jobs: list[str]) -> dict[str, dict]:
-    """Return rate in units/s, peak memory in bytes and seconds of warm-up of each job."""
-    workers, rates = {}, {job: [] for job in jobs}
-    with contextlib.ExitStack() as stack:
-        found = {}
-        for job in jobs:
-            workers[job] = start_worker(config, job)
-            stack.callback(workers[job].kill)
-            found[job] = {"start_s": receive(workers[job], "start_s")}
-        for _ in range(config.repeats):
-            for job, worker in workers.items():
-                print(file=worker.stdin, flush=True)
-                rates[job].append(receive(worker, "rate"))
-        for job, worker in workers.items():
-            worker.stdin.close()
-            found[job]["peak_bytes"] = receive(worker, "peak_bytes")
-            found[job]["rate"] = statistics.median(rates[job])
-        return found
+    """Return the medians of what the workers of each job print; the jobs take turns."""
+    found: dict[str, list[dict]] = {job: [] for job in jobs}
+    for _ in range(config.repeats):
+        for job, figures in found.items():
+            command = [sys.executable, __file__, *to_flags(vars(replace(config, worker=job)))]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise UserError(f"the job {job} failed; its error is above")
+            figures.append(json.loads(done.stdout.splitlines()[-1]))
+    return {
+        job: {name: statistics.median(x[name] for x in figures) for name in figures[0]}
+        for job, figures in found.items()
+    }
 
 
 def compare(config: BenchConfig, part: str, jobs: list[str]) -> dict:

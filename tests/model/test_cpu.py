@@ -39,8 +39,8 @@ ROWS = {  # a plain module, inputs with gradients, inputs without
     "layer norm": lambda dtype: (nn.LayerNorm(16), [x4(dtype)], []),
     "linear": lambda dtype: (nn.Linear(16, 24, dtype=dtype), [x4(dtype)], []),
     "linear without bias": lambda dtype: (nn.Linear(16, 24, False, dtype=dtype), [x4(dtype)], []),
-    "norm": lambda dtype: (RMSNorm(16), [x4(dtype)], []),
-    "norm without gain": lambda dtype: (RMSNorm(16, gain=False), [x4(dtype)], []),
+    "norm": lambda dtype: (RMSNorm(16, 1e-5), [x4(dtype)], []),
+    "norm without gain": lambda dtype: (RMSNorm(16, 1e-6, gain=False), [x4(dtype)], []),
     "attention": lambda dtype: (ScaledDotProduct(0.0), [x4(dtype)] * 3, []),
 }
 

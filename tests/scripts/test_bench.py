@@ -64,7 +64,7 @@ def test_what_cannot_be_measured_is_a_sentence(tmp_path):
     assert "--parts data needs --input" in bench(out, "--parts", "data", code=2).stderr
     (tmp_path / "model.py").write_text("raise ImportError('of another project')")
     done = bench(out, "--parts", "train", "--peer", tmp_path, code=2)
-    assert "of another project" in done.stderr and "a job failed" in done.stderr
+    assert "of another project" in done.stderr and "job nanogpt failed" in done.stderr
     assert not out.exists()
 
 
