@@ -31,13 +31,14 @@ from tqdm import tqdm
 from data.file_tokenizer import FileTokenizer, read_tokenizer
 from data.sharder import Sharder
 from data.source import Source, list_files
-from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, bytes_per_token, load_tokenizer
 from utils.cli import run
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 
 # options that a folder keeps, in its manifest
-SETTINGS = ("text_column", "shard_size", "format", "val_fraction", "worker_index", "worker_count")
+SETTINGS = ("text_column", "tokens_column", "shard_size", "format", "val_fraction")
+SETTINGS += ("worker_index", "worker_count")
 SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 10**10}  # tokens
 
 
@@ -56,6 +57,8 @@ class DataConfig:
     .zst; a file may also be .json, .csv, .tsv or other text."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
+    tokens_column: str | None = None
+    """Column of token ids of --tokenizer, instead of text, as in nvidia/Nemotron-ClimbMix."""
     tokenizer: str = "gpt2"
     """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download; or a
     tokenizer.json (data/train_tokenizer.py makes one for your text)."""
@@ -78,18 +81,27 @@ class DataConfig:
 
 
 def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> tuple:
-    """Return split and tokens of a text, end of text first, or the reason to skip it and None."""
+    """Return split and tokens of a text, which may be given by its token ids, end of text first, or
+    the reason to skip it and None. Raises UserError for an id that the tokenizer lacks."""
+    ids = None
+    if isinstance(text, list):
+        ids = [i for i in text if i != tokenizer.eot]
+        if not all(0 <= i < tokenizer.vocab_size for i in ids):
+            raise UserError(
+                f"a row has ids that are no tokens of {tokenizer.name}: see --tokenizer"
+            )
+        text = tokenizer.decode_bytes(ids).decode(errors="replace")
     if not isinstance(text, str):
         return "without text", None
     if not text.strip():
         return "empty", None
     try:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        tokens = np.append(np.array([tokenizer.eot], np.uint16), tokenizer.encode(text))
+        tokens = tokenizer.encode(text) if ids is None else np.array(ids, np.uint16)
     except ValueError:  # lone surrogates; tiktoken fails on a million spaces in a row
         return "not tokenizable", None
     in_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
-    return "val" if in_val else "train", tokens
+    return "val" if in_val else "train", np.append(np.array([tokenizer.eot], np.uint16), tokens)
 
 
 def tokenize_batches(
@@ -154,7 +166,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
     tokenizer = load_tokenizer(spec)
     sizes = list_files(config.input) if config.input else {}
     hub, worker = (config.dataset, config.remote_name), (config.worker_index, config.worker_count)
-    source = Source(list(sizes), *hub, config.text_column, *worker)
+    source = Source(list(sizes), *hub, config.tokens_column or config.text_column, *worker)
     settings = {name: getattr(config, name) for name in SETTINGS}
     settings |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     if isinstance(tokenizer, FileTokenizer):
@@ -176,7 +188,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         if complete and not manifest["documents"]:
             name, skipped = settings["source"][0], manifest["skipped"] or "none"
             raise UserError(f"{name} holds no text for this worker; skipped: {skipped}")
-        sharder.end(complete)
+        sharder.end(complete, bytes_per_token(tokenizer))
     finally:
         os.close(lock)
     return manifest, sharder.tokens - before
@@ -193,10 +205,11 @@ def main(config: DataConfig) -> None:
     state = "complete" if manifest["complete"] else "stopped at --max_shards"
     skipped = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items())
     print(f"{config.local_dir}: {state}")
-    print(f"{manifest['documents']:,} documents; skipped: {skipped or 'none'}")
+    print(f"documents: {manifest['documents']:,}; skipped: {skipped or 'none'}")
+    print(f"bytes per token: {manifest['bytes_per_token']:.2f} of {manifest['tokenizer']}")
     for split in ("train", "val"):
         sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]
-        print(f"{split}: {sum(sizes):,} tokens in {len(sizes)} shards")
+        print(f"{split}: {sum(sizes):,} tokens; shards: {len(sizes)}")
     tail = "the tail of the last text" if "held_out" in manifest else "documents chosen by hash"
     print(f"validation: {tail if sizes else 'none'}")
     print(f"{new:,} new tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)")

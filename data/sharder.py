@@ -142,9 +142,12 @@ class Sharder:
         both = np.concatenate([tokens[:cut], tokens[:1], tokens[cut:]])  # end of text before each
         return self.write("val", both, max(start, cut), position)
 
-    def end(self, complete: bool) -> None:
-        """Finish the shards that are not full; a later run can still continue them."""
+    def end(self, complete: bool, token_bytes: np.ndarray) -> None:
+        """Finish the shards that are not full; a later run can still continue them. `token_bytes`
+        are the bytes of each token id, for their mean over the first shard."""
         for split in sorted(self.open):
             self.manifest["shards"].append(self.open.pop(split).finish())
+        head = inspect_shard(self.folder / self.manifest["shards"][0]["file"]).open()[:1_000_000]
+        self.manifest["bytes_per_token"] = float(token_bytes[head].mean())
         self.manifest.update(complete=complete, stopped=not complete)
         write_manifest(self.folder, self.manifest)

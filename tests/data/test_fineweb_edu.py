@@ -67,6 +67,17 @@ def test_the_manifest_tells_what_is_there(plain):
     assert sum(s["tokens"] for s in manifest["shards"]) == sum(len(t) + 1 for t in documents())
 
 
+def test_a_parquet_of_ids_gives_the_shards_of_its_text(corpus, plain, tmp_path):
+    rows = [list(text.encode()) for text in documents()]
+    rows[3] = [256, *rows[3]]  # its own end of text counts once
+    parquet.write_table(pa.table({"ids": rows}), tmp_path / "ids.parquet")
+    shard(tmp_path / "ids.parquet", tmp_path / "out", "--tokens_column", "ids")
+    assert digests(tmp_path / "out") == digests(plain)
+    parquet.write_table(pa.table({"ids": [[300]]}), tmp_path / "bad.parquet")
+    bad = shard(tmp_path / "bad.parquet", tmp_path / "bad", "--tokens_column", "ids", code=2)
+    assert "a row has ids that are no tokens of bytes" in bad.stderr
+
+
 def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain, tmp_path):
     done = shard(corpus, tmp_path, "--max_shards", 3)
     assert "stopped at --max_shards" in done.stdout
