@@ -19,8 +19,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from data.loader import Sequences, TokenStream
-from data.shards import corpus_name
+from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.periodic import read_on_all
 from evaluation.scoring import Scorer
@@ -98,20 +97,21 @@ def check(config: EvalConfig) -> None:
 
 def open_validation(config: EvalConfig, scorer: Scorer, saved: dict) -> Job:
     """Open the validation split of --data_dir, or of the shards the model was trained on."""
-    folders = config.data_dir or [Path(x) for x in saved.get("config", {}).get("data_dir", ())]
+    folders = config.data_dir or saved.get("config", {}).get("data_dir", ())
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")
-    stream, wanted = TokenStream(folders, "val"), scorer.tokenizer.name
-    if (found := stream.tokenizer_name) != wanted:
+    val, wanted = Mixture(folders, "val", scorer.model.config.block_size), scorer.tokenizer.name
+    if (found := val.tokenizer_name) != wanted:
         raise UserError(f"{folders[0]} holds {found} tokens, the model takes {wanted}")
-    sequences = Sequences(stream, scorer.model.config.block_size)
-    n = sequences.count_within(config.val_tokens) * sequences.block_size
-    corpus = corpus_name(stream.shards[0].path.parent)
 
     def score() -> TaskScores:
-        scores = scorer.validation_loss(sequences, config.val_tokens)
-        scores["perplexity"] = math.exp(scores["loss"])
-        return [Result("val", corpus, metric, n, value) for metric, value in scores.items()], []
+        results = []
+        for corpus, part in zip(val.names, val.parts, strict=True):
+            n = part.count_within(config.val_tokens) * part.block_size
+            scores = scorer.validation_loss(part, config.val_tokens)
+            scores["perplexity"] = math.exp(scores["loss"])
+            results += [Result("val", corpus, metric, n, x) for metric, x in scores.items()]
+        return results, []
 
     return score
 

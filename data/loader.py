@@ -100,6 +100,10 @@ class Sequences:
     def __len__(self) -> int:
         return (len(self.stream) - 1) // self.block_size
 
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Return the ids (N,) of the sequences at positions (N,) of the data order."""
+        return epoch_order(positions, len(self), seed)
+
     def count_within(self, tokens: int) -> int:
         """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
         return min(len(self), max(1, tokens // self.block_size))
@@ -111,12 +115,17 @@ class Sequences:
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 
+def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Return the ids (N,) of the sequences, out of n, at positions (N,) of the data order."""
+    ids, epochs = np.empty_like(positions), positions // n
+    for e in np.unique(epochs):
+        ids[epochs == e] = permute(positions[epochs == e] % n, n, seed, int(e))
+    return ids
+
+
 def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
     """Return the ids (G,) of the sequences in a step with G = `batch`, out of n sequences."""
-    position = step * batch + np.arange(batch)
-    epochs = position // n
-    parts = [permute(position[epochs == e] % n, n, seed, int(e)) for e in np.unique(epochs)]
-    return np.concatenate(parts)
+    return epoch_order(step * batch + np.arange(batch), n, seed)
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,8 @@ def train_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield this rank's micro-batches (inputs, targets), micro_steps of them for each step."""
     for step in steps:
-        for ids in slicing.rank_ids(step_sequences(step, slicing.batch, len(sequences), seed)):
+        positions = step * slicing.batch + np.arange(slicing.batch)
+        for ids in slicing.rank_ids(sequences.order(positions, seed)):
             yield sequences.batch(ids)
 
 

@@ -11,13 +11,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 
 import numpy as np
 
-from data.loader import Sequences, TokenStream, permute
+from data.loader import TokenStream
+from data.mixture import BLOCK, Mixture
 from data.shards import read_manifest
 from utils.cli import run
 from utils.errors import UserError
 from utils.files import sha256
 
 CHUNK = 2**20  # tokens checked at a time
+BLOCKS = 100  # of positions, in which shares are checked
 
 
 @dataclass
@@ -25,7 +27,7 @@ class VerifyConfig:
     """Prove the data order and the checksums of folders of token shards."""
 
     data_dir: tuple[Path, ...]
-    """Folders of token shards."""
+    """Folders of token shards, with weights or without, as for train.py."""
     block_size: int = 1024
     """Tokens in a sequence."""
     seed: int = 1337
@@ -33,20 +35,34 @@ class VerifyConfig:
 
 
 def main(config: VerifyConfig) -> None:
-    for folder in config.data_dir:
+    for split in ("val", "train"):
+        mixture = Mixture(config.data_dir, split, config.block_size)
+        for stream in (part.stream for part in mixture.parts):
+            check_shards(stream)
+            kind, count = stream.tokenizer_name, len(stream.shards)
+            print(f"{split}: {len(stream):,} {kind} tokens; shards: {count}")
+    for part in mixture.parts:
+        n = len(part)
+        visits = np.bincount(part.order(np.arange(n), config.seed), minlength=n)
+        assert (visits == 1).all(), "an epoch misses or repeats a sequence"
+        print(f"{n:,} sequences of {config.block_size} tokens, each exactly once in an epoch")
+    corpus, own = mixture.where(np.arange(BLOCKS * BLOCK), config.seed)
+    for i, count in enumerate(np.diff(mixture.places)):
+        shares = (corpus.reshape(BLOCKS, BLOCK) == i).sum(1)
+        assert (shares == count).all(), "a block of positions has another share of a corpus"
+        visited = np.sort(own[corpus == i])
+        assert (visited == np.arange(len(visited))).all(), "a corpus misses or repeats a position"
+        print(f"{mixture.names[i]}: {count} of every {BLOCK} positions, in its own order")
+
+
+def check_shards(stream: TokenStream) -> None:
+    """Raise UserError for a shard that differs from its checksum or holds what is no token."""
+    for folder in stream.folders:
         for entry in (read_manifest(folder) or {"shards": []})["shards"]:
             if sha256(path := folder / entry["file"]) != entry["sha256"]:
                 raise UserError(f"{path} differs from the manifest's checksum; make it again")
-    for split in ("val", "train"):
-        stream = TokenStream(config.data_dir, split)
-        for start in range(0, len(stream), CHUNK):
-            stream.tokens(start, min(CHUNK, len(stream) - start))  # checks the ids
-        kind, count = stream.tokenizer_name, len(stream.shards)
-        print(f"{split}: {len(stream):,} {kind} tokens in {count} shards")
-    n = len(Sequences(stream, config.block_size))
-    visits = np.bincount(permute(np.arange(n), n, config.seed, 0), minlength=n)
-    assert (visits == 1).all(), "an epoch misses or repeats a sequence"
-    print(f"{n:,} sequences of {config.block_size} tokens, each exactly once in an epoch")
+    for start in range(0, len(stream), CHUNK):
+        stream.tokens(start, min(CHUNK, len(stream) - start))  # checks the ids
 
 
 if __name__ == "__main__":

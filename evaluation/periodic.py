@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from config import TrainConfig
-from data.loader import Sequences
+from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.scoring import Scorer
 from evaluation.tasks import find_tasks
@@ -48,11 +48,11 @@ class Evaluator:
     there are no benchmarks, no samples and no bits per byte."""
 
     def __init__(
-        self, config: TrainConfig, model: GPT, val: Sequences, process: Process, dtype: torch.dtype
+        self, config: TrainConfig, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
     ) -> None:
         self.config, self.val, tokenizer = config, val, None
         try:
-            tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
+            tokenizer = read_on_all(partial(load_tokenizer, val.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples, benchmarks and bits per byte")
         self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
@@ -70,8 +70,15 @@ class Evaluator:
         return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
 
     def validate(self) -> dict[str, float]:
-        """Return the validation loss in nats per token and, with a tokenizer, bits_per_byte."""
-        return self.scorer.validation_loss(self.val, self.config.val_tokens)
+        """Return the validation loss in nats per token and, with a tokenizer, bits_per_byte; of
+        several corpora the means by weight, and the loss of each."""
+        scorer, tokens, val = self.scorer, self.config.val_tokens, self.val
+        found = [scorer.validation_loss(part, tokens) for part in val.parts]
+        if len(found) == 1:
+            return found[0]
+        pairs = list(zip(val.weights, found, strict=True))
+        means = {name: sum(weight * x[name] for weight, x in pairs) for name in found[0]}
+        return means | {f"loss_{n}": x["loss"] for n, x in zip(val.names, found, strict=True)}
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the figures, by the first protocol, of each benchmark that is due."""

@@ -3,7 +3,7 @@
 import os
 
 from config import TrainConfig
-from data.loader import TokenStream
+from data.mixture import Mixture
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.empty import empty_gpt
@@ -66,7 +66,7 @@ def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
         vocab_size = pretrained.vocab_size
     else:
         try:
-            vocab_size = TokenStream(config.data_dir, "train").vocab_size
+            vocab_size = Mixture(config.data_dir, "train", config.block_size).vocab_size
         except UserError as error:
             print(error)
     return config.model_config(vocab_size)

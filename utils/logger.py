@@ -89,6 +89,8 @@ class Logger:
             text = f"validation loss {scores['loss']:.4f}"
             if bits := scores.get("bits_per_byte"):
                 text += f", {bits:.4f} bits per byte"
+            parts = {k[5:]: x for k, x in scores.items() if k.startswith("loss_")}
+            text += "".join(f", {name} {loss:.4f}" for name, loss in parts.items())
         self.print(f"step {step}: {text}")
 
     def log_skip(self, reason: str, sequences: list[int], step: int) -> None:

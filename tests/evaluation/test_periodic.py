@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from config import TrainConfig
-from data.loader import Sequences, TokenStream
+from data.mixture import Mixture
 from evaluation import periodic
 from evaluation.periodic import Evaluator, read_on_all
 from model.config import GPTConfig
@@ -23,7 +23,7 @@ def make(shards, tmp_path):
     config = replace(config, micro_batch_size=4, lambada_every=5, lambada_data=path)
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=32, vocab_size=257, n_layer=1, n_head=2, n_embd=16))
-    val = Sequences(TokenStream(shards, "val"), 32)
+    val = Mixture([shards], "val", 32)
     return lambda **options: Evaluator(replace(config, **options), model, val, ALONE, torch.float32)
 
 

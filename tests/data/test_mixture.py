@@ -1,0 +1,95 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import losses, script, torchrun, train_args, weights
+
+from data.loader import Sequences, Slicing, TokenStream, train_batches
+from data.mixture import Mixture, parse_corpora
+from data.shards import write_manifest
+from utils.errors import UserError
+from utils.files import sha256
+from utils.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def folders(shards, tmp_path_factory):
+    """Three folders of shards of different sizes."""
+    root = tmp_path_factory.mktemp("mixture")
+    for name, share in (("a", 1.0), ("b", 0.5), ("c", 0.1)):
+        entries = []
+        (root / name).mkdir()
+        for split in ("train", "val"):
+            tokens = np.concatenate([s.open() for s in TokenStream(shards, split).shards])
+            kept = tokens[: max(3000, int(share * len(tokens)))]
+            np.save(path := root / name / f"{split}_000000.npy", kept)
+            entries.append({"file": path.name, "split": split, "tokens": len(kept)})
+            entries[-1]["sha256"] = sha256(path)
+        write_manifest(root / name, {"tokenizer": "bytes", "vocab_size": 257, "shards": entries})
+    return root
+
+
+def test_weights_are_read_from_the_names_of_folders():
+    a, b = Path("data/a"), Path("data/b")
+    assert parse_corpora([a, b]) == [([a, b], 1.0)]
+    assert parse_corpora(["data/a:3", "data/b:1"]) == [([a], 0.75), ([b], 0.25)]
+    assert parse_corpora(["c:x"]) == [([Path("c:x")], 1.0)]
+    for names in (["data/a:1", "data/b"], ["data/a:1", "data/b:0"]):
+        with pytest.raises(UserError, match="give each folder a weight above 0"):
+            parse_corpora(names)
+
+
+def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
+    names = [f"{folders}/a:0.7", f"{folders}/b:0.2", f"{folders}/c:0.1"]
+    mixture = Mixture(names, "train", 32)
+    ids = mixture.order(np.arange(10_000), seed=3)
+    corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
+    assert np.bincount(corpus).tolist() == [7000, 2000, 1000]
+    for i, part in enumerate(mixture.parts):
+        own = ids[corpus == i] - mixture.starts[i]
+        n = len(part)
+        visits = np.bincount(own, minlength=n)
+        epochs = len(own) // n  # which end within a block, whose places are in another order
+        assert visits.min() >= epochs - 1 and visits.max() <= epochs + 2
+    whole = np.concatenate([mixture.order(np.arange(s, s + 500), 3) for s in range(0, 10_000, 500)])
+    assert (whole == ids).all()  # in steps, as in one
+    inputs, targets = mixture.batch(ids[:50])
+    for row, i in enumerate(ids[:50]):
+        part = mixture.parts[corpus[row]]
+        expected = part.batch(np.array([i - mixture.starts[corpus[row]]]))
+        assert (inputs[row] == expected[0]).all() and (targets[row] == expected[1]).all()
+
+
+def test_one_corpus_of_weight_1_has_the_order_of_folders_without_weights(folders):
+    plain = Sequences(TokenStream(folders / "a", "train"), 32)
+    for name in (folders / "a", f"{folders}/a:1"):
+        mixture = Mixture([name], "train", 32)
+        for batches in zip(
+            train_batches(mixture, Slicing(8, 4), 5, range(3, 9)),
+            train_batches(plain, Slicing(8, 4), 5, range(3, 9)),
+            strict=True,
+        ):
+            assert all((x == y).all() for x, y in zip(*batches, strict=True))
+
+
+def test_a_mixture_is_trained_resumed_and_shared_by_two_processes(folders, tmp_path):
+    names = [f"{folders}/a:0.75", f"{folders}/c:0.25"]
+    runs = [tmp_path / name for name in ("whole", "resumed", "two")]
+    for run in runs:
+        args = train_args(names[0], run, 20, "--min_lr", 3e-3)  # a constant rate
+        args.insert(args.index(names[0]) + 1, names[1])
+        if run.name == "two":
+            torchrun(2, *args)
+        else:
+            script(*args, *(["--max_steps", 11] if run.name == "resumed" else []))
+            script(*args, "--resume", "auto")
+    assert losses(runs[0]) == losses(runs[1]) and losses(runs[0]) == pytest.approx(losses(runs[2]))
+    ours, theirs = weights(runs[0]), weights(runs[1])
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+    row = read_metrics(runs[0] / "logs")["val"][-1]
+    assert row["loss"] == pytest.approx(0.75 * row["loss_a"] + 0.25 * row["loss_c"])
+    said = script("data/verify.py", "--data_dir", *names, "--block_size", 32).stdout
+    assert "a: 750 of every 1000 positions" in said
+    out = tmp_path / "scores.json"
+    found = script("evaluate.py", "--checkpoint", runs[0], "--tasks", "val", "--out", out).stdout
+    assert found.count("bits_per_byte") == 2
