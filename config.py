@@ -213,8 +213,6 @@ class OptimizerOptions:
     """AdamW: decay of the second moment."""
     grad_clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
-    skip_spikes: float | None = None
-    """Skip steps with loss or gradient norm this many standard deviations above the last 128."""
 
 
 @dataclass
@@ -247,10 +245,10 @@ class EvaluationOptions:
     """HellaSwag .jsonl in the original format; default: from the hub."""
     lambada_data: Path | None = None
     """LAMBADA .jsonl in OpenAI's format; default: from the hub."""
-    tensorboard: bool = False
-    """Log to TensorBoard as well, in --log_dir."""
     wandb: bool = False
     """Log to Weights & Biases as well."""
+    trackio: bool = False
+    """Log to trackio as well: a local dashboard without an account."""
 
 
 @dataclass
@@ -320,6 +318,11 @@ class TrainConfig(
         """Update, counted from 0, at which the learning rate is --min_lr."""
         return self.max_steps - 1
 
+    @property
+    def benchmarks(self) -> list[str]:
+        """Benchmarks that can be scored during training: those with options NAME_data."""
+        return [f.name.removesuffix("_data") for f in fields(self) if f.name.endswith("_data")]
+
     def model_config(self, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's, the named size and the options over it."""
         named = SIZES[self.model_type]
@@ -363,7 +366,7 @@ class TrainConfig(
 def check_run_options(options: OptimizerOptions) -> None:
     """Raise UserError for the first option that train.py and finetune.py share and is wrong."""
     check_ranges(options, "warmup_steps eval_every save_every keep_last sample_every seed", 0)
-    check_ranges(options, "max_lr min_lr weight_decay grad_clip skip_spikes", 0)
+    check_ranges(options, "max_lr min_lr weight_decay grad_clip", 0)
     if options.min_lr > options.max_lr:
         raise UserError(f"--min_lr {options.min_lr} is above --max_lr {options.max_lr}")
     if not (0 <= options.beta1 < 1 and 0 <= options.beta2 < 1):

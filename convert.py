@@ -127,7 +127,7 @@ def import_model(config: ConvertConfig) -> None:
         model_config=asdict(model.config),
         tokenizer=tokenizer,
         train_tokens=0,
-        **TrainState.start(None, None).to_checkpoint(),
+        **TrainState.start(None).to_checkpoint(),
     )
     config.out.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(config.out, state)

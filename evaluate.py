@@ -22,7 +22,7 @@ from tqdm import tqdm
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.periodic import read_on_all
-from evaluation.scoring import Scorer
+from evaluation.scoring import ItemScorer
 from evaluation.table import format_table
 from evaluation.tasks import Result, TaskScores, find_tasks
 from finetuning.answers import Questions
@@ -95,13 +95,13 @@ def check(config: EvalConfig) -> None:
         open(path, "a").close()  # raises OSError now, not after hours of scoring
 
 
-def open_validation(config: EvalConfig, scorer: Scorer, saved: dict) -> Job:
+def open_validation(config: EvalConfig, scorer: ItemScorer, saved: dict) -> Job:
     """Open the validation split of --data_dir, or of the shards the model was trained on."""
     folders = config.data_dir or saved.get("config", {}).get("data_dir", ())
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")
     val, wanted = Mixture(folders, "val", scorer.model.config.block_size), scorer.tokenizer.name
-    if (found := val.tokenizer_name) != wanted:
+    if (found := val.stream.tokenizer_name) != wanted:
         raise UserError(f"{folders[0]} holds {found} tokens, the model takes {wanted}")
 
     def score() -> TaskScores:
@@ -116,7 +116,9 @@ def open_validation(config: EvalConfig, scorer: Scorer, saved: dict) -> Job:
     return score
 
 
-def open_task(name: str, path: Path | None, config: EvalConfig, scorer: Scorer, saved: dict) -> Job:
+def open_task(
+    name: str, path: Path | None, config: EvalConfig, scorer: ItemScorer, saved: dict
+) -> Job:
     """Read what a task needs, and return the function that scores it."""
     if name == "val":
         return open_validation(config, scorer, saved)
@@ -140,7 +142,7 @@ def main(config: EvalConfig) -> None:
     model, tokenizer, saved = open_model(name, exact=True)
     config.chat = config.chat or is_chat(saved, name)
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
-    scorer = Scorer(model, load_tokenizer(tokenizer), process, dtype, config.batch_size)
+    scorer = ItemScorer(model, load_tokenizer(tokenizer), process, dtype, config.batch_size)
     paths, jobs = iter(config.data), {}
     for task in config.tasks:  # open all before the first forward pass: a mistake costs no time
         path = next(paths, None) if task in TASKS else None

@@ -143,7 +143,7 @@ def train_step(
         run.stopping = row.pop("stopped") > 0  # a process got a signal
         if state.scaler.is_enabled():
             row["scale"] = state.scaler.get_scale()
-        skip_reason = state.guard.check(row["loss"], row["grad_norm"])
+        skip_reason = state.skip_reason(row["loss"], row["grad_norm"])
         for optimizer in optimizers:
             if skip_reason is None:
                 optimizer.step()

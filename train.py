@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from config import TrainConfig
-from data.loader import Slicing, prefetch, train_batches
+from data.loader import Slicing, TokenStream, prefetch, train_batches
 from data.mixture import Mixture, parse_corpora
 from data.shards import is_interrupted
 from data.tokenizer import tokenizer_name
@@ -58,7 +58,7 @@ def main() -> None:
     warn_of_data(run, train, val)
 
     # model and optimizers: new, pre-trained or resumed
-    model = build_model(run, train).to(process.device)
+    model = build_model(run, train.stream).to(process.device)
     recompute, compiled = config.activation_checkpointing, config.use_torch_compile
     for_training(model, process.device, recompute, compiled)
     resolve_micro_batch(config, saved, model, process)
@@ -75,8 +75,8 @@ def main() -> None:
     next(train_batches(train, slicing, config.seed, steps), None)
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     evaluator = Evaluator(config, model, val, process, dtype)
-    about = {"script": "train.py", "tokenizer": train.tokenizer, "train_tokens": train.tokens}
-    about["corpus"] = " + ".join(train.names)
+    about = {"script": "train.py", "tokenizer": train.stream.tokenizer}
+    about |= {"train_tokens": len(train.stream), "corpus": " + ".join(train.names)}
     run.open_log(model, about)
     describe(run, model, train, slicing)
     saver = Saver(config, model, optimizers, about, process, run.logger.print)
@@ -156,7 +156,7 @@ def train_step(
     row = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm}
     if state.scaler.is_enabled():
         row["scale"] = state.scaler.get_scale()
-    skip_reason = state.guard.check(mean_loss, grad_norm)
+    skip_reason = state.skip_reason(mean_loss, grad_norm)
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
@@ -166,19 +166,19 @@ def train_step(
     return row | {"tokens": state.tokens} | timer.stop(config.total_batch_size), skip_reason
 
 
-def build_model(run: Run, train: Mixture) -> GPT:
+def build_model(run: Run, stream: TokenStream) -> GPT:
     """Return the model of the run on the CPU: resumed, pre-trained or from the seed."""
     config, saved = run.config, run.saved
     torch.manual_seed(config.seed)
     if saved is None and config.init_from:
         model, tokenizer, _ = open_model(config.init_from, exact=True)
-        check_tokenizer(train, config.init_from, tokenizer)
+        check_tokenizer(stream, config.init_from, tokenizer)
         config.adopt_architecture(model.config)
         shape = replace(model.config, block_size=config.block_size, dropout=config.dropout)
         return with_context(model, shape).train()
-    model = GPT(config.model_config(train.vocab_size))
+    model = GPT(config.model_config(stream.vocab_size))
     if saved:
-        check_tokenizer(train, config.resume, saved["tokenizer"])
+        check_tokenizer(stream, config.resume, saved["tokenizer"])
         was = replace(GPTConfig(**saved["model_config"]), dropout=config.dropout)
         if was != model.config:
             raise UserError(
@@ -194,30 +194,29 @@ def build_model(run: Run, train: Mixture) -> GPT:
     return model
 
 
-def check_tokenizer(train: Mixture, name: str, tokenizer: str) -> None:
+def check_tokenizer(stream: TokenStream, name: str, tokenizer: str) -> None:
     """Raise UserError unless the shards have the tokens of a model."""
-    if (found := tokenizer_name(tokenizer)) != train.tokenizer_name:
-        raise UserError(f"{name} has {found} tokens, the shards {train.tokenizer_name} tokens")
+    if (found := tokenizer_name(tokenizer)) != stream.tokenizer_name:
+        raise UserError(f"{name} has {found} tokens, the shards {stream.tokenizer_name} tokens")
 
 
 def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
     """Print what a user should know of the data: it is not whole, its order changes, or validation
     is rough or on another text."""
     config, saved, warn = run.config, run.saved, run.process.print
-    for folder in (folder for part in train.parts for folder in part.stream.folders):
+    for folder in train.stream.folders:
         if is_interrupted(folder):
             warn(f"warning: sharding into {folder} was interrupted; run its command again")
     counts = [part.count_within(config.val_tokens) for part in val.parts]
     if min(counts) < 16:
         warn(f"warning: the validation text is {min(counts)} sequences: a rough loss")
-    checksums = [part.stream.checksum for part in val.parts]
-    text = f"{checksums} {val.weights} {counts} {config.block_size}"
+    text = f"{val.stream.checksum} {val.weights} {counts} {config.block_size}"
     if not run.state.set_validation(zlib.crc32(text.encode())):
         warn("warning: the validation text is another one: the best loss starts anew")
     if saved and saved["optimizer"]:
         weights = [weight for _, weight in parse_corpora(saved["config"]["data_dir"])]
         then = saved["config"] | {"train_tokens": saved["train_tokens"], "weights": weights}
-        now = config.to_dict() | {"train_tokens": train.tokens, "weights": train.weights}
+        now = config.to_dict() | {"train_tokens": len(train.stream), "weights": train.weights}
         for name in ("total_batch_size", "seed", "train_tokens", "weights"):
             if then[name] != now[name]:
                 warn(f"warning: {name} was {then[name]}, is {now[name]}: the data order changes")
@@ -226,12 +225,12 @@ def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
 def describe(run: Run, model: GPT, train: Mixture, slicing: Slicing) -> None:
     """Print a summary of the run."""
     config, process = run.config, run.process
-    epochs = config.max_steps * config.total_batch_size / train.tokens
+    tokens, batch = len(train.stream), config.total_batch_size
     run.logger.print(
-        f"{model.num_parameters():,} parameters; {train.tokens:,} train tokens; {epochs:.2f} epochs"
-        f" in {config.max_steps:,} steps of {config.total_batch_size:,} tokens = micro-steps "
-        f"{slicing.micro_steps} x sequences {config.micro_batch_size} x tokens {config.block_size} "
-        f"x processes {process.world_size}"
+        f"{model.num_parameters():,} parameters; {tokens:,} train tokens; "
+        f"{config.max_steps * batch / tokens:.2f} epochs: {config.max_steps:,} steps of {batch:,} "
+        f"tokens = micro-steps {slicing.micro_steps} x sequences {config.micro_batch_size} x tokens "
+        f"{config.block_size} x processes {process.world_size}"
         + (f"; resumed at step {run.start_step}" if run.start_step else "")
         + ("; the first step compiles" if config.use_torch_compile else "")
     )

@@ -42,14 +42,9 @@ class Mixture:
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
         self.block_size, self.weights = block_size, [weight for _, weight in corpora]
+        self.stream = TokenStream([x for folders, _ in corpora for x in folders], split)  # all
         self.parts = [Sequences(TokenStream(x, split), block_size) for x, _ in corpora]
-        streams = [part.stream for part in self.parts]
         self.names = [corpus_name(folders[0]) for folders, _ in corpora]
-        self.tokens = sum(map(len, streams))
-        if len(names := {stream.tokenizer_name for stream in streams}) > 1:
-            raise UserError(f"the folders of --data_dir have several tokenizers: {sorted(names)}")
-        self.tokenizer, self.tokenizer_name = streams[0].tokenizer, streams[0].tokenizer_name
-        self.vocab_size = streams[0].vocab_size
         self.starts = np.cumsum([0, *map(len, self.parts)])  # of the ids of each corpus
         ends = np.round(np.cumsum(self.weights) * BLOCK).astype(int)
         self.places = np.array([0, *ends])  # in a block, of each corpus

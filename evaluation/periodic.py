@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,7 @@ import torch
 from config import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
-from evaluation.scoring import Scorer
-from evaluation.tasks import find_tasks
+from evaluation.validation import Scorer
 from model.generate import Sampling, complete
 from model.gpt import GPT
 from model.replace import uncompiled
@@ -52,14 +52,18 @@ class Evaluator:
     ) -> None:
         self.config, self.val, tokenizer = config, val, None
         try:
-            tokenizer = read_on_all(partial(load_tokenizer, val.tokenizer), process)
+            tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples, benchmarks and bits per byte")
-        self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
+        setup = (model, tokenizer, process, dtype, config.micro_batch_size)
+        self.scorer = Scorer(*setup)
         self.benchmarked = []  # tasks and their rows
-        for name, task in find_tasks().items() if tokenizer else ():
-            if getattr(config, f"{name}_every", 0):
-                path = getattr(config, f"{name}_data")
+        asked = [name for name in config.benchmarks if getattr(config, f"{name}_every")]
+        if asked and tokenizer:  # on demand: most runs score no benchmark
+            self.scorer = import_module("evaluation.scoring").ItemScorer(*setup)
+            tasks = import_module("evaluation.tasks").find_tasks()
+            for name in asked:
+                task, path = tasks[name], getattr(config, f"{name}_data")
                 rows = read_on_all(partial(task.read, path), process)
                 count = len(rows) if config.eval_full else min(len(rows), SUBSET)
                 evenly_spaced = np.linspace(0, len(rows) - 1, count).astype(int)

@@ -1,21 +1,16 @@
-"""Measure this machine: training, sampling, sharding and HellaSwag beside other projects.
+"""Measure this machine: training beside nanoGPT, sampling beside transformers.
 
     python scripts/bench.py --parts train --use_torch_compile --peer ../nanoGPT
-    python scripts/bench.py --parts data --input novels-00000-of-00002.parquet
-    python scripts/bench.py --parts eval --hellaswag hellaswag.jsonl --harness lm-eval/bin/python
 
 Each repeat of a job is a process of its own, which warms up and then counts for some seconds. Jobs
 that are compared take turns, repeat by repeat; medians count. Each comparison is printed and
 appended to --out as a line of JSON; the last line of output is all of them as JSON.
 """
 
-import contextlib
 import importlib
 import json
-import os
 import platform
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -34,9 +29,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from config import MachineOptions, ModelOptions, TrainConfig
-from data.file_tokenizer import save_tokenizer
-from data.shards import read_manifest
-from data.tokenizer import GPT2Tokenizer, load_tokenizer
+from data.tokenizer import GPT2Tokenizer
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.generate import Sampling, generate
@@ -44,7 +37,6 @@ from model.gpt import GPT
 from model.huggingface import save_pretrained
 from model.packed import for_inference
 from model.replace import for_training
-from scripts.harness import with_all_fields
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm
 from utils.cli import run, to_flags
@@ -54,9 +46,9 @@ from utils.throughput import peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = GPT2Tokenizer.vocab_size
-NEW_TOKENS, EXAMPLES = 128, 160  # of sampling, of HellaSwag
+NEW_TOKENS = 128  # of sampling
 SECONDS = 5  # that a repeat counts, at least one unit of work
-PEERS = {"train": "nanogpt", "sample": "transformers", "data": "tiktoken", "eval": "harness"}
+PEERS = {"train": "nanogpt", "sample": "transformers"}
 Work = Callable[[], int]  # does the work of a job once and returns how many units that was
 
 
@@ -64,22 +56,14 @@ Work = Callable[[], int]  # does the work of a job once and returns how many uni
 class BenchOptions:
     """Measurements and peers."""
 
-    parts: tuple[Literal["train", "sample", "data", "eval"], ...] = ("train", "sample")
-    """Parts to measure; data needs --input, eval needs --hellaswag."""
+    parts: tuple[Literal["train", "sample"], ...] = ("train", "sample")
+    """Parts to measure."""
     repeats: int = 5
     """Repeats of each measurement; the median counts."""
     micro_batch_size: int = 4
     """Sequences in a training step."""
     peer: Path | None = None
     """Checkout of nanoGPT, whose model.py trains in turn with this project's model."""
-    input: tuple[Path, ...] = ()
-    """Text files to shard, all .parquet, .jsonl or .txt."""
-    num_workers: int = os.cpu_count() or 1
-    """Threads that tokenize."""
-    hellaswag: Path | None = None
-    """HellaSwag .jsonl in the original format."""
-    harness: Path | None = None
-    """Python interpreter with lm-evaluation-harness, which scores in turn with evaluate.py."""
     out: Path = Path("logs/bench.jsonl")
     """JSON lines file to append to."""
     worker: str | None = None
@@ -88,7 +72,7 @@ class BenchOptions:
 
 @dataclass
 class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
-    """Measure this machine: training, sampling, sharding and HellaSwag beside other projects."""
+    """Measure this machine: training beside nanoGPT, sampling beside transformers."""
 
     @property
     def training(self) -> TrainConfig:
@@ -193,64 +177,8 @@ def sample_transformers(config: BenchConfig) -> Work:
     return once
 
 
-def shard(config: BenchConfig) -> Work:
-    """Prepare data/fineweb-edu.py on --input, from text to shards."""
-    sharding = importlib.import_module("data.fineweb-edu")
-    files = tuple(map(str, config.input))
-    settings = {"input": files, "num_workers": config.num_workers, "shard_size": 1_000_000}
-
-    def once() -> int:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            sharding.main(sharding.DataConfig(local_dir=Path(folder), **settings))
-            return sum(shard["tokens"] for shard in read_manifest(Path(folder))["shards"])
-
-    return once
-
-
-def tokenize(config: BenchConfig) -> Work:
-    """Prepare tiktoken's batch call on the documents of --input, which are in memory."""
-    import datasets
-    import tiktoken
-
-    builder = {".parquet": "parquet", ".jsonl": "json"}.get(config.input[0].suffix, "text")
-    options = {"sample_by": "document"} if builder == "text" else {}
-    options |= {"data_files": list(map(str, config.input)), "split": "train"}
-    texts = list(datasets.load_dataset(builder, **options)["text"])
-    encode = tiktoken.get_encoding("gpt2").encode_ordinary_batch
-
-    def once() -> int:
-        documents = encode(texts, num_threads=config.num_workers)
-        return sum(map(len, documents)) + len(documents)
-
-    return once
-
-
-def evaluate(config: BenchConfig) -> Work:
-    """Prepare HellaSwag on a random model by a command: evaluate.py, or the harness in float32."""
-    folder = tempfile.TemporaryDirectory()
-    save_pretrained(GPT(config.shape), Path(folder.name))
-    save_tokenizer(load_tokenizer("gpt2"), Path(folder.name), config.block_size)
-    lines = list(filter(None, config.hellaswag.read_text().split("\n")))[:EXAMPLES]
-    rows = f"{folder.name}/rows.jsonl"
-    Path(rows).write_text("\n".join(json.dumps(with_all_fields(json.loads(x))) for x in lines))
-    command = [str(config.harness), "scripts/harness.py", rows]
-    if config.worker == "eval":
-        command = [sys.executable, "evaluate.py", "--tasks", "hellaswag", "--data", rows]
-        command += ["--protocols", "lm-eval", "--device", config.device, "--dtype", config.dtype]
-        command += ["--out", f"{rows}.json", "--model"]
-
-    def once() -> int:
-        subprocess.run([*command, folder.name], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        return len(lines)
-
-    return once
-
-
-JOBS: dict[str, Callable[[BenchConfig], Work]] = {
-    **{"train": train, "sample": sample, "data": shard, "eval": evaluate},
-    **{"nanogpt": train_nanogpt, "transformers": sample_transformers},
-    **{"tiktoken": tokenize, "harness": evaluate},
-}
+JOBS: dict[str, Callable[[BenchConfig], Work]] = {"train": train, "sample": sample}
+JOBS |= {"nanogpt": train_nanogpt, "transformers": sample_transformers}
 
 
 def work(config: BenchConfig) -> None:
@@ -263,9 +191,8 @@ def work(config: BenchConfig) -> None:
         units += once()
     rate = units / (time.perf_counter() - ready)
     on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    of_command = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # KiB on Linux
     own = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())  # not its parent's
-    peak = on_gpu or max(of_command, 1024 * int(own[1]))
+    peak = on_gpu or 1024 * int(own[1])
     print(json.dumps({"rate": rate, "start_s": ready - began, "peak_bytes": peak}))
 
 
@@ -288,7 +215,7 @@ def measure(config: BenchConfig, jobs: list[str]) -> dict[str, dict]:
 def compare(config: BenchConfig, part: str, jobs: list[str]) -> dict:
     """Return a row: the options and figures of a part's jobs, the first beside the second."""
     measured = measure(config, jobs)
-    row = {"part": part, "unit": "examples/s" if part == "eval" else "tokens/s"}
+    row = {"part": part, "unit": "tokens/s"}
     row |= {"options": {k: v for k, v in vars(config).items() if v}, "measured": measured}
     if part == "train" and (peak := peak_flops(*config.device_and_dtype)):
         flops = empty_gpt(config.shape).flops_per_token()
@@ -306,17 +233,13 @@ def main(config: BenchConfig) -> None:
         return work(config)
     if config.peer and not (config.peer / "model.py").is_file():
         raise UserError(f"--peer {config.peer} has no model.py; give a checkout of nanoGPT")
-    for part, flag in (("data", "input"), ("eval", "hellaswag")):
-        if part in config.parts and not getattr(config, flag):
-            raise UserError(f"--parts {part} needs --{flag}")
     device, _ = config.device_and_dtype
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     hardware = {"device": f"{device.type} {name}".strip(), "torch": str(torch.__version__)}
-    absent = {"train": config.peer is None, "eval": config.harness is None}
     config.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for part in config.parts:
-        jobs = [part] if absent.get(part) else [part, PEERS[part]]
+        jobs = [part] if part == "train" and config.peer is None else [part, PEERS[part]]
         for batch in (1, 8) if part == "sample" else (config.micro_batch_size,):
             rows.append(hardware | compare(replace(config, micro_batch_size=batch), part, jobs))
             line = json.dumps(rows[-1], default=str)

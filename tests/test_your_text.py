@@ -76,9 +76,9 @@ def test_one_book_then_scores_plot_and_export(home):
 @pytest.mark.parametrize(
     ("title", "expected"),
     [
-        ("A folder of mixed files", ["left out: 1 .jpg", "202 documents"]),
-        ("A parquet file with another column", ["300 documents"]),
-        ("A compressed crawl", ["600 documents", "\n0 new tokens"]),
+        ("A folder of mixed files", ["left out: 1 .jpg", "documents: 202"]),
+        ("A parquet file with another column", ["documents: 300"]),
+        ("A compressed crawl", ["documents: 600", "\n0 new tokens"]),
     ],
 )
 def test_sharding(home, title, expected):

@@ -3,7 +3,7 @@
     model         weights in bfloat16, under nanoGPT's names: complete and usable by themselves
     model_low     float32 bits minus the bfloat16 half, int16: both give the float32 weights
     optimizer     state by parameter name
-    step, tokens, best_loss, run_id, guard (with the seed, all random state there is)
+    step, tokens, best_loss, run_id, ... (with the seed, all random state there is)
     script, config (options, resolved), model_config, tokenizer, train_tokens, versions
     checksums     of the tensors of model, model_low and optimizer
 

@@ -66,7 +66,7 @@ def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
         vocab_size = pretrained.vocab_size
     else:
         try:
-            vocab_size = Mixture(config.data_dir, "train", config.block_size).vocab_size
+            vocab_size = Mixture(config.data_dir, "train", config.block_size).stream.vocab_size
         except UserError as error:
             print(error)
     return config.model_config(vocab_size)

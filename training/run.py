@@ -55,7 +55,7 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
     config = parse(config_class, flags)
     config.resume = str(path) if path else None
     check_schedule(config.schedule)
-    for package in ("tensorboard", "wandb"):
+    for package in ("trackio", "wandb"):
         if getattr(config, package, False) and find_spec(package) is None:
             raise UserError(f"--{package} needs a package: pip install {package}")
     if config.overwrite and config.init_from:
@@ -156,9 +156,9 @@ class Run:
         stop = StopSignal(announce=process.is_main)
         faster = pick_dtype("auto", process.device, process.all_agree)
         dtype = faster if config.dtype == "auto" else getattr(torch, config.dtype)
-        # from a low scale, as the guard ends a run after a few overflows in a row
+        # from a low scale, as a few overflows in a row end a run
         scaler = torch.amp.GradScaler(process.device.type, 2.0**10, enabled=dtype is torch.float16)
-        state = TrainState.start(config.skip_spikes, saved, scaler)
+        state = TrainState.start(saved, scaler)
         problem: Exception | None = None
         if process.is_main:
             try:
@@ -241,18 +241,11 @@ class Run:
 
 
 def open_trackers(config: RunOptions, state: TrainState) -> list[Tracker]:
-    """Open TensorBoard and Weights & Biases, as far as asked for."""
-    trackers, folder = [], str(config.log_dir)
-    if getattr(config, "tensorboard", False):
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(folder, purge_step=state.step + 1)
-        writer.log = lambda values, step: [writer.add_scalar(k, x, step) for k, x in values.items()]
-        writer.finish = writer.close
-        trackers.append(writer)
+    """Open Weights & Biases and trackio, which has the same interface, as far as asked for."""
+    shared, trackers = {"project": "gpt2", "config": config.to_dict(), "resume": "allow"}, []
     if getattr(config, "wandb", False):
-        import wandb
-
-        options = {"id": state.run_id, "config": config.to_dict(), "resume": "allow"}
-        trackers.append(wandb.init(project="gpt2", dir=folder, **options))
+        options = {"id": state.run_id, "dir": str(config.log_dir), **shared}
+        trackers.append(import_module("wandb").init(**options))
+    if getattr(config, "trackio", False):
+        trackers.append(import_module("trackio").init(name=state.run_id, **shared))
     return trackers

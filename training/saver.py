@@ -10,9 +10,8 @@ import torch
 from config import RunOptions
 from model.gpt import GPT
 from training.checkpoint import LAST, NUMBERED, assemble, first_line
-from training.guard import PATIENCE
 from training.parallel import gather_state
-from training.state import TrainState
+from training.state import PATIENCE, TrainState
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, link_or_copy, sync_folder
@@ -103,7 +102,7 @@ class Saver:
     def end_after_patience(self, state: TrainState, tokens: int) -> None:
         """If PATIENCE steps in a row, of `tokens` tokens each, had no finite gradient, save the
         state before them and raise UserError."""
-        if state.guard.in_a_row >= PATIENCE:
+        if state.bad_steps >= PATIENCE:
             state.rewind(tokens)
             self.save(LAST, state)
             self.finish()

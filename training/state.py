@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.amp import GradScaler
 
-from training.guard import PATIENCE, Guard
-
+PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 NO_SCALING = GradScaler("cpu", enabled=False)  # float16 alone needs it
-SAVED = ("step", "tokens", "best_loss", "run_id", "validation")
+SAVED = ("step", "tokens", "best_loss", "run_id", "validation", "bad_steps")
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -24,29 +23,33 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 class TrainState:
     """Progress of a run; a checkpoint holds it, and a resumed run continues from it."""
 
-    guard: Guard
     step: int = 0  # steps done, skipped ones included
     tokens: int = 0  # of these steps
     best_loss: float = math.inf  # lowest validation loss in nats per token
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # a resumed run keeps it
     validation: int = 0  # checksum of what best_loss is measured on
+    bad_steps: int = 0  # newest ones in a row without finite loss and gradient
     scaler: GradScaler = NO_SCALING  # of the loss
 
     @classmethod
-    def start(
-        cls, skip_spikes: float | None, saved: dict | None, scaler: GradScaler = NO_SCALING
-    ) -> "TrainState":
+    def start(cls, saved: dict | None, scaler: GradScaler = NO_SCALING) -> "TrainState":
         """Return the state of a new run, or that in the checkpoint `saved`."""
         saved = saved or {}
         if saved.get("scaler"):
             scaler.load_state_dict(saved["scaler"])
         progress = {name: saved[name] for name in SAVED if name in saved}
-        return cls(Guard(skip_spikes, saved.get("guard", {})), scaler=scaler, **progress)
+        return cls(scaler=scaler, **progress)
 
     def to_checkpoint(self) -> dict:
         """Return plain values for a checkpoint."""
         saved = {name: getattr(self, name) for name in SAVED}
-        return saved | {"guard": self.guard.state, "scaler": self.scaler.state_dict()}
+        return saved | {"scaler": self.scaler.state_dict()}
+
+    def skip_reason(self, loss: float, grad_norm: float) -> str | None:
+        """Return the reason to skip the update of a step, and count such steps in a row."""
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        self.bad_steps = 0 if is_finite else self.bad_steps + 1
+        return None if is_finite else f"loss {loss}, gradient norm {grad_norm}"
 
     def advance(self, tokens: int) -> None:
         """Count one step of `tokens` tokens."""
@@ -57,7 +60,7 @@ class TrainState:
         """Go back to before the skipped steps that end a run; weights are as they were then."""
         self.step -= PATIENCE
         self.tokens -= PATIENCE * tokens
-        self.guard.in_a_row = 0
+        self.bad_steps = 0
 
     def set_validation(self, checksum: int) -> bool:
         """Set the text of the best loss; if that was another, forget it and return False."""

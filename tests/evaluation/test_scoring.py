@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from config import parse_recipe
 from data.loader import Sequences, TokenStream
 from data.tokenizer import load_tokenizer
-from evaluation.scoring import SLICE_BYTES, Scorer, score_targets
+from evaluation.scoring import SLICE_BYTES, ItemScorer, score_targets
 from evaluation.tasks import Item, find_tasks
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -32,7 +32,7 @@ def scorer(request):
     model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
-    return Scorer(model.eval(), load_tokenizer("bytes"), ALONE, torch.float32, 16)
+    return ItemScorer(model.eval(), load_tokenizer("bytes"), ALONE, torch.float32, 16)
 
 
 @torch.no_grad()

@@ -1,11 +1,10 @@
 import math
-import random
 
 import torch
 from conftest import ROOT, environment, losses, script, torchrun, train_args, weights
 
 from training.checkpoint import load_checkpoint
-from training.guard import PATIENCE, WINDOW, Guard
+from training.state import PATIENCE, TrainState
 from utils.metrics import read_metrics
 
 
@@ -14,35 +13,12 @@ def with_faults(faults):
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted():
-    guard = Guard(None, {})
-    assert guard.check(1.0, 1.0) is None
+    state = TrainState.start(None)
+    assert state.skip_reason(1.0, 1.0) is None
     for loss, norm in ((math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan)):
-        assert "loss" in guard.check(loss, norm)
-    assert guard.in_a_row == guard.state["in_a_row"] == 3
-    assert guard.check(1e30, 1e30) is None  # no --skip_spikes
-    assert guard.in_a_row == 0
-
-
-def test_spikes_are_skipped_once_the_window_is_full():
-    rng = random.Random(0)
-    guard = Guard(6.0, {})
-    assert guard.check(50.0, 1.0) is None
-    for _ in range(WINDOW):
-        assert guard.check(rng.gauss(3, 0.1), rng.gauss(1, 0.1)) is None
-    assert "loss 4 is" in guard.check(4.0, 1.0)
-    assert "grad_norm 2 is" in guard.check(3.0, 2.0)
-    assert guard.check(1.0, 0.1) is None  # far below the mean
-
-
-def test_a_guard_resumes_from_its_state():
-    rng = random.Random(0)
-    steps = [(rng.gauss(3, 0.1), rng.gauss(1, 0.3)) for _ in range(3 * WINDOW)]
-    whole, first = Guard(2.0, {}), Guard(2.0, {})
-    expected = [whole.check(*step) for step in steps]
-    found = [first.check(*step) for step in steps[:200]]
-    second = Guard(2.0, first.state)
-    found += [second.check(*step) for step in steps[200:]]
-    assert found == expected and any(found) and second.state == whole.state
+        assert "loss" in state.skip_reason(loss, norm)
+    assert state.bad_steps == TrainState.start(state.to_checkpoint()).bad_steps == 3
+    assert state.skip_reason(1e30, 1e30) is None and state.bad_steps == 0
 
 
 def test_a_bad_loss_on_one_process_skips_the_step_on_all(shards, tmp_path):

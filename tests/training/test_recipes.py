@@ -93,7 +93,7 @@ def test_unequal_shares_step_alike(shards, tmp_path, sharding, dtype, far):
 def test_blocks_of_modern_begin_as_the_identity():
     config = TrainConfig(recipe="modern", n_layer=2, n_head=2, n_embd=32, block_size=16)
     stream = type("Stream", (), {"vocab_size": 257})
-    run = Run(config, None, None, torch.float32, TrainState.start(None, None), None, 0)
+    run = Run(config, None, None, torch.float32, TrainState.start(None), None, 0)
     model, idx = build_model(run, stream), torch.randint(0, 257, (2, 16))
     expected = model.transformer.ln_f(model.transformer.wte(idx))
     torch.testing.assert_close(model.hidden(idx), expected)

@@ -173,7 +173,7 @@ def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
     foreign = args("gpt2")
     (tmp_path / "gpt2" / "manifest.json").unlink()
     for path in (tmp_path / "gpt2").glob("*.npy"):
-        np.save(path, np.load(path) + np.uint16(1000))
+        np.save(path, np.load(path) + np.uint16(40_000))
     last = trained / "checkpoints" / "model_last.pt"
     bad([*foreign, "--max_steps", 30, "--resume", last], "tokens, the shards")
     assert not list((tmp_path / "new").rglob("m*"))
