@@ -16,7 +16,7 @@ from utils.errors import UserError, did_you_mean
 from utils.gpus import NAMED_GPUS
 
 # options of one start of a script, which the next start does not take over
-PER_LAUNCH = ("config", "resume", "overwrite", "dry_run", "profile")
+PER_LAUNCH = ("config", "resume", "overwrite", "dry_run")
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
 
@@ -117,11 +117,6 @@ def parse_recipe(text: str) -> Recipe:
         else:
             raise UserError(f"a recipe has no {key!r}{did_you_mean(key, [*kinds, *of_model])}")
     return recipe
-
-
-def recipe_of(shape: GPTConfig) -> str:
-    """Return the recipe that builds this architecture, trained as GPT-2."""
-    return str(Recipe(model=shape.differences(GPTConfig())))
 
 
 @dataclass
@@ -272,10 +267,8 @@ class MachineOptions:
 
 @dataclass
 class StepOptions:
-    """Profiling and planning."""
+    """Planning."""
 
-    profile: bool = False
-    """Write a trace of three steps to trace.json in --log_dir, for ui.perfetto.dev."""
     dry_run: bool = False
     """Check the options, print model, memory, time and cost, and exit."""
 

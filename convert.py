@@ -4,8 +4,7 @@
     python convert.py --model gpt2 --out checkpoints/gpt2.pt
 
 The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelForCausalLM and
-AutoTokenizer, in float32 with every bit of the weights. An imported model can be sampled, scored
-and trained from by --init_from.
+AutoTokenizer, in float32 with every bit of the weights, and has a model card.
 """
 
 import json
@@ -13,12 +12,13 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config import TrainConfig, recipe_of
+from config import Recipe, TrainConfig
 from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.table import format_table
 from evaluation.tasks import Result
 from finetuning.chat import CHAT_TEMPLATE, is_chat
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from training.checkpoint import assemble, find_checkpoint, open_model
@@ -27,29 +27,7 @@ from training.state import TrainState
 from utils.cli import run
 from utils.errors import UserError
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
----
-# {name}
-
-A language model, trained from scratch.
-
-| | |
-|---|---|
-{table}
-
-{scores}## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("USER/NAME")
-tokenizer = AutoTokenizer.from_pretrained("USER/NAME")
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-```
-"""
+CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template
 
 
 @dataclass
@@ -92,7 +70,7 @@ def model_card(model: GPT, tokenizer: str, saved: dict, path: Path) -> str:
         "data": saved.get("corpus") or options.get("data"),
         "steps": f"{saved['step']:,}, {saved['tokens']:,} tokens",
         "lowest validation loss": f"{saved['best_loss']:.4f} nats per token",
-        "commit of the code": commit(),
+        "commit of the code": subprocess.getoutput(f"git -C {CARD.parent} rev-parse --short HEAD"),
     }
     scores = ""
     for folder in (path.parent, Path(options["log_dir"])):
@@ -102,14 +80,7 @@ def model_card(model: GPT, tokenizer: str, saved: dict, path: Path) -> str:
                 results = [Result(**result) for result in found["results"]]
                 scores = f"## Scores\n\n```\n{format_table(results, shape.size or 'gpt2')}\n```\n\n"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return CARD.format(name=path.parent.parent.name, table=table, scores=scores)
-
-
-def commit() -> str:
-    """Return the commit of this code, or "unknown" outside of a clone."""
-    command = ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    return CARD.read_text().format(name=path.parent.parent.name, table=table, scores=scores)
 
 
 def import_model(config: ConvertConfig) -> None:
@@ -118,7 +89,8 @@ def import_model(config: ConvertConfig) -> None:
         raise UserError(f"--out {config.out} must end in .pt with --model")
     model, tokenizer, _ = open_model(config.model, exact=True)
     sizes = {k: getattr(model.config, k) for k in ("n_layer", "n_head", "n_embd", "block_size")}
-    options = TrainConfig(recipe=recipe_of(model.config), **sizes)
+    recipe = Recipe(model=model.config.differences(GPTConfig()))
+    options = TrainConfig(recipe=str(recipe), **sizes)
     state = assemble(
         model.state_dict(),
         optimizer={},

@@ -7,7 +7,6 @@
 docs/FINETUNING.md has the formats and formulas; checkpoints and --resume are as in train.py.
 """
 
-import zlib
 from collections import Counter
 from dataclasses import replace
 
@@ -65,8 +64,8 @@ def main() -> None:
     run.open_log(model, about)
     saver = Saver(config, model, optimizers, about, process, run.logger.print)
     process.print(
-        f"{config.method} of {config.init_from}: {config.max_steps:,} steps of {config.batch_size} "
-        f"of {len(method):,} {method.unit} in {config.data}"
+        f"{config.method} of {config.init_from} on {config.data}; {method.unit}: {len(method):,}, "
+        f"in a step: {config.batch_size}; steps: {config.max_steps:,}"
         + (f"; resumed at step {state.step}" if state.step else "")
     )
     peak = peak_flops(process.device, dtype)
@@ -105,7 +104,7 @@ def main() -> None:
             run.logger.log_skip(skip_reason, ids.tolist(), state.step)
         if method.sample is not None and is_due(config.sample_every, state.step):
             run.logger.log_sample(method.sample, state.step)
-        saver.end_after_patience(state, 0)
+        saver.end_after_patience(state)
 
     saver.finish()
     run.finish(f"done: see {config.checkpoint_dir}")
@@ -193,7 +192,6 @@ def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None,
     method = METHODS[config.method](run, encoder, config.data, reference, reward)
     if config.eval_data:
         held_out = type(method)(run, encoder, config.eval_data, reference, reward)
-        run.state.set_validation(zlib.crc32(config.eval_data.read_bytes()))
     if config.questions:
         sizes = (config.max_new_tokens, config.micro_batch_size)
         questions = Questions(config.questions, encoder, process, run.dtype, *sizes)

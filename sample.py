@@ -31,6 +31,8 @@ from utils.cli import run
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
 
+COMMANDS = "enter a prompt; /new begins a new chat, /quit ends\n"
+
 
 @dataclass
 class SampleConfig:
@@ -45,7 +47,7 @@ class SampleConfig:
     num_samples: int = 1
     """Texts to write; the first is shown while it is generated."""
     interactive: bool = False
-    """Ask for prompts; /new and /quit are commands."""
+    """Ask for prompts; /new, /quit and /help are commands."""
     chat: bool = False
     """Answer as the assistant of a chat; without --prompt, talk with the keyboard."""
     json: bool = False
@@ -137,11 +139,9 @@ class Writer:
                             self.show(piece)
                 if all(sample["finish"] == "end of text" for sample in samples):
                     break
-        for sample, decoder in zip(samples, decoders, strict=True):
-            tail = decoder.decode(b"", final=True)
-            sample["text"] += tail
+        for sample in samples:  # without the part of a character at the end
             rule = f"\n{'-' * 80}\n{heading}{sample['text']}"
-            self.show((tail if sample is samples[0] else rule) + "\n")
+            self.show(("" if sample is samples[0] else rule) + "\n")
         return samples
 
     def converse(self) -> None:
@@ -151,13 +151,15 @@ class Writer:
             import readline  # noqa: F401  line editing and history for input()
         history: Messages = []
         seed = self.config.seed
-        self.show("enter a prompt; /new begins a new chat, /quit ends\n")
+        self.show(COMMANDS)
         while True:
             try:
                 line = input("> ")
-                if line.strip() == "/quit":
+                if line.strip() in ("/quit", "quit", "exit"):
                     return
-                if line.strip() == "/new":
+                if line.strip() == "/help":
+                    self.show(COMMANDS)
+                elif line.strip() == "/new":
                     history = []
                 elif line:
                     answer, *_ = self.write(line, history, seed)

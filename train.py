@@ -5,11 +5,10 @@
     python train.py --resume auto                          # continue after a crash or a signal
 
 The global batch is --total_batch_size tokens for any number of processes: gradient accumulation
-follows from it. SIGTERM, SIGINT and SIGUSR1 finish the step, save and exit; SIGKILL costs the steps
+follows from it. SIGTERM, SIGINT and SIGUSR1 end the step, save and exit; SIGKILL costs the steps
 since the last checkpoint. On CPUs a resumed run equals one that was never stopped to the bit.
 """
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -23,7 +22,6 @@ from torch import Tensor
 from config import TrainConfig
 from data.loader import Slicing, TokenStream, prefetch, train_batches
 from data.mixture import Mixture, parse_corpora
-from data.shards import is_interrupted
 from data.tokenizer import tokenizer_name
 from evaluation.periodic import Evaluator, is_due
 from model.config import GPTConfig
@@ -40,9 +38,9 @@ from training.schedule import set_rates
 from training.state import seed_step
 from utils import distributed
 from utils.cli import run_and_exit
-from utils.devices import autocast
+from utils.devices import autocast, seconds_on_cpu
 from utils.errors import UserError
-from utils.throughput import StepTimer, peak_flops, profile_steps
+from utils.throughput import StepTimer, peak_flops
 
 
 def main() -> None:
@@ -82,10 +80,6 @@ def main() -> None:
     saver = Saver(config, model, optimizers, about, process, run.logger.print)
     peak = peak_flops(process.device, dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
-    profiler = None
-    if config.profile and process.is_main:
-        trace = config.log_dir / "trace.json"
-        profiler = profile_steps(trace, process.device, run.logger.print)
 
     while True:
         # once in a while: save, evaluate, score and sample; every process takes part
@@ -108,17 +102,15 @@ def main() -> None:
 
         # one step, then its log
         row, skip_reason = train_step(run, wrapped, optimizers, batches, slicing.micro_steps, timer)
+        if state.step == step:  # a signal ended it
+            continue
         if skip_reason is None:
             run.logger.log_train(row, state.step)
         else:
             ids = train.order(step * batch + np.arange(batch), config.seed)
             run.logger.log_skip(skip_reason, ids.tolist(), state.step)
-        saver.end_after_patience(state, config.total_batch_size)
-        if profiler:
-            profiler.step()
+        saver.end_after_patience(state)
 
-    if profiler:
-        profiler.stop()
     saver.finish()
     run.finish(f"done: best validation loss {state.best_loss:.4f}, see {config.checkpoint_dir}")
 
@@ -131,13 +123,17 @@ def train_step(
     micro_steps: int,
     timer: StepTimer,
 ) -> tuple[dict, str | None]:
-    """Run and count one optimizer step; return the row for the log, and why it was skipped."""
+    """Run and count one optimizer step; return the row for the log, and why it was skipped. Without
+    other processes a signal ends it between micro-steps: it is not taken."""
     config, process, state = run.config, run.process, run.state
     timer.start()
     lr = set_rates(optimizers, config, state.step)
     seed_step(config.seed, state.step, process.rank)  # of dropout
     total = torch.zeros((), device=process.device)
     for micro_step in range(micro_steps):
+        if run.stop.signal and process.world_size == 1:
+            run.stopping = True
+            return {}, None
         with timer.waiting():
             idx, targets = next(batches)
         with sync_gradients(model, config.sharding, last=micro_step == micro_steps - 1):
@@ -204,15 +200,13 @@ def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
     """Print what a user should know of the data: it is not whole, its order changes, or validation
     is rough or on another text."""
     config, saved, warn = run.config, run.saved, run.process.print
-    for folder in train.stream.folders:
-        if is_interrupted(folder):
-            warn(f"warning: sharding into {folder} was interrupted; run its command again")
     counts = [part.count_within(config.val_tokens) for part in val.parts]
     if min(counts) < 16:
         warn(f"warning: the validation text is {min(counts)} sequences: a rough loss")
-    text = f"{val.stream.checksum} {val.weights} {counts} {config.block_size}"
-    if not run.state.set_validation(zlib.crc32(text.encode())):
-        warn("warning: the validation text is another one: the best loss starts anew")
+    epochs = config.max_steps * config.total_batch_size / len(train.stream)
+    if epochs > 100:
+        smaller = "--max_steps, --total_batch_size and perhaps --n_layer, --n_head, --n_embd"
+        warn(f"warning: {epochs:,.0f} epochs of this text: see {smaller}")
     if saved and saved["optimizer"]:
         weights = [weight for _, weight in parse_corpora(saved["config"]["data_dir"])]
         then = saved["config"] | {"train_tokens": saved["train_tokens"], "weights": weights}
@@ -228,12 +222,16 @@ def describe(run: Run, model: GPT, train: Mixture, slicing: Slicing) -> None:
     tokens, batch = len(train.stream), config.total_batch_size
     run.logger.print(
         f"{model.num_parameters():,} parameters; {tokens:,} train tokens; "
-        f"{config.max_steps * batch / tokens:.2f} epochs: {config.max_steps:,} steps of {batch:,} "
-        f"tokens = micro-steps {slicing.micro_steps} x sequences {config.micro_batch_size} x tokens "
-        f"{config.block_size} x processes {process.world_size}"
+        f"{config.max_steps * batch / tokens:,.2f} epochs: {config.max_steps:,} steps of {batch:,} "
+        f"tokens = {config.block_size} x micro-batch {config.micro_batch_size} x micro-steps "
+        f"{slicing.micro_steps} x processes {process.world_size}"
         + (f"; resumed at step {run.start_step}" if run.start_step else "")
         + ("; the first step compiles" if config.use_torch_compile else "")
     )
+    if process.device.type == "cpu":
+        seconds = seconds_on_cpu(batch * model.flops_per_token(), run.dtype) or 0
+        if seconds > 20:
+            run.logger.print(f"a step takes about {seconds:,.0f} s on this processor")
 
 
 if __name__ == "__main__":

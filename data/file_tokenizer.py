@@ -110,10 +110,6 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         if (jinja := folder / "chat_template.jinja").is_file():
             template = jinja.read_text(encoding="utf-8")
         return read_tokenizer(path, eos[0] if isinstance(eos, list) else eos, template)
-    if (path := folder / "vocab.json").is_file():
-        ids = json.loads(path.read_text(encoding="utf-8"))
-        if len(ids) > 50_000 and not GPT2_IDS.items() <= ids.items():
-            raise UserError(f"{path} is another tokenizer than GPT-2's: add its {TOKENIZER}")
     for name, tokens in TOKENIZERS.items():
         if tokens.vocab_size == vocab_size:
             return name

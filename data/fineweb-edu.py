@@ -1,4 +1,4 @@
-"""Turn text into token shards: FineWeb-Edu from the Hugging Face hub, or local files.
+"""Turn text into token shards: FineWeb-Edu from the Hugging Face hub, or files of your own.
 
     python data/fineweb-edu.py                                 # sample-10BT -> data/edu_fineweb10B
     python data/fineweb-edu.py --input books/ more.parquet --local_dir data/books
@@ -8,8 +8,7 @@ Machines divide the source files, each with its own output folder, and train.py 
     python data/fineweb-edu.py --worker_index 0 --worker_count 4 --local_dir data/worker0
     python train.py --data_dir data/worker?
 
-A run that is killed at any moment continues from the last whole shard when it is started again. The
-shards do not depend on kills or on the number of threads.
+A run that is killed at any moment continues from the last whole shard when it is started again.
 """
 
 import hashlib
@@ -44,10 +43,11 @@ SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 1
 
 @dataclass
 class DataConfig:
-    """Turn text into token shards. Killed and started again, it continues where it was."""
+    """Turn any text into token shards. Killed and started again, it continues where it was."""
 
-    local_dir: Path = Path("data/edu_fineweb10B")
-    """Folder for the shards and their manifest."""
+    local_dir: Path | None = None
+    """Folder for the shards and their manifest; default: data/edu_fineweb10B, or data/ and the name
+    of the first --input."""
     dataset: str = "HuggingFaceFW/fineweb-edu"
     """Hugging Face dataset to stream; HuggingFaceFW/fineweb works too."""
     remote_name: str = "sample-10BT"
@@ -199,6 +199,10 @@ def main(config: DataConfig) -> None:
         raise UserError("--shard_size, --num_workers and --max_shards must be at least 1")
     if not (0 <= config.val_fraction < 1 and 0 <= config.worker_index < config.worker_count):
         raise UserError("--val_fraction must be in [0, 1), --worker_index in [0, --worker_count)")
+    if config.local_dir is None:
+        config.local_dir = Path("data/edu_fineweb10B")
+        if config.input:
+            config.local_dir = Path("data", Path(config.input[0]).name.split(".")[0] or "text")
     began = time.time()
     manifest, new = prepare(config)
     seconds = time.time() - began

@@ -7,12 +7,11 @@ takes positions [s*G, (s+1)*G) of it, a global batch of G; ranks and micro-steps
 """
 
 import hashlib
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from data.tokenizer import TOKENIZERS, load_tokenizer, tokenizer_name
 from utils.errors import UserError
 
 ROUNDS = 6
-CHECKED = 2**16
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -65,13 +63,6 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self.starts[-1])
-
-    @cached_property
-    def checksum(self) -> int:
-        """CRC-32 of the first and last CHECKED tokens and their number, to tell texts apart."""
-        length = min(len(self), CHECKED)
-        ends = (self.tokens(start, length) for start in (0, len(self) - length))
-        return zlib.crc32(np.concatenate([*ends, [len(self)]]).tobytes())
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise UserError for a bad id."""

@@ -51,9 +51,6 @@ class Mixture:
         if (np.diff(self.places) < 1).any():
             raise UserError(f"--data_dir: a weight is below {1 / BLOCK} of all")
 
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
     def where(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the corpus, and the position in its own order, of ascending positions (N,)."""
         block, offset = np.divmod(positions, BLOCK)

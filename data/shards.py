@@ -106,12 +106,6 @@ def corpus_name(folder: Path) -> str:
     return "FineWeb-Edu" if edu and manifest["tokenizer"] == "gpt2" else folder.resolve().name
 
 
-def is_interrupted(folder: Path) -> bool:
-    """Return whether data/fineweb-edu.py was stopped while it wrote this folder."""
-    manifest = read_manifest(folder) or {}
-    return not manifest.get("complete", True) and not manifest.get("stopped", False)
-
-
 def shard_paths(folder: Path) -> list[Path]:
     """Return the paths of a folder's .npy and .bin files in name order."""
     return sorted(p for p in folder.iterdir() if p.suffix in (".npy", ".bin") and p.is_file())

@@ -1,11 +1,10 @@
 """Train a tokenizer on your text: byte-level BPE, as a tokenizer.json for --tokenizer.
 
     python data/train_tokenizer.py --input books/ --vocab_size 16384 --out data/books/tokenizer.json
-    python data/fineweb-edu.py --input books/ --tokenizer data/books/tokenizer.json \\
-        --local_dir data/books
+    python data/fineweb-edu.py --input books/ --tokenizer data/books/tokenizer.json
 
-The same text gives the same tokenizer. A hash chooses the sample that it is trained on, and the
-text that is held out to count bytes per token, beside GPT-2's tokenizer.
+A hash chooses the text to train on, and the text held out to count bytes per token, beside GPT-2's.
+The same text gives the same tokenizer.
 """
 
 import sys
@@ -26,9 +25,9 @@ from utils.cli import run
 from utils.errors import UserError
 from utils.files import atomic_write
 
-PIECE = 10_000  # characters of a text that are sampled, or held out, together
+PIECE = 2_000  # characters of a text that are sampled, or held out, together
 HELD_OUT = 0.02  # share of the pieces, of which at most HELD_OUT_PIECES are kept
-HELD_OUT_PIECES = 500
+HELD_OUT_PIECES = 2_000
 
 
 @dataclass
@@ -42,8 +41,8 @@ class TokenizerConfig:
     vocab_size: int = 16_384
     """Tokens, end of text included; at most 65,535."""
     split: Literal["unicode", "gpt2"] = "unicode"
-    """What no token crosses: gpt2: the words and numbers of GPT-2; unicode: words with their marks
-    in any script, and single digits."""
+    """Pieces that no token crosses. gpt2: words and numbers as in GPT-2; unicode: words with their
+    marks in any script, and single digits."""
     sample_mb: int = 50
     """Text to train on, in MB."""
     text_column: str = "text"

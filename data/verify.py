@@ -39,8 +39,7 @@ def main(config: VerifyConfig) -> None:
         mixture = Mixture(config.data_dir, split, config.block_size)
         for stream in (part.stream for part in mixture.parts):
             check_shards(stream)
-            kind, count = stream.tokenizer_name, len(stream.shards)
-            print(f"{split}: {len(stream):,} {kind} tokens; shards: {count}")
+            print(f"{split}: {len(stream):,} {stream.tokenizer_name} tokens")
     for part in mixture.parts:
         n = len(part)
         visits = np.bincount(part.order(np.arange(n), config.seed), minlength=n)

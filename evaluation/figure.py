@@ -47,29 +47,42 @@ def read_run(path: Path) -> Run:
 
 
 def curve(log: Log, unit: str, split: str, key: str) -> tuple[np.ndarray, list[float]]:
-    """Return x values in a unit of AXIS_LABELS, and the values of a metric after step 0."""
-    rows = [row for row in log.get(split, []) if row["step"] > 0 and row.get(key) is not None]
+    """Return x values in a unit of AXIS_LABELS, and the values of a metric; what was measured at
+    step 0 stands at the first step, as a logarithmic axis has no 0."""
+    rows = [row for row in log.get(split, []) if row.get(key) is not None]
     steps = [row["step"] for row in log["train"]]
     used = [row["ms" if unit == "hours" else unit] for row in log["train"]]
     used = np.cumsum(used) / 3.6e6 if unit == "hours" else used
-    x = np.interp([row["step"] for row in rows], [0, *steps], [0, *used])
+    x = np.interp([row["step"] for row in rows], steps, used)
     return x, [row[key] for row in rows]
 
 
-def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tokens") -> None:
+def draw(
+    paths: list[Path],
+    out: Path,
+    size: str | None = None,
+    unit: str = "tokens",
+    columns: tuple[str, ...] = (),
+) -> None:
     """Draw the runs whose logs are at `paths` over each other into the picture `out`: their losses
-    in bits per byte if their tokenizers differ. `size` (of SIZES) adds OpenAI's GPT-2."""
+    in bits per byte if their tokenizers differ. `size` (of SIZES) adds OpenAI's GPT-2, `columns`
+    further scalars of training rows."""
     runs = [read_run(path) for path in paths]
     if len({run.label for run in runs}) < len(runs):
         runs = [run._replace(label=str(path)) for run, path in zip(runs, paths, strict=True)]
     tasks = [name for name in TASKS if any(name in run.log for run in runs)]
     grid = [["loss", "accuracy" if tasks else "loss"], ["rate", "speed"]]
-    widths = (3, 2) if tasks else (1, 1)
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    panels = figure.subplot_mosaic(grid, width_ratios=widths, height_ratios=(3, 2))
+    grid += [[column, column] for column in columns]
+    widths, heights = (3, 2) if tasks else (1, 1), (3, *[2] * (len(grid) - 1))
+    figure = Figure(figsize=(12, 1.4 * sum(heights)), layout="constrained")
+    panels = figure.subplot_mosaic(grid, width_ratios=widths, height_ratios=heights)
     key = "loss" if len({run.vocab_size for run in runs} - {None}) < 2 else "bits_per_byte"
     for i, run in enumerate(runs):
-        draw_run(panels, run, unit, key, {"ls": LINES[i % 4], "color": f"C{i}"})
+        style = {"ls": LINES[i % 4], "color": f"C{i}"}
+        draw_run(panels, run, unit, key, style)
+        for column in columns:
+            panels[column].plot(*curve(run.log, unit, "train", column), lw=1, **style)
+            panels[column].set(ylabel=column)
     gpt2 = (GPT2Tokenizer.vocab_size, "FineWeb-Edu")
     if size and any((run.vocab_size, run.corpus) != gpt2 for run in runs):
         print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
@@ -129,19 +142,15 @@ def scale_losses(axes: Axes, key: str) -> None:
 
 def draw_sweep(groups: dict[str, list[Log]], out: Path) -> None:
     """Draw validation loss over tokens for groups of logs that differ in their seed alone: each
-    group's mean, and the band between its minimum and maximum."""
+    group's mean and standard deviation."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (label, logs) in enumerate(groups.items()):
         curves = [curve(log, "tokens", "val", "loss") for log in logs]
         x, losses = curves[0][0], np.array([losses for _, losses in curves])
-        style = {
-            "ls": LINES[i % 4],
-            "color": f"C{i}",
-            "label": f"{label}: {losses[:, -1].mean():.3f}",
-        }
-        axes.plot(x, losses.mean(0), lw=1.5, marker="o", ms=4, **style)
-        axes.fill_between(x, losses.min(0), losses.max(0), color=f"C{i}", alpha=0.2, lw=0)
+        style = {"ls": LINES[i % 4], "color": f"C{i}", "marker": "o", "ms": 4, "capsize": 3}
+        label = f"{label}: {losses[:, -1].mean():.3f}"
+        axes.errorbar(x, losses.mean(0), losses.std(0), label=label, lw=1.5, **style)
     axes.set(ylabel="validation loss (nats per token)")
     save(figure, "tokens", out)
 

@@ -57,7 +57,8 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
 def to_tensors(rows: list[PackedItem], with_context: bool) -> tuple:
     """Return token ids (B, T), positions (B, T), mask (B, 1, T, T), and spans of tokens to predict,
     each a list of row, column whose output predicts the token, and token: for each row the span of
-    its context, empty unless `with_context`, and those of its continuations.
+    its context, empty unless `with_context`, and those of its continuations. The mask is None, for
+    plain causal attention, if every row has one continuation.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row; the last token of a
     continuation is never an input:
@@ -65,8 +66,6 @@ def to_tensors(rows: list[PackedItem], with_context: bool) -> tuple:
         ids        a  b  c  e        "c" and "e" both follow "b", and "e" does not attend to "c"
         positions  0  1  2  2
         part       0  0  1  2
-
-    The mask is None, for plain causal attention, if every row has one continuation.
     """
     arrays = np.zeros((3, len(rows), max(row.length for row in rows)), np.int64)
     idx, positions, part = arrays
@@ -140,11 +139,11 @@ class ItemScorer(Scorer):
     def score_batch(self, rows: list[PackedItem], banned: list[int], with_context: bool) -> Tensor:
         """Return the fields of Score (choices, 7) for the continuations of a batch, in order."""
         model, device = self.model, self.process.device
-        idx, positions, mask, spans = to_tensors(rows, with_context)
-        mask = mask if mask is None else mask.to(device)
+        *inputs, spans = to_tensors(rows, with_context)
+        idx, positions, mask = (x if x is None else x.to(device) for x in inputs)
         b_index, t_index, targets = torch.tensor([*chain(*spans)], device=device).T  # (N,)
         with autocast(device, self.dtype):
-            x = model.hidden(idx.to(device), positions=positions.to(device), mask=mask)  # (B, T, C)
+            x = model.hidden(idx, positions=positions, mask=mask)  # (B, T, C)
         weight = model.head_weight[: model.config.vocab_size]
         found = score_targets(x[b_index, t_index], weight, targets, banned)
         lengths = [len(span) for span in spans]

@@ -50,12 +50,14 @@ class Result(NamedTuple):
 
 
 TaskScores = tuple[list[Result], list[dict]]  # results, and rows of examples for --dump
+ValueOf = Callable[[str, Score], float]  # the continuation with the highest value is chosen
 
 
-def accuracy(task: str, protocol: str, metric: str, hits: Sequence[bool]) -> Result:
-    """Return the share of hits and its standard error."""
-    n, p = len(hits), float(np.mean(hits))
-    return Result(task, protocol, metric, n, p, (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else None)
+def mean_result(task: str, protocol: str, metric: str, values: Sequence[float]) -> Result:
+    """Return the mean of values, or the share of hits, and its standard error."""
+    n = len(values)
+    stderr = float(np.std(values, ddof=1)) / n**0.5 if n > 1 else None
+    return Result(task, protocol, metric, n, float(np.mean(values)), stderr)
 
 
 class Task:
@@ -67,9 +69,7 @@ class Task:
     hub: dict[str, str]  # arguments of datasets.load_dataset
     protocols: tuple[str, ...]  # ways to score; train.py logs the first
     metric = "acc"  # metric of the first protocol that plot.py draws
-    values: dict[
-        str, dict[str, Callable[[str, Score], float]]
-    ]  # by protocol and metric; acc: logprob
+    values: dict[str, dict[str, ValueOf]]  # by protocol and metric; acc: logprob
     with_context = False  # True if values need the score of the context
     published: dict = {}  # evaluation.published.Published
 
@@ -110,7 +110,7 @@ class Task:
                     example.setdefault("logprobs", values)
                     example[f"pick_{metric}"] = int(np.argmax(values))
                 hits = [example[f"pick_{metric}"] == example["label"] for example in found]
-                results.append(accuracy(self.name, protocol, metric, hits))
+                results.append(mean_result(self.name, protocol, metric, hits))
             examples += found
         return results, examples
 

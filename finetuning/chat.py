@@ -42,13 +42,11 @@ class Example:
 
 
 def render(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) -> str:
-    """Return a dialog in the format of the tokenizer's chat template, up to the beginning of the
-    assistant's answer with `open_turn`."""
+    """Return a dialog by the tokenizer's chat template; `open_turn` begins an answer after it."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # of torch
 
-    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
-        tokenizer.chat_template
-    )
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    template = jinja.from_string(tokenizer.chat_template)
     ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.end_of_text)
     return template.render(messages=messages, add_generation_prompt=open_turn, **ends)
 
@@ -58,10 +56,8 @@ def encode_rendered(messages: Messages, tokenizer: Tokenizer) -> Example:
     texts, said = [], ""
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = (
-                render(messages[:i], tokenizer, True),
-                render(messages[: i + 1], tokenizer),
-            )
+            before = render(messages[:i], tokenizer, open_turn=True)
+            after = render(messages[: i + 1], tokenizer)
             if not (before.startswith(said) and after.startswith(before)):
                 raise ValueError("the chat template changes earlier turns with later ones")
             texts += [(before[len(said) :], False), (after[len(before) :], True)]
@@ -133,8 +129,8 @@ def decode_completion(tokens: list[int], tokenizer: Tokenizer, chat: bool) -> st
 
 
 def is_chat(saved: dict, name: str) -> bool:
-    """Return True if a model was fine-tuned on chats: by its checkpoint `saved`, or, for the
-    Hugging Face folder `name` without one, by a chat template in it."""
+    """Return True if a model has learned to chat: by its checkpoint `saved`, or, if that is empty,
+    by a chat template in the Hugging Face folder `name`."""
     if saved:
         return saved["config"].get("plain") is False
     about, jinja = Path(name) / "tokenizer_config.json", Path(name) / "chat_template.jinja"

@@ -46,8 +46,8 @@ def field(row: dict, name: str, *kinds: type) -> Any:
 
 @dataclass
 class TextEncoder:
-    """Encodes rows as examples that fit a context, of a chat or of plain text, and counts those
-    that it cuts; raises ValueError for a row that it cannot encode."""
+    """Encodes rows of a chat or of plain text, cut to a context; counts the cuts, and raises
+    ValueError for a row that it cannot encode."""
 
     tokenizer: Tokenizer
     chat: bool
@@ -55,7 +55,11 @@ class TextEncoder:
     num_cut: int = 0
 
     def example(self, row: dict, name: str = "completion") -> Example:
-        """Return a row's messages, or its prompt and field `name`, cut to the context."""
+        """Return a row's messages, or its prompt and field `name`, cut to the context; a row may
+        have the fields of Alpaca instead: instruction, input and output."""
+        if "instruction" in row:
+            prompt = "\n".join(filter(None, (row["instruction"], row.get("input"))))
+            row = {"prompt": prompt, "completion": row.get("output")}
         if self.chat and "messages" in row and name == "completion":
             whole = encode_messages(self.text(row, "messages"), self.tokenizer)
         else:
@@ -68,16 +72,14 @@ class TextEncoder:
         return cut
 
     def question(self, row: dict, room: int, *, answered: bool) -> tuple[dict, list[int]]:
-        """Return a row, which has an answer if it must be `answered`, with the tokens of its
-        prompt, which must leave room for `room` more."""
+        """Return a row and the tokens of its prompt, which leave room for `room` more; a row that
+        must be `answered` has an answer."""
         if answered:
             field(row, "answer", str, int, float)
         tokens = encode_prompt(self.text(row, "prompt"), self.tokenizer, self.chat)
         if len(tokens) + room > self.block_size:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens and --max_new_tokens {room} exceed the context "
-                f"of {self.block_size}"
-            )
+            asked = f"a prompt of {len(tokens)} tokens and --max_new_tokens {room}"
+            raise ValueError(f"{asked} exceed the context of {self.block_size}")
         return row, tokens
 
     def text(self, row: dict, name: str) -> str | list[dict]:
@@ -115,7 +117,7 @@ def collate_packed(packs: list[list[Example]], block_size: int, device: torch.de
         positions  0  1  0  0        part       1  1  2  0
     """
     shape = (len(packs), block_size)
-    idx, positions, part = (np.zeros(shape, np.int64) for _ in range(3))
+    idx, positions, part = np.zeros((3, *shape), np.int64)
     targets = np.full(shape, -1)
     for b, examples in enumerate(packs):
         start = 0

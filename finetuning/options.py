@@ -45,8 +45,9 @@ class FileOptions(RunOptions):
 class BatchOptions(OptimizerOptions):
     """Batch size, learning rate and AdamW."""
 
-    batch_size: int = 32
-    """Packed sequences (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes."""
+    batch_size: int | None = None
+    """Packed sequences (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes;
+    default: 32, but at most a quarter of the rows."""
     micro_batch_size: int | None = None
     """Packed sequences, pairs or completions (grpo) per forward pass of a process; default: the
     largest of 8, 4, 2 and 1 that divides a step."""
@@ -55,7 +56,7 @@ class BatchOptions(OptimizerOptions):
     dropout: float = 0.0
     """sft, reward: dropout probability."""
     max_steps: int | None = None
-    """Optimizer steps; default: one pass over the data."""
+    """Optimizer steps; default: three passes over the data, for grpo one."""
     max_lr: float | None = None
     """Learning rate after warmup; default: 2e-5 for sft, 1e-4 for reward, 1e-6 for dpo and grpo."""
     min_lr: float = 0.0
@@ -121,14 +122,18 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
         return self.max_steps
 
     def resolve_length(self, num_examples: int) -> None:
-        """Set --max_steps, if not given, to one pass over the examples; warmup follows from it."""
+        """Set --max_steps, if not given, to passes over the examples; warmup follows from it."""
         if self.max_steps is None:
-            self.max_steps = -(-num_examples // self.batch_size)
+            passes = 1 if self.method == "grpo" else 3
+            self.max_steps = -(-passes * num_examples // self.batch_size)
         if self.warmup_steps is None:
             self.warmup_steps = min(WARMUP_STEPS, self.max_steps // 10)
 
     def slice_steps(self, process: Process) -> Slicing:
         """Return the division of a step into micro-batches; UserError where it does not divide."""
+        if self.batch_size is None:
+            quarter = self.data.read_bytes().count(b"\n") // 4
+            self.batch_size = max(process.world_size, 2 ** min(5, max(1, quarter).bit_length() - 1))
         items = self.batch_size * (self.group_size if self.method == "grpo" else 1)
         if self.micro_batch_size is None:
             self.micro_batch_size = math.gcd(8, items // process.world_size)

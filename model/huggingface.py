@@ -187,8 +187,6 @@ def find_folder(name: str) -> Path:
     try:
         patterns = ["*.json", "*.jinja", "*.safetensors"]
         folder = Path(snapshot_download(name, allow_patterns=patterns))
-        if not list(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=["pytorch_model*.bin*"])
     except Exception as error:
         raise UserError(
             f"{name} is no folder, and the Hugging Face hub did not provide a model of that name "
@@ -198,17 +196,12 @@ def find_folder(name: str) -> Path:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder, from its .safetensors files, or else from its .bin files."""
+    """Return all tensors of the .safetensors files of a folder."""
     from safetensors.torch import load_file  # not needed for training
 
-    state: dict[str, Tensor] = {}
-    for path in [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]:
-        state |= load_file(path)
-    if not state:
-        for path in folder.glob("pytorch_model*.bin"):
-            state |= torch.load(path, map_location="cpu", weights_only=True)
-    assert state, "it has no model.safetensors"
-    return state
+    paths = [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]
+    assert paths, "it has no model.safetensors"
+    return {name: x for path in paths for name, x in load_file(path).items()}
 
 
 def load_pretrained(name_or_folder: str | Path) -> GPT:

@@ -1,26 +1,23 @@
-"""Measure this machine: training beside nanoGPT, sampling beside transformers.
+"""Measure training steps on this machine, beside nanoGPT.
 
-    python scripts/bench.py --parts train --use_torch_compile --peer ../nanoGPT
+    python scripts/bench.py --use_torch_compile --peer ../nanoGPT
 
 Each repeat of a job is a process of its own, which warms up and then counts for some seconds. Jobs
-that are compared take turns, repeat by repeat; medians count. Each comparison is printed and
-appended to --out as a line of JSON; the last line of output is all of them as JSON.
+that are compared take turns, repeat by repeat; medians count. The comparison is printed and
+appended to --out as a line of JSON.
 """
 
 import importlib
 import json
-import platform
 import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
@@ -32,23 +29,18 @@ from config import MachineOptions, ModelOptions, TrainConfig
 from data.tokenizer import GPT2Tokenizer
 from model.config import GPTConfig
 from model.empty import empty_gpt
-from model.generate import Sampling, generate
 from model.gpt import GPT
-from model.huggingface import save_pretrained
-from model.packed import for_inference
 from model.replace import for_training
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm
 from utils.cli import run, to_flags
-from utils.devices import autocast, pick_device, pick_dtype
+from utils.devices import autocast, describe, pick_device, pick_dtype
 from utils.errors import UserError
 from utils.throughput import peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = GPT2Tokenizer.vocab_size
-NEW_TOKENS = 128  # of sampling
 SECONDS = 5  # that a repeat counts, at least one unit of work
-PEERS = {"train": "nanogpt", "sample": "transformers"}
 Work = Callable[[], int]  # does the work of a job once and returns how many units that was
 
 
@@ -56,8 +48,6 @@ Work = Callable[[], int]  # does the work of a job once and returns how many uni
 class BenchOptions:
     """Measurements and peers."""
 
-    parts: tuple[Literal["train", "sample"], ...] = ("train", "sample")
-    """Parts to measure."""
     repeats: int = 5
     """Repeats of each measurement; the median counts."""
     micro_batch_size: int = 4
@@ -66,13 +56,15 @@ class BenchOptions:
     """Checkout of nanoGPT, whose model.py trains in turn with this project's model."""
     out: Path = Path("logs/bench.jsonl")
     """JSON lines file to append to."""
+    profile: bool = False
+    """Trace a step into trace.json, for ui.perfetto.dev, and print its slowest operations."""
     worker: str | None = None
     """Run one repeat of this job alone."""
 
 
 @dataclass
 class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
-    """Measure this machine: training beside nanoGPT, sampling beside transformers."""
+    """Measure training steps on this machine, beside nanoGPT."""
 
     @property
     def training(self) -> TrainConfig:
@@ -143,42 +135,7 @@ def training_step(
     return step
 
 
-def sample(config: BenchConfig) -> Work:
-    """Prepare sampling of NEW_TOKENS tokens after each of --micro_batch_size prompts of 16."""
-    device, dtype = config.device_and_dtype
-    model = GPT(config.shape).to(device).eval()
-    for_inference(model, device, dtype)
-    sampling = Sampling(NEW_TOKENS, top_k=50)
-    prompts = torch.randint(VOCABULARY, (config.micro_batch_size, 16)).tolist()
-
-    def once() -> int:
-        with autocast(device, dtype):
-            return torch.stack(list(generate(model, prompts, sampling))).cpu().numel()
-
-    return once
-
-
-def sample_transformers(config: BenchConfig) -> Work:
-    """Prepare the sampling of `sample` with a GPT-2 of transformers."""
-    from transformers import GPT2LMHeadModel
-
-    device, dtype = config.device_and_dtype
-    with tempfile.TemporaryDirectory() as folder:
-        save_pretrained(GPT(config.shape), Path(folder))
-        model = GPT2LMHeadModel.from_pretrained(folder, dtype=dtype).to(device).eval()
-    prompt = torch.randint(VOCABULARY, (config.micro_batch_size, 16), device=device)
-    options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
-    options |= {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
-
-    def once() -> int:
-        tokens = model.generate(prompt, do_sample=True, top_k=50, **options)
-        return tokens[:, prompt.size(1) :].numel()
-
-    return once
-
-
-JOBS: dict[str, Callable[[BenchConfig], Work]] = {"train": train, "sample": sample}
-JOBS |= {"nanogpt": train_nanogpt, "transformers": sample_transformers}
+JOBS: dict[str, Callable[[BenchConfig], Work]] = {"train": train, "nanogpt": train_nanogpt}
 
 
 def work(config: BenchConfig) -> None:
@@ -194,6 +151,16 @@ def work(config: BenchConfig) -> None:
     own = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())  # not its parent's
     peak = on_gpu or 1024 * int(own[1])
     print(json.dumps({"rate": rate, "start_s": ready - began, "peak_bytes": peak}))
+
+
+def profile_step(config: BenchConfig) -> None:
+    """Profile a training step after another."""
+    (step := train(config))()
+    with torch.profiler.profile() as profiler:
+        step()
+    profiler.export_chrome_trace("trace.json")
+    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=key, row_limit=15))
 
 
 def measure(config: BenchConfig, jobs: list[str]) -> dict[str, dict]:
@@ -212,41 +179,29 @@ def measure(config: BenchConfig, jobs: list[str]) -> dict[str, dict]:
     }
 
 
-def compare(config: BenchConfig, part: str, jobs: list[str]) -> dict:
-    """Return a row: the options and figures of a part's jobs, the first beside the second."""
-    measured = measure(config, jobs)
-    row = {"part": part, "unit": "tokens/s"}
-    row |= {"options": {k: v for k, v in vars(config).items() if v}, "measured": measured}
-    if part == "train" and (peak := peak_flops(*config.device_and_dtype)):
-        flops = empty_gpt(config.shape).flops_per_token()
-        for figures in measured.values():
-            figures["mfu"] = flops * figures["rate"] / peak
-    if len(jobs) == 2:
-        ours, theirs = measured.values()
-        row["ratio"] = ours["rate"] / theirs["rate"]
-        row["memory_ratio"] = ours["peak_bytes"] / theirs["peak_bytes"]
-    return row
-
-
 def main(config: BenchConfig) -> None:
     if config.worker:
         return work(config)
+    if config.profile:
+        return profile_step(config)
     if config.peer and not (config.peer / "model.py").is_file():
         raise UserError(f"--peer {config.peer} has no model.py; give a checkout of nanoGPT")
-    device, _ = config.device_and_dtype
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    hardware = {"device": f"{device.type} {name}".strip(), "torch": str(torch.__version__)}
+    measured = measure(config, ["train"] if config.peer is None else ["train", "nanogpt"])
+    row = describe(pick_device(config.device)) | {"unit": "tokens/s", "measured": measured}
+    row["options"] = {name: value for name, value in vars(config).items() if value}
+    if peak := peak_flops(*config.device_and_dtype):
+        flops = empty_gpt(config.shape).flops_per_token()
+        for figures in measured.values():
+            figures["mfu"] = flops * figures["rate"] / peak
+    if config.peer:
+        ours, theirs = measured.values()
+        row["ratio"] = ours["rate"] / theirs["rate"]
+        row["memory_ratio"] = ours["peak_bytes"] / theirs["peak_bytes"]
+    line = json.dumps(row, default=str)
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for part in config.parts:
-        jobs = [part] if part == "train" and config.peer is None else [part, PEERS[part]]
-        for batch in (1, 8) if part == "sample" else (config.micro_batch_size,):
-            rows.append(hardware | compare(replace(config, micro_batch_size=batch), part, jobs))
-            line = json.dumps(rows[-1], default=str)
-            print(line, flush=True)
-            with open(config.out, "a") as file:
-                file.write(line + "\n")
-    print(json.dumps(rows, default=str))
+    with open(config.out, "a") as file:
+        file.write(line + "\n")
+    print(line)
 
 
 if __name__ == "__main__":

@@ -29,14 +29,12 @@ def write_shards(text: bytes, folder: Path) -> None:
     """Write the first nine tenths of a text as train tokens, the rest as validation tokens. Each
     part begins with end of text, so that its first character is predicted too."""
     folder.mkdir(parents=True, exist_ok=True)
-    cut = len(text) * 9 // 10
-    shards, kind = [], ByteTokenizer
+    cut, shards = len(text) * 9 // 10, []
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
         writer = ShardWriter(folder, split, 0, ".npy")
-        writer.append(np.array([kind.eot, *part], np.uint16))
+        writer.append(np.array([ByteTokenizer.eot, *part], np.uint16))
         shards.append(writer.finish())
-    tokenizer = {"tokenizer": kind.name, "vocab_size": kind.vocab_size, "eot": kind.eot}
-    write_manifest(folder, {**tokenizer, "source": ["text"], "shards": shards})
+    write_manifest(folder, {"tokenizer": "bytes", "vocab_size": 257, "shards": shards})
 
 
 def main() -> None:

@@ -4,8 +4,7 @@ python scripts/sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 2e-
   --seeds 1 2 3 --fixed "data_dir data/books"
 
 Every combination is checked by `train.py --dry_run` before the first run. A sweep that was killed
-continues when started again. With another grid and the same --out, the table covers all runs of
-the folder.
+continues when started again. The table covers all runs of the folder.
 """
 
 import itertools
@@ -93,7 +92,8 @@ def train_point(config: SweepConfig, point: Point) -> str | None:
     process, folder = start_run(config, point, "--resume", "auto"), run_folder(config.out, point)
     errors = process.communicate()[1].strip()
     log = finished_log(folder) if process.returncode == 0 else None
-    print(f"{folder.name}: {log['val'][-1]['loss'] if log else 'failed'}", flush=True)
+    done = len(list(config.out.glob("*/logs/log_plot.png")))  # drawn at the end of each run
+    print(f"{folder.name}: {log['val'][-1]['loss'] if log else 'failed'} ({done} done)", flush=True)
     return None if log else f"{folder.name}: {errors[-300:]}"
 
 
@@ -124,20 +124,26 @@ def collect(out: Path) -> dict[str, list[Log]]:
 
 def to_markdown(groups: dict[str, list[Log]]) -> str:
     """Return a Markdown table of groups, best first: mean and deviation of their last losses, in
-    bits per byte where their tokenizers or texts differ."""
+    bits per byte where their tokenizers or texts differ, and the mean difference to the best with
+    its standard error, paired by seed."""
     last = [log["val"][-1] for logs in groups.values() for log in logs]
     key, title = "loss", "validation loss"
     ratios = [row["loss"] / row["bits_per_byte"] for row in last if row.get("bits_per_byte")]
     if len(ratios) == len(last) and max(ratios) > 1.01 * min(ratios):
         key, title = "bits_per_byte", "bits per byte"
     losses = {name: [log["val"][-1][key] for log in logs] for name, logs in groups.items()}
-    lines = [f"| run | {title} | std | seeds | tokens | tokens/s |", "|---" * 6 + "|"]
-    for name in sorted(groups, key=lambda name: fmean(losses[name])):
+    lines = [f"| run | {title} | std | to the best | seeds | tokens | tokens/s |", "|---" * 7 + "|"]
+    names = sorted(groups, key=lambda name: fmean(losses[name]))
+    for name in names:
         std = f"{stdev(losses[name]):.4f}" if len(losses[name]) > 1 else "-"
+        pairs = zip(losses[name], losses[names[0]], strict=False)
+        found = [mine - best for mine, best in pairs]
+        more = f"{fmean(found):+.4f}"
+        more += f" ± {stdev(found) / len(found) ** 0.5:.4f}" if len(found) > 1 else ""
         tokens = groups[name][0]["train"][-1]["tokens"]
         speed = median(row["tokens_per_s"] for log in groups[name] for row in log["train"])
         lines.append(
-            f"| {name} | {fmean(losses[name]):.4f} | {std} | {len(losses[name])} "
+            f"| {name} | {fmean(losses[name]):.4f} | {std} | {more} | {len(losses[name])} "
             f"| {tokens:,} | {speed:,.0f} |"
         )
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """A small GPT-2 with fixed random weights, for the comparison with lm-evaluation-harness.
 
     python -m tests.harness_model FOLDER
-    python scripts/harness.py hellaswag_val_1000.jsonl lambada_test_1000.jsonl FOLDER
+    python tests/record_harness.py hellaswag_val_1000.jsonl lambada_test_1000.jsonl FOLDER
 
 write it in Hugging Face's format and score it; test_evaluate.py holds the recorded scores.
 """

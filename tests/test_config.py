@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import ROOT, bad, script
 
-from config import TrainConfig, recipe_of
+from config import Recipe, TrainConfig
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from utils.devices import pick_device
@@ -64,7 +64,9 @@ def test_a_speedrun_has_shorter_ngrams_where_tokens_are_longer():
     bytewise = TrainConfig(recipe="speedrun").model_config(257)
     assert (bytewise.ngrams, TrainConfig(recipe="speedrun").model_config(50257).ngrams) == (5, 2)
     assert TrainConfig(recipe="speedrun,ngrams=3").model_config(50257).ngrams == 3
-    same = TrainConfig(recipe=recipe_of(bytewise)).model_config(257)
+    same = TrainConfig(recipe=str(Recipe(model=bytewise.differences(GPTConfig())))).model_config(
+        257
+    )
     assert same == bytewise
 
 

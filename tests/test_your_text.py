@@ -39,6 +39,8 @@ def home(tmp_path_factory):
     (home / "texts" / "cover.jpg").write_bytes(b"\xff\xd8\xff\0")
     (home / "notes.csv").write_text("id,body\n1,a note\n2,another\n")
     parquet.write_table(pa.table({"review": texts[:300]}), home / "reviews.parquet")
+    ids = [list(text.encode()) for text in texts[:300]]
+    parquet.write_table(pa.table({"tokens": ids}), home / "ids.parquet")
     (home / "crawl").mkdir()
     for i in range(3):
         rows = "".join(json.dumps({"text": t}) + "\n" for t in texts[200 * i : 200 * (i + 1)])
@@ -79,6 +81,9 @@ def test_one_book_then_scores_plot_and_export(home):
         ("A folder of mixed files", ["left out: 1 .jpg", "documents: 202"]),
         ("A parquet file with another column", ["documents: 300"]),
         ("A compressed crawl", ["documents: 600", "\n0 new tokens"]),
+        ("Your own tokenizer", ["bytes per token of tokenizer-", "documents: 1"]),
+        ("Token ids", ["documents: 300"]),
+        ("Several corpora", ["book: 700 of every 1000", "texts: 300 of every 1000"]),
     ],
 )
 def test_sharding(home, title, expected):

@@ -144,8 +144,9 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of checkpoints that a folder is, or that a run's folder holds."""
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    """Return the folder of checkpoints that a folder is, or that it holds."""
+    folders = [path, path / "checkpoints", *sorted(path.glob("*/"))]
+    return next((folder for folder in folders if list(folder.glob("model_*.pt"))), path)
 
 
 def find_checkpoint(name: str | Path) -> Path | None:

@@ -9,8 +9,8 @@ from model.config import GPTConfig
 from model.empty import empty_gpt
 from training.checkpoint import open_model
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
+from utils.devices import seconds_on_cpu
 from utils.errors import UserError
-from utils.gpus import NAMED_GPUS
 from utils.throughput import peak_flops
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
@@ -41,15 +41,19 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
     print(f"  {need / 1e9:8.2f}  in all: {fits} {hardware.free / 1e9:.2f} GB")
 
     tokens = config.total_batch_size * (config.max_steps - (saved["step"] if saved else 0))
-    flops, recompute = tokens * model.flops_per_token(), config.activation_checkpointing == "block"
-    known = gpu.peak if gpu else peak_flops(hardware.device, hardware.dtype)
-    peak = known or NAMED_GPUS["h100"].peak
-    hours = flops * (4 / 3 if recompute else 1) / (peak * MFU) / 3600
-    print(
-        f"{flops:.3g} FLOPs for {tokens:,} tokens: {hours / world_size:,.2f} hours on {world_size} "
-        f"{'GPU' if known else 'H100'} and {hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU "
-        f"of {peak / 1e12:,.0f} TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
-    )
+    recompute = 4 / 3 if config.activation_checkpointing == "block" else 1
+    flops = recompute * tokens * model.flops_per_token()
+    took = ""
+    if peak := gpu.peak if gpu else peak_flops(hardware.device, hardware.dtype):
+        hours = flops / (peak * MFU) / 3600
+        took = (
+            f": {hours / world_size:,.2f} hours on {world_size} GPU and "
+            f"{hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "
+            f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
+        )
+    elif hardware.device.type == "cpu" and (seconds := seconds_on_cpu(flops, hardware.dtype)):
+        took = f": about {seconds / 3600:,.2f} hours on this processor"
+    print(f"{flops:.3g} FLOPs for {tokens:,} tokens{took}")
     for folder in () if gpu else config.data_dir:  # train.sh makes missing ones
         print(f"data_dir: {folder}")
     print("This was a dry run: nothing was trained or written.")
@@ -66,7 +70,9 @@ def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
         vocab_size = pretrained.vocab_size
     else:
         try:
-            vocab_size = Mixture(config.data_dir, "train", config.block_size).stream.vocab_size
+            stream = Mixture(config.data_dir, "train", config.block_size).stream
+            vocab_size = stream.vocab_size
+            print(f"{config.max_steps * config.total_batch_size / len(stream):,.2f} epochs")
         except UserError as error:
             print(error)
     return config.model_config(vocab_size)

@@ -2,7 +2,6 @@
 
 N matrices of one shape (R, C) are stacked. Each of W processes collects whole matrices, about N / W
 of them, orthogonalizes these, and spreads the result, also where parameters are sharded by rows.
-torch.optim.Muon orthogonalizes every matrix on every process.
 """
 
 from collections import defaultdict

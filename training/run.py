@@ -1,9 +1,5 @@
-"""The life of a run, for train.py and finetune.py: resolve its options, lock its folders, open its
-log, resume, finish.
-
-Options are flags wherever they come from: those of the checkpoint that is resumed, then those of
---config, then the command line; the last one wins.
-"""
+"""Life of a run, for train.py and finetune.py: resolve its options (of the checkpoint, then of
+--config, then of the command line), lock its folders, open its log, resume, finish."""
 
 import contextlib
 import json
@@ -228,6 +224,8 @@ class Run:
         """Print how the run ended, draw its picture, and exit with 128 + the signal if one came."""
         if self.stopping:
             message = f"stopped; saved at step {self.state.step}: continue with --resume auto"
+            if self.state.step == self.start_step:
+                message = f"stopped at step {self.start_step}, before a new checkpoint"
         self.logger.print(message)
         self.logger.close()
         folder = self.config.log_dir

@@ -99,17 +99,15 @@ class Saver:
         if self.thread.is_alive():
             self.thread.join()
 
-    def end_after_patience(self, state: TrainState, tokens: int) -> None:
-        """If PATIENCE steps in a row, of `tokens` tokens each, had no finite gradient, save the
-        state before them and raise UserError."""
+    def end_after_patience(self, state: TrainState) -> None:
+        """If PATIENCE steps in a row had no finite loss and gradient, save and raise UserError."""
         if state.bad_steps >= PATIENCE:
-            state.rewind(tokens)
+            state.bad_steps = 0  # for a run that goes on
             self.save(LAST, state)
             self.finish()
             raise UserError(
-                f"{PATIENCE} steps in a row had no finite loss and gradient; metrics.jsonl says "
-                f"which. The checkpoint is of step {state.step}, before them: resume an earlier "
-                "one with a lower --max_lr and --overwrite"
+                f"{PATIENCE} steps in a row had no finite loss and gradient: they changed nothing; "
+                "resume an earlier checkpoint with a lower --max_lr and --overwrite"
             )
 
     def finish(self) -> None:

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 NO_SCALING = GradScaler("cpu", enabled=False)  # float16 alone needs it
-SAVED = ("step", "tokens", "best_loss", "run_id", "validation", "bad_steps")
+SAVED = ("step", "tokens", "best_loss", "run_id", "bad_steps")
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -27,7 +27,6 @@ class TrainState:
     tokens: int = 0  # of these steps
     best_loss: float = math.inf  # lowest validation loss in nats per token
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # a resumed run keeps it
-    validation: int = 0  # checksum of what best_loss is measured on
     bad_steps: int = 0  # newest ones in a row without finite loss and gradient
     scaler: GradScaler = NO_SCALING  # of the loss
 
@@ -55,19 +54,6 @@ class TrainState:
         """Count one step of `tokens` tokens."""
         self.step += 1
         self.tokens += tokens
-
-    def rewind(self, tokens: int) -> None:
-        """Go back to before the skipped steps that end a run; weights are as they were then."""
-        self.step -= PATIENCE
-        self.tokens -= PATIENCE * tokens
-        self.bad_steps = 0
-
-    def set_validation(self, checksum: int) -> bool:
-        """Set the text of the best loss; if that was another, forget it and return False."""
-        same = self.validation in (0, checksum)
-        self.best_loss = self.best_loss if same else math.inf
-        self.validation = checksum
-        return same
 
     def record_validation(self, loss: float) -> bool:
         """Remember a new lowest validation loss; return whether it is one."""

@@ -17,17 +17,16 @@ from typing import NoReturn, TypeVar
 from utils.errors import UserError
 
 Config = TypeVar("Config")
-NO_MEMORY = "can't allocate memory|out of memory"  # PyTorch has no error class for a CPU
+NO_MEMORY = "can't allocate memory|out of memory"  # messages of PyTorch
 
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """Parse flags, or the command line, into a dataclass; exit with code 2 if they are wrong.
-    Dataclasses named ...Options that `config_class` inherits from are the groups of --help, the
-    last one first. A ~ that begins a path becomes the home folder."""
+    Dataclasses named ...Options that it inherits from are the groups of --help, last one first."""
     import tyro  # here, so that importing this module does not require it
 
-    options = {"use_underscores": True, "args": args}
-    options["console_outputs"] = os.environ.get("RANK", "0") == "0"
+    is_main = os.environ.get("RANK", "0") == "0"
+    options = {"use_underscores": True, "args": args, "console_outputs": is_main}
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
         found = vars(tyro.cli(config_class, **options))
@@ -36,11 +35,10 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
             (group.__name__.removesuffix("Options").lower(), tyro.conf.OmitArgPrefixes[group])
             for group in groups
         ]
-        grouped = make_dataclass(config_class.__name__, parts)
-        grouped.__doc__ = config_class.__doc__
-        start = {f.name: f.default for f in fields(config_class) if f.init}
-        values = [group(**{f.name: start.pop(f.name) for f in fields(group)}) for group in groups]
-        assert not start, f"add {', '.join(start)} to a group"
+        namespace = {"__doc__": config_class.__doc__}
+        grouped = make_dataclass(config_class.__name__, parts, namespace=namespace)
+        start = {f.name: f.default for f in fields(config_class)}  # a subclass may change a default
+        values = [group(**{f.name: start[f.name] for f in fields(group)}) for group in groups]
         filled = tyro.cli(grouped, default=grouped(*values), **options)
         found = {k: v for part in vars(filled).values() for k, v in vars(part).items()}
     return config_class(**{name: expand_home(value) for name, value in found.items()})
@@ -90,8 +88,8 @@ def run_and_exit(
     before_exit: Callable[[], None] = lambda: None,
     explain: Callable[[Exception], str | None] = lambda error: None,
 ) -> NoReturn:
-    """Call `work`, then `before_exit`, and exit: code 2 and one sentence for a UserError, and for
-    an error that `explain` has a sentence for."""
+    """Call `work`, then `before_exit`, and exit: with code 2 and a sentence for a UserError, or for
+    what `explain` has one for."""
     message, code = None, 0
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # PyTorch warns of its own use
     try:
@@ -113,7 +111,6 @@ def run_and_exit(
         print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)
     before_exit()
     sys.stdout.flush()
-    sys.stderr.flush()
     # skip the interpreter's shutdown: the reader threads of datasets can block it, and gloo aborts
     # it when one of its threads still waits for the interpreter lock to release a tensor
     os._exit(code)
@@ -125,7 +122,6 @@ def user_message(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.strerror:  # a write that fails names no file
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    lacks_memory = isinstance(error, RuntimeError) and re.search(NO_MEMORY, str(error))
-    if lacks_memory or isinstance(error, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
+    if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
         return f"out of memory: lower --micro_batch_size or --num_samples ({error!s:.200})"
     return None

@@ -113,10 +113,8 @@ def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Proces
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
         monitor = HeartbeatMonitor(rank, world, before_exit)
-        if process.device.type == "cuda":
-            dist.init_process_group("nccl", timeout=TIMEOUT, device_id=process.device)
-        else:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+        backend, gpu = ("gloo", None) if process.device.type == "cpu" else ("nccl", process.device)
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=gpu)
     return process
 
 
@@ -124,8 +122,7 @@ def explain(error: Exception) -> str | None:
     """Return a sentence for a collective that failed because a process was lost, else None."""
     if monitor is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
         return None
-    reason, first_line = monitor.explain_failed_collective(), str(error).partition("\n")[0]
-    return f"a collective failed: {reason} ({first_line}); continue with --resume auto"
+    return f"another process has ended ({error!s:.200}); continue with --resume auto"
 
 
 def stop() -> None:

@@ -39,15 +39,13 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def lock_folder(folder: Path, work: str) -> int:
-    """Lock a folder, which is made if it is missing, by a file in it; return the descriptor that
-    holds the lock until it is closed or the process ends. Raises UserError, naming the `work`, if
-    another process holds the lock."""
+    """Lock a folder, made if it is missing, until the returned descriptor is closed or the process
+    ends. Raises UserError, naming the `work`, if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        os.close(fd)
         raise UserError(f"another process is {work} {folder}; wait for its end") from error
     return fd
 
@@ -55,10 +53,8 @@ def lock_folder(folder: Path, work: str) -> int:
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut."""
     fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    os.fsync(fd)
+    os.close(fd)
 
 
 def sha256(path: Path) -> str:

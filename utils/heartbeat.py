@@ -71,12 +71,6 @@ class HeartbeatMonitor:
         lost = ", ".join(str(rank) for rank, (value, at) in seen if value != DONE and at < before)
         return f"no heartbeat from rank {lost} for {timeout:.0f} s" if lost else None
 
-    def explain_failed_collective(self) -> str:
-        """Return which ranks are lost, as a clause, after watching all for a few heartbeats."""
-        self.watched = self.others
-        time.sleep(4 * INTERVAL)
-        return self.lost_reason(3 * INTERVAL) or "all processes are alive"
-
     def stop(self) -> None:
         """Stop sending heartbeats and tell the other ranks that this one has ended normally."""
         self.running = False

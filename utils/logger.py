@@ -52,8 +52,8 @@ class Logger:
         if resuming:
             self.log({"split": "resume"}, start)
         self.last_line = float("-inf")  # time of the last line on a console without a bar
-        no_bar = not sys.stderr.isatty()
-        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=no_bar)
+        # disable=None: no bar where standard error is no terminal
+        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
 
     def log(self, row: dict, step: int) -> None:
         """Write one row, which holds its "split"."""
@@ -69,8 +69,8 @@ class Logger:
         self.log({"split": "train", **row}, step)
         if not self.is_main:
             return
-        text = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s"
-        text = f"reward {row['reward']:.4f}  {text}" if "reward" in row else text
+        text = f"reward {row['reward']:.4f}  " if "reward" in row else ""
+        text += f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s"
         text += f"  mfu {row['mfu']:.1%}" if row["mfu"] else ""
         if not self.bar.disable:
             self.bar.set_postfix_str(text, refresh=False)

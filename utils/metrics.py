@@ -10,14 +10,12 @@ from utils.logger import METRICS
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step. Rows that a
     resumed run repeats or drops are left out. Raises UserError naming a line that is no row."""
-    path = Path(path)
-    if not (path / METRICS).exists() and (path / "logs").is_dir():  # a run's folder
-        path = path / "logs"
-    path = path / METRICS if path.is_dir() else path
-    if not path.is_file():
+    places = [Path(path), Path(path, METRICS), Path(path, "logs", METRICS)]
+    found = next(filter(Path.is_file, places), None)
+    if found is None:
         raise UserError(f"there is no {path}; give the {METRICS} of a run, or its folder")
     splits: dict[str, dict[int, dict]] = {}
-    with open(path, encoding="utf-8") as file:
+    with open(found, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
                 break  # a writer was killed, or still writes
@@ -25,7 +23,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
                 row = json.loads(line)
                 step, split = int(row["step"]), str(row["split"])
             except Exception as error:
-                raise UserError(f"{path}, line {number}, is not a row of metrics") from error
+                raise UserError(f"{found}, line {number}, is not a row of metrics") from error
             if split == "resume":
                 for name, rows in splits.items():
                     splits[name] = {n: r for n, r in rows.items() if n <= step}

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-MESSAGE = b"\nfinishing this step, then saving; again to stop now without saving\n"
+MESSAGE = b"\nstopping soon, then saving; again to stop now without saving\n"
 
 
 class StopSignal:

@@ -1,12 +1,10 @@
-"""Peak FLOP/s of a device, step times and profiling."""
+"""Peak FLOP/s of a device, and step times."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
-from torch.profiler import profile, schedule
 
 from utils.gpus import find_gpu
 
@@ -17,22 +15,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
     return gpu.peak if gpu else None
-
-
-def profile_steps(path: Path, device: torch.device, report: Callable[[str], None]) -> profile:
-    """Start a profiler that writes a Chrome trace of steps 4 to 6 to `path` and reports the slowest
-    operations. Call its `step` after each step."""
-
-    def write_trace(profiler: profile) -> None:
-        profiler.export_chrome_trace(str(path))
-        key = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
-        report(profiler.key_averages().table(sort_by=key, row_limit=15))
-        report(f"wrote {path}: open it in ui.perfetto.dev")
-
-    steps = schedule(wait=2, warmup=1, active=3, repeat=1)
-    profiler = profile(schedule=steps, on_trace_ready=write_trace)
-    profiler.start()
-    return profiler
 
 
 class StepTimer:
@@ -58,5 +40,5 @@ class StepTimer:
         seconds = time.perf_counter() - self.began
         rate = tokens / seconds
         mfu = self.peak_flops and self.flops_per_token * rate / self.peak_flops
-        times = {"ms": 1000 * seconds, "data_ms": 1000 * self.waited}
-        return {"tokens_per_s": rate, "mfu": mfu, **times}
+        ms, data_ms = 1000 * seconds, 1000 * self.waited
+        return {"tokens_per_s": rate, "mfu": mfu, "ms": ms, "data_ms": data_ms}

@@ -3,12 +3,7 @@
 import re
 
 from evaluation.published import PAPER, published
-from evaluation.tasks import Item, Score, Task
-
-
-def mean_logprob(choice: str, s: Score) -> float:
-    """Return the log-probability per token of a context and a continuation together."""
-    return (s.context_logprob + s.logprob) / (s.context_tokens + s.tokens)
+from evaluation.tasks import Item, Task
 
 
 class CBT(Task):
@@ -16,7 +11,11 @@ class CBT(Task):
     blank on (Radford et al. 2019, section 3.2). File: CBTest's."""
 
     protocols = ("full sequence", "from the blank")
-    values = {"full sequence": {"acc": mean_logprob}}
+    values = {
+        "full sequence": {
+            "acc": lambda _, s: (s.context_logprob + s.logprob) / (s.context_tokens + s.tokens)
+        }
+    }
     with_context = True
 
     def __init__(self, name: str, order: int, configuration: str, *figures: float) -> None:
@@ -25,9 +24,8 @@ class CBT(Task):
         self.published = published(PAPER, "from the blank", "acc", *figures)
 
     def parse(self, text: str) -> list[dict]:
-        """Return the rows of CBTest's format. Lines 1 to 20 of an item are its context. Line 21
-        holds a question with XXXXX for the blank, a tab, the answer, two tabs, and ten candidates
-        separated by bars."""
+        """Return the rows of CBTest's format: 20 numbered lines of context, then a line of question
+        (XXXXX is the blank), tab, answer, two tabs, and candidates separated by bars."""
         rows = []
         for lines in re.split(r"^1 ", text, flags=re.MULTILINE)[1:]:
             *sentences, last = re.split(r"\s*\n\d+ ", lines.strip())

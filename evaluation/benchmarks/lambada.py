@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from evaluation.published import HARNESS, PAPER, published
-from evaluation.tasks import Item, Result, Task, TaskScores, accuracy
+from evaluation.tasks import Item, Task, TaskScores, mean_result
 
 # The GPT-2 paper excludes stop words as last words of LAMBADA passages, but publishes no list. This
 # is the English list of Porter et al. that NLTK distributes, without contractions.
@@ -41,14 +41,13 @@ class Lambada(Task):
 
     def score(self, rows: list[dict], score: Callable, protocols: Sequence[str]) -> TaskScores:
         scores = [s for (s,) in score(self.items(rows, protocols[0]), banned=STOP_WORDS)]
-        nats, n = np.array([s.logprob for s in scores]), len(scores)
-        perplexity = float(np.exp(-nats.mean()))
-        stderr = perplexity * float(nats.std(ddof=1)) / n**0.5 if n > 1 else None
+        nats = mean_result(self.name, "lm-eval", "perplexity", [-s.logprob for s in scores])
+        perplexity = float(np.exp(nats.value))
         results = [
-            accuracy(self.name, "lm-eval", "acc", [s.greedy for s in scores]),
-            Result(self.name, "lm-eval", "perplexity", n, perplexity, stderr),
-            accuracy(self.name, "last token", "acc", [s.last for s in scores]),
-            accuracy(self.name, "stop words", "acc", [s.greedy_filtered for s in scores]),
+            mean_result(self.name, "lm-eval", "acc", [s.greedy for s in scores]),
+            nats._replace(value=perplexity, stderr=nats.stderr and perplexity * nats.stderr),
+            mean_result(self.name, "last token", "acc", [s.last for s in scores]),
+            mean_result(self.name, "stop words", "acc", [s.greedy_filtered for s in scores]),
         ]
         examples = [{"task": self.name, "index": i} | s._asdict() for i, s in enumerate(scores)]
         return [r for r in results if r.protocol in protocols], examples

@@ -128,16 +128,13 @@ def test_the_full_124m_configuration_agrees_and_generates_the_same(tmp_path):
     assert found == expected[0, 8:].tolist() and len(found) == 50
 
 
-def test_bin_files_and_bare_names_load_too(tmp_path):
+def test_bare_names_load_too(tmp_path):
     theirs = random_hf(SHAPES[2])
     theirs.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
     state = theirs.transformer.state_dict()  # names without "transformer.", as OpenAI's on the hub
     state["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)  # the mask that old files carry
-    for zipped in (True, False):  # and the format of before PyTorch 1.6
-        path = tmp_path / "pytorch_model.bin"
-        torch.save(state, path, _use_new_zipfile_serialization=zipped)
-        assert differ(load_pretrained(tmp_path).eval(), theirs, SHAPES[2]) < 1e-4
+    save_file(state, tmp_path / "model.safetensors")
+    assert differ(load_pretrained(tmp_path).eval(), theirs, SHAPES[2]) < 1e-4
 
 
 def test_fewer_positions_and_dropout_for_fine_tuning():

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 
-import numpy as np
 from conftest import bad, folders, kill, losses, rows_written, run_until, script, start, train_args
 
 from training.checkpoint import load_checkpoint
@@ -90,21 +89,6 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(shards, tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     rows = (tmp_path / "run/logs/metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[0])["step"] == 1 and len(rows) == 61  # with the last validation
-
-
-def test_the_best_loss_is_not_compared_between_validation_texts(shards, trained, tmp_path):
-    best = tmp_path / "run/checkpoints/model_best.pt"
-    shutil.copytree(trained, tmp_path / "run")
-    shutil.copytree(shards, tmp_path / "data")
-    old = load_checkpoint(best)["best_loss"]
-    args = ("--resume", "auto", "--max_lr", 5, "--min_lr", 5, "--eval_every", 0)
-    done = script(*train_args(shards, tmp_path / "run", 21, *args, "--val_tokens", 4097))
-    assert "starts anew" not in done.stdout and load_checkpoint(best)["best_loss"] == old
-    for path in (tmp_path / "data").glob("val_*"):
-        np.save(path, np.load(path)[::-1])
-    done = script(*train_args(tmp_path / "data", tmp_path / "run", 22, *args))
-    assert "the validation text is another one" in done.stdout
-    assert load_checkpoint(best)["best_loss"] > old
 
 
 def test_what_changes_the_order_of_the_data_is_warned_of(shards, trained, tmp_path):

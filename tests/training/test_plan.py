@@ -123,7 +123,7 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
     out, parts, total = dry_run("--data_dir", tmp_path, "--activation_checkpointing", "block")
     assert "124,439,808 parameters; 19,073 steps" in out and "x 1024 tokens x 1 on cpu" in out
     assert total == pytest.approx(sum(parts.values()), abs=0.1)
-    assert "40% MFU of 989 TFLOP/s and 2.50 $ per GPU hour" in out
+    assert " hours on this processor\n" in out and "$" not in out
     assert f"\ndata_dir: {tmp_path}\n" in out  # train.sh reads this line
     assert out.endswith("\nThis was a dry run: nothing was trained or written.\n")
     assert not list(tmp_path.iterdir())

@@ -56,7 +56,7 @@ def test_sigterm_finishes_the_step_saves_and_exits(shards, trained, halfway, tmp
     step = load_checkpoint(halfway / "checkpoints" / "model_last.pt")["step"]
     assert step == max(losses(halfway)) and 7 <= step < 20
     said = (halfway / "log").read_text()
-    assert "finishing this step, then saving" in said and f"saved at step {step}" in said
+    assert "stopping soon, then saving" in said and f"saved at step {step}" in said
     shutil.copytree(halfway, tmp_path / "run")
     script(*train_args(shards, tmp_path / "run", 20, "--resume", "auto"))
     assert same_run(tmp_path / "run", trained)
@@ -179,16 +179,12 @@ def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
     assert not list((tmp_path / "new").rglob("m*"))
 
 
-def test_the_micro_batch_can_choose_itself_and_a_trace_be_written(shards, trained, tmp_path):
-    done = script(*train_args(shards, tmp_path, 20, "--micro_batch_size", "auto", "--profile"))
+def test_the_micro_batch_can_choose_itself(shards, trained, tmp_path):
+    done = script(*train_args(shards, tmp_path, 20, "--micro_batch_size", "auto"))
     assert gap(tmp_path, trained) < 1e-5
     config = json.loads((tmp_path / "logs" / "config.json").read_text())["config"]
     assert config["micro_batch_size"] == 16  # the whole step fits
     assert re.search(r"auto: 16, by forecast .* GB of [0-9.]+ GB free\n", done.stdout)
-    trace = json.loads((tmp_path / "logs" / "trace.json").read_text())
-    names = {event.get("name") for event in trace["traceEvents"]}
-    assert {"ProfilerStep#3", "ProfilerStep#5", "mkldnn::_linear_pointwise"} <= names
-    assert "ProfilerStep#6" not in names and "trace.json: open it" in done.stdout
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])

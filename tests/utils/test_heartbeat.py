@@ -35,17 +35,12 @@ def test_who_is_silent_is_lost_and_who_is_done_is_not(store):
     assert store.get("rank/0").decode() == DONE
 
 
-def test_other_ranks_look_at_rank_0_alone_unless_a_collective_fails(store):
+def test_other_ranks_look_at_rank_0_alone(store):
     other = monitor(2)
     store.set("rank/0", "1")
     store.set("rank/1", "1")
     time.sleep(1.2)
     assert other.lost_reason(0.8) == "no heartbeat from rank 0 for 1 s"
-    store.set("rank/0", DONE)
-    assert "no heartbeat from rank 1" in other.explain_failed_collective()
-    store.set("rank/1", DONE)
-    time.sleep(0.3)
-    assert other.explain_failed_collective() == "all processes are alive"
     other.stop()
 
 

@@ -1,7 +1,7 @@
 """Score a Hugging Face folder with lm-evaluation-harness, offline, and print the scores as JSON.
 
 pip install "lm_eval[hf]==0.4.13"      # in an environment of its own
-python scripts/harness.py hellaswag_val.jsonl [lambada_test.jsonl] FOLDER
+python tests/record_harness.py hellaswag_val.jsonl [lambada_test.jsonl] FOLDER
 """
 
 import json
