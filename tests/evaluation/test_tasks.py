@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from evaluation import benchmarks
@@ -39,29 +37,6 @@ def test_cbt_asks_for_the_word_in_the_blank(tmp_path):
     item, _ = CBT.items(CBT.read(tmp_path / "cbt.txt"), "full sequence")
     assert item.context == "Tom had a dog . The dog ran to Ann . `` Where is the"
     assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
-
-
-@pytest.mark.parametrize(
-    ("task", "text"),
-    [
-        ("lambada", "not json"),
-        ("lambada", '{"text": "a b"}\n{"n": 2}'),
-        ("lambada", '{"text": 1}'),
-        ("lambada", ""),
-        ("lambada", "[1]"),
-        ("hellaswag", json.dumps(ROW | {"label": ""})),
-        ("hellaswag", json.dumps(ROW | {"label": 2})),
-        ("hellaswag", json.dumps(ROW | {"endings": []})),
-        ("hellaswag", json.dumps(ROW | {"ctx_a": "a"})),
-        ("cbt_ne", BOOK.replace("XXXXX", "what")),
-        ("cbt_ne", "1 a\n3 b\n"),
-        ("cbt_ne", BOOK.replace("|dog", "")),
-    ],
-)
-def test_a_file_of_another_kind_is_one_sentence(tmp_path, task, text):
-    (tmp_path / "x.jsonl").write_text(text)
-    with pytest.raises(UserError, match=f"^{task} could not be read from .*x.jsonl"):
-        find_tasks()[task].read(tmp_path / "x.jsonl")
 
 
 def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkeypatch):

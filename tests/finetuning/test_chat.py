@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.tokenizer import ByteTokenizer
+from data.file_tokenizer import read_tokenizer, to_engine
+from data.tokenizer import ByteTokenizer, load_tokenizer
 from finetuning.chat import (
     CHAT_TEMPLATE,
     Example,
@@ -135,6 +136,26 @@ def test_the_chat_template_gives_the_same_tokens():
     assert written == text(encode_messages(ANSWERED, BYTES).tokens)
     opened = template.render(messages=ASKED, eos_token="|", add_generation_prompt=True)
     assert opened == text(encode_prompt(ASKED, BYTES, chat=True))
+
+
+def test_a_model_of_others_keeps_its_chat_template(tmp_path):
+    engine = to_engine(BYTES)
+    engine.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    (tmp_path / "tokenizer.json").write_text(engine.to_str())
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    spec = read_tokenizer(tmp_path / "tokenizer.json", "<|im_end|>", template)
+    tokenizer = load_tokenizer(spec)
+    start, end = 257, 258
+    asked = [start, *b"user: 2+2?", end, start, *b"assistant: "]
+    assert encode_prompt("2+2?", tokenizer, chat=True) == asked
+    whole = encode_completion("2+2?", "4", tokenizer, chat=True)
+    assert whole.tokens.tolist() == [*asked, *b"4", end]
+    assert whole.loss_mask.tolist() == [False] * len(asked) + [True, True]
+    row = {"instruction": "2+2?", "input": "", "output": "4"}  # of Alpaca
+    assert TextEncoder(tokenizer, True, 64).example(row).tokens.tolist() == whole.tokens.tolist()
 
 
 def test_targets_are_the_tokens_after_and_padding_has_none():

@@ -72,29 +72,23 @@ PYTHON = """#!/usr/bin/env bash
 echo "$*" >>"$LOG"
 case "$1 $*" in
   *--log_dir*) mkdir -p runs/bench_gpu/logs
-    echo '{"split": "val", "step": 1500, "loss": 3.5}' >runs/bench_gpu/logs/metrics.jsonl ;;
+    echo '{"split": "val", "loss": 3.5}' >runs/bench_gpu/logs/metrics.jsonl ;;
   scripts/bench.py*) echo '{"unit": "tokens/s"}' >>logs/bench_gpu.jsonl ;;
   *pytest*) echo "1 failed, 2 passed"; exit 1 ;;
 esac
 """
+ROW = {"unit": "tokens/s"}
 
 
 @pytest.mark.parametrize(
-    ("args", "commands", "last", "code"),
+    ("args", "last", "code"),
     [
-        (["correctness"], 1, [{"ok": False, "summary": "1 failed, 2 passed"}], 1),
-        (["small"], 3, 3 * [{"unit": "tokens/s"}], 0),
-        (
-            ["small", "--peer", "x", "--data", "y"],
-            4,
-            {"split": "val", "step": 1500, "loss": 3.5},
-            0,
-        ),
-        (["xl", "--micro_batch_size", "2"], 4, 4 * [{"unit": "tokens/s"}], 0),
-        (["huge"], 0, None, 2),
+        (["correctness"], [{"ok": False, "summary": "1 failed, 2 passed"}], 1),
+        (["small", "--peer", "x", "--data", "y"], [*3 * [ROW], {"split": "val", "loss": 3.5}], 0),
+        (["xl", "--micro_batch_size", "2"], 4 * [ROW], 0),
     ],
 )
-def test_a_call_for_gpus_ends_in_one_line_of_json(tmp_path, args, commands, last, code):
+def test_a_call_for_gpus_ends_in_one_line_of_json(tmp_path, args, last, code):
     (tmp_path / "scripts").mkdir()
     script_ = tmp_path / "scripts" / "bench_gpu.sh"
     script_.write_text((ROOT / "scripts" / "bench_gpu.sh").read_text())
@@ -104,10 +98,7 @@ def test_a_call_for_gpus_ends_in_one_line_of_json(tmp_path, args, commands, last
     env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
     done = subprocess.run(["bash", script_, *args], capture_output=True, text=True, env=env)
     assert done.returncode == code, done.stderr
-    started = (tmp_path / "log").read_text().splitlines() if commands else []
-    assert len(started) == commands
-    if last:
-        found = json.loads(done.stdout.splitlines()[-1])
-        assert found == last if isinstance(last, list) else found[-1] == last
+    assert json.loads(done.stdout.splitlines()[-1]) == last
+    started = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     for value in args[2::2]:  # of a flag
-        assert any(value in line.split() for line in started)
+        assert any(value in words for words in started)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -177,6 +178,17 @@ def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
     last = trained / "checkpoints" / "model_last.pt"
     bad([*foreign, "--max_steps", 30, "--resume", last], "tokens, the shards")
     assert not list((tmp_path / "new").rglob("m*"))
+
+
+def test_a_signal_ends_a_long_step_which_is_then_not_taken(shards, tmp_path):
+    long = ["--total_batch_size", 32 * 100_000, "--micro_batch_size", 1, "--eval_every", 0]
+    process = start(*train_args(shards, tmp_path, 3, *long), log=tmp_path / "log")
+    said = lambda: (tmp_path / "log").read_text()  # noqa: E731
+    run_until(process, lambda: "micro-steps 100000" in said())
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(10) == 128 + signal.SIGTERM and "stopped at step 0" in said()
+    assert "epochs of this text: see --max_steps" in said() and not losses(tmp_path)
 
 
 def test_the_micro_batch_can_choose_itself(shards, trained, tmp_path):
