@@ -182,7 +182,7 @@ def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
 
 def test_a_signal_ends_a_long_step_which_is_then_not_taken(shards, tmp_path):
     long = ["--total_batch_size", 32 * 100_000, "--micro_batch_size", 1, "--eval_every", 0]
-    process = start(*train_args(shards, tmp_path, 3, *long), log=tmp_path / "log")
+    process = start(*train_args(shards, tmp_path, 30, *long), log=tmp_path / "log")
     said = lambda: (tmp_path / "log").read_text()  # noqa: E731
     run_until(process, lambda: "micro-steps 100000" in said())
     time.sleep(0.5)
