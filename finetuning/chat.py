@@ -115,8 +115,10 @@ def encode_completion(
 ) -> Example:
     """Encode a prompt and a completion with its end of text; the prompt does not count."""
     if chat and tokenizer.chat_template:
-        answer = {"role": "assistant", "content": completion}
-        return encode_rendered([*as_messages(prompt), answer], tokenizer)
+        messages, answer = as_messages(prompt), {"role": "assistant", "content": completion}
+        before, after = render(messages, tokenizer, True), render([*messages, answer], tokenizer)
+        said = tokenizer.encode(after.removeprefix(before), special=True)
+        return Example.join((tokenizer.encode(before, special=True), False), (said, True))
     said = tokenizer.encode(f" {completion}" if chat else completion)
     before = encode_prompt(prompt, tokenizer, chat)
     return Example.join((before, False), (said, True), ([tokenizer.eot], True))

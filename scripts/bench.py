@@ -38,7 +38,6 @@ from utils.devices import autocast, describe, pick_device, pick_dtype
 from utils.errors import UserError
 from utils.throughput import peak_flops
 
-ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = GPT2Tokenizer.vocab_size
 SECONDS = 5  # that a repeat counts, at least one unit of work
 Work = Callable[[], int]  # does the work of a job once and returns how many units that was
