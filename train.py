@@ -172,7 +172,8 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
         config.adopt_architecture(model.config)
         shape = replace(model.config, block_size=config.block_size, dropout=config.dropout)
         return with_context(model, shape).train()
-    model = GPT(config.model_config(stream.vocab_size))
+    vocab_size = saved["model_config"]["vocab_size"] if saved else stream.vocab_size
+    model = GPT(config.model_config(vocab_size))
     if saved:
         check_tokenizer(stream, config.resume, saved["tokenizer"])
         was = replace(GPTConfig(**saved["model_config"]), dropout=config.dropout)
