@@ -105,7 +105,7 @@ def train_nanogpt(config: BenchConfig) -> Work:
     torch.set_float32_matmul_precision("high")  # as its train.py
     optimizer = model.to(device).configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
     module = torch.compile(model) if config.use_torch_compile else model
-    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+    clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()], 1.0)
     return training_step(config, lambda *batch: module(*batch)[1], clip, [optimizer])
 
 
@@ -117,11 +117,10 @@ def training_step(
 ) -> Work:
     """Return a step on one micro-batch of random tokens: forward, backward, clip, update."""
     device, dtype = config.device_and_dtype
-    size = (2, config.micro_batch_size, config.block_size)
-    tokens = torch.randint(VOCABULARY, size, device=device)
+    tokens = torch.randint(VOCABULARY, (2, config.micro_batch_size, config.block_size)).to(device)
 
     def step() -> int:
-        with autocast(device, dtype, keep_weights=False):
+        with autocast(device, dtype, keep_weights=False, fixed_shapes=True):
             loss = loss_of(*tokens)
         loss.backward()
         clip()

@@ -51,8 +51,8 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
             f"{hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "
             f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
         )
-    elif hardware.device.type == "cpu" and (seconds := seconds_on_cpu(flops, hardware.dtype)):
-        took = f": about {seconds / 3600:,.2f} hours on this processor"
+    elif hardware.device.type == "cpu":
+        took = f": about {seconds_on_cpu(flops, hardware.dtype) / 3600:,.2f} h on this processor"
     print(f"{flops:.3g} FLOPs for {tokens:,} tokens{took}")
     for folder in () if gpu else config.data_dir:  # train.sh makes missing ones
         print(f"data_dir: {folder}")

@@ -40,8 +40,8 @@ class Muon(torch.optim.Optimizer):
         self.momentum, self.cautious = recipe.momentum, recipe.cautious
         self.normuon = recipe.normuon
         self.dtype = torch.float32 if dtype is torch.float16 else dtype  # keeps small gradients
-        for name in ("add_momentum", "normalize_rows", "apply") if compiled else ():
-            setattr(self, name, torch.compile(getattr(self, name)))  # memory-bound passes
+        for name in ("add_momentum", "normalize_rows") if compiled else ():
+            setattr(self, name, torch.compile(getattr(self, name)))  # apply: anew for each rate
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

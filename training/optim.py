@@ -46,7 +46,7 @@ def make_optimizers(
     adamw = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), fused=True)
     if alone:
         return [adamw]
-    compiled = options.use_torch_compile and matrices[0].is_cuda
+    compiled = options.use_torch_compile and matrices[0].is_cuda and options.sharding == "none"
     return [adamw, Muon(stacked_matrices(model), recipe, decay, dtype, compiled)]
 
 

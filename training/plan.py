@@ -42,7 +42,7 @@ class Hardware:
             device, free = torch.device("cuda"), gpu.memory * 10**9
             dtype = getattr(torch, gpu.dtype if config.dtype == "auto" else config.dtype)
         else:
-            device = pick_device(config.device)
+            device = pick_device(config.device, launched("LOCAL_RANK"))
             dtype, free = pick_dtype(config.dtype, device), free_memory(device)
         nodes = num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
         return cls(device, dtype, free, launched("WORLD_SIZE", 1), nodes, gpu)
@@ -101,9 +101,9 @@ def forecast_memory(config: TrainConfig, shape: GPTConfig, hardware: Hardware) -
 def choose_micro_batch(
     config: TrainConfig, saved: dict | None, shape: GPTConfig, hardware: Hardware
 ) -> str:
-    """Replace --micro_batch_size auto in the options by that of the checkpoint, or by the largest
-    that divides a process's share of a step and whose forecast is within USABLE of the free memory;
-    return a sentence on it. Raises UserError where there is none."""
+    """Replace --micro_batch_size auto in the options by that of the checkpoint, where it divides a
+    process's share of a step, else by the largest divisor whose forecast is within USABLE of the
+    free memory; return a sentence on it. Raises UserError where there is none."""
 
     def need(size: int) -> int:
         trial = replace(config, micro_batch_size=size)
@@ -119,8 +119,8 @@ def choose_micro_batch(
             f"one sequence needs {need(1) / 1e9:.2f} GB, but a process has {free}: see "
             "--activation_checkpointing and --sharding"
         )
-    size = saved["config"]["micro_batch_size"] if saved else fitting[-1]
-    config.micro_batch_size = size
+    was = saved["config"]["micro_batch_size"] if saved else None
+    config.micro_batch_size = size = was if was in sizes else fitting[-1]
     return f"--micro_batch_size auto: {size}, by forecast {need(size) / 1e9:.2f} GB of {free}"
 
 
@@ -131,7 +131,8 @@ def resolve_micro_batch(
     forward and backward fit on every process."""
     if config.micro_batch_size == "auto":
         hardware = Hardware.of(config)
-        hardware = replace(hardware, free=process.min(hardware.free))
+        there = sum(p.nbytes for p in model.parameters() if p.is_cuda)  # the forecast counts them
+        hardware = replace(hardware, free=process.min(hardware.free + there))
         process.print(choose_micro_batch(config, saved, model.config, hardware))
         if process.device.type == "cuda" and config.sharding == "none":
             halve_until_it_fits(config, model, process, hardware.dtype)

@@ -42,6 +42,7 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
     flags = sys.argv[1:]
     if file := flag_value(flags, "config"):
         flags = [*to_flags(read_options(Path(file).expanduser())), *flags]
+    own = {name for name, _ in named_flags(flags)}
     path, saved = find_resumed(config_class, flags), None
     if path:
         saved = load_checkpoint(path)
@@ -64,7 +65,7 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
     on_gpu = config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
     if "use_torch_compile" not in given:
         config.use_torch_compile = on_gpu
-    if on_gpu and script == "train.py" and "micro_batch_size" not in given:
+    if on_gpu and script == "train.py" and "micro_batch_size" not in own:
         config.micro_batch_size = "auto"
     if saved and saved["step"] > config.max_steps:
         raise UserError(f"{path} is at step {saved['step']}, after --max_steps {config.max_steps}")
