@@ -48,7 +48,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
     tokenizer = load_tokenizer(spec)
     save_pretrained(model, config.out, tokenizer.eot)
     template = tokenizer.chat_template
-    if template is None and is_chat(saved, config.checkpoint):
+    if template is None and is_chat(saved, config.checkpoint, spec):
         template = CHAT_TEMPLATE
     save_tokenizer(tokenizer, config.out, model.config.block_size, template)
     card = model_card(model, tokenizer.name, saved, find_checkpoint(config.checkpoint))

@@ -140,7 +140,7 @@ def main(config: EvalConfig) -> None:
     name = str(config.model or config.checkpoint or "checkpoints")
     process = distributed.start(config.device)
     model, tokenizer, saved = open_model(name, exact=True)
-    config.chat = config.chat or is_chat(saved, name)
+    config.chat = config.chat or is_chat(saved, name, tokenizer)
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     scorer = ItemScorer(model, load_tokenizer(tokenizer), process, dtype, config.batch_size)
     paths, jobs = iter(config.data), {}

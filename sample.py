@@ -182,7 +182,7 @@ def main(config: SampleConfig) -> None:
     dtype = pick_dtype(config.dtype, device)
     name = config.model or config.checkpoint
     model, tokenizer, saved = open_model(name, exact=dtype is not torch.bfloat16)
-    if config.chat and not is_chat(saved, name):
+    if config.chat and not is_chat(saved, name, tokenizer):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     for_inference(model.to(device), device, dtype)
     show = (lambda piece: None) if config.json else partial(print, end="", flush=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 
 Messages = list[dict[str, str]]
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -117,6 +117,8 @@ def encode_completion(
     if chat and tokenizer.chat_template:
         messages, answer = as_messages(prompt), {"role": "assistant", "content": completion}
         before, after = render(messages, tokenizer, True), render([*messages, answer], tokenizer)
+        if not after.startswith(before):
+            raise ValueError("the chat template does not begin an answer as its prompt ends")
         said = tokenizer.encode(after.removeprefix(before), special=True)
         return Example.join((tokenizer.encode(before, special=True), False), (said, True))
     said = tokenizer.encode(f" {completion}" if chat else completion)
@@ -130,10 +132,11 @@ def decode_completion(tokens: list[int], tokenizer: Tokenizer, chat: bool) -> st
     return text.removeprefix(" ") if chat and not tokenizer.chat_template else text
 
 
-def is_chat(saved: dict, name: str) -> bool:
-    """Return True if a model has learned to chat: by its checkpoint `saved`, or, if that is empty,
-    by a chat template in the Hugging Face folder `name`."""
-    if saved:
-        return saved["config"].get("plain") is False
+def is_chat(saved: dict, name: str, tokenizer: str) -> bool:
+    """Return True if a model has learned to chat: by its checkpoint `saved`, else by the chat
+    template of its tokenizer or in the Hugging Face folder `name`."""
+    if saved and "plain" in saved["config"]:
+        return not saved["config"]["plain"]
     about, jinja = Path(name) / "tokenizer_config.json", Path(name) / "chat_template.jinja"
-    return jinja.is_file() or (about.is_file() and "chat_template" in json.loads(about.read_text()))
+    found = about.is_file() and "chat_template" in json.loads(about.read_text())
+    return found or jinja.is_file() or load_tokenizer(tokenizer).chat_template is not None

@@ -79,7 +79,7 @@ def load_reward(
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
         return lambda found: [float(score(c.row["prompt"], c.text, c.row)) for c in found]
     model, tokenizer, saved = open_model(name, RewardModel, exact=True)
-    kind = tokenizer_name(tokenizer), is_chat(saved, name)
+    kind = tokenizer_name(tokenizer), is_chat(saved, name, tokenizer)
     same_text = kind == (encoder.tokenizer.name, encoder.chat)
     if not same_text or model.config.block_size < encoder.block_size:
         problem = "another tokenizer, another kind of text (--plain), or a shorter context"

@@ -13,6 +13,7 @@ from finetuning.chat import (
     encode_messages,
     encode_prompt,
     fit_history,
+    is_chat,
 )
 from finetuning.examples import TextEncoder, collate_padded, pack, read_jsonl
 from utils.errors import UserError
@@ -154,6 +155,10 @@ def test_a_model_of_others_keeps_its_chat_template(tmp_path):
     whole = encode_completion("2+2?", "4", tokenizer, chat=True)
     assert whole.tokens.tolist() == [*asked, *b"4", end]
     assert whole.loss_mask.tolist() == [False] * len(asked) + [True, True]
+    assert is_chat({}, "some/name", spec) and not is_chat({}, "some/name", "gpt2")
+    odd = load_tokenizer(spec.replace("assistant: {%", "assistant:  {%"))
+    with pytest.raises(ValueError, match="does not begin an answer"):
+        encode_completion("2+2?", "4", odd, chat=True)
     row = {"instruction": "2+2?", "input": "", "output": "4"}  # of Alpaca
     assert TextEncoder(tokenizer, True, 64).example(row).tokens.tolist() == whole.tokens.tolist()
 
