@@ -198,8 +198,7 @@ def check_tokenizer(stream: TokenStream, name: str, tokenizer: str) -> None:
 
 
 def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
-    """Print what a user should know of the data: it is not whole, its order changes, or validation
-    is rough or on another text."""
+    """Warn where the order of the data changes, it is seen often, or validation is rough."""
     config, saved, warn = run.config, run.saved, run.process.print
     counts = [part.count_within(config.val_tokens) for part in val.parts]
     if min(counts) < 16:
@@ -229,10 +228,9 @@ def describe(run: Run, model: GPT, train: Mixture, slicing: Slicing) -> None:
         + (f"; resumed at step {run.start_step}" if run.start_step else "")
         + ("; the first step compiles" if config.use_torch_compile else "")
     )
-    if process.device.type == "cpu":
-        seconds = seconds_on_cpu(batch * model.flops_per_token(), run.dtype) or 0
-        if seconds > 20:
-            run.logger.print(f"a step takes about {seconds:,.0f} s on this processor")
+    on_cpu, flops = process.device.type == "cpu", batch * model.flops_per_token()
+    if on_cpu and (seconds := seconds_on_cpu(flops, run.dtype)) > 20:
+        run.logger.print(f"a step takes about {seconds:,.0f} s on this processor")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.layers import RMSNorm, ScaledDotProduct
 from model.loss import HeadCrossEntropy, rows_within
-from utils.devices import has_onednn, onednn
+from utils.devices import has_onednn, is_faster, onednn
 
 SHORT = 256  # tokens up to which a CPU attends faster in float32 than in bfloat16
 SOFTMAX_BYTES = 2**22  # of float32 logits: fits the caches
@@ -15,11 +15,11 @@ SOFTMAX_BYTES = 2**22  # of float32 logits: fits the caches
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x (..., in) @ weight (out, in).T + bias by oneDNN where it can. In float32 PyTorch
-    would call MKL, which is slow on processors of AMD."""
-    if x.device.type != "cpu" or not has_onednn(x.dtype):
-        return F.linear(x, weight, bias)
+    would call MKL, which has half the rate on some processors of AMD."""
     if torch.compiler.is_compiling():
         return opaque_linear(x, weight, bias)
+    if not has_onednn(x.dtype) or (x.dtype is torch.float32 and not is_faster(x.dtype)):
+        return F.linear(x, weight, bias)
     return onednn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

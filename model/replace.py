@@ -18,7 +18,7 @@ from model import cpu
 from model.gpt import GPT
 from model.layers import RMSNorm, ScaledDotProduct
 from model.loss import HeadCrossEntropy, cross_entropy_
-from utils.devices import has_onednn, onednn
+from utils.devices import has_onednn, is_faster, onednn
 
 CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: cpu.CPULayerNorm,
@@ -70,7 +70,8 @@ def for_training(
 def swap_classes(model: nn.Module) -> nn.Module:
     """Replace modules by those for CPUs."""
     for module in model.modules():
-        module.__class__ = CPU_CLASSES.get(type(module), type(module))
+        if type(module) is not nn.Linear or is_faster(torch.float32):
+            module.__class__ = CPU_CLASSES.get(type(module), type(module))
     return model
 
 

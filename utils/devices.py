@@ -3,20 +3,17 @@
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.errors import UserError
 
 onednn = torch.ops.mkldnn  # oneDNN's former name
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
-# of attention, but cuDNN's
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 SHARE_OF_MATMULS = 0.6  # of a step's time on a CPU: 0.88 for 124M compiled, 0.4 for small models
-FASTER = 1.2  # times as fast as float32 that bfloat16 has to be on a CPU
+FASTER = 1.2  # times as fast as what it replaces that a matmul has to be on a CPU
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -42,34 +39,37 @@ def has_onednn(dtype: torch.dtype) -> bool:
 
 
 @cache
-def bfloat16_speedup() -> float:
-    """Return how many times as fast as in float32 this CPU multiplies matrices in bfloat16, 0 if
-    oneDNN cannot. Instruction flags do not tell: some processors have slow instructions."""
-    if not has_onednn(torch.bfloat16):
+def onednn_speedup(dtype: torch.dtype) -> float:
+    """Return how many times as fast this CPU multiplies matrices by oneDNN in `dtype` as PyTorch
+    does in float32, by MKL, 0 if it cannot. Instruction flags and names do not tell."""
+    if not has_onednn(dtype):
         return 0.0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine several wait for each other
-    pairs = [
-        [matmul_seconds(256, dtype) for dtype in (torch.float32, torch.bfloat16)] for _ in range(20)
-    ]
+    mkl = min(matmul_seconds(256) for _ in range(20))
+    by_onednn = min(matmul_seconds(256, dtype) for _ in range(20))
     torch.set_num_threads(threads)
-    float32, bfloat16 = map(min, zip(*pairs, strict=True))
-    return float32 / bfloat16
+    return mkl / by_onednn
 
 
-def matmul_seconds(n: int, dtype: torch.dtype) -> float:
-    """Return the time that this CPU takes to multiply two matrices (n, n), by oneDNN."""
+def is_faster(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN is FASTER in `dtype` than float32 is without it, or otherwise by it."""
+    other = 1.0 if dtype is torch.float32 else max(1.0, onednn_speedup(torch.float32))
+    return onednn_speedup(dtype) >= FASTER * other
+
+
+def matmul_seconds(n: int, dtype: torch.dtype | None = None) -> float:
+    """Return how long this CPU multiplies two matrices (n, n), by oneDNN, without dtype by MKL."""
     a = torch.ones(n, n, dtype=dtype)
     began = time.perf_counter()
-    onednn._linear_pointwise(a, a, None, "none", [], "")  # as in model/cpu.py
+    onednn._linear_pointwise(a, a, None, "none", [], "") if dtype else a.mm(a)
     return time.perf_counter() - began
 
 
-def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float | None:
-    """Return about how long training takes this CPU, None if matmuls cannot be timed."""
-    if not has_onednn(dtype):
-        return None
-    rate = 2 * 1024**3 / min(matmul_seconds(1024, dtype) for _ in range(5))
+def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
+    """Return about how long training takes this CPU."""
+    taken = dtype if has_onednn(dtype) else None
+    rate = 2 * 1024**3 / min(matmul_seconds(1024, taken) for _ in range(5))
     return flops / (SHARE_OF_MATMULS * rate)
 
 
@@ -79,7 +79,7 @@ def pick_dtype(name: str, device: torch.device, all_agree: Callable = bool) -> t
     if name != "auto":
         return getattr(torch, name)
     other = torch.float16 if device.type == "cuda" else torch.float32
-    use_bfloat16 = device.type == "cpu" and bfloat16_speedup() >= FASTER
+    use_bfloat16 = device.type == "cpu" and is_faster(torch.bfloat16)
     if device.type == "cuda":
         with torch.cuda.device(device):
             use_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -102,13 +102,11 @@ def autocast(
     keep_weights: bool = True,
     fixed_shapes: bool = False,
 ) -> Iterator[None]:
-    """Run matmuls in `dtype`; `keep_weights` keeps cast weights. Unless they have `fixed_shapes`,
-    attention does without cuDNN, which plans anew for each shape."""
-    enabled, any_kernel = dtype is not torch.float32, fixed_shapes or device.type != "cuda"
-    with (
-        torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights),
-        nullcontext() if any_kernel else sdpa_kernel(KERNELS),
-    ):
+    """Run matmuls in `dtype`; `keep_weights` keeps cast weights. Unless shapes are fixed, attention
+    does without cuDNN, which plans for each; until the next call: a backward pass may recompute."""
+    torch.backends.cuda.enable_cudnn_sdp(fixed_shapes)
+    enabled = dtype is not torch.float32
+    with torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights):
         yield
 
 
