@@ -57,8 +57,10 @@ class FileTokenizer(ByteTokenizer):
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return token ids, uint16 (n,), with `special` those of special tokens in the text."""
-        self.engine.encode_special_tokens = not special
-        return np.array(self.engine.encode(text, add_special_tokens=False).ids, np.uint16)
+        if self.engine.encode_special_tokens == special:
+            self.engine.encode_special_tokens = not special
+        (found,) = self.engine.encode_batch_fast([text], add_special_tokens=False)  # frees the GIL
+        return np.array(found.ids, np.uint16)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return b"".join(self.bytes.get(i, b"") for i in ids)

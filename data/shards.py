@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import TOKENIZER, TOKENIZERS
+from data.tokenizer import TOKENIZER, TOKENIZERS, tokenizer_name
 from utils.errors import UserError
 from utils.files import atomic_write
 
@@ -82,14 +82,21 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def folder_tokenizer(folder: Path) -> str:
-    """Return the spec of the tokenizer of a folder; raise UserError if its file is missing."""
-    manifest = read_manifest(folder) or {"tokenizer": "gpt2"}
+    """Return the spec of the tokenizer of a folder; raise UserError if its file is missing or that
+    of another tokenizer."""
+    manifest = read_manifest(folder) or {}
     if (path := folder / TOKENIZER).exists():
         reader = import_module("data.file_tokenizer")  # on demand: it imports tokenizers
-        return reader.read_tokenizer(path, manifest.get("end_of_text"))
-    if manifest["tokenizer"] not in TOKENIZERS:
+        spec = reader.read_tokenizer(path, manifest.get("end_of_text"))
+        name = manifest.get("tokenizer", tokenizer_name(spec))
+        if name != tokenizer_name(spec):
+            raise UserError(
+                f"{path} is not the tokenizer of these shards, which have {name} tokens"
+            )
+        return spec
+    if (name := manifest.get("tokenizer", "gpt2")) not in TOKENIZERS:
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
-    return manifest["tokenizer"]
+    return name
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:

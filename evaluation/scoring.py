@@ -38,10 +38,9 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
     size, the context loses its start (as in lm-eval), and each continuation gets its own row."""
     rows, first = [], 0
     for item in items:
-        text = item.context.rstrip()
-        space = item.context[len(text) :]
-        context = tokenizer.encode(text).tolist() or [tokenizer.eot]
-        choices = [tokenizer.encode(space + choice).tolist() for choice in item.choices]
+        own = tokenizer.encode(item.context.rstrip()).tolist()
+        context, texts = own or [tokenizer.eot], [item.context + x for x in item.choices]
+        choices = [tokenizer.encode(text).tolist()[len(own) :] for text in texts]
         longest = max(map(len, choices))
         if longest > block_size:
             raise UserError(f"a continuation has {longest} tokens, the context {block_size}")

@@ -7,7 +7,10 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, normalizers
 
 from data.file_tokenizer import read_tokenizer, save_tokenizer
+from data.shards import folder_tokenizer, write_manifest
 from data.tokenizer import GPT2Tokenizer, bytes_per_token, load_tokenizer
+from evaluation.scoring import pack
+from evaluation.tasks import Item
 from utils.errors import UserError
 
 
@@ -59,6 +62,9 @@ def test_saved_bytes_have_no_merges_and_are_read_as_bytes(tmp_path):
     assert read_tokenizer(tmp_path / "tokenizer.json") == "bytes"
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 32
+    write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": []})
+    with pytest.raises(UserError, match="not the tokenizer of these shards, which have gpt2"):
+        folder_tokenizer(tmp_path)
 
 
 TEXTS = {
@@ -98,7 +104,7 @@ def test_an_own_tokenizer_gives_the_bytes_back_and_the_ids_of_transformers(own, 
     assert theirs.encode(plain) == tokenizer.encode(plain).tolist()
 
 
-def test_a_tokenizer_with_byte_fallback_gives_the_bytes_back():
+def test_a_tokenizer_with_byte_fallback_gives_the_bytes_back(tmp_path):
     vocab = {f"<0x{b:02X}>": b for b in range(256)}
     words = ["</s>", "\u2581", "\u2581hi", "h", "i", "\u2581h"]
     vocab |= {word: 256 + i for i, word in enumerate(words)}
@@ -107,11 +113,17 @@ def test_a_tokenizer_with_byte_fallback_gives_the_bytes_back():
     engine.normalizer = normalizers.Replace(" ", "\u2581")
     engine.decoder = decoders.ByteFallback()
     engine.add_special_tokens(["</s>"])
-    content = {"eot": "</s>", "chat_template": None, "tokenizer.json": json.loads(engine.to_str())}
-    tokenizer = load_tokenizer(json.dumps(content))
+    engine.save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(read_tokenizer(tmp_path / "t.json", "</s>"))
     ids = tokenizer.encode(" hi ü").tolist()
     assert ids[:2] == [vocab["\u2581hi"], vocab["\u2581"]] and len(ids) == 4
     assert tokenizer.decode_bytes([*ids, tokenizer.eot]).decode() == " hi ü"
+    prepend = normalizers.Prepend("\u2581")  # of Llama 2
+    engine.normalizer = normalizers.Sequence([prepend, engine.normalizer])
+    engine.save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(read_tokenizer(tmp_path / "t.json", "</s>"))
+    (row,) = pack([Item("hi", (" hi",))], tokenizer, 32)  # encoded together, as by the harness
+    assert row.context == row.choices[0] == [vocab["\u2581hi"]]
 
 
 @pytest.mark.parametrize(
