@@ -192,9 +192,10 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
 
 
 def check_tokenizer(stream: TokenStream, name: str, tokenizer: str) -> None:
-    """Raise UserError unless the shards have the tokens of a model."""
+    """Raise UserError unless the shards have the tokens of a model; keep its chat template."""
     if (found := tokenizer_name(tokenizer)) != stream.tokenizer_name:
         raise UserError(f"{name} has {found} tokens, the shards {stream.tokenizer_name} tokens")
+    stream.tokenizer = tokenizer
 
 
 def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
@@ -203,7 +204,7 @@ def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
     counts = [part.count_within(config.val_tokens) for part in val.parts]
     if min(counts) < 16:
         warn(f"warning: the validation text is {min(counts)} sequences: a rough loss")
-    epochs = config.max_steps * config.total_batch_size / len(train.stream)
+    epochs = train.epochs(config.max_steps * config.total_batch_size)
     if epochs > 100:
         smaller = "--max_steps, --total_batch_size and perhaps --n_layer, --n_head, --n_embd"
         warn(f"warning: {epochs:,.0f} epochs of this text: see {smaller}")
@@ -220,9 +221,10 @@ def describe(run: Run, model: GPT, train: Mixture, slicing: Slicing) -> None:
     """Print a summary of the run."""
     config, process = run.config, run.process
     tokens, batch = len(train.stream), config.total_batch_size
+    epochs = train.epochs(config.max_steps * batch)
     run.logger.print(
         f"{model.num_parameters():,} parameters; {tokens:,} train tokens; "
-        f"{config.max_steps * batch / tokens:,.2f} epochs: {config.max_steps:,} steps of {batch:,} "
+        f"{epochs:,.2f} epochs: {config.max_steps:,} steps of {batch:,} "
         f"tokens = {config.block_size} x micro-batch {config.micro_batch_size} x micro-steps "
         f"{slicing.micro_steps} x processes {process.world_size}"
         + (f"; resumed at step {run.start_step}" if run.start_step else "")

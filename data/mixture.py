@@ -45,11 +45,18 @@ class Mixture:
         self.stream = TokenStream([x for folders, _ in corpora for x in folders], split)  # all
         self.parts = [Sequences(TokenStream(x, split), block_size) for x, _ in corpora]
         self.names = [corpus_name(folders[0]) for folders, _ in corpora]
+        if len(set(self.names)) < len(self.names):
+            self.names = [str(folders[0]) for folders, _ in corpora]
         self.starts = np.cumsum([0, *map(len, self.parts)])  # of the ids of each corpus
         ends = np.round(np.cumsum(self.weights) * BLOCK).astype(int)
         self.places = np.array([0, *ends])  # in a block, of each corpus
         if (np.diff(self.places) < 1).any():
             raise UserError(f"--data_dir: a weight is below {1 / BLOCK} of all")
+
+    def epochs(self, tokens: int) -> float:
+        """Return how often `tokens` tokens of training see the corpus that they see most often."""
+        pairs = zip(self.weights, self.parts, strict=True)
+        return max(weight * tokens / len(part.stream) for weight, part in pairs)
 
     def where(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the corpus, and the position in its own order, of ascending positions (N,)."""

@@ -70,9 +70,9 @@ def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
         vocab_size = pretrained.vocab_size
     else:
         try:
-            stream = Mixture(config.data_dir, "train", config.block_size).stream
-            vocab_size = stream.vocab_size
-            print(f"{config.max_steps * config.total_batch_size / len(stream):,.2f} epochs")
+            data = Mixture(config.data_dir, "train", config.block_size)
+            vocab_size = data.stream.vocab_size
+            print(f"{data.epochs(config.max_steps * config.total_batch_size):,.2f} epochs")
         except UserError as error:
             print(error)
     return config.model_config(vocab_size)

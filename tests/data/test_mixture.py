@@ -51,6 +51,9 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
         visits = np.bincount(own, minlength=n)
         epochs = len(own) // n  # which end within a block, whose places are in another order
         assert visits.min() >= epochs - 1 and visits.max() <= epochs + 2
+    a, b, c = (len(part.stream) for part in mixture.parts)
+    assert mixture.epochs(1000) == pytest.approx(max(700 / a, 200 / b, 100 / c))
+    assert Mixture(names[:1] * 2, "val", 32).names == [f"{folders}/a"] * 2  # not "a" twice
     whole = np.concatenate([mixture.order(np.arange(s, s + 500), 3) for s in range(0, 10_000, 500)])
     assert (whole == ids).all()  # in steps, as in one
     inputs, targets = mixture.batch(ids[:50])
