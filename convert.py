@@ -8,6 +8,7 @@ AutoTokenizer, in float32 with every bit of the weights, and has a model card.
 """
 
 import json
+import math
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,27 +61,31 @@ def export_checkpoint(config: ConvertConfig) -> None:
 
 def model_card(model: GPT, tokenizer: str, saved: dict, path: Path) -> str:
     """Return the README.md of a model: what it is, how it was trained, its scores, how to load it.
-    Scores are those of evaluate.py for this checkpoint, beside it or in the logs of its run."""
-    shape, options = model.config, saved["config"]
+    Scores are those of evaluate.py for this checkpoint, beside it, or in logs."""
+    shape, options, best = model.config, saved["config"], saved["best_loss"]
+    commit = subprocess.getstatusoutput(f"git -C {CARD.parent} rev-parse --short HEAD")
     rows = {
         "parameters": f"{model.num_parameters():,}",
         "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
         f"context {shape.block_size}, {shape.vocab_size:,} tokens ({tokenizer})",
         "trained by": f"{saved['script']}, {options.get('method') or options.get('recipe')}",
+        "began from": options.get("init_from") or "random weights",
         "data": saved.get("corpus") or options.get("data"),
         "steps": f"{saved['step']:,}, {saved['tokens']:,} tokens",
-        "lowest validation loss": f"{saved['best_loss']:.4f} nats per token",
-        "commit of the code": subprocess.getoutput(f"git -C {CARD.parent} rev-parse --short HEAD"),
+        "lowest validation loss": f"{best:.4f} nats" if best < math.inf else None,
+        "commit of the code": commit[1] if commit[0] == 0 else None,
     }
     scores = ""
-    for folder in (path.parent, Path(options["log_dir"])):
-        if (file := folder / "evaluation.json").is_file():
+    for folder in (path.parent, Path(options["log_dir"]), Path("logs")):
+        if (file := folder / "evaluation.json").is_file() and file.stat().st_size:
             found = json.loads(file.read_text())
             if (found.get("run_id"), found.get("step")) == (saved["run_id"], saved["step"]):
                 results = [Result(**result) for result in found["results"]]
                 scores = f"## Scores\n\n```\n{format_table(results, shape.size or 'gpt2')}\n```\n\n"
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return CARD.read_text().format(name=path.parent.parent.name, table=table, scores=scores)
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
+    return CARD.read_text().format(
+        name=path.resolve().parent.parent.name, table=table, scores=scores
+    )
 
 
 def import_model(config: ConvertConfig) -> None:
