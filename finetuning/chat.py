@@ -11,6 +11,7 @@ A model of others that comes with a chat template keeps its own format.
 
 import json
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -51,11 +52,12 @@ def render(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) ->
     return template.render(messages=messages, add_generation_prompt=open_turn, **ends)
 
 
-def encode_rendered(messages: Messages, tokenizer: Tokenizer) -> Example:
-    """Encode a dialog by the chat template; what follows the beginning of an answer counts."""
+def encode_rendered(messages: Messages, tokenizer: Tokenizer, last_alone: bool = False) -> Example:
+    """Encode a dialog by the chat template, as one text; what follows the beginning of an answer
+    counts, with `last_alone` of the last message."""
     texts, said = [], ""
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and (not last_alone or i == len(messages) - 1):
             before = render(messages[:i], tokenizer, open_turn=True)
             after = render(messages[: i + 1], tokenizer)
             if not (before.startswith(said) and after.startswith(before)):
@@ -63,7 +65,9 @@ def encode_rendered(messages: Messages, tokenizer: Tokenizer) -> Example:
             texts += [(before[len(said) :], False), (after[len(before) :], True)]
             said = after
     texts.append((render(messages, tokenizer)[len(said) :], False))
-    return Example.join(*((tokenizer.encode(text, special=True), x) for text, x in texts))
+    pieces, counts = zip(*texts, strict=True)
+    ids = [tokenizer.encode(text, special=True) for text in accumulate(pieces)]
+    return Example(ids[-1], np.repeat(counts, np.diff([0, *map(len, ids)])))
 
 
 def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
@@ -115,12 +119,8 @@ def encode_completion(
 ) -> Example:
     """Encode a prompt and a completion with its end of text; the prompt does not count."""
     if chat and tokenizer.chat_template:
-        messages, answer = as_messages(prompt), {"role": "assistant", "content": completion}
-        before, after = render(messages, tokenizer, True), render([*messages, answer], tokenizer)
-        if not after.startswith(before):
-            raise ValueError("the chat template does not begin an answer as its prompt ends")
-        said = tokenizer.encode(after.removeprefix(before), special=True)
-        return Example.join((tokenizer.encode(before, special=True), False), (said, True))
+        answer = {"role": "assistant", "content": completion}
+        return encode_rendered([*as_messages(prompt), answer], tokenizer, last_alone=True)
     said = tokenizer.encode(f" {completion}" if chat else completion)
     before = encode_prompt(prompt, tokenizer, chat)
     return Example.join((before, False), (said, True), ([tokenizer.eot], True))

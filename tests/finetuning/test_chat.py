@@ -157,7 +157,7 @@ def test_a_model_of_others_keeps_its_chat_template(tmp_path):
     assert whole.loss_mask.tolist() == [False] * len(asked) + [True, True]
     assert is_chat({}, "some/name", spec) and not is_chat({}, "some/name", "gpt2")
     odd = load_tokenizer(spec.replace("assistant: {%", "assistant:  {%"))
-    with pytest.raises(ValueError, match="does not begin an answer"):
+    with pytest.raises(ValueError, match="changes earlier turns"):
         encode_completion("2+2?", "4", odd, chat=True)
     row = {"instruction": "2+2?", "input": "", "output": "4"}  # of Alpaca
     assert TextEncoder(tokenizer, True, 64).example(row).tokens.tolist() == whole.tokens.tolist()
