@@ -162,8 +162,7 @@ class DataOptions:
     total_batch_size: int = 524_288
     """Tokens per step over all processes; gradient accumulation follows from it."""
     micro_batch_size: int | Literal["auto"] = 16
-    """Sequences per forward pass of a process; auto, the default on CUDA: the most that should fit
-    its memory."""
+    """Sequences per forward pass of a process; auto, the default on CUDA: what should fit."""
 
 
 @dataclass
@@ -261,8 +260,7 @@ class MachineOptions:
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
-    """Compile the training step, for grpo that of sampling; on by default on CUDA,
-    --no_use_torch_compile turns it off."""
+    """Compile the training step, for grpo that of sampling; on by default on CUDA alone."""
 
 
 @dataclass

@@ -53,8 +53,7 @@ class SampleConfig:
     json: bool = False
     """Write one line of JSON per text."""
     max_new_tokens: int = 200
-    """Longest continuation in tokens; end of text ends it sooner. Where the context is full,
-    its older half is dropped."""
+    """Longest continuation in tokens, if end of text does not come; a full context loses a half."""
     temperature: float = 0.8
     """Sampling temperature; 0: always the likeliest token."""
     top_k: int | None = None
@@ -145,8 +144,7 @@ class Writer:
         return samples
 
     def converse(self) -> None:
-        """Continue prompts from the keyboard, or answer them with --chat, until /quit or the end of
-        the input; Ctrl-C ends a sample."""
+        """Continue prompts from the keyboard, or answer them with --chat; Ctrl-C ends a sample."""
         with contextlib.suppress(ImportError):  # a Python built without it
             import readline  # noqa: F401  line editing and history for input()
         history: Messages = []

@@ -119,8 +119,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
 
 
 def byte_level(model: models.BPE, split: str = "gpt2") -> Engine:
-    """Return a byte-level BPE tokenizer, which merges nothing across the pieces that `split` cuts
-    text into: gpt2 or unicode."""
+    """Return byte-level BPE that merges nothing across the pieces of a `split`, gpt2 or unicode."""
     engine = Engine(model)
     bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "gpt2")
     engine.pre_tokenizer = bytes_alone

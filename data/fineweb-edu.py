@@ -46,8 +46,7 @@ class DataConfig:
     """Turn any text into token shards. Killed and started again, it continues where it was."""
 
     local_dir: Path | None = None
-    """Folder for the shards and their manifest; default: data/edu_fineweb10B, or data/ and the name
-    of the first --input."""
+    """Folder for the shards; default: data/edu_fineweb10B, or data/ and the name of the input."""
     dataset: str = "HuggingFaceFW/fineweb-edu"
     """Hugging Face dataset to stream; HuggingFaceFW/fineweb works too."""
     remote_name: str = "sample-10BT"

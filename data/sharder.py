@@ -11,8 +11,7 @@ from utils.files import check_space, sha256, sync_folder
 
 
 class ShardWriter:
-    """Appends tokens to a temporary file, which `finish` renames to the shard; continues that of
-    an earlier run after its first `start` tokens."""
+    """Appends tokens to a temporary file after the first `start`; `finish` makes it the shard."""
 
     def __init__(self, folder: Path, split: str, index: int, suffix: str, start: int = 0) -> None:
         self.path = folder / f"{split}_{index:06d}{suffix}"

@@ -82,8 +82,7 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def folder_tokenizer(folder: Path) -> str:
-    """Return the spec of the tokenizer of a folder; raise UserError if its file is missing or that
-    of another tokenizer."""
+    """Return the spec of a folder's tokenizer; raise UserError if it is missing or another."""
     manifest = read_manifest(folder) or {}
     if (path := folder / TOKENIZER).exists():
         reader = import_module("data.file_tokenizer")  # on demand: it imports tokenizers

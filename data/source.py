@@ -135,8 +135,7 @@ class Source:
         return stream.with_format("arrow")
 
     def texts(self, rows: list[dict], files: list[str], is_first: bool) -> list:
-        """Return the texts in rows of the files; raise UserError if the first row has other columns
-        than text_column."""
+        """Return the texts in rows of the files; raise UserError if they have no text_column."""
         builder = builder_of(files[0]) if files else None
         if builder == TEXT:
             return [row["text"] for row in rows]

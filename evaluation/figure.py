@@ -141,8 +141,7 @@ def scale_losses(axes: Axes, key: str) -> None:
 
 
 def draw_sweep(groups: dict[str, list[Log]], out: Path) -> None:
-    """Draw validation loss over tokens for groups of logs that differ in their seed alone: each
-    group's mean and standard deviation."""
+    """Draw mean and deviation of validation losses of groups of logs that differ in their seed."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (label, logs) in enumerate(groups.items()):

@@ -6,8 +6,7 @@ Published = dict[tuple[str, str, str], tuple[float, str]]
 
 
 def published(source: str, protocol: str, metric: str, *values: float | None) -> Published:
-    """Return figures of OpenAI's gpt2, gpt2-medium, gpt2-large and gpt2-xl: value and source by
-    protocol, metric and size."""
+    """Return the figures of OpenAI's four sizes: value and source by protocol, metric and size."""
     sizes = zip(SIZES, values, strict=False)
     return {(protocol, metric, size): (value, source) for size, value in sizes if value is not None}
 

@@ -5,8 +5,7 @@ from evaluation.tasks import Result, find_tasks
 
 
 def format_table(results: list[Result], size: str) -> str:
-    """Format results as an aligned table, with the figures published for a size of OpenAI's GPT-2
-    and their sources as footnotes."""
+    """Format results as an aligned table, beside those published for a size of OpenAI's GPT-2."""
     lines = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
     tasks, marks = find_tasks(), {}  # marks by source
     for r in results:

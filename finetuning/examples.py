@@ -72,8 +72,7 @@ class TextEncoder:
         return cut
 
     def question(self, row: dict, room: int, *, answered: bool) -> tuple[dict, list[int]]:
-        """Return a row and the tokens of its prompt, which leave room for `room` more; a row that
-        must be `answered` has an answer."""
+        """Return a row, with its answer if `answered`, and its prompt; `room` tokens fit after."""
         if answered:
             field(row, "answer", str, int, float)
         tokens = encode_prompt(self.text(row, "prompt"), self.tokenizer, self.chat)

@@ -5,7 +5,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.layers import ScaledDotProduct
+from model.layers import RMSNorm, ScaledDotProduct
 from model.loss import HeadCrossEntropy, rows_within
 from utils.devices import has_onednn, is_faster, onednn
 
@@ -62,6 +62,33 @@ class CPULayerNorm(nn.LayerNorm):
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """RMSNorm without gain in few operations; F.rms_norm runs many if not compiled."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> Tensor:
+        squares = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.size(-1)).add_(eps).rsqrt_()
+        y = (x * scale).to(x.dtype)
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(-1, keepdim=True)
+        return torch.addcmul(grad, y, along, value=-1).mul(scale).to(grad.dtype), None
+
+
+class CPURMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+        y = RMSNormFunction.apply(x, self.eps)
+        return y if self.weight is None else y * self.weight
 
 
 class CPUScaledDotProduct(ScaledDotProduct):

@@ -1,5 +1,4 @@
-"""Layers of a transformer block: B batch, T time, H heads, K key/value heads, D channels of a head,
-S tokens so far."""
+"""Layers of a block: B batch, T time, S tokens so far, H heads, K key/value heads, D channels."""
 
 from functools import partial
 
@@ -68,8 +67,7 @@ class ScaledDotProduct(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, H, T, D) for q (B, H, T, D), the newest T of S tokens, k and v (B, K, S, D).
-        Attention is causal, or by a mask that broadcasts to (B, H, T, S), true where a query
-        attends to a key."""
+        Attention is causal, or by a mask that broadcasts to (B, H, T, S), true where one does."""
         T, S = q.size(2), k.size(2)
         if mask is None and 1 < T < S:  # is_causal would align the first query with the first key
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)

@@ -12,8 +12,7 @@ from utils.devices import has_onednn, onednn
 
 
 class PackedLinear(nn.Module):
-    """Linear layer for inference, with a weight (out, in) in `dtype` and in the memory layout that
-    oneDNN reads for about `rows` rows."""
+    """Linear layer for inference; oneDNN lays out its weight (out, in) for about `rows` rows."""
 
     upcast = False  # to float32, after the matmul
 

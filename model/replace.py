@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from model import cpu
 from model.gpt import GPT
-from model.layers import ScaledDotProduct
+from model.layers import RMSNorm, ScaledDotProduct
 from model.loss import HeadCrossEntropy, cross_entropy_
 from utils.devices import has_onednn, is_faster, onednn
 
@@ -24,6 +24,7 @@ CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: cpu.CPULayerNorm,
     nn.Linear: cpu.CPULinear,
     ScaledDotProduct: cpu.CPUScaledDotProduct,
+    RMSNorm: cpu.CPURMSNorm,
     HeadCrossEntropy: cpu.CPUHeadCrossEntropy,
 }
 SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpointing

@@ -137,8 +137,7 @@ def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tup
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Return the checkpoint to resume in a folder: the last, else the newest numbered one, else the
-    best; None if there is none."""
+    """Return a folder's checkpoint to resume: last, else newest numbered, else best, or None."""
     found = [folder / BEST, *sorted(folder.glob("model_step_*.pt")), folder / LAST]
     return next((path for path in reversed(found) if path.exists()), None)
 

@@ -125,8 +125,7 @@ def orthogonalize(stacks: list[Tensor], split_sizes: list[tuple[int, ...]]) -> l
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Return matrices near the orthogonal ones nearest to x (N, rows, columns), rows <= columns:
-    singular values become about 0.7 to 1.2."""
+    """Return x (N, rows <= columns) about orthogonalized: its singular values become 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(STEPS):

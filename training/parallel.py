@@ -61,8 +61,7 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
 
 
 def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
-    """Return the context of a micro-step: zero2 and zero3 reduce gradients in every micro-step, the
-    others in the `last` of a step."""
+    """Return the context of a micro-step; zero2 and zero3 reduce always, others in the `last`."""
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if last else module.no_sync()
     if isinstance(module, FSDPModule):

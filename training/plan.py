@@ -127,8 +127,7 @@ def choose_micro_batch(
 def resolve_micro_batch(
     config: TrainConfig, saved: dict | None, model: GPT, process: Process
 ) -> None:
-    """Replace --micro_batch_size auto by what choose_micro_batch takes, on a GPU halved until
-    forward and backward fit on every process."""
+    """Replace --micro_batch_size auto by choose_micro_batch, on GPUs halved until it fits."""
     if config.micro_batch_size == "auto":
         hardware = Hardware.of(config)
         there = sum(p.nbytes for p in model.parameters() if p.is_cuda)  # the forecast counts them
@@ -150,8 +149,7 @@ def halve_until_it_fits(
 
 
 def fits_memory(config: TrainConfig, model: GPT, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether forward and backward of a micro-batch fit the memory of a GPU, beside room for
-    optimizer state and the buckets of DDP."""
+    """Return whether a micro-batch fits a GPU, beside optimizer state and the buckets of DDP."""
     size = (config.micro_batch_size, config.block_size)
     try:
         room = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]

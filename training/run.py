@@ -85,8 +85,7 @@ def read_options(path: Path) -> dict:
 
 
 def find_resumed(config_class: type[RunOptions], flags: list[str]) -> Path | None:
-    """Return the checkpoint that --resume names: a file, the newest one of a folder, or for auto of
-    --checkpoint_dir; None for a new run."""
+    """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
     resume = flag_value(flags, "resume")
     if resume is None:
         return None
@@ -99,8 +98,7 @@ def find_resumed(config_class: type[RunOptions], flags: list[str]) -> Path | Non
 
 
 def check_folders(config: RunOptions, saved: dict | None) -> None:
-    """Raise UserError if the run would write over the checkpoints or the log of another one, or
-    over later steps of its own."""
+    """Raise UserError if the run would write over another's files, or over its own later ones."""
     run_id, step = (saved["run_id"], saved["step"]) if saved else (None, 0)
     folder, log, name = config.checkpoint_dir, logged_run(config.log_dir), "checkpoint_dir"
     held = load_checkpoint(newest) if (newest := find_newest(folder)) else None

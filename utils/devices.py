@@ -87,8 +87,7 @@ def pick_dtype(name: str, device: torch.device, all_agree: Callable = bool) -> t
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep freed memory for the next tensors. By default it returns large blocks
-    to the system, which zeroes each page again."""
+    """Let glibc's malloc keep freed memory, which by default is returned and zeroed again."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: map no block by itself
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing

@@ -11,7 +11,7 @@ from tiny import RECIPES, tiny_gpt
 from model import cpu
 from model import packed as packed_layers
 from model.gpt import GPT
-from model.layers import ScaledDotProduct
+from model.layers import RMSNorm, ScaledDotProduct
 from model.loss import HeadCrossEntropy, cross_entropy_
 from model.packed import for_inference
 from model.replace import CPU_CLASSES, for_training, swap_classes
@@ -40,6 +40,8 @@ ROWS = {  # a plain module, inputs with gradients, inputs without
     "layer norm": lambda dtype: (nn.LayerNorm(16), [x4(dtype)], []),
     "linear": lambda dtype: (nn.Linear(16, 24, dtype=dtype), [x4(dtype)], []),
     "linear without bias": lambda dtype: (nn.Linear(16, 24, False, dtype=dtype), [x4(dtype)], []),
+    "norm": lambda dtype: (RMSNorm(16, 1e-5), [x4(dtype)], []),
+    "norm without gain": lambda dtype: (RMSNorm(16, 1e-6, gain=False), [x4(dtype)], []),
     "attention": lambda dtype: (ScaledDotProduct(0.0), [x4(dtype)] * 3, []),
 }
 

@@ -76,8 +76,6 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "Not a directory"),
         (["convert.py", "--checkpoint", tmp_path, "--out", out], "holds no checkpoint"),
         (["convert.py", "--model", exported, "--out", tmp_path / "x"], "must end in .pt"),
-        (["sample.py", "--model", tmp_path / "none"], "none"),
-        (["train.py", "--dry_run", "--init_from", tmp_path], "holds no checkpoint"),
         (["train.py", "--dry_run", "--init_from", exported], "has a context of 32"),
         (other, "has another n_layer: leave out"),
     ):
