@@ -83,9 +83,8 @@ def model_card(model: GPT, tokenizer: str, saved: dict, path: Path) -> str:
                 results = [Result(**result) for result in found["results"]]
                 scores = f"## Scores\n\n```\n{format_table(results, shape.size or 'gpt2')}\n```\n\n"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
-    return CARD.read_text().format(
-        name=path.resolve().parent.parent.name, table=table, scores=scores
-    )
+    name = path.resolve().parent.parent.name
+    return CARD.read_text().format(name=name, table=table, scores=scores)
 
 
 def import_model(config: ConvertConfig) -> None:

@@ -53,7 +53,7 @@ class SampleConfig:
     json: bool = False
     """Write one line of JSON per text."""
     max_new_tokens: int = 200
-    """Longest continuation in tokens, if end of text does not come; a full context loses a half."""
+    """Most tokens of a continuation; end of text ends it, a full context drops its older half."""
     temperature: float = 0.8
     """Sampling temperature; 0: always the likeliest token."""
     top_k: int | None = None

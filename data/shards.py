@@ -87,8 +87,7 @@ def folder_tokenizer(folder: Path) -> str:
     if (path := folder / TOKENIZER).exists():
         reader = import_module("data.file_tokenizer")  # on demand: it imports tokenizers
         spec = reader.read_tokenizer(path, manifest.get("end_of_text"))
-        name = manifest.get("tokenizer", tokenizer_name(spec))
-        if name != tokenizer_name(spec):
+        if (name := manifest.get("tokenizer", found := tokenizer_name(spec))) != found:
             raise UserError(
                 f"{path} is not the tokenizer of these shards, which have {name} tokens"
             )

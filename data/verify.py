@@ -57,11 +57,9 @@ def main(config: VerifyConfig) -> None:
 def check_shards(stream: TokenStream) -> None:
     """Raise UserError for a shard that differs from its checksum or holds what is no token."""
     for folder in stream.folders:
-        for entry in (read_manifest(folder) or {"shards": []})["shards"]:
-            if (
-                entry["split"] == stream.split
-                and sha256(path := folder / entry["file"]) != entry["sha256"]
-            ):
+        entries = (read_manifest(folder) or {"shards": []})["shards"]
+        for entry in (entry for entry in entries if entry["split"] == stream.split):
+            if sha256(path := folder / entry["file"]) != entry["sha256"]:
                 raise UserError(f"{path} differs from the manifest's checksum; make it again")
     for start in range(0, len(stream), CHUNK):
         stream.tokens(start, min(CHUNK, len(stream) - start))  # checks the ids

@@ -72,7 +72,7 @@ class TextEncoder:
         return cut
 
     def question(self, row: dict, room: int, *, answered: bool) -> tuple[dict, list[int]]:
-        """Return a row, with its answer if `answered`, and its prompt; `room` tokens fit after."""
+        """Return a row, which has an answer if `answered`, and its prompt; `room` tokens fit."""
         if answered:
             field(row, "answer", str, int, float)
         tokens = encode_prompt(self.text(row, "prompt"), self.tokenizer, self.chat)

@@ -134,7 +134,7 @@ def names_in_hf(name: str, config: GPTConfig) -> list[str]:
 
 
 def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Return our float32 state dict, made from that of a model of `config_from_hf`."""
+    """Return our float32 state dict, made from that of transformers' GPT-2, LLaMA or Qwen3."""
     if config.is_gpt2:  # names of a GPT2Model lack the prefix
         state = {
             f"transformer.{name.removeprefix('transformer.')}": x

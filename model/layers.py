@@ -67,7 +67,7 @@ class ScaledDotProduct(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, H, T, D) for q (B, H, T, D), the newest T of S tokens, k and v (B, K, S, D).
-        Attention is causal, or by a mask that broadcasts to (B, H, T, S), true where one does."""
+        Attention is causal, or by a mask that broadcasts to (B, H, T, S), true where allowed."""
         T, S = q.size(2), k.size(2)
         if mask is None and 1 < T < S:  # is_causal would align the first query with the first key
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)

@@ -79,8 +79,7 @@ def test_a_parquet_of_ids_gives_the_shards_of_its_text(corpus, plain, tmp_path):
 
 
 def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain, tmp_path):
-    done = shard(corpus, tmp_path, "--max_shards", 3)
-    assert "stopped at --max_shards" in done.stdout
+    assert "stopped at --max_shards" in shard(corpus, tmp_path, "--max_shards", 3).stdout
     assert len(list(tmp_path.glob("train_*.npy"))) == 3 and find_shards(tmp_path, "val")
     shard(corpus, tmp_path, "--max_shards", 5)
     assert len(list(tmp_path.glob("train_*.npy"))) == 5

@@ -48,8 +48,7 @@ def folder_of(tmp_path, sizes, names="train_{:06d}.npy"):
 
 @pytest.mark.parametrize("names", ["edufineweb_train_{:06d}.npy", "fineweb_train_{:06d}.bin"])
 def test_sequences_run_across_shard_borders_and_only_the_last_is_cut(tmp_path, names):
-    stream = TokenStream(folder_of(tmp_path, [10, 3, 1, 30, 7], names), "train")
-    sequences = Sequences(stream, 4)
+    sequences = Sequences(TokenStream(folder_of(tmp_path, [10, 3, 1, 30, 7], names), "train"), 4)
     assert len(sequences) == 12  # 51 tokens: 12 sequences of 4 and a target, 2 left out
     x, y = sequences.batch(np.arange(12))
     assert x.ravel().tolist() == list(range(48)) and (y == x + 1).all()
@@ -80,8 +79,7 @@ def test_batches_from_the_middle_equal_those_from_the_start(tmp_path):
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path):
-    path = tmp_path / "train_000000.npy"
-    np.save(path, np.array([1, 2, 50257, 3] * 10, np.uint16))
+    np.save(tmp_path / "train_000000.npy", np.array([1, 2, 50257, 3] * 10, np.uint16))
     with pytest.raises(UserError, match="train_000000.npy holds token id 50257, not one of"):
         Sequences(TokenStream(tmp_path, "train"), 4).batch(np.arange(2))
 

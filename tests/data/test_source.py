@@ -75,8 +75,7 @@ def test_every_format_gives_its_texts_and_is_continued_at_any_batch(mixed):
     batches, before = list(source(*files).batches(None)), 0
     assert len(batches) > 20
     for position, texts in batches:
-        saved = json.loads(json.dumps(position))
-        assert read(*files, position=saved) == expected[before:]
+        assert read(*files, position=json.loads(json.dumps(position))) == expected[before:]
         before += len(texts)
 
 

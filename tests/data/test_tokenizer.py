@@ -60,8 +60,7 @@ def test_saved_bytes_have_no_merges_and_are_read_as_bytes(tmp_path):
     content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     assert content["model"]["merges"] == [] and len(content["model"]["vocab"]) == 256
     assert read_tokenizer(tmp_path / "tokenizer.json") == "bytes"
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["model_max_length"] == 32
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 32
     write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": []})
     with pytest.raises(UserError, match="not the tokenizer of these shards, which have gpt2"):
         folder_tokenizer(tmp_path)
@@ -94,8 +93,7 @@ def test_an_own_tokenizer_gives_the_bytes_back_and_the_ids_of_transformers(own, 
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint16 and tokenizer.eot == tokenizer.vocab_size - 1 not in ids
     assert tokenizer.decode_bytes([tokenizer.eot, *ids.tolist()]).decode() == text
-    table = bytes_per_token(tokenizer)
-    assert table[ids].sum() == len(text.encode()) > 1.5 * len(ids)
+    assert bytes_per_token(tokenizer)[ids].sum() == len(text.encode()) > 1.5 * len(ids)
     transformers = pytest.importorskip("transformers")
     save_tokenizer(tokenizer, tmp_path, block_size=32)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -131,8 +131,7 @@ def test_a_long_example_is_cut():
 
 
 def test_the_chat_template_gives_the_same_tokens():
-    jinja2 = pytest.importorskip("jinja2")
-    template = jinja2.Template(CHAT_TEMPLATE)
+    template = pytest.importorskip("jinja2").Template(CHAT_TEMPLATE)
     written = template.render(messages=ANSWERED, eos_token="|")
     assert written == text(encode_messages(ANSWERED, BYTES).tokens)
     opened = template.render(messages=ASKED, eos_token="|", add_generation_prompt=True)

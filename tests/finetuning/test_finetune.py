@@ -213,8 +213,7 @@ def test_a_run_does_not_continue_with_another_reference_model(base, tmp_path):
 
 
 def test_other_scripts_and_runs_are_refused(base, tmp_path):
-    found = script("train.py", "--resume", base / "plain", code=2)
-    assert "is of finetune.py" in found.stderr
+    assert "is of finetune.py" in script("train.py", "--resume", base / "plain", code=2).stderr
     args = finetune_args(base, tmp_path, "sft", "--max_steps", 1)
     script(*args)
     assert "holds the checkpoints of another run" in script(*args, code=2).stderr

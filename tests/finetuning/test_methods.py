@@ -118,8 +118,7 @@ def test_a_reward_is_read_at_the_last_token(make):
         texts = [torch.from_numpy(example.tokens.astype(np.int64)) for example in examples]
         by_hand.append([model(tokens[None])[0, -1, 0] for tokens in texts])
     margin = torch.stack([chosen - rejected for chosen, rejected in by_hand])
-    method = make(RewardModeling)
-    found = means(method, model)[2]
+    found = means(make(RewardModeling), model)[2]
     torch.testing.assert_close(found["loss"], -F.logsigmoid(margin).mean())
     torch.testing.assert_close(found["margin"], margin.mean())
     completions = [

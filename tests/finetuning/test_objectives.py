@@ -108,8 +108,7 @@ def test_grpo_is_that_of_trl():
     loss_mask, scores = batch(recorded)[1] >= 0, {}
     for name, phase in (("old", OLD), ("ref", REFERENCE)):
         scores[name] = logprobs(make_model(phase), recorded).detach()
-        theirs = recorded[f"{name}_logprobs"]
-        assert largest_difference(scores[name][loss_mask], theirs) < TOLERANCE
+        assert largest_difference(scores[name][loss_mask], recorded[f"{name}_logprobs"]) < TOLERANCE
     compared = (logprobs(model, recorded), scores["old"], scores["ref"], advantages)
     losses = grpo_losses(*compared, clip=recorded["clip"], kl=recorded["kl"])
     assert_equal(model, mean_over_tokens(losses, loss_mask).mean(), recorded)

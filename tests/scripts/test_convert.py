@@ -3,7 +3,7 @@ import json
 import hub
 import pytest
 import torch
-from conftest import bad, environment, losses, script, train_args, weights
+from conftest import bad, environment, folders, losses, script, train_args, weights
 
 from model.huggingface import load_pretrained
 from training.checkpoint import join_float32, load_checkpoint, load_model
@@ -55,6 +55,15 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
         assert sorted(losses(tuned)) == [1, 2, 3, 4]
 
 
+def test_a_converted_checkpoint_can_be_resumed(shards, exported, tmp_path):
+    path = tmp_path / "checkpoints" / "model_last.pt"
+    script("convert.py", "--model", exported, "--out", path)
+    options = ["--max_steps", 3, "--total_batch_size", 512, "--micro_batch_size", 4]
+    where = ["--data_dir", shards, *folders(tmp_path), "--device", "cpu", "--sample_every", 0]
+    script("train.py", *where, "--resume", "auto", *options)
+    assert sorted(losses(tmp_path)) == [1, 2, 3] and losses(tmp_path)[1] < 5
+
+
 def test_other_scripts_read_the_folder(shards, trained, exported, tmp_path):
     args = ["sample.py", "--prompt", "Abc", "--temperature", 0, "--max_new_tokens", 20]
     ours = script(*args, "--checkpoint", trained / "checkpoints" / "model_last.pt").stdout
@@ -72,10 +81,13 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
     other = train_args(shards, tmp_path, 4, "--init_from", exported, "--n_layer", 3)
     for args, message in (
         (["convert.py", "--out", tmp_path / "x"], "give one of --checkpoint"),
+        (["convert.py", "--checkpoint", last, "--model", "gpt2", "--out", out], "give one of"),
         (["convert.py", "--checkpoint", last, "--out", exported], "exists already; choose another"),
         (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "Not a directory"),
         (["convert.py", "--checkpoint", tmp_path, "--out", out], "holds no checkpoint"),
         (["convert.py", "--model", exported, "--out", tmp_path / "x"], "must end in .pt"),
+        (["sample.py", "--model", tmp_path / "none"], "none"),
+        (["train.py", "--dry_run", "--init_from", tmp_path], "holds no checkpoint"),
         (["train.py", "--dry_run", "--init_from", exported], "has a context of 32"),
         (other, "has another n_layer: leave out"),
     ):

@@ -20,8 +20,7 @@ def test_the_same_seed_gives_the_same_text_and_another_another(trained):
     assert one == sample(trained, *two, "--seed", 3).stdout
     assert one != sample(trained, *two, "--seed", 4).stdout
     assert one.startswith("Abc") and one.count("Abc") == 2
-    first = sample(trained, "--prompt", "Abc", "--seed", 3).stdout
-    assert one.startswith(first.rstrip("\n"))
+    assert one.startswith(sample(trained, "--prompt", "Abc", "--seed", 3).stdout.rstrip("\n"))
     lines = sample(trained, *two, "--seed", 3, "--json").stdout.splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["sample"] for row in rows] == [0, 1] and one.startswith("Abc" + rows[0]["text"])
@@ -96,5 +95,4 @@ def test_the_reader_of_a_long_text_may_leave(trained):
         os.close(reader)
         os.dup2(writer, 1)
 
-    done = sample(trained, code=128 + 13, preexec_fn=close_stdout)
-    assert done.stderr == ""
+    assert sample(trained, code=128 + 13, preexec_fn=close_stdout).stderr == ""

@@ -138,8 +138,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_previous_checkpoint(shards, 
     def limit_files():  # writes beyond 100 kB fail, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
-    longer = [*args, "--max_steps", 8, "--resume", "auto"]
-    done = script(*longer, code=2, preexec_fn=limit_files)
+    done = script(*[*args, "--max_steps", 8, "--resume", "auto"], code=2, preexec_fn=limit_files)
     assert f"{last} could not be written" in done.stderr and "Traceback" not in done.stderr
     assert "the one before it is untouched" in done.stderr
     assert last.read_bytes() == before and not list(last.parent.glob("*.tmp"))

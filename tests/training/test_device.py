@@ -75,8 +75,7 @@ def test_a_sharded_model_computes_the_same(device, sharding, tmp_path):
     backend, store = "nccl" if device.type == "cuda" else "gloo", f"file://{tmp_path}/store"
     dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
     try:
-        wrapped = wrap(model, Process(0, 1, device), sharding, torch.float32)
-        loss = wrapped(*batch().to(device))
+        loss = wrap(model, Process(0, 1, device), sharding, torch.float32)(*batch().to(device))
         loss.backward()
         error, of_gradients = relative_errors(model, loss, exact)
     finally:

@@ -65,8 +65,7 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype, checkpointing)
     assert nats.requires_grad  # what autograd saves lives as long as the loss
     made = allocations.made.items()
     alive = sum(n for key, (storage, n) in made if key not in own and not storage.expired())
-    found = alive - head - cast
-    assert found == pytest.approx(parts["activations"], rel=0.06)
+    assert alive - head - cast == pytest.approx(parts["activations"], rel=0.06)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -169,8 +168,7 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
         config = replace(options, **changes)
         hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes)
         choose_micro_batch(config, saved, shape, hardware)
-        taken = sum(forecast_memory(config, shape, hardware).values())
-        assert before or taken <= 0.9e9 * gigabytes
+        assert before or sum(forecast_memory(config, shape, hardware).values()) <= 0.9e9 * gigabytes
         return config.micro_batch_size
 
     found = [choose(size) for size in (4, 8, 16, 80)]

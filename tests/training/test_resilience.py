@@ -114,8 +114,7 @@ def test_a_process_that_dies_ends_the_others(shards, tmp_path):
     run_until(process, lambda: rows_written(tmp_path) >= 3)
     os.kill(worker(process, rank=1), signal.SIGKILL)
     assert process.wait(60) != 0
-    said = (tmp_path / "log").read_text()
-    assert "error on rank 0: another process has ended" in said
+    assert "error on rank 0: another process has ended" in (tmp_path / "log").read_text()
 
 
 def fill(folder, but):

@@ -71,5 +71,4 @@ def test_later_flags_win_and_are_found_by_name():
 
 def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    found = parse(Options, ["--folders", "~/b", "a~"]).folders
-    assert found == (tmp_path / "b", Path("a~"))
+    assert parse(Options, ["--folders", "~/b", "a~"]).folders == (tmp_path / "b", Path("a~"))
