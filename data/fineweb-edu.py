@@ -28,9 +28,10 @@ import numpy as np
 from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer
-from data.sharder import Sharder
+from data.sharder import Document, Sharder
+from data.shards import bytes_per_token
 from data.source import Source, list_files
-from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, bytes_per_token, load_tokenizer
+from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import run
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
@@ -79,36 +80,47 @@ class DataConfig:
     """Machines that share the work: machine i reads every n-th source file, beginning with i."""
 
 
-def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> tuple:
-    """Return split and tokens of a text, which may be given by its token ids, end of text first, or
-    the reason to skip it and None. Raises UserError for an id that the tokenizer lacks."""
-    ids = None
+@dataclass
+class Skipped:
+    """A row that is no document."""
+
+    reason: str
+
+
+def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> Document | Skipped:
+    """Return the document of a text, which may be given by its token ids. Raises UserError for an
+    id that the tokenizer lacks."""
+    ids, content = None, None
     if isinstance(text, list):
         ids = [i for i in text if i != tokenizer.eot]
         if not all(0 <= i < tokenizer.vocab_size for i in ids):
             raise UserError(
                 f"a row has ids that are no tokens of {tokenizer.name}: see --tokenizer"
             )
-        text = tokenizer.decode_bytes(ids).decode(errors="replace")
+        content = tokenizer.decode_bytes(ids)
+        text = content.decode(errors="replace")
     if not isinstance(text, str):
-        return "without text", None
+        return Skipped("without text")
     if not text.strip():
-        return "empty", None
+        return Skipped("empty")
     try:
+        if content is None:
+            content = text.encode()
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         tokens = tokenizer.encode(text) if ids is None else np.array(ids, np.uint16)
     except ValueError:  # lone surrogates; tiktoken fails on a million spaces in a row
-        return "not tokenizable", None
+        return Skipped("not tokenizable")
     in_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
-    return "val" if in_val else "train", np.append(np.array([tokenizer.eot], np.uint16), tokens)
+    tokens = np.append(np.array([tokenizer.eot], np.uint16), tokens)
+    return Document("val" if in_val else "train", tokens, len(content))
 
 
 def tokenize_batches(
     config: DataConfig, source: Source, tokenizer: Tokenizer, position: dict | None
-) -> Iterator[tuple[dict, list[tuple]]]:
+) -> Iterator[tuple[dict, list[Document | Skipped]]]:
     """Yield position and documents of each batch in order, as a thread pool tokenizes them."""
 
-    def tokenize_batch(texts: list) -> list[tuple]:
+    def tokenize_batch(texts: list) -> list[Document | Skipped]:
         return [tokenize(tokenizer, config.val_fraction, text) for text in texts]
 
     pending: deque[tuple[dict, Future]] = deque()
@@ -137,21 +149,21 @@ def write_shards(
     last = None  # the newest document, written once the next one is there
     skipped: Counter[str] = Counter()  # after it: a run that continues at `last` counts them again
     for before, documents in tokenize_batches(config, source, tokenizer, start["source"]):
-        for n, (split, tokens) in enumerate(documents[first:], first):
-            if tokens is None:  # `split` is the reason
-                skipped[split] += 1
+        for n, document in enumerate(documents[first:], first):
+            if isinstance(document, Skipped):
+                skipped[document.reason] += 1
                 continue
             if last and not sharder.write(*last):
                 return False
             manifest["skipped"] = Counter(manifest["skipped"]) + skipped
             manifest["documents"] += written == 0
             skipped.clear()
-            bar.update(len(tokens) - written)
-            last = split, tokens, written, {"source": before, "documents": n}
+            bar.update(len(document.tokens) - written)
+            last = document, written, {"source": before, "documents": n}
             written = 0
         first = 0
     val_fraction = config.val_fraction if config.worker_count == 1 else 0
-    if last and not sharder.write_last(last, val_fraction):
+    if last and not sharder.write_last(*last, val_fraction):
         return False
     manifest["skipped"] = Counter(manifest["skipped"]) + skipped
     return True
@@ -187,7 +199,7 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         if complete and not manifest["documents"]:
             name, skipped = settings["source"][0], manifest["skipped"] or "none"
             raise UserError(f"{name} holds no text for this worker; skipped: {skipped}")
-        sharder.end(complete, bytes_per_token(tokenizer))
+        sharder.end(complete)
     finally:
         os.close(lock)
     return manifest, sharder.tokens - before
@@ -209,10 +221,12 @@ def main(config: DataConfig) -> None:
     skipped = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items())
     print(f"{config.local_dir}: {state}")
     print(f"documents: {manifest['documents']:,}; skipped: {skipped or 'none'}")
-    print(f"bytes per token: {manifest['bytes_per_token']:.2f} of {manifest['tokenizer']}")
+    print(f"tokenizer: {manifest['tokenizer']}")
     for split in ("train", "val"):
         sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]
-        print(f"{split}: {sum(sizes):,} tokens; shards: {len(sizes)}")
+        rate = bytes_per_token([manifest], split)
+        text = f"; {rate:.2f} bytes per token" if rate else ""
+        print(f"{split}: {sum(sizes):,} tokens; shards: {len(sizes)}{text}")
     tail = "the tail of the last text" if "held_out" in manifest else "documents chosen by hash"
     print(f"validation: {tail if sizes else 'none'}")
     print(f"{new:,} new tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)")

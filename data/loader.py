@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import find_shards, folder_tokenizer
+from data.shards import bytes_per_token, find_shards, folder_tokenizer, read_manifest
 from data.tokenizer import TOKENIZERS, load_tokenizer, tokenizer_name
 from utils.errors import UserError
 
@@ -63,6 +63,11 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of source text for a token; None where a folder does not tell."""
+        return bytes_per_token([read_manifest(folder) for folder in self.folders], self.split)
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise UserError for a bad id."""

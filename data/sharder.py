@@ -1,6 +1,7 @@
 """Resumable writing of documents to the shards of a folder, with a manifest of the progress."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,17 @@ import numpy as np
 from data.shards import header, inspect_shard, read_manifest, shard_paths, write_manifest
 from utils.errors import UserError
 from utils.files import check_space, sha256, sync_folder
+
+
+@dataclass
+class Document:
+    """A text as it is written to the shards of a split."""
+
+    split: str
+    tokens: np.ndarray
+    """Token ids, uint16 (n,), end of text first."""
+    num_bytes: int
+    """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
 
 
 class ShardWriter:
@@ -69,7 +81,7 @@ class Sharder:
         if found is None or not (found["shards"] or found["complete"]):
             start = {"source": None, "documents": 0, "tokens": 0, "open": {}}
             found = {**settings, "complete": False, "stopped": False, "documents": 0, "skipped": {}}
-            found |= {"shards": [], "state": start}
+            found |= {"bytes": {"train": 0, "val": 0}, "shards": [], "state": start}
             write_manifest(folder, found)
         self.manifest = found
         for key, value in settings.items():
@@ -107,15 +119,18 @@ class Sharder:
         index = sum(s["split"] == split for s in self.manifest["shards"])
         self.open[split] = ShardWriter(self.folder, split, index, self.suffix, start)
 
-    def write(self, split: str, tokens: np.ndarray, start: int, position: dict) -> bool:
+    def write(self, document: Document, start: int, position: dict) -> bool:
         """Append a document's tokens from `start` on; return False once the folder is full. When
         a shard gets full, save the manifest with `position` and the tokens written."""
+        split, tokens = document.split, document.tokens
         while start < len(tokens):
             if split not in self.open:
                 self.begin(split)
             part = tokens[start : start + self.size - self.open[split].tokens]
             self.open[split].append(part)
-            start += len(part)
+            end = start + len(part)
+            self.count_bytes(document, start, end)
+            start = end
             if self.open[split].tokens == self.size:
                 self.manifest["shards"].append(self.open.pop(split).finish())
                 unfinished = {name: writer.sync() for name, writer in self.open.items()}
@@ -125,28 +140,40 @@ class Sharder:
                     return False
         return True
 
-    def write_last(self, document: tuple, val_fraction: float) -> bool:
-        """Append the last document, the arguments of `write`. If a split is empty, hold out its
-        tail: the larger of a tenth and `val_fraction` (0: nothing) of all tokens, at most half."""
-        split, tokens, start, position = document
-        written = {split, *self.open, *(shard["split"] for shard in self.manifest["shards"])}
+    def count_bytes(self, document: Document, start: int, end: int) -> None:
+        """Count the bytes of the text that tokens [start, end) of a document stand for: of a text
+        that is cut, a share by its tokens, because a normalizer may have changed the text."""
+        sizes = self.manifest.get("bytes")  # None in a folder that was begun without them
+        if sizes is not None:
+            before, after = (document.num_bytes * i // len(document.tokens) for i in (start, end))
+            sizes[document.split] += after - before
+
+    def write_last(
+        self, document: Document, start: int, position: dict, val_fraction: float
+    ) -> bool:
+        """Append the last document from token `start` on. If a split is empty, hold out its tail:
+        the larger of a tenth and `val_fraction` (0: nothing) of all tokens, at most half."""
+        tokens = document.tokens
+        written = {
+            document.split,
+            *self.open,
+            *(shard["split"] for shard in self.manifest["shards"]),
+        }
         if val_fraction and written != {"train", "val"} and "held_out" not in self.manifest:
             tail = max(len(tokens) // 10, int(val_fraction * (self.tokens - start + len(tokens))))
             self.manifest["held_out"] = min(tail, len(tokens) // 2)
         if not (tail := self.manifest.get("held_out")):
-            return self.write(*document)
+            return self.write(document, start, position)
         cut = len(tokens) - tail
-        if start < cut and not self.write("train", tokens[:cut], start, position):
+        head = Document("train", tokens[:cut], document.num_bytes * cut // len(tokens))
+        if start < cut and not self.write(head, start, position):
             return False
         both = np.concatenate([tokens[:cut], tokens[:1], tokens[cut:]])  # end of text before each
-        return self.write("val", both, max(start, cut), position)
+        return self.write(Document("val", both, document.num_bytes), max(start, cut), position)
 
-    def end(self, complete: bool, token_bytes: np.ndarray) -> None:
-        """Finish the shards that are not full; a later run can still continue them. `token_bytes`
-        are the bytes of each token id, for their mean over the first shard."""
+    def end(self, complete: bool) -> None:
+        """Finish the shards that are not full; a later run can still continue them."""
         for split in sorted(self.open):
             self.manifest["shards"].append(self.open.pop(split).finish())
-        head = inspect_shard(self.folder / self.manifest["shards"][0]["file"]).open()[:1_000_000]
-        self.manifest["bytes_per_token"] = float(token_bytes[head].mean())
         self.manifest.update(complete=complete, stopped=not complete)
         write_manifest(self.folder, self.manifest)

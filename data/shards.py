@@ -12,6 +12,7 @@ import io
 import json
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -95,6 +96,18 @@ def folder_tokenizer(folder: Path) -> str:
     if (name := manifest.get("tokenizer", "gpt2")) not in TOKENIZERS:
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
     return name
+
+
+def bytes_per_token(manifests: Sequence[dict | None], split: str) -> float | None:
+    """Return the mean bytes of source text for a token of a split in one or several folders; None
+    if one of them, made by others, does not tell the size of its text."""
+    num_bytes, num_tokens = 0, 0
+    for manifest in manifests:
+        if manifest is None or "bytes" not in manifest:
+            return None
+        num_bytes += manifest["bytes"][split]
+        num_tokens += sum(s["tokens"] for s in manifest["shards"] if s["split"] == split)
+    return num_bytes / num_tokens if num_bytes else None
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:

@@ -74,8 +74,3 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec in TOKENIZERS:
         return TOKENIZERS[spec]()
     return import_module("data.file_tokenizer").FileTokenizer(spec)  # on demand
-
-
-def bytes_per_token(tokenizer: Tokenizer) -> np.ndarray:
-    """Return the number of UTF-8 bytes of each token id, int64 (vocab_size,)."""
-    return np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])

@@ -45,7 +45,7 @@ def read_on_all(read: Callable[[], Any], process: Process) -> Any:
 class Evaluator:
     """Evaluate a model while it trains, at the intervals of its TrainConfig and at the last step.
     All processes call each method at the same steps and get the same figures. Without a tokenizer
-    there are no benchmarks, no samples and no bits per byte."""
+    there are no benchmarks and no samples."""
 
     def __init__(
         self, config: TrainConfig, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
@@ -54,7 +54,7 @@ class Evaluator:
         try:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
-            process.print(f"{error}; so there are no samples, benchmarks and bits per byte")
+            process.print(f"{error}; so there are no samples and benchmarks")
         setup = (model, tokenizer, process, dtype, config.micro_batch_size)
         self.scorer = Scorer(*setup)
         self.benchmarked = []  # tasks and their rows
@@ -74,8 +74,8 @@ class Evaluator:
         return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
 
     def validate(self) -> dict[str, float]:
-        """Return the validation loss in nats per token and, with a tokenizer, bits_per_byte; of
-        several corpora the means by weight, and the loss of each."""
+        """Return the validation loss in nats per token and, where the shards tell the size of their
+        text, bits_per_byte; of several corpora the means by weight, and the loss of each."""
         scorer, tokens, val = self.scorer, self.config.val_tokens, self.val
         found = [scorer.validation_loss(part, tokens) for part in val.parts]
         if len(found) == 1:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from data.loader import Sequences
-from data.tokenizer import Tokenizer, bytes_per_token
+from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
@@ -29,16 +29,16 @@ class Scorer:
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
         """Return the mean loss in nats per token over the first `tokens` targets of a split and,
-        with a tokenizer, bits_per_byte = nats / ln 2 / bytes, by which tokenizers can be compared.
+        where the shards tell the size of their text, bits_per_byte = loss / ln 2 / (bytes of source
+        text for a token of the whole split), by which tokenizers can be compared.
 
         The figures are the same for any number of processes: each batch has a slot of its own in
         the sum. The last batch is filled with sequences that do not count, to have equal shapes.
         """
         self.model.eval()
-        token_bytes = bytes_per_token(self.tokenizer) if self.tokenizer else None  # (vocab_size,)
         n, size = sequences.count_within(tokens), self.batch_size
         batches = np.array_split(np.arange(n), range(size, n, size))
-        sums = torch.zeros(2, len(batches), dtype=torch.float64)  # nats and bytes of each batch
+        sums = torch.zeros(len(batches), dtype=torch.float64)  # nats of each batch
         for mine, batch, counts in self.process.share(batches):
             inputs, targets = sequences.batch(np.resize(batch, len(batches[0])))  # (B, T)
             targets[len(batch) :] = -1
@@ -46,10 +46,11 @@ class Scorer:
             with autocast(self.process.device, self.dtype, fixed_shapes=True):
                 loss = self.model(idx, labels)
             if counts:
-                counted = targets[: len(batch)]
-                sums[0, mine] = loss.item() * counted.size
-                sums[1, mine] = 0 if token_bytes is None else float(token_bytes[counted].sum())
-        nats, n_bytes = self.process.sum_float64(sums).sum(dim=1).tolist()
+                sums[mine] = loss.item() * targets[: len(batch)].size
+        nats = self.process.sum_float64(sums).sum().item()
         self.model.train()
         scores = {"loss": nats / (n * sequences.block_size)}
-        return scores | ({"bits_per_byte": nats / math.log(2) / n_bytes} if n_bytes else {})
+        bytes_per_token = sequences.stream.bytes_per_token
+        if bytes_per_token:
+            scores["bits_per_byte"] = scores["loss"] / math.log(2) / bytes_per_token
+        return scores

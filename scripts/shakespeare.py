@@ -29,12 +29,14 @@ def write_shards(text: bytes, folder: Path) -> None:
     """Write the first nine tenths of a text as train tokens, the rest as validation tokens. Each
     part begins with end of text, so that its first character is predicted too."""
     folder.mkdir(parents=True, exist_ok=True)
-    cut, shards = len(text) * 9 // 10, []
+    cut, shards, sizes = len(text) * 9 // 10, [], {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
         writer = ShardWriter(folder, split, 0, ".npy")
         writer.append(np.array([ByteTokenizer.eot, *part], np.uint16))
         shards.append(writer.finish())
-    write_manifest(folder, {"tokenizer": "bytes", "vocab_size": 257, "shards": shards})
+        sizes[split] = len(part)
+    manifest = {"tokenizer": "bytes", "vocab_size": 257, "bytes": sizes, "shards": shards}
+    write_manifest(folder, manifest)
 
 
 def main() -> None:

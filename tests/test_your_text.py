@@ -78,7 +78,7 @@ def test_one_book_then_scores_plot_and_export(home):
     [
         ("A parquet file with another column", ["documents: 300"]),
         ("A compressed crawl", ["documents: 600", "\n0 new tokens"]),
-        ("Your own tokenizer", ["bytes per token of tokenizer-", "documents: 1"]),
+        ("Your own tokenizer", ["tokenizer: tokenizer-", "documents: 1"]),
         ("Token ids", ["documents: 300"]),
     ],
 )

@@ -65,6 +65,8 @@ def test_the_manifest_tells_what_is_there(plain):
     assert (manifest["tokenizer"], manifest["vocab_size"], manifest["eot"]) == ("bytes", 257, 256)
     assert {s["file"]: s["sha256"] for s in manifest["shards"]} == digests(plain)
     assert sum(s["tokens"] for s in manifest["shards"]) == sum(len(t) + 1 for t in documents())
+    for split in ("train", "val"):
+        assert manifest["bytes"][split] == sum(len(t.encode()) for t in texts_in(plain, split))
 
 
 def test_a_parquet_of_ids_gives_the_shards_of_its_text(corpus, plain, tmp_path):
@@ -85,6 +87,8 @@ def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain,
     assert len(list(tmp_path.glob("train_*.npy"))) == 5
     shard(corpus, tmp_path, "--num_workers", 4)
     assert digests(tmp_path) == digests(plain)
+    sizes = [json.loads((x / "manifest.json").read_text())["bytes"] for x in (tmp_path, plain)]
+    assert sizes[0] == sizes[1]
     assert "\n0 new tokens" in shard(corpus, tmp_path).stdout
 
 
@@ -157,8 +161,11 @@ def test_where_no_text_is_hashed_into_a_split_the_tail_of_the_last_is_held_out(t
         found = (TokenStream(folder, split) for split in ("train", "val"))
         return [stream.tokens(0, len(stream)).tolist() for stream in found]
 
-    tail = prepare(source, tmp_path / "a", **options)["held_out"]
-    expected = tokens(tmp_path / "a")
+    whole = prepare(source, tmp_path / "a", **options)
+    tail, expected = whole["held_out"], tokens(tmp_path / "a")
+    num_bytes = sum(file.stat().st_size for file in source.iterdir())
+    assert sum(whole["bytes"].values()) == pytest.approx(num_bytes, abs=2)
+    assert whole["bytes"]["val"] == pytest.approx(tail, abs=2)
     assert len(expected[1]) == 1 + tail == 1 + (len(texts_in(tmp_path / "a", "val")[0].encode()))
     assert tail == (1 + (source / f"{count - 1}.txt").stat().st_size) // 10
     options["shard_size"] = 9_001
@@ -166,9 +173,12 @@ def test_where_no_text_is_hashed_into_a_split_the_tail_of_the_last_is_held_out(t
     assert tokens(tmp_path / "b") == expected
     shards = max(int(p.stem[6:]) for p in (tmp_path / "b").glob("train_*.npy"))
     for stop in (1, shards - 1, shards, shards + 1):  # also within the tail, and continued
-        prepare(source, tmp_path / str(stop), max_shards=stop, **options)
-        prepare(source, tmp_path / str(stop), **options)
+        manifest = prepare(source, tmp_path / str(stop), max_shards=stop, **options)
+        written = sum(entry["tokens"] for entry in manifest["shards"])
+        assert sum(manifest["bytes"].values()) == pytest.approx(written, abs=count + 2)
+        manifest = prepare(source, tmp_path / str(stop), **options)
         assert tokens(tmp_path / str(stop)) == expected
+        assert manifest["bytes"] == pytest.approx(whole["bytes"], abs=2)
 
 
 def test_skipped_documents_are_counted_once_by_a_run_that_was_stopped(tmp_path):

@@ -14,7 +14,7 @@ from data.loader import (
     step_sequences,
     train_batches,
 )
-from data.shards import header
+from data.shards import header, write_manifest
 from utils.errors import UserError
 
 
@@ -87,6 +87,24 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
 def test_folders_of_several_tokenizers_are_not_joined(tmp_path, shards):
     with pytest.raises(UserError, match="several tokenizers: .*bytes.*gpt2"):
         TokenStream([shards, folder_of(tmp_path, [9_000])], "train")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [([30, 10], 0.4), ([30, None], None), ([0, 0], None)]
+)
+def test_folders_sum_their_bytes_and_tokens(tmp_path, sizes, expected):
+    folders = []
+    for i, size in enumerate(sizes):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        folder_of(folder, [20 + 60 * i])
+        shards = [{"file": "train_000000.npy", "split": "train", "tokens": 20 + 60 * i}]
+        manifest = {"tokenizer": "bytes", "vocab_size": 257, "shards": shards}
+        if size is not None:
+            manifest["bytes"] = {"train": size, "val": 7}
+        write_manifest(folder, manifest)
+        folders.append(folder)
+    assert TokenStream(folders, "train").bytes_per_token == expected
 
 
 def test_prefetch_keeps_order_and_passes_errors_on():

@@ -17,7 +17,7 @@ def folders(shards, tmp_path_factory):
     """Three folders of shards of different sizes."""
     root = tmp_path_factory.mktemp("mixture")
     for name, share in (("a", 1.0), ("b", 0.5), ("c", 0.1)):
-        entries = []
+        entries, sizes = [], {}
         (root / name).mkdir()
         for split in ("train", "val"):
             tokens = np.concatenate([s.open() for s in TokenStream(shards, split).shards])
@@ -25,7 +25,9 @@ def folders(shards, tmp_path_factory):
             np.save(path := root / name / f"{split}_000000.npy", kept)
             entries.append({"file": path.name, "split": split, "tokens": len(kept)})
             entries[-1]["sha256"] = sha256(path)
-        write_manifest(root / name, {"tokenizer": "bytes", "vocab_size": 257, "shards": entries})
+            sizes[split] = int((kept != 256).sum())
+        manifest = {"tokenizer": "bytes", "vocab_size": 257, "bytes": sizes, "shards": entries}
+        write_manifest(root / name, manifest)
     return root
 
 

@@ -45,14 +45,14 @@ def test_figures_are_repeatable_and_the_model_keeps_training(make):
     assert full.scorer.model.training
 
 
-def test_without_a_tokenizer_only_the_loss_is_left(make, monkeypatch, capsys):
+def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
     def load_tokenizer(name):
         raise UserError("no vocabulary")
 
     monkeypatch.setattr(periodic, "load_tokenizer", load_tokenizer)
     bare = make()
     assert "no vocabulary; so there are no samples" in capsys.readouterr().out
-    assert set(bare.validate()) == {"loss"}
+    assert set(bare.validate()) == {"loss", "bits_per_byte"}
     assert not list(bare.benchmarks(7)) and bare.sample(7) is None
 
 
