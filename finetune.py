@@ -39,6 +39,7 @@ from utils import distributed
 from utils.cli import run_and_exit
 from utils.devices import autocast
 from utils.errors import UserError
+from utils.signals import Stopped
 from utils.throughput import StepTimer, peak_flops
 
 METHODS: dict[str, type[Method]] = {"sft": SupervisedTuning, "dpo": DirectPreference}
@@ -71,40 +72,45 @@ def main() -> None:
     peak = peak_flops(process.device, dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
-    while True:
-        # once in a while: save, evaluate, answer questions; every process takes part
-        step, tokens = state.step, state.tokens
-        if step > run.start_step and (run.ended or run.stopping or is_due(config.save_every, step)):
-            saver.save(LAST, state)
-        if run.stopping:
-            break
-        if run.ended or is_due(config.eval_every, step):
-            if held_out:
-                with uncompiled(compiled):
-                    scores = held_out.evaluate(model)
-                split = "val" if method.selects_best_by_loss else "held_out"
-                run.logger.log_scores(split, scores, step)
-                if method.selects_best_by_loss and state.record_validation(scores["loss"]):
-                    saver.save(BEST, state)
-            if questions:
-                with uncompiled(compiled):
-                    (exact,), _ = questions.score(model)
-                scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
-                run.logger.log_scores("answers", scores, step)
-        if run.ended:
-            break
+    try:
+        while True:
+            # once in a while: save, evaluate, answer questions; every process takes part
+            step, tokens = state.step, state.tokens
+            if step > run.start_step and (run.ended or is_due(config.save_every, step)):
+                saver.save(LAST, state)
+            if run.ended or is_due(config.eval_every, step):
+                if held_out:
+                    with uncompiled(compiled):
+                        scores = held_out.evaluate(model)
+                    split = "val" if method.selects_best_by_loss else "held_out"
+                    run.logger.log_scores(split, scores, step)
+                    if method.selects_best_by_loss and state.record_validation(scores["loss"]):
+                        saver.save(BEST, state)
+                if questions:
+                    with uncompiled(compiled):
+                        (exact,), _ = questions.score(model)
+                    scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
+                    run.logger.log_scores("answers", scores, step)
+            if run.ended:
+                break
 
-        timer.start()
-        row, skip_reason = train_step(run, model, wrapped, optimizers, method)
-        row |= timer.stop(state.tokens - tokens)
-        if skip_reason is None:
-            run.logger.log_train(row, state.step)
-        else:
-            ids = step_sequences(step, config.batch_size, len(method), config.seed)
-            run.logger.log_skip(skip_reason, ids.tolist(), state.step)
-        if method.sample is not None and is_due(config.sample_every, state.step):
-            run.logger.log_sample(method.sample, state.step)
-        saver.end_after_patience(state)
+            timer.start()
+            row, skip_reason = train_step(run, model, wrapped, optimizers, method)
+            row |= timer.stop(state.tokens - tokens)
+            if skip_reason is None:
+                run.logger.log_train(row, state.step)
+            else:
+                ids = step_sequences(step, config.batch_size, len(method), config.seed)
+                run.logger.log_skip(skip_reason, ids.tolist(), state.step)
+            if method.sample is not None and is_due(config.sample_every, state.step):
+                run.logger.log_sample(method.sample, state.step)
+            saver.end_after_patience(state)
+            if run.stopping:
+                raise Stopped
+    except Stopped:  # by a signal; an evaluation that it interrupts is done again by a resumed run
+        run.stopping = True
+        if state.step > max(run.start_step, saver.last_step):
+            saver.save(LAST, state)
 
     saver.finish()
     run.finish(f"done: see {config.checkpoint_dir}")
@@ -113,7 +119,8 @@ def main() -> None:
 def train_step(
     run: Run, model: GPT, wrapped: nn.Module, optimizers: list[Optimizer], method: Method
 ) -> tuple[dict, str | None]:
-    """Run and count one step; return its row for the log, and why an update was skipped, if so."""
+    """Run and count one step; return its row for the log, and why an update was skipped, if so.
+    Raises Stopped before the first update, also while GRPO writes texts: the step is not taken."""
     config, process, state = run.config, run.process, run.state
     lr = set_rates(optimizers, config, state.step)
     seed_step(config.seed, state.step, process.rank)  # of dropout
@@ -122,9 +129,11 @@ def train_step(
     grid = slicing.rank_ids(np.arange(slicing.batch))  # (micro-steps, micro-batch)
     batches, figures = method.micro_batches(model, state.step, ids, grid)
     divisor, trained = method.divisor(ids), 0
-    for _ in range(config.updates if config.method == "grpo" else 1):
+    for update in range(config.updates if config.method == "grpo" else 1):
         sums: Counter = Counter()
         for number, batch in enumerate(batches, 1):
+            if update == 0 and process.world_size == 1:
+                process.end_if_stopped()
             with sync_gradients(wrapped, config.sharding, last=number == len(grid)):
                 with autocast(process.device, run.dtype, keep_weights=False):
                     parts = method.partial_means(wrapped, batch, divisor)
@@ -135,7 +144,7 @@ def train_step(
         for optimizer in optimizers:
             state.scaler.unscale_(optimizer)  # in float16; else this does nothing
         sums["grad_norm"] = clip_grad_norm(wrapped, config.grad_clip) / process.world_size
-        sums["stopped"] = torch.tensor(float(run.stop.signal != 0), device=process.device)
+        sums["stopped"] = torch.tensor(float(process.stop.signal != 0), device=process.device)
         # sums over processes, and the one host sync of an update
         totals = process.sum(torch.stack([x.float() for x in sums.values()])).tolist()
         row = dict(zip(sums, totals, strict=True))

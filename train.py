@@ -5,8 +5,9 @@
     python train.py --resume auto                          # continue after a crash or a signal
 
 The global batch is --total_batch_size tokens for any number of processes: gradient accumulation
-follows from it. SIGTERM, SIGINT and SIGUSR1 end the step, save and exit; SIGKILL costs the steps
-since the last checkpoint. On CPUs a resumed run equals one that was never stopped to the bit.
+follows from it. SIGTERM, SIGINT and SIGUSR1 end the step or the evaluation, save and exit; SIGKILL
+costs the steps since the last checkpoint. On CPUs a resumed run equals one that was never stopped
+to the bit.
 """
 
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from utils import distributed
 from utils.cli import run_and_exit
 from utils.devices import autocast, seconds_on_cpu
 from utils.errors import UserError
+from utils.signals import Stopped
 from utils.throughput import StepTimer, peak_flops
 
 
@@ -81,35 +83,41 @@ def main() -> None:
     peak = peak_flops(process.device, dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
-    while True:
-        # once in a while: save, evaluate, score and sample; every process takes part
-        step, fresh = state.step, state.step == run.start_step
-        if not fresh and (run.ended or run.stopping or is_due(config.save_every, step)):
-            saver.save(LAST, state)
-        if run.stopping:
-            break
-        if evaluator.due(step):
-            scores = evaluator.validate()
-            run.logger.log_scores("val", scores, step)
-            if state.record_validation(scores["loss"]):
-                saver.save(BEST, state)
-        for task, scores in evaluator.benchmarks(step):
-            run.logger.log_scores(task, scores, step)
-        if not fresh and (text := evaluator.sample(step)) is not None:
-            run.logger.log_sample(text, step)
-        if run.ended:
-            break
+    try:
+        while True:
+            # once in a while: save, evaluate, score and sample; every process takes part
+            step = state.step
+            if step > run.start_step and (run.ended or is_due(config.save_every, step)):
+                saver.save(LAST, state)
+            if evaluator.due(step):
+                scores = evaluator.validate()
+                run.logger.log_scores("val", scores, step)
+                if state.record_validation(scores["loss"]):
+                    saver.save(BEST, state)
+            for task, scores in evaluator.benchmarks(step):
+                run.logger.log_scores(task, scores, step)
+            text = evaluator.sample(step) if step > 0 else None
+            if text is not None:
+                run.logger.log_sample(text, step)
+            if run.ended:
+                break
 
-        # one step, then its log
-        row, skip_reason = train_step(run, wrapped, optimizers, batches, slicing.micro_steps, timer)
-        if state.step == step:  # a signal ended it
-            continue
-        if skip_reason is None:
-            run.logger.log_train(row, state.step)
-        else:
-            ids = train.order(step * batch + np.arange(batch), config.seed)
-            run.logger.log_skip(skip_reason, ids.tolist(), state.step)
-        saver.end_after_patience(state)
+            # one step, then its log
+            row, skip_reason = train_step(
+                run, wrapped, optimizers, batches, slicing.micro_steps, timer
+            )
+            if skip_reason is None:
+                run.logger.log_train(row, state.step)
+            else:
+                ids = train.order(step * batch + np.arange(batch), config.seed)
+                run.logger.log_skip(skip_reason, ids.tolist(), state.step)
+            saver.end_after_patience(state)
+            if run.stopping:
+                raise Stopped
+    except Stopped:  # by a signal: what the evaluation of this step lacks, a resumed run does again
+        run.stopping = True
+        if state.step > max(run.start_step, saver.last_step):
+            saver.save(LAST, state)
 
     saver.finish()
     run.finish(f"done: best validation loss {state.best_loss:.4f}, see {config.checkpoint_dir}")
@@ -123,17 +131,16 @@ def train_step(
     micro_steps: int,
     timer: StepTimer,
 ) -> tuple[dict, str | None]:
-    """Run and count one optimizer step; return the row for the log, and why it was skipped. Without
-    other processes a signal ends it between micro-steps: it is not taken."""
+    """Run and count one optimizer step; return the row for the log, and why it was skipped. Raises
+    Stopped between micro-steps where no other process has to agree: the step is not taken."""
     config, process, state = run.config, run.process, run.state
     timer.start()
     lr = set_rates(optimizers, config, state.step)
     seed_step(config.seed, state.step, process.rank)  # of dropout
     total = torch.zeros((), device=process.device)
     for micro_step in range(micro_steps):
-        if run.stop.signal and process.world_size == 1:
-            run.stopping = True
-            return {}, None
+        if process.world_size == 1:
+            process.end_if_stopped()
         with timer.waiting():
             idx, targets = next(batches)
         with sync_gradients(model, config.sharding, last=micro_step == micro_steps - 1):
@@ -145,7 +152,7 @@ def train_step(
         state.scaler.unscale_(optimizer)  # in float16; else this does nothing
     grad_norm = clip_grad_norm(model, config.grad_clip)
     # means over ranks, and the one host sync of a step
-    stopped = torch.full_like(total, float(run.stop.signal != 0))
+    stopped = torch.full_like(total, float(process.stop.signal != 0))
     sums = process.sum(torch.stack([total, grad_norm, stopped]))
     mean_loss, grad_norm, stopped = (sums / process.world_size).tolist()
     run.stopping = stopped > 0  # a process got a signal

@@ -94,13 +94,14 @@ class Evaluator:
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
-        model, tokenizer = self.scorer.model, self.scorer.tokenizer
+        model, tokenizer, process = self.scorer.model, self.scorer.tokenizer, self.scorer.process
         if tokenizer is None or not self.config.sample_every or not self.due(step, "sample"):
             return None
         sampling = Sampling(min(128, model.config.block_size), 0.8, seed=self.config.seed + step)
         model.eval()
         eager = uncompiled(self.config.use_torch_compile)
-        with autocast(self.scorer.process.device, self.scorer.dtype), eager:
-            (tokens,) = complete(model, [[tokenizer.eot]], tokenizer.eot, sampling)
+        prompts = [[tokenizer.eot]]
+        with autocast(process.device, self.scorer.dtype), eager:
+            (tokens,) = complete(model, prompts, tokenizer.eot, sampling, process.all_done)
         model.train()
         return tokenizer.decode_bytes(tokens).decode(errors="replace")

@@ -50,7 +50,7 @@ class Questions:
             prompts, first_row = [self.examples[i][1] for i in ids], sample * n + int(ids[0])
             sampling = Sampling(self.max_new_tokens, first_row=first_row, **options)
             with autocast(process.device, self.dtype):
-                completions = complete(model, prompts, tokenizer.eot, sampling, process.all_agree)
+                completions = complete(model, prompts, tokenizer.eot, sampling, process.all_done)
             for i, tokens in zip(ids, completions, strict=True) if counts else ():
                 found[i, : len(tokens)] = torch.tensor(tokens) + 1
         model.train()

@@ -83,7 +83,7 @@ class GroupRelativePolicy(Method):
         """Return a completion of the prompt of each of the examples `ids`; options of Sampling."""
         tokenizer, longest = self.encoder.tokenizer, self.options.max_new_tokens
         rows, prompts = zip(*(self.examples[i] for i in ids), strict=True)
-        sampling, all_done = Sampling(longest, **options), self.process.all_agree
+        sampling, all_done = Sampling(longest, **options), self.process.all_done
         completions = []
         model.eval()
         with autocast(self.process.device, self.dtype):

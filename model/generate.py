@@ -133,8 +133,9 @@ def complete(
     all_done: Callable[[bool], bool] = lambda done: done,
     decode: Callable[..., Tensor] | None = None,
 ) -> list[list[int]]:
-    """Return what follows each prompt up to its end of text, without it. Where forward passes are
-    collectives, `all_done` tells whether every process is done; `decode` is that of generate."""
+    """Return what follows each prompt up to its end of text, without it. `all_done`, called every
+    CHUNK tokens, tells whether every process is done, as forward passes can be collectives; what it
+    raises ends the texts. `decode` is that of generate."""
     texts: list[list[int]] = [[] for _ in prompts]
     tokens = generate(model, prompts, sampling, decode=decode)
     while some := list(islice(tokens, CHUNK)):

@@ -7,7 +7,7 @@ import signal
 import sys
 import tomllib
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,7 +136,6 @@ class Run:
     dtype: torch.dtype
     """Dtype of matmuls."""
     state: TrainState
-    stop: StopSignal
     start_step: int
     stopping: bool = False
     """True once a process was told to stop."""
@@ -148,7 +147,7 @@ class Run:
         process ends. Raises UserError on every process if they hold another run, or if the
         processes differ in their options or checkpoints."""
         process = distributed.start(config.device, before_exit=finish_writing)
-        stop = StopSignal(announce=process.is_main)
+        process = replace(process, stop=StopSignal(announce=process.is_main))
         faster = pick_dtype("auto", process.device, process.all_agree)
         dtype = faster if config.dtype == "auto" else getattr(torch, config.dtype)
         # from a low scale, as a few overflows in a row end a run
@@ -177,7 +176,7 @@ class Run:
         about = ", ".join(f"{k} {v}" for k, v in describe(process.device).items())
         process.print(f"{about}, matmuls {dtype}")
         config.dtype = str(dtype).removeprefix("torch.")  # kept by a resumed run
-        return cls(config, saved, process, dtype, state, stop, state.step)
+        return cls(config, saved, process, dtype, state, state.step)
 
     @property
     def ended(self) -> bool:
@@ -234,7 +233,7 @@ class Run:
                 import_module("evaluation.figure").draw([folder], folder / PICTURE)
         distributed.stop()
         if self.stopping:
-            sys.exit(128 + (self.stop.signal or signal.SIGTERM))
+            sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))
 
 
 def open_trackers(config: RunOptions, state: TrainState) -> list[Tracker]:

@@ -65,11 +65,14 @@ class Saver:
     log: Callable[[str], None]
     thread: threading.Thread = field(default_factory=threading.Thread)
     errors: dict[str, Exception] = field(default_factory=dict)  # newest save, by file name
+    last_step: int = 0  # of the newest model_last.pt
 
     def save(self, name: str, state: TrainState) -> None:
         """Copy the state of the run and have it written as `name`; every process must call it."""
         self.wait()  # one copy of the state at a time
         weights, moments = gather_state(self.model, self.optimizers)
+        if name == LAST:
+            self.last_step = state.step
         if self.process.is_main:
             entries = {
                 "config": self.config.to_dict(),

@@ -16,6 +16,7 @@ from torch import Tensor
 from utils.devices import keep_freed_memory, pick_device
 from utils.errors import UserError
 from utils.heartbeat import HeartbeatMonitor
+from utils.signals import Stopped, StopSignal
 
 Item = TypeVar("Item")
 # of a collective: longer than a download or a slow disk; lost processes are found by heartbeats
@@ -32,6 +33,8 @@ class Process:
     device: torch.device
     nodes: int = 1
     """Machines with several processes each; 1 if every machine has a single process."""
+    stop: StopSignal | None = None
+    """Of a run, which a signal ends between two batches; other scripts just end."""
 
     @property
     def is_main(self) -> bool:
@@ -53,12 +56,24 @@ class Process:
     def share(self, items: Sequence[Item]) -> Iterator[tuple[int, Item, bool]]:
         """Yield index, item and whether it counts, for this process's share of items, round-robin.
         Every process gets equally many, as forward passes can be collectives: where items are left
-        over, the last one comes again and does not count."""
+        over, the last one comes again and does not count. Raises Stopped between two items."""
         for turn in range(0, len(items), self.world_size):
+            self.end_if_stopped()
             mine = turn + self.rank
             yield mine, items[min(mine, len(items) - 1)], mine < len(items)
 
     # every process must call these
+
+    def end_if_stopped(self) -> None:
+        """Raise Stopped on every process if one of them got a signal."""
+        if self.stop is not None and not self.all_agree(self.stop.signal == 0):
+            raise Stopped
+
+    def all_done(self, done: bool) -> bool:
+        """Return True if every process is done with its texts; raise Stopped after a signal. Called
+        every few tokens of a generated text."""
+        self.end_if_stopped()
+        return self.all_agree(done)
 
     def all_agree(self, condition: bool) -> bool:
         """Return True if the condition holds on every process."""
@@ -70,9 +85,10 @@ class Process:
 
     def min(self, number: int) -> int:
         """Return the least of the processes' numbers."""
+        if self.world_size == 1:
+            return number
         least = torch.tensor(number, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop after the current step."""
+"""Signals that ask a run to stop: after its step, or at the next batch of an evaluation."""
 
 import contextlib
 import os
@@ -6,6 +6,11 @@ import signal
 import time
 
 MESSAGE = b"\nstopping soon, then saving; again to stop now without saving\n"
+
+
+class Stopped(Exception):
+    """A process got a signal: raised on all processes in the same place, and caught by the loop of
+    a run, which then saves. A step that it interrupts is not taken."""
 
 
 class StopSignal:

@@ -1,10 +1,22 @@
 import json
 import re
 import shutil
+import signal
 
 import pytest
 import torch
-from conftest import kill, rows_written, run_until, script, start, torchrun, train_args, weights
+from conftest import (
+    ROOT,
+    environment,
+    kill,
+    rows_written,
+    run_until,
+    script,
+    start,
+    torchrun,
+    train_args,
+    weights,
+)
 
 from finetuning.answers import pass_at_k
 from training.checkpoint import checksum, load_checkpoint
@@ -94,6 +106,17 @@ def test_a_killed_run_continues_to_the_last_digit(base, tmp_path, method):
     assert (len(samples(tmp_path / "whole")) == 8) == (method == "grpo")
     ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_sigterm_ends_the_texts_of_grpo_and_the_step_is_done_again(base, tmp_path):
+    """The completions of a step take 64 forwards, and the reference 8."""
+    args = finetune_args(base, tmp_path / "run", "grpo", "--max_steps", 3)
+    env = environment() | {"STOP": "0:80", "PYTHONPATH": str(ROOT)}
+    stopped = script("tests/stopping_script.py", *args, code=128 + signal.SIGTERM, env=env)
+    assert "saved at step 1" in stopped.stdout, stopped.stderr
+    script(*args, "--resume", "auto")
+    script(*finetune_args(base, tmp_path / "whole", "grpo", "--max_steps", 3))
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    ROOT,
     bad,
+    environment,
     gap,
     kill,
     losses,
@@ -61,6 +63,44 @@ def test_sigterm_finishes_the_step_saves_and_exits(shards, trained, halfway, tmp
     shutil.copytree(halfway, tmp_path / "run")
     script(*train_args(shards, tmp_path / "run", 20, "--resume", "auto"))
     assert same_run(tmp_path / "run", trained)
+
+
+@pytest.fixture(scope="module")
+def evaluated(shards, tmp_path_factory):
+    """The flags of a run that scores and samples, and its folder."""
+    run = tmp_path_factory.mktemp("evaluated")
+    (run / "l.jsonl").write_text('{"text": "the cat e"}\n' * 160)
+    flags = ["--lambada_every", 10, "--lambada_data", run / "l.jsonl", "--sample_every", 10]
+    script(*train_args(shards, run, 12, *flags))
+    return flags, run
+
+
+@pytest.mark.parametrize(
+    ("processes", "call"),
+    [(1, 82), (2, 82), (1, 112), (1, 152)],
+    ids=["validation", "validation of two processes", "benchmark", "sample"],
+)
+def test_sigterm_ends_an_evaluation_which_a_resumed_run_does_again(
+    shards, evaluated, tmp_path, processes, call
+):
+    """An evaluation has 32 batches of validation and 40 of a benchmark, after step 0 the 32 tokens
+    of a sample; that of step 10 begins with forward 72."""
+    flags, whole = evaluated
+    args = train_args(shards, tmp_path, 12, *flags, "--save_every", 0)
+    args += ["--micro_batch_size", 4 // processes]
+    env = environment() | {"STOP": f"{processes - 1}:{call}", "PYTHONPATH": str(ROOT)}
+    stopped = torchrun(processes, "tests/stopping_script.py", *args, code=1, env=env)
+    assert "saved at step 10" in stopped.stdout, stopped.stderr
+    torchrun(processes, *args, "--resume", "auto")
+    found, expected = read_metrics(tmp_path), read_metrics(whole)
+    for split in ("train", "val", "lambada"):
+        assert [row["step"] for row in found[split]] == [row["step"] for row in expected[split]]
+    assert gap(tmp_path, whole) < 1e-4
+    if processes == 1:
+        assert same_run(tmp_path, whole)
+        assert found["lambada"] == expected["lambada"]
+    samples = [(run / "logs/samples.txt").read_text() for run in (tmp_path, whole)]
+    assert samples[0] == samples[1]
 
 
 @pytest.mark.parametrize(("processes", "micro"), [(1, 16), (2, 2)])
