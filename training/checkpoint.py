@@ -14,6 +14,7 @@ that of the whole model: a file resumes on any number of processes.
 import contextlib
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +27,7 @@ from model.empty import empty_gpt
 from model.gpt import GPT
 from utils.errors import UserError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
 
 
@@ -62,18 +63,17 @@ def assemble(weights: dict[str, Tensor], optimizer: dict, **rest: object) -> dic
 
 
 def checksum(tensors: dict) -> int:
-    """Return a number that any flipped bit of the tensors changes: for each, the sum of its 64-bit
-    words, at the rate of memory. An optimizer's state is a dict of dicts."""
-    total = 0
-    for x in tensors.values():
+    """Return the CRC-32 of the names and the bytes of tensors on the CPU. An optimizer's state is a
+    dict of dicts."""
+    crc = 0
+    for name, x in tensors.items():
+        crc = zlib.crc32(name.encode(), crc)
         if isinstance(x, dict):
-            part = checksum(x)
+            crc = zlib.crc32(checksum(x).to_bytes(4, "little"), crc)
         else:
-            data = x.contiguous().view(-1).view(torch.uint8)
-            words, rest = data.split((len(data) // 8 * 8, len(data) % 8))
-            part = int(words.view(torch.int64).sum()) + int(rest.sum())
-        total = (31 * total + part) % 2**63
-    return total
+            data = x.detach().contiguous().view(-1).view(torch.uint8)
+            crc = zlib.crc32(data.numpy(), crc)
+    return crc
 
 
 def verify(saved: dict, *parts: str) -> None:
@@ -108,8 +108,12 @@ def load_checkpoint(path: Path) -> dict:
     UserError for a file that is absent, damaged or not a checkpoint of this project."""
     with reading(path):
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if (found := saved["format_version"]) != FORMAT_VERSION:
-            raise ValueError(f"it has format {found}, this code reads {FORMAT_VERSION}")
+        version = saved["format_version"]
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format {version}, and this code reads {FORMAT_VERSION}: use the code "
+                "that wrote it, or train anew"
+            )
     return saved
 
 

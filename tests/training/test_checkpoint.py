@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from training.checkpoint import (
     BEST,
+    checksum,
     find_newest,
     join_float32,
     load_checkpoint,
@@ -79,7 +80,7 @@ class Code:
 
 
 def test_code_in_a_file_is_refused_and_not_run(tmp_path):
-    torch.save({"format_version": 2, "model": Code(tmp_path / "ran")}, tmp_path / "evil.pt")
+    torch.save({"format_version": 3, "model": Code(tmp_path / "ran")}, tmp_path / "evil.pt")
     bad(["sample.py", "--checkpoint", tmp_path / "evil.pt"], "evil.pt is damaged or not a")
     assert not (tmp_path / "ran").exists()
 
@@ -101,6 +102,32 @@ def test_damaged_and_foreign_files_are_named(trained, tmp_path):
         torch.save(content, tmp_path / name)
         with pytest.raises(UserError, match=f"{name} is damaged or not a checkpoint"):
             load_model(tmp_path / name)
+
+
+def test_every_bit_of_the_tensors_and_their_names_count_for_the_checksum():
+    tensors = {
+        "weight": torch.linspace(-2, 2, 12).view(3, 4).bfloat16(),
+        "low": torch.arange(-5, 6, dtype=torch.int16),
+        "state": {"step": torch.tensor(7.0), "exp_avg": torch.linspace(0, 1, 5)},
+    }
+    expected = checksum(tensors)
+    for x in (tensors["weight"], tensors["low"], *tensors["state"].values()):
+        data = x.view(-1).view(torch.uint8)  # shares memory with the tensor
+        for i in range(len(data)):
+            for bit in range(8):
+                data[i] ^= 1 << bit
+                assert checksum(tensors) != expected
+                data[i] ^= 1 << bit
+    assert checksum(tensors) == expected
+    tensors["wait"] = tensors.pop("state")
+    assert checksum(tensors) != expected
+
+
+def test_a_file_of_an_older_format_is_refused_in_a_sentence(trained, tmp_path):
+    state = load_checkpoint(trained / "checkpoints" / "model_last.pt")
+    torch.save(state | {"format_version": 2}, tmp_path / "old.pt")
+    with pytest.raises(UserError, match="old.pt has format 2, and this code reads 3"):
+        load_checkpoint(tmp_path / "old.pt")
 
 
 @pytest.mark.parametrize("part", ["model", "model_low", "optimizer"])
