@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer
-from data.sharder import Document, Sharder
+from data.sharder import PIECES, Document, Sharder
 from data.shards import bytes_per_token
 from data.source import Source, list_files
 from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
@@ -205,6 +205,14 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
     return manifest, sharder.tokens - before
 
 
+def describe_validation(manifest: dict) -> str:
+    """Return what the validation text is."""
+    if not manifest.get("held_out"):
+        return "documents chosen by hash"
+    repeated = f"{manifest['held_out_repeated']:.0%} of them repeat train text"
+    return f"{PIECES} pieces, spread over the last text; {repeated}"
+
+
 def main(config: DataConfig) -> None:
     if min(config.shard_size, config.num_workers, config.max_shards or 1) < 1:
         raise UserError("--shard_size, --num_workers and --max_shards must be at least 1")
@@ -227,8 +235,7 @@ def main(config: DataConfig) -> None:
         rate = bytes_per_token([manifest], split)
         text = f"; {rate:.2f} bytes per token" if rate else ""
         print(f"{split}: {sum(sizes):,} tokens; shards: {len(sizes)}{text}")
-    tail = "the tail of the last text" if "held_out" in manifest else "documents chosen by hash"
-    print(f"validation: {tail if sizes else 'none'}")
+    print(f"validation: {describe_validation(manifest) if sizes else 'none'}")
     print(f"{new:,} new tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)")
 
 

@@ -10,6 +10,9 @@ from data.shards import header, inspect_shard, read_manifest, shard_paths, write
 from utils.errors import UserError
 from utils.files import check_space, sha256, sync_folder
 
+PIECES = 10  # into which the held-out part of a single text is spread
+WINDOW = 64  # tokens that stand on both sides to be called a repetition
+
 
 @dataclass
 class Document:
@@ -20,6 +23,38 @@ class Document:
     """Token ids, uint16 (n,), end of text first."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
+
+
+def hold_out(tokens: np.ndarray, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Divide a document, end of text first, into train and validation tokens: the end of each of
+    PIECES equal spans is held out, so that both sides hold all of its parts. End of text precedes
+    every piece."""
+    end_of_text, text = tokens[:1], tokens[1:]
+    count = min(PIECES, num_held_out)
+    span_ends = np.linspace(0, len(text), count + 1).astype(int)
+    held_out_ends = np.linspace(0, num_held_out, count + 1).astype(int)
+    train, val = [], []
+    for i in range(count):
+        start, end = span_ends[i], span_ends[i + 1]
+        cut = end - (held_out_ends[i + 1] - held_out_ends[i])
+        train += [end_of_text, text[start:cut]]
+        val += [end_of_text, text[cut:end]]
+    return np.concatenate(train), np.concatenate(val)
+
+
+def window_hashes(tokens: np.ndarray) -> np.ndarray:
+    """Return a hash of every WINDOW tokens that follow each other, uint64 (n - WINDOW + 1,)."""
+    hashes = np.zeros(max(0, len(tokens) - WINDOW + 1), np.uint64)
+    for i in range(WINDOW):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[i : i + len(hashes)]
+    return hashes
+
+
+def repeated_share(train: np.ndarray, val: np.ndarray) -> float:
+    """Return the share of validation tokens (n,) that stand in the train tokens, too."""
+    if len(val) < WINDOW:
+        return 0.0
+    return float(np.isin(window_hashes(val)[::WINDOW], window_hashes(train)).mean())
 
 
 class ShardWriter:
@@ -151,25 +186,25 @@ class Sharder:
     def write_last(
         self, document: Document, start: int, position: dict, val_fraction: float
     ) -> bool:
-        """Append the last document from token `start` on. If a split is empty, hold out its tail:
-        the larger of a tenth and `val_fraction` (0: nothing) of all tokens, at most half."""
-        tokens = document.tokens
-        written = {
-            document.split,
-            *self.open,
-            *(shard["split"] for shard in self.manifest["shards"]),
-        }
-        if val_fraction and written != {"train", "val"} and "held_out" not in self.manifest:
-            tail = max(len(tokens) // 10, int(val_fraction * (self.tokens - start + len(tokens))))
-            self.manifest["held_out"] = min(tail, len(tokens) // 2)
-        if not (tail := self.manifest.get("held_out")):
+        """Append the last document from token `start` on. If a split is empty, hold out pieces of
+        it: the larger of a tenth and `val_fraction` (0: nothing) of all tokens, at most half."""
+        tokens, manifest = document.tokens, self.manifest
+        splits = {document.split, *self.open, *(shard["split"] for shard in manifest["shards"])}
+        if val_fraction and splits != {"train", "val"} and "held_out" not in manifest:
+            share = int(val_fraction * (self.tokens - start + len(tokens)))
+            manifest["held_out"] = min(max(len(tokens) // 10, share), len(tokens) // 2)
+        if not manifest.get("held_out"):
             return self.write(document, start, position)
-        cut = len(tokens) - tail
-        head = Document("train", tokens[:cut], document.num_bytes * cut // len(tokens))
-        if start < cut and not self.write(head, start, position):
-            return False
-        both = np.concatenate([tokens[:cut], tokens[:1], tokens[cut:]])  # end of text before each
-        return self.write(Document("val", both, document.num_bytes), max(start, cut), position)
+        train, val = hold_out(tokens, manifest["held_out"])
+        manifest["held_out_repeated"] = repeated_share(train, val)
+        # The position counts tokens of both, one after the other: a run continues in either.
+        both = np.concatenate([train, val])
+        num_bytes = document.num_bytes * len(train) // len(both)
+        if start < len(train):
+            if not self.write(Document("train", train, num_bytes), start, position):
+                return False
+        document = Document("val", both, document.num_bytes)
+        return self.write(document, max(start, len(train)), position)
 
     def end(self, complete: bool) -> None:
         """Finish the shards that are not full; a later run can still continue them."""

@@ -151,7 +151,7 @@ def prepare(source, out, **options):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_where_no_text_is_hashed_into_a_split_the_tail_of_the_last_is_held_out(tmp_path, count):
+def test_where_no_text_is_hashed_into_a_split_pieces_of_the_last_are_held_out(tmp_path, count):
     source, options = tmp_path / "in", {"val_fraction": 1e-9}
     source.mkdir()
     for i in range(count):
@@ -162,23 +162,42 @@ def test_where_no_text_is_hashed_into_a_split_the_tail_of_the_last_is_held_out(t
         return [stream.tokens(0, len(stream)).tolist() for stream in found]
 
     whole = prepare(source, tmp_path / "a", **options)
-    tail, expected = whole["held_out"], tokens(tmp_path / "a")
+    held_out, expected = whole["held_out"], tokens(tmp_path / "a")
     num_bytes = sum(file.stat().st_size for file in source.iterdir())
     assert sum(whole["bytes"].values()) == pytest.approx(num_bytes, abs=2)
-    assert whole["bytes"]["val"] == pytest.approx(tail, abs=2)
-    assert len(expected[1]) == 1 + tail == 1 + (len(texts_in(tmp_path / "a", "val")[0].encode()))
-    assert tail == (1 + (source / f"{count - 1}.txt").stat().st_size) // 10
+    assert whole["bytes"]["val"] == pytest.approx(held_out, rel=0.01)
+    assert len(expected[1]) == 10 + held_out and expected[1].count(256) == 10
+    last = (source / f"{count - 1}.txt").read_text()
+    assert held_out == (1 + len(last.encode())) // 10
+    train, val = (texts_in(tmp_path / "a", split) for split in ("train", "val"))
+    pieces = zip(train[count - 1 :], val, strict=True)
+    assert "".join(x for piece in pieces for x in piece) == last
     options["shard_size"] = 9_001
     prepare(source, tmp_path / "b", **options)
     assert tokens(tmp_path / "b") == expected
     shards = max(int(p.stem[6:]) for p in (tmp_path / "b").glob("train_*.npy"))
-    for stop in (1, shards - 1, shards, shards + 1):  # also within the tail, and continued
+    for stop in (1, shards - 1, shards, shards + 1):  # also within the last text, and continued
         manifest = prepare(source, tmp_path / str(stop), max_shards=stop, **options)
         written = sum(entry["tokens"] for entry in manifest["shards"])
-        assert sum(manifest["bytes"].values()) == pytest.approx(written, abs=count + 2)
+        assert sum(manifest["bytes"].values()) == pytest.approx(written, abs=count + 20)
         manifest = prepare(source, tmp_path / str(stop), **options)
         assert tokens(tmp_path / str(stop)) == expected
         assert manifest["bytes"] == pytest.approx(whole["bytes"], abs=2)
+
+
+@pytest.mark.parametrize(("kind", "repeated"), [("two halves", 0.0), ("twice the same", 0.9)])
+def test_what_is_held_out_of_one_text_is_of_all_its_parts_and_repetitions_are_told(
+    tmp_path, kind, repeated
+):
+    text = "".join(documents()[:100])
+    halves = [text.upper(), text.lower()] if kind == "two halves" else [text, text[1_700:]]
+    (tmp_path / "a.txt").write_text("".join(halves))
+    manifest = prepare(tmp_path / "a.txt", tmp_path / "out", val_fraction=1e-9)
+    val = texts_in(tmp_path / "out", "val")
+    assert all(piece in halves[i // 5] for i, piece in enumerate(val))
+    assert manifest["held_out_repeated"] == pytest.approx(repeated, abs=0.15)
+    described = fineweb_edu.describe_validation(manifest)
+    assert described.startswith("10 pieces, spread over the last text; ")
 
 
 def test_skipped_documents_are_counted_once_by_a_run_that_was_stopped(tmp_path):
