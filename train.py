@@ -76,7 +76,8 @@ def main() -> None:
     batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
     evaluator = Evaluator(config, model, val, process, dtype)
     about = {"script": "train.py", "tokenizer": train.stream.tokenizer}
-    about |= {"train_tokens": len(train.stream), "corpus": " + ".join(train.names)}
+    about |= {"train_tokens": len(train.stream), "data_digest": train.stream.digest}
+    about |= {"corpus": " + ".join(train.names)}
     run.open_log(model, about)
     describe(run, model, train, slicing)
     saver = Saver(config, model, optimizers, about, process, run.logger.print)
@@ -216,12 +217,15 @@ def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
         smaller = "--max_steps, --total_batch_size and perhaps --n_layer, --n_head, --n_embd"
         warn(f"warning: {epochs:,.0f} epochs of this text: see {smaller}")
     if saved and saved["optimizer"]:
-        weights = [weight for _, weight in parse_corpora(saved["config"]["data_dir"])]
-        then = saved["config"] | {"train_tokens": saved["train_tokens"], "weights": weights}
-        now = config.to_dict() | {"train_tokens": len(train.stream), "weights": train.weights}
-        for name in ("total_batch_size", "seed", "train_tokens", "weights"):
-            if then[name] != now[name]:
-                warn(f"warning: {name} was {then[name]}, is {now[name]}: the data order changes")
+        for name in ("total_batch_size", "seed"):
+            before, now = saved["config"][name], getattr(config, name)
+            if before != now:
+                warn(f"warning: {name} was {before}, is {now}: the data order changes")
+        weights = [float(weight) for _, weight in parse_corpora(saved["config"]["data_dir"])]
+        if weights != train.weights:
+            warn(f"warning: weights were {weights}, are {train.weights}: the data order changes")
+        if saved["data_digest"] != train.stream.digest:
+            warn("warning: --data_dir has other shards, or another order: the data order changes")
 
 
 def describe(run: Run, model: GPT, train: Mixture, slicing: Slicing) -> None:

@@ -7,6 +7,7 @@ takes positions [s*G, (s+1)*G) of it, a global batch of G; ranks and micro-steps
 """
 
 import hashlib
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import bytes_per_token, find_shards, folder_tokenizer, read_manifest
+from data.shards import (
+    bytes_per_token,
+    check_together,
+    find_shards,
+    folder_tokenizer,
+    read_manifest,
+)
 from data.tokenizer import TOKENIZERS, load_tokenizer, tokenizer_name
 from utils.errors import UserError
 
@@ -46,11 +53,12 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 class TokenStream:
     """The tokens of a split in one or several folders as one virtual array, mapped from disk.
-    Raises UserError if the folders hold no shards of the split, or have several tokenizers."""
+    Raises UserError if the folders hold no shards of the split, or cannot be read together."""
 
     def __init__(self, folders: Path | Sequence[Path], split: str) -> None:
         folders = [folders] if isinstance(folders, str | Path) else folders
         self.split, self.folders = split, [Path(folder) for folder in folders]
+        check_together(self.folders)
         self.shards = [shard for folder in self.folders for shard in find_shards(folder, split)]
         self.starts = np.cumsum([0, *(shard.tokens for shard in self.shards)])
         found = {tokenizer_name(spec := folder_tokenizer(folder)): spec for folder in self.folders}
@@ -68,6 +76,16 @@ class TokenStream:
     def bytes_per_token(self) -> float | None:
         """Mean bytes of source text for a token; None where a folder does not tell."""
         return bytes_per_token([read_manifest(folder) for folder in self.folders], self.split)
+
+    @property
+    def digest(self) -> int:
+        """Checksum of the lengths and the first tokens of the shards, in their order. It does not
+        depend on where the folders lie."""
+        crc = 0
+        for shard in self.shards:
+            crc = zlib.crc32(f"{shard.tokens}".encode(), crc)
+            crc = zlib.crc32(shard.open()[:1000].tobytes(), crc)
+        return crc
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise UserError for a bad id."""

@@ -98,6 +98,27 @@ def folder_tokenizer(folder: Path) -> str:
     return name
 
 
+def check_together(folders: Sequence[Path]) -> None:
+    """Raise UserError for folders that cannot be read together: one that is given twice, and those
+    whose splits differ, so that a text may be for training in one and for validation in another."""
+    given: set[Path] = set()
+    first_folder, first_fraction = None, None
+    for folder in folders:
+        if folder.resolve() in given:
+            raise UserError(f"--data_dir names {folder} twice; a weight gives it a larger share")
+        given.add(folder.resolve())
+        fraction = (read_manifest(folder) or {}).get("val_fraction")
+        if fraction is None:  # made by others
+            continue
+        if first_fraction is None:
+            first_folder, first_fraction = folder, fraction
+        if fraction != first_fraction:
+            raise UserError(
+                f"{first_folder} was split by --val_fraction {first_fraction}, {folder} by "
+                f"{fraction}: one may train on the validation text of the other; shard one anew"
+            )
+
+
 def bytes_per_token(manifests: Sequence[dict | None], split: str) -> float | None:
     """Return the mean bytes of source text for a token of a split in one or several folders; None
     if one of them, made by others, does not tell the size of its text."""

@@ -12,14 +12,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import numpy as np
 
 from data.loader import TokenStream
-from data.mixture import BLOCK, Mixture
+from data.mixture import Mixture
 from data.shards import read_manifest
 from utils.cli import run
 from utils.errors import UserError
 from utils.files import sha256
 
 CHUNK = 2**20  # tokens checked at a time
-BLOCKS = 100  # of positions, in which shares are checked
 
 
 @dataclass
@@ -45,13 +44,20 @@ def main(config: VerifyConfig) -> None:
         visits = np.bincount(part.order(np.arange(n), config.seed), minlength=n)
         assert (visits == 1).all(), "an epoch misses or repeats a sequence"
         print(f"{n:,} sequences of {config.block_size} tokens, each exactly once in an epoch")
-    corpus, own = mixture.where(np.arange(BLOCKS * BLOCK), config.seed)
-    for i, count in enumerate(np.diff(mixture.places)):
-        shares = (corpus.reshape(BLOCKS, BLOCK) == i).sum(1)
-        assert (shares == count).all(), "a block of positions has another share of a corpus"
-        visited = np.sort(own[corpus == i])
+    check_shares(mixture)
+
+
+def check_shares(mixture: Mixture) -> None:
+    """Prove that each corpus has its share of any first n positions, and its positions in order."""
+    counts = np.arange(1, 2 * mixture.period + 1)
+    corpus, corpus_positions = mixture.where(counts - 1)
+    for i, share in enumerate(mixture.shares):
+        chosen = corpus == i
+        excess = np.cumsum(chosen) * mixture.period - counts * share  # in 1 / period of a sequence
+        assert (np.abs(excess) < mixture.period).all(), "a corpus is a sequence off its share"
+        visited = corpus_positions[chosen]
         assert (visited == np.arange(len(visited))).all(), "a corpus misses or repeats a position"
-        print(f"{mixture.names[i]}: {count} of every {BLOCK} positions, in its own order")
+        print(f"{mixture.names[i]}: {share} of every {mixture.period} positions, in its own order")
 
 
 def check_shards(stream: TokenStream) -> None:

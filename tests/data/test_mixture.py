@@ -1,3 +1,7 @@
+import json
+import math
+import shutil
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -5,7 +9,7 @@ import pytest
 from conftest import losses, script, torchrun, train_args, weights
 
 from data.loader import Sequences, Slicing, TokenStream, train_batches
-from data.mixture import Mixture, parse_corpora
+from data.mixture import Mixture, assign_places, parse_corpora
 from data.shards import write_manifest
 from utils.errors import UserError
 from utils.files import sha256
@@ -35,6 +39,7 @@ def test_weights_are_read_from_the_names_of_folders():
     a, b = Path("data/a"), Path("data/b")
     assert parse_corpora([a, b]) == [([a, b], 1.0)]
     assert parse_corpora(["data/a:3", "data/b:1"]) == [([a], 0.75), ([b], 0.25)]
+    assert parse_corpora(["c:3/4", "d:nan"]) == [([Path("c:3/4"), Path("d:nan")], 1.0)]
     assert parse_corpora(["c:x"]) == [([Path("c:x")], 1.0)]
     for names in (["data/a:1", "data/b"], ["data/a:1", "data/b:0"]):
         with pytest.raises(UserError, match="give each folder a weight above 0"):
@@ -51,11 +56,10 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
         own = ids[corpus == i] - mixture.starts[i]
         n = len(part)
         visits = np.bincount(own, minlength=n)
-        epochs = len(own) // n  # which end within a block, whose places are in another order
-        assert visits.min() >= epochs - 1 and visits.max() <= epochs + 2
+        epochs = len(own) // n
+        assert visits.min() >= epochs and visits.max() <= epochs + 1
     a, b, c = (len(part.stream) for part in mixture.parts)
     assert mixture.epochs(1000) == pytest.approx(max(700 / a, 200 / b, 100 / c))
-    assert Mixture(names[:1] * 2, "val", 32).names == [f"{folders}/a"] * 2  # not "a" twice
     whole = np.concatenate([mixture.order(np.arange(s, s + 500), 3) for s in range(0, 10_000, 500)])
     assert (whole == ids).all()  # in steps, as in one
     inputs, targets = mixture.batch(ids[:50])
@@ -63,6 +67,43 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
         part = mixture.parts[corpus[row]]
         expected = part.batch(np.array([i - mixture.starts[corpus[row]]]))
         assert (inputs[row] == expected[0]).all() and (targets[row] == expected[1]).all()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        ("0.9985", "0.0015"),
+        ("1", "1", "1"),
+        ("0.7", "0.2", "0.05", "0.03", "0.0199", "0.0001"),
+        ("379", "830", "365", "14"),
+        ("1", "999999"),
+        ("3", "1", "1", "1", "1", "1", "1", "1", "1", "1", "1"),
+    ],
+)
+def test_any_first_positions_hold_the_share_of_each_corpus_to_within_one(weights):
+    corpora = parse_corpora([f"{i}:{weight}" for i, weight in enumerate(weights)])
+    assert [weight for _, weight in corpora] == [
+        Fraction(weight) / sum(map(Fraction, weights)) for weight in weights
+    ]
+    period = math.lcm(*(weight.denominator for _, weight in corpora))
+    shares = [int(weight * period) for _, weight in corpora]
+    places, n = assign_places(shares), np.arange(1, period + 1)
+    for i, share in enumerate(shares):
+        counts = np.cumsum(places == i)
+        assert counts[-1] == share and np.abs(counts * period - n * share).max() < period
+
+
+def test_shares_stay_exact_far_from_the_first_position(folders):
+    mixture = Mixture([f"{folders}/a:0.9985", f"{folders}/b:0.0015"], "train", 32)
+    positions = 2**55 + np.arange(4_000)
+    corpus, corpus_positions = mixture.where(positions)
+    first = [2**55 * share // 2_000 for share in mixture.shares]
+    for i, share in enumerate((1_997, 3)):
+        mine = corpus_positions[corpus == i]
+        assert len(mine) == 2 * share and abs(int(mine[0]) - first[i]) <= 1
+        assert (np.diff(mine) == 1).all()
+    with pytest.raises(UserError, match="give weights of at most six digits"):
+        Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
 
 
 def test_one_corpus_of_weight_1_has_the_order_of_folders_without_weights(folders):
@@ -75,6 +116,30 @@ def test_one_corpus_of_weight_1_has_the_order_of_folders_without_weights(folders
             strict=True,
         ):
             assert all((x == y).all() for x, y in zip(*batches, strict=True))
+
+
+@pytest.mark.parametrize("weights", [("", ""), (":1", ":2")])
+def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
+    shards, tmp_path, weights
+):
+    """Folders of others have no rule, and those of one rule, as of several workers, agree."""
+    rules = {"first": 0.01, "equal": 0.01, "other": 0.2, "foreign": None}
+    for name, val_fraction in rules.items():
+        shutil.copytree(shards, tmp_path / name)
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        manifest["val_fraction"] = val_fraction
+        write_manifest(tmp_path / name, manifest)
+
+    def open_two(first, second):
+        names = [f"{tmp_path / first}{weights[0]}", f"{tmp_path / second}{weights[1]}"]
+        return Mixture(names, "val", 32)
+
+    open_two("first", "equal")
+    open_two("foreign", "other")
+    with pytest.raises(UserError, match="first was split by --val_fraction 0.01, .*other by 0.2"):
+        open_two("first", "other")
+    with pytest.raises(UserError, match="--data_dir names .*first/../first twice"):
+        open_two("first", "first/../first")
 
 
 def test_a_mixture_is_trained_resumed_and_shared_by_two_processes(folders, tmp_path):
@@ -94,7 +159,7 @@ def test_a_mixture_is_trained_resumed_and_shared_by_two_processes(folders, tmp_p
     row = read_metrics(runs[0] / "logs")["val"][-1]
     assert row["loss"] == pytest.approx(0.75 * row["loss_a"] + 0.25 * row["loss_c"])
     said = script("data/verify.py", "--data_dir", *names, "--block_size", 32).stdout
-    assert "a: 750 of every 1000 positions" in said
+    assert "a: 3 of every 4 positions" in said
     out = tmp_path / "scores.json"
     found = script("evaluate.py", "--checkpoint", runs[0], "--tasks", "val", "--out", out).stdout
     assert found.count("bits_per_byte") == 2

@@ -2,7 +2,7 @@ from conftest import script
 
 
 def test_verify_proves_the_order_and_finds_a_flipped_bit(shards, tmp_path):
-    done = script("data/verify.py", "--data_dir", shards, shards, "--block_size", 32)
+    done = script("data/verify.py", "--data_dir", shards, "--block_size", 32)
     assert "sequences of 32 tokens, each exactly once in an epoch" in done.stdout
     for path in shards.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

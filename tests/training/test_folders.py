@@ -3,9 +3,14 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 from conftest import bad, folders, kill, losses, rows_written, run_until, script, start, train_args
 
+from config import TrainConfig
+from data.mixture import Mixture
+from data.shards import read_manifest, write_manifest
+from train import warn_of_data
 from training.checkpoint import load_checkpoint
 
 
@@ -91,12 +96,36 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(shards, tmp_path):
     assert json.loads(rows[0])["step"] == 1 and len(rows) == 61  # with the last validation
 
 
+def test_another_order_of_the_folders_is_warned_of_and_another_place_is_not(
+    shards, tmp_path, capsys
+):
+    first, second, moved = (tmp_path / name for name in ("first", "second", "moved"))
+    for folder in (first, second, moved):
+        shutil.copytree(shards, folder)
+    manifest = read_manifest(second)
+    (second / manifest["shards"].pop(0)["file"]).unlink()
+    write_manifest(second, manifest)
+
+    def warnings(*names):
+        config = TrainConfig(data_dir=names, block_size=32, total_batch_size=512, max_steps=10)
+        train, val = (Mixture(names, split, 32) for split in ("train", "val"))
+        options = {**config.to_dict(), "data_dir": [str(first), str(second)]}
+        saved = {"optimizer": {"": {}}, "config": options, "data_digest": digest}
+        process = SimpleNamespace(print=print)
+        warn_of_data(SimpleNamespace(config=config, saved=saved, process=process), train, val)
+        return capsys.readouterr().out
+
+    digest = Mixture([first, second], "train", 32).stream.digest
+    assert not warnings(first, second) and not warnings(moved, second)
+    assert "--data_dir has other shards, or another order" in warnings(second, first)
+
+
 def test_what_changes_the_order_of_the_data_is_warned_of(shards, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     args = train_args(shards, tmp_path / "run", 22, "--resume", "auto")
     done = script(*args, "--total_batch_size", 1024, "--seed", 8)
     assert "total_batch_size was 512, is 1024: the data order changes" in done.stdout
-    assert "seed was 7, is 8" in done.stdout and "train_tokens was" not in done.stdout
+    assert "seed was 7, is 8" in done.stdout and "other shards" not in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "run/logs/metrics.jsonl").open()]
     tokens = {row["step"]: row["tokens"] for row in rows if row["split"] == "train"}
     assert [tokens[s] for s in (20, 21, 22)] == [10_240, 11_264, 12_288]
