@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from config import Recipe, TrainConfig
-from data.file_tokenizer import save_tokenizer
+from data.file_tokenizer import CHAT_TEMPLATE, save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.table import format_table
 from evaluation.tasks import Result
-from finetuning.chat import CHAT_TEMPLATE, is_chat
+from finetuning.chat import is_chat
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -47,7 +47,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers."""
     model, spec, saved = open_model(config.checkpoint, exact=True)
     tokenizer = load_tokenizer(spec)
-    save_pretrained(model, config.out, tokenizer.eot)
+    save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids)
     template = tokenizer.chat_template
     if template is None and is_chat(saved, config.checkpoint, spec):
         template = CHAT_TEMPLATE

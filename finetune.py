@@ -88,8 +88,9 @@ def main() -> None:
                         saver.save(BEST, state)
                 if questions:
                     with uncompiled(compiled):
-                        (exact,), _ = questions.score(model)
+                        (exact,), answers = questions.score(model)
                     scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
+                    scores["cut"] = sum(answer["cut"] for answer in answers) / exact.n
                     run.logger.log_scores("answers", scores, step)
             if run.ended:
                 break

@@ -126,7 +126,7 @@ class Writer:
         with autocast(device, pick_dtype(config.dtype, device)):
             for tokens in rows:
                 for sample, decoder, token in zip(samples, decoders, tokens.tolist(), strict=True):
-                    if token == tokenizer.eot:
+                    if token in tokenizer.end_ids:
                         sample["finish"] = "end of text"
                     if sample["finish"] == "length":
                         piece = decoder.decode(tokenizer.decode_bytes([token]))

@@ -1,7 +1,7 @@
 """tokenizer.json, the format of Hugging Face's tokenizers: reading, using and writing it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,13 @@ from utils.errors import UserError
 GPT2_IDS = {"!": 0, "\u0120the": 262, "Hello": 15_496}  # \u0120 stands for a space
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")  # of text, by name
 END_OF_TEXT = ENDS[0]
+PREFIXING = ("normalizer", "pre_tokenizer")  # parts that may put a space before a text
+# of the chats of this project, in which a role is capitalized and end of text precedes each turn
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ eos_token + message['role'] | capitalize + ': ' "
+    "+ message['content'] }}{% endfor %}{{ eos_token }}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 # of Qwen 3.5: letters keep their marks, as Hindi needs, and every digit is a token
 UNICODE = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
@@ -31,18 +38,23 @@ UNICODE = (
 class FileTokenizer(ByteTokenizer):
     """Tokens of a tokenizer.json, of byte-level BPE or with "\u2581" for a space."""
 
+    end_ids: frozenset[int] = frozenset()  # set by the constructor
+
     def __init__(self, spec: str) -> None:
         content = json.loads(spec)
         self.name, self.chat_template = tokenizer_name(spec), content["chat_template"]
         self.json = json.dumps(content[TOKENIZER], ensure_ascii=False)
-        self.engine = Engine.from_str(self.json)
-        self.engine.no_truncation()
-        self.engine.no_padding()
-        self.engine.encode_special_tokens = True  # like any other text
+        self.engine = make_engine(content[TOKENIZER])
+        changed = {k: without_prefix(content[TOKENIZER].get(k)) for k in PREFIXING}
+        self.continuing_engine = make_engine(content[TOKENIZER] | changed)
         vocab = self.engine.get_vocab()
         self.end_of_text, self.eot = content["eot"], vocab[content["eot"]]
+        self.end_ids = frozenset([self.eot, *content.get("end_ids", [])])
+        self.template_tokens = dict.fromkeys(("bos_token", "eos_token"), self.end_of_text)
+        self.template_tokens |= content.get("template_tokens", {})
         self.vocab_size = max(vocab.values()) + 1
         added = {token["content"] for token in content[TOKENIZER]["added_tokens"]}
+        self.added_ids = {vocab[token] for token in added}
         byte_level = "ByteLevel" in json.dumps(content[TOKENIZER]["decoder"])
         bytes_of = dict(zip(byte_characters(), range(256), strict=True))
         self.bytes = {self.eot: b""}
@@ -57,13 +69,72 @@ class FileTokenizer(ByteTokenizer):
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return token ids, uint16 (n,), with `special` those of special tokens in the text."""
-        if self.engine.encode_special_tokens == special:
-            self.engine.encode_special_tokens = not special
-        (found,) = self.engine.encode_batch_fast([text], add_special_tokens=False)  # frees the GIL
-        return np.array(found.ids, np.uint16)
+        return encode_by(self.engine, text, special)
+
+    def encode_continuation(self, text: str, special: bool = False) -> np.ndarray:
+        return encode_by(self.continuing_engine, text, special)
+
+    def render(self, messages: list[dict[str, str]], open_turn: bool = False) -> str:
+        """Return a dialog by the chat template; `open_turn` begins an answer after it."""
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # of torch
+
+        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        template = jinja.from_string(self.chat_template)
+        options = {"messages": messages, "add_generation_prompt": open_turn}
+        return template.render(**options, **self.template_tokens)
+
+    def turn_end(self) -> int | None:
+        """Return the id of the token that the chat template writes after an answer, if it writes
+        one, as <|im_end|>: the first that is not of the vocabulary of plain text."""
+        answer = "An answer."
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self.render(messages)
+        except Exception:  # a template for other dialogs: encoding one says what is wrong
+            return None
+        closing = text.rpartition(answer)[2]
+        for token in self.encode(closing, special=True).tolist():
+            if token in self.added_ids:
+                return token
+        return None
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return b"".join(self.bytes.get(i, b"") for i in ids)
+
+
+def make_engine(content: dict) -> Engine:
+    """Return the tokenizer of a tokenizer.json, which neither cuts nor pads a text."""
+    engine = Engine.from_str(json.dumps(content, ensure_ascii=False))
+    engine.no_truncation()
+    engine.no_padding()
+    engine.encode_special_tokens = True  # like any other text
+    return engine
+
+
+def encode_by(engine: Engine, text: str, special: bool) -> np.ndarray:
+    """Return token ids, uint16 (n,), with `special` those of special tokens in the text."""
+    if engine.encode_special_tokens == special:
+        engine.encode_special_tokens = not special
+    (encoding,) = engine.encode_batch_fast([text], add_special_tokens=False)  # frees the GIL
+    return np.array(encoding.ids, np.uint16)
+
+
+def without_prefix(part: dict | None) -> dict | None:
+    """Return a normalizer or pre-tokenizer of a tokenizer.json without what puts a space, or the
+    mark that stands for it, before each text."""
+    if part is None:
+        return None
+    if part["type"] == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    changed = dict(part)
+    if "add_prefix_space" in part:
+        changed["add_prefix_space"] = False
+    if "prepend_scheme" in part:
+        changed["prepend_scheme"] = "never"
+    for name in ("normalizers", "pretokenizers"):  # of a Sequence
+        if name in part:
+            changed[name] = [without_prefix(x) for x in part[name]]
+    return changed
 
 
 def byte_characters() -> str:
@@ -75,47 +146,79 @@ def byte_characters() -> str:
 
 
 def read_tokenizer(
-    path: Path, end_of_text: str | int | None = None, chat_template: str | None = None
+    path: Path,
+    end_of_text: str | int | None = None,
+    chat_template: str | None = None,
+    end_ids: Sequence[int] = (),
+    template_tokens: dict[str, str] | None = None,
 ) -> str:
-    """Return the spec of a tokenizer.json, in which end of text is the first of ENDS if it is not
-    named; raise UserError if it cannot be used."""
+    """Return the spec of a tokenizer.json; raise UserError if it cannot be used.
+
+    End of text is the first of ENDS if it is not named. What ends a generated text is that token,
+    those of `end_ids`, and the one that the chat template writes after an answer. The template gets
+    `template_tokens`, its bos_token and eos_token, each end of text if it is not given.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         ids = content["model"]["vocab"]
         if isinstance(ids, list):  # of a unigram model
             ids = {token: i for i, (token, _) in enumerate(ids)}
         ids |= {token["content"]: token["id"] for token in content["added_tokens"]}
-        if GPT2_IDS.items() <= ids.items() and len(ids) == GPT2Tokenizer.vocab_size:
-            return "gpt2"
-        if len(ids) == 257 and all(ids.get(c) == b for b, c in enumerate(byte_characters())):
-            return "bytes"
         if (highest := max(ids.values())) >= 65_535:
             raise ValueError(f"a token has id {highest:,}, and shards hold ids below 65,535")
         ends = [token for token, i in ids.items() if end_of_text in (token, i)]
         ends += [token for token in ENDS if token in ids and end_of_text is None]
         if not ends:
             raise ValueError(f"no end of text {end_of_text or ''}; name it by --end_of_text TOKEN")
-        spec = {"eot": ends[0], "chat_template": chat_template, TOKENIZER: content}
-        FileTokenizer(text := json.dumps(spec))
+        name = None
+        if GPT2_IDS.items() <= ids.items() and len(ids) == GPT2Tokenizer.vocab_size:
+            name = "gpt2"
+        if len(ids) == 257 and all(ids.get(c) == b for b, c in enumerate(byte_characters())):
+            name = "bytes"
+        is_plain = set(end_ids) <= {ids[ends[0]]} and chat_template in (None, CHAT_TEMPLATE)
+        if name and is_plain:
+            return name
+        spec = {"eot": ends[0], "end_ids": list(end_ids), "chat_template": chat_template}
+        spec |= {"template_tokens": template_tokens or {}, TOKENIZER: content}
+        if name:
+            spec["name"] = name
+        turn_end = FileTokenizer(json.dumps(spec)).turn_end()
+        if turn_end is not None:
+            spec["end_ids"].append(turn_end)
     except Exception as error:
         raise UserError(f"{path} is no tokenizer that can be used: {error}") from error
-    return text
+    return json.dumps(spec)
 
 
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
-    """Return the spec of the tokenizer of a Hugging Face model; raise UserError if it has none."""
-    if (path := folder / TOKENIZER).is_file():
-        eos = json.loads((folder / "config.json").read_text()).get("eos_token_id")
-        template = None
-        if (about := folder / "tokenizer_config.json").is_file():
-            template = json.loads(about.read_text(encoding="utf-8")).get("chat_template")
-        if (jinja := folder / "chat_template.jinja").is_file():
-            template = jinja.read_text(encoding="utf-8")
-        return read_tokenizer(path, eos[0] if isinstance(eos, list) else eos, template)
+    """Return the spec of the tokenizer of a Hugging Face model; raise UserError if it has none.
+    Every eos_token_id ends a text; the first one of config.json is end of text."""
+    if (folder / TOKENIZER).is_file():
+        end_ids = []
+        for name in ("config.json", "generation_config.json"):
+            eos = read_json(folder / name).get("eos_token_id")
+            if eos is not None:
+                end_ids += eos if isinstance(eos, list) else [eos]
+        config = read_json(folder / "tokenizer_config.json")
+        tokens = {}
+        for name in ("bos_token", "eos_token"):
+            token = config.get(name)
+            if token is not None:
+                tokens[name] = token["content"] if isinstance(token, dict) else token
+        template = config.get("chat_template")
+        if (folder / "chat_template.jinja").is_file():
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        first = end_ids[0] if end_ids else None
+        return read_tokenizer(folder / TOKENIZER, first, template, end_ids, tokens)
     for name, tokens in TOKENIZERS.items():
         if tokens.vocab_size == vocab_size:
             return name
     raise UserError(f"{folder} has no {TOKENIZER} for its {vocab_size:,} tokens")
+
+
+def read_json(path: Path) -> dict:
+    """Return the content of a JSON file, {} if there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def byte_level(model: models.BPE, split: str = "gpt2") -> Engine:
@@ -148,6 +251,7 @@ def save_tokenizer(
     end = tokenizer.end_of_text if own else END_OF_TEXT
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size}
     config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    config |= tokenizer.template_tokens if own else {}
     config |= {"chat_template": chat_template} if chat_template else {}
     content = tokenizer.json if own else to_engine(tokenizer).to_str()
     (folder / TOKENIZER).write_text(content, encoding="utf-8")

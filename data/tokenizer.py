@@ -23,9 +23,19 @@ class ByteTokenizer:
     eot = 256  # id of the end-of-text token, which precedes every document
     chat_template: str | None = None  # of the model that the tokenizer came with
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids of the tokens that end a generated text."""
+        return frozenset([self.eot])
+
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint16 (n,), without recognising special tokens."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+
+    def encode_continuation(self, text: str) -> np.ndarray:
+        """Return the ids of a text that another one precedes: without the mark or space that some
+        tokenizers put before a text."""
+        return self.encode(text)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Return the UTF-8 bytes of token ids, which may cut a character; end of text is empty."""
@@ -65,7 +75,10 @@ def tokenizer_name(spec: str) -> str:
     """Return the name of a tokenizer for messages and comparisons."""
     if spec in TOKENIZERS:
         return spec
-    content = json.dumps(json.loads(spec)[TOKENIZER], sort_keys=True)
+    values = json.loads(spec)
+    if "name" in values:
+        return values["name"]
+    content = json.dumps(values[TOKENIZER], sort_keys=True)
     return f"tokenizer-{zlib.crc32(content.encode()):08x}"
 
 

@@ -102,6 +102,6 @@ class Evaluator:
         eager = uncompiled(self.config.use_torch_compile)
         prompts = [[tokenizer.eot]]
         with autocast(process.device, self.scorer.dtype), eager:
-            (tokens,) = complete(model, prompts, tokenizer.eot, sampling, process.all_done)
+            (text,) = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
         model.train()
-        return tokenizer.decode_bytes(tokens).decode(errors="replace")
+        return tokenizer.decode_bytes(text.tokens).decode(errors="replace")

@@ -19,6 +19,19 @@ from utils.devices import autocast
 from utils.distributed import Process
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A completion of a question."""
+
+    text: str
+    is_cut: bool
+    """True if it has the longest length, and no end."""
+
+    def is_right(self, row: dict) -> bool:
+        """Return True if it is exactly the row's answer; a part of an answer is none."""
+        return not self.is_cut and is_exact(self.text, row)
+
+
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Estimate the chance that one of k completions is right (Chen et al. 2021, equation 1)."""
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
@@ -40,23 +53,27 @@ class Questions:
         encode = partial(self.encoder.question, room=self.max_new_tokens, answered=True)
         self.examples = read_jsonl(self.path, encode)
 
-    def texts(self, model: GPT, sample: int = 0, **options) -> list[str]:
+    def answers(self, model: GPT, sample: int = 0, **options) -> list[Answer]:
         """Return a completion of each prompt, on every process; options of Sampling."""
         n, process, tokenizer = len(self.examples), self.process, self.encoder.tokenizer
-        found = torch.zeros(n, self.max_new_tokens, dtype=torch.int64)  # ids + 1; 0: none
+        tokens = torch.zeros(n, self.max_new_tokens, dtype=torch.int64)  # ids + 1; 0: none
         batches = np.array_split(np.arange(n), range(self.batch_size, n, self.batch_size))
         model.eval()
         for _, ids, counts in process.share(batches):
             prompts, first_row = [self.examples[i][1] for i in ids], sample * n + int(ids[0])
             sampling = Sampling(self.max_new_tokens, first_row=first_row, **options)
             with autocast(process.device, self.dtype):
-                completions = complete(model, prompts, tokenizer.eot, sampling, process.all_done)
-            for i, tokens in zip(ids, completions, strict=True) if counts else ():
-                found[i, : len(tokens)] = torch.tensor(tokens) + 1
+                texts = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
+            if counts:
+                for i, text in zip(ids, texts, strict=True):
+                    tokens[i, : len(text.tokens)] = torch.tensor(text.tokens) + 1
         model.train()
-        rows = process.sum(found.to(process.device)).tolist()
-        completions = [[token - 1 for token in row if token] for row in rows]
-        return [decode_completion(tokens, tokenizer, self.encoder.chat) for tokens in completions]
+        answers = []
+        for row in process.sum(tokens.to(process.device)).tolist():
+            written = [token - 1 for token in row if token]
+            text = decode_completion(written, tokenizer, self.encoder.chat)
+            answers.append(Answer(text, is_cut=len(written) == self.max_new_tokens))
+        return answers
 
     def score(
         self,
@@ -69,12 +86,12 @@ class Questions:
         """Return the share of exact answers and pass@k for k = 1, 2, 4, ... `num_samples`, and a
         row for each question; `progress` is called with the number of completions done."""
         rows, name = [row for row, _ in self.examples], self.path.stem
-        texts, right = self.texts(model, temperature=0), np.zeros(len(rows), np.int64)
-        exact = list(map(is_exact, texts, rows))
+        greedy, right = self.answers(model, temperature=0), np.zeros(len(rows), np.int64)
+        exact = list(map(Answer.is_right, greedy, rows))
         progress(len(rows))
         for sample in range(num_samples):
-            sampled = self.texts(model, sample, temperature=temperature, seed=seed)
-            right += list(map(is_exact, sampled, rows))
+            sampled = self.answers(model, sample, temperature=temperature, seed=seed)
+            right += list(map(Answer.is_right, sampled, rows))
             progress(len(rows))
         kind = "chat" if self.encoder.chat else "plain text"
         results = [mean_result(name, f"greedy, {kind}", "exact match", exact)]
@@ -84,7 +101,8 @@ class Questions:
             results.append(mean_result(name, protocol, f"pass@{k}", values))
         examples = [
             {"task": name, "index": i, "prompt": row["prompt"], "answer": row["answer"]}
-            | {"completion": texts[i], "exact": exact[i], "right_samples": int(right[i])}
+            | {"completion": greedy[i].text, "cut": greedy[i].is_cut}
+            | {"exact": exact[i], "right_samples": int(right[i])}
             for i, row in enumerate(rows)
         ]
         return results, examples

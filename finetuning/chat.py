@@ -11,7 +11,6 @@ A model of others that comes with a chat template keeps its own format.
 
 import json
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +19,6 @@ from data.tokenizer import Tokenizer, load_tokenizer
 
 Messages = list[dict[str, str]]
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
-# the chat_template in tokenizer_config.json, for apply_chat_template of transformers
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ eos_token + message['role'] | capitalize + ': ' "
-    "+ message['content'] }}{% endfor %}{{ eos_token }}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,44 +35,61 @@ class Example:
         return cls(tokens, np.repeat([counts for _, counts in parts], [len(x) for x, _ in parts]))
 
 
-def render(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) -> str:
-    """Return a dialog by the tokenizer's chat template; `open_turn` begins an answer after it."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # of torch
+def encode_rendered(
+    messages: Messages, tokenizer: Tokenizer, open_turn: bool = False
+) -> list[tuple[np.ndarray, bool]]:
+    """Encode a dialog by the chat template; return its parts, each with True if it is an answer.
 
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = jinja.from_string(tokenizer.chat_template)
-    ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.end_of_text)
-    return template.render(messages=messages, add_generation_prompt=open_turn, **ends)
-
-
-def encode_rendered(messages: Messages, tokenizer: Tokenizer, last_alone: bool = False) -> Example:
-    """Encode a dialog by the chat template, as one text; what follows the beginning of an answer
-    counts, with `last_alone` of the last message."""
-    texts, said = [], ""
+    Parts begin where an answer begins or ends and are encoded apart, so that no token spans two of
+    them: what is sampled follows the same ids as in training. Where the template writes an earlier
+    turn in another way once later ones follow, that turn is no part of its own.
+    """
+    whole = tokenizer.render(messages, open_turn)
+    parts = []
+    encode, start = tokenizer.encode, 0
     for i, message in enumerate(messages):
-        if message["role"] == "assistant" and (not last_alone or i == len(messages) - 1):
-            before = render(messages[:i], tokenizer, open_turn=True)
-            after = render(messages[: i + 1], tokenizer)
-            if not (before.startswith(said) and after.startswith(before)):
-                raise ValueError("the chat template changes earlier turns with later ones")
-            texts += [(before[len(said) :], False), (after[len(before) :], True)]
-            said = after
-    texts.append((render(messages, tokenizer)[len(said) :], False))
-    pieces, counts = zip(*texts, strict=True)
-    ids = [tokenizer.encode(text, special=True) for text in accumulate(pieces)]
-    return Example(ids[-1], np.repeat(counts, np.diff([0, *map(len, ids)])))
+        if message["role"] != "assistant":
+            continue
+        opened = tokenizer.render(messages[:i], open_turn=True)
+        answered = tokenizer.render(messages[: i + 1])
+        if whole.startswith(answered) and answered.startswith(opened):
+            parts.append((encode(whole[start : len(opened)], special=True), False))
+            answer, rest = split_answer(answered[len(opened) :], message["content"], tokenizer)
+            parts += [(answer, True), (rest, False)]
+            encode, start = tokenizer.encode_continuation, len(answered)
+    parts.append((encode(whole[start:], special=True), False))
+    return parts
+
+
+def split_answer(text: str, content: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Encode what a chat template writes for an answer of this content: up to the token that ends
+    it, and the rest, as a line break. End of text ends an answer where the template has no token
+    for that."""
+    ids = tokenizer.encode_continuation(text, special=True)
+    for place, token in enumerate(ids.tolist(), 1):
+        if token in tokenizer.end_ids:
+            return ids[:place], ids[place:]
+    content = content.strip()
+    end = text.find(content) + len(content)
+    answer = tokenizer.encode_continuation(text[:end], special=True)
+    rest = tokenizer.encode_continuation(text[end:], special=True)
+    return np.append(answer, np.uint16(tokenizer.eot)), rest
 
 
 def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     """Encode a dialog; the assistant's turns count in the loss."""
     if tokenizer.chat_template:
-        return encode_rendered(messages, tokenizer)
+        parts = encode_rendered(messages, tokenizer)
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        if sum(is_answer for _, is_answer in parts) < num_answers:
+            raise ValueError("the chat template changes earlier turns with later ones")
+        return Example.join(*parts)
     parts, counts = [], False
     for message in messages:
         parts.append(([tokenizer.eot], counts))  # closes the turn before
         counts = message["role"] == "assistant"
         parts.append((tokenizer.encode(f"{ROLES[message['role']]}:"), False))
-        parts.append((tokenizer.encode(f" {message['content']}"), counts))
+        parts.append((tokenizer.encode_continuation(f" {message['content']}"), counts))
     return Example.join(*parts, ([tokenizer.eot], counts))
 
 
@@ -90,7 +100,8 @@ def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> l
         return [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
     messages = as_messages(prompt)
     if tokenizer.chat_template:
-        return tokenizer.encode(render(messages, tokenizer, True), special=True).tolist()
+        parts = encode_rendered(messages, tokenizer, open_turn=True)
+        return np.concatenate([ids for ids, _ in parts]).tolist()
     dialog = encode_messages(messages, tokenizer).tokens
     return [*dialog.tolist(), *tokenizer.encode(f"{ROLES['assistant']}:").tolist()]
 
@@ -117,13 +128,18 @@ def fit_history(
 def encode_completion(
     prompt: str | Messages, completion: str, tokenizer: Tokenizer, chat: bool
 ) -> Example:
-    """Encode a prompt and a completion with its end of text; the prompt does not count."""
-    if chat and tokenizer.chat_template:
-        answer = {"role": "assistant", "content": completion}
-        return encode_rendered([*as_messages(prompt), answer], tokenizer, last_alone=True)
-    said = tokenizer.encode(f" {completion}" if chat else completion)
+    """Encode a prompt and a completion up to the token that ends it; the prompt does not count."""
     before = encode_prompt(prompt, tokenizer, chat)
-    return Example.join((before, False), (said, True), ([tokenizer.eot], True))
+    if chat and tokenizer.chat_template:
+        messages = as_messages(prompt)
+        opened = tokenizer.render(messages, open_turn=True)
+        answered = tokenizer.render([*messages, {"role": "assistant", "content": completion}])
+        if not answered.startswith(opened):
+            raise ValueError("the chat template changes earlier turns with later ones")
+        answer, _ = split_answer(answered[len(opened) :], completion, tokenizer)
+        return Example.join((before, False), (answer, True))
+    answer = tokenizer.encode_continuation(f" {completion}" if chat else completion)
+    return Example.join((before, False), (answer, True), ([tokenizer.eot], True))
 
 
 def decode_completion(tokens: list[int], tokenizer: Tokenizer, chat: bool) -> str:

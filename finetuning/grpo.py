@@ -51,11 +51,13 @@ class GroupRelativePolicy(Method):
             for places in grid
         ]
         seconds = time.perf_counter() - began
-        found = torch.zeros(2, len(ids) * size, dtype=torch.float64)
+        measured = torch.zeros(3, len(ids) * size, dtype=torch.float64)
         for places, group in zip(grid, groups, strict=True):
             lengths = [c.example.loss_mask.sum() for c in group]
-            found[:, places] = torch.tensor([self.reward(group), lengths], dtype=torch.float64)
-        rewards, lengths = self.process.sum_float64(found)
+            are_cut = [c.is_cut for c in group]
+            values = [self.reward(group), lengths, are_cut]
+            measured[:, places] = torch.tensor(values, dtype=torch.float64)
+        rewards, lengths, are_cut = self.process.sum_float64(measured)
         advantages = group_advantages(rewards.view(-1, size)).flatten().float()
         batches, device = [], self.process.device
         for places, group in zip(grid, groups, strict=True):
@@ -75,6 +77,7 @@ class GroupRelativePolicy(Method):
             "reward": rewards.mean().item(),
             "reward_std": rewards.view(-1, size).std(dim=1).mean().item(),
             "completion_tokens": lengths.mean().item(),
+            "cut": are_cut.mean().item(),
             "rollout_ms": 1000 * seconds,
         }
         return batches, figures
@@ -87,12 +90,15 @@ class GroupRelativePolicy(Method):
         completions = []
         model.eval()
         with autocast(self.process.device, self.dtype):
-            found = complete(model, list(prompts), tokenizer.eot, sampling, all_done, self.decode)
+            ends = tokenizer.end_ids
+            texts = complete(model, list(prompts), ends, sampling, all_done, self.decode)
         model.train()
-        for row, prompt, tokens in zip(rows, prompts, found, strict=True):
-            text = decode_completion(tokens, tokenizer, self.encoder.chat)
-            said = tokens + [tokenizer.eot] * (len(tokens) < longest)
-            completions.append(Completion(row, text, Example.join((prompt, False), (said, True))))
+        for row, prompt, written in zip(rows, prompts, texts, strict=True):
+            text = decode_completion(written.tokens, tokenizer, self.encoder.chat)
+            is_cut = written.end_id is None
+            tokens = written.tokens if is_cut else [*written.tokens, written.end_id]
+            example = Example.join((prompt, False), (tokens, True))
+            completions.append(Completion(row, text, example, is_cut))
         return completions
 
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:

@@ -49,11 +49,14 @@ def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Completion(NamedTuple):
-    """Completion of a row's prompt: its text, and its tokens after those of the prompt."""
+    """Completion of a row's prompt."""
 
     row: dict
     text: str
     example: Example
+    """Its tokens, with the one that ended it, after those of the prompt."""
+    is_cut: bool = False
+    """True if it has the longest length, and no end."""
 
 
 Reward = Callable[[list[Completion]], list[float]]
@@ -69,7 +72,10 @@ def load_reward(
 ) -> Reward:
     """Return the reward of --reward `name` for texts of `encoder`."""
     if name == "exact":
-        return lambda completions: [float(is_exact(c.text, c.row)) for c in completions]
+        # an answer that was cut may be the beginning of another one
+        return lambda completions: [
+            float(not c.is_cut and is_exact(c.text, c.row)) for c in completions
+        ]
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
         sys.path.append(str(Path(file).resolve().parent))  # modules beside it can be imported

@@ -125,22 +125,40 @@ def positions_and_mask(first: Tensor, S: int, T: int) -> dict[str, Tensor]:
     return {"positions": (query - first).clamp(min=0), "mask": mask[:, None]}
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What a model wrote after a prompt."""
+
+    tokens: list[int]
+    """Without the one that ended it."""
+    end_id: int | None
+    """The token that ended it; None: it was cut at the longest length."""
+
+
 def complete(
     model: GPT,
     prompts: list[list[int]],
-    eot: int,
+    end_ids: frozenset[int],
     sampling: Sampling,
     all_done: Callable[[bool], bool] = lambda done: done,
     decode: Callable[..., Tensor] | None = None,
-) -> list[list[int]]:
-    """Return what follows each prompt up to its end of text, without it. `all_done`, called every
-    CHUNK tokens, tells whether every process is done, as forward passes can be collectives; what it
+) -> list[Continuation]:
+    """Return what follows each prompt up to the first of `end_ids`. `all_done`, called every CHUNK
+    tokens, tells whether every process is done, as forward passes can be collectives; what it
     raises ends the texts. `decode` is that of generate."""
     texts: list[list[int]] = [[] for _ in prompts]
     tokens = generate(model, prompts, sampling, decode=decode)
     while some := list(islice(tokens, CHUNK)):
         for text, more in zip(texts, torch.stack(some, 1).tolist(), strict=True):
             text += more
-        if all_done(all(eot in text for text in texts)):
+        if all_done(all(not end_ids.isdisjoint(text) for text in texts)):
             break
-    return [text[: text.index(eot)] if eot in text else text for text in texts]
+    return [cut_at_end(text, end_ids) for text in texts]
+
+
+def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> Continuation:
+    """Return the tokens before the first of `end_ids`."""
+    for place, token in enumerate(tokens):
+        if token in end_ids:
+            return Continuation(tokens[:place], token)
+    return Continuation(tokens, None)

@@ -6,6 +6,7 @@ and write folders of transformers. A model that is no GPT-2 is a LLaMA, with QK-
 
 import json
 import textwrap
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -220,10 +221,13 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
     return model
 
 
-def save_pretrained(model: GPT, folder: str | Path, eot: int | None = None) -> None:
+def save_pretrained(
+    model: GPT, folder: str | Path, eot: int | None = None, end_ids: Collection[int] = ()
+) -> None:
     """Write config.json, generation_config.json and model.safetensors, which transformers'
-    AutoModelForCausalLM loads; `eot` is the id of end of text, the last one if not given. Raises
-    UserError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3."""
+    AutoModelForCausalLM loads; `eot` is the id of end of text, the last one if not given, and
+    generation ends at it and at `end_ids`. Raises UserError for a model that is neither a GPT-2 nor
+    in the shape of a LLaMA or Qwen3."""
     from safetensors.torch import save_file
 
     folder, config = Path(folder), model.config
@@ -237,6 +241,9 @@ def save_pretrained(model: GPT, folder: str | Path, eot: int | None = None) -> N
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
     generation = ends | {"pad_token_id": eot, "do_sample": True}
+    others = sorted(set(end_ids) - {eot})
+    if others:
+        generation["eos_token_id"] = [eot, *others]
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # as the others

@@ -3,12 +3,22 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Engine
+from tokenizers import models, normalizers, pre_tokenizers
 
-from data.file_tokenizer import read_tokenizer, to_engine
+from data.file_tokenizer import (
+    CHAT_TEMPLATE,
+    byte_characters,
+    byte_level,
+    pretrained_tokenizer,
+    read_tokenizer,
+    save_tokenizer,
+    to_engine,
+)
 from data.tokenizer import ByteTokenizer, load_tokenizer
 from finetuning.chat import (
-    CHAT_TEMPLATE,
     Example,
+    decode_completion,
     encode_completion,
     encode_messages,
     encode_prompt,
@@ -16,6 +26,9 @@ from finetuning.chat import (
     is_chat,
 )
 from finetuning.examples import TextEncoder, collate_padded, pack, read_jsonl
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.huggingface import save_pretrained
 from utils.errors import UserError
 
 BYTES = ByteTokenizer()
@@ -160,6 +173,129 @@ def test_a_model_of_others_keeps_its_chat_template(tmp_path):
         encode_completion("2+2?", "4", odd, chat=True)
     row = {"instruction": "2+2?", "input": "", "output": "4"}  # of Alpaca
     assert TextEncoder(tokenizer, True, 64).example(row).tokens.tolist() == whole.tokens.tolist()
+
+
+def folder_with_tokenizer(folder, engine, template, **config):
+    """Write the files that a Hugging Face folder has of a tokenizer."""
+    engine.save(str(folder / "tokenizer.json"))
+    values = {"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_tokenizer(pretrained_tokenizer(folder, 257))
+
+
+def byte_level_engine(*merges):
+    """Byte-level BPE with the given merges and the special tokens of chats."""
+    vocab = {character: i for i, character in enumerate(byte_characters())}
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    engine = byte_level(models.BPE(vocab, list(merges)))
+    engine.add_special_tokens(["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    return engine
+
+
+def marking_engine(normalizer=None, pre_tokenizer=None):
+    """BPE with a mark for a space, before each text, too, and merges of it and of ":" with "4"."""
+    vocab = {"\u2581": 0} | {c: i for i, c in enumerate("asitnuer:4?\n U2+ol<>|/", 1)}
+    merges = [("\u2581", "4"), (":", "4")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    engine = Engine(models.BPE(vocab, merges))
+    engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
+    engine.add_special_tokens(["<|endoftext|>", "<s>", "</s>"])
+    return engine
+
+
+def marks():
+    """A normalizer as of Llama 2, which puts a mark before a text and in the place of spaces."""
+    replace = normalizers.Replace(" ", "\u2581")
+    return normalizers.Sequence([normalizers.Prepend("\u2581"), replace])
+
+
+COLON = (  # a template of plain text, which ends in ":"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2 = (  # with a space before the end
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + 'user:' + m.content }}"
+    "{% else %}{{ m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [COLON, CHATML, LLAMA2, None], ids=str)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        lambda: byte_level_engine((":", "4"), ("?", "4")),
+        lambda: marking_engine(marks()),
+        lambda: marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+        lambda: marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    ],
+    ids=["byte level", "Llama 2", "always", "first"],
+)
+def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
+    """What is sampled follows the ids of training, whatever merges the tokenizer has."""
+    tokenizer = folder_with_tokenizer(tmp_path, engine(), template)
+    for prompt, chat in ((ASKED, True), ([*ANSWERED, *ASKED], True), ("2+3:", False)):
+        before = encode_prompt(prompt, tokenizer, chat)
+        whole = encode_completion(prompt, "44", tokenizer, chat)
+        said = whole.tokens[whole.loss_mask].tolist()
+        assert whole.tokens.tolist() == [*before, *said] and said[-1] in tokenizer.end_ids
+        assert decode_completion(said[:-1], tokenizer, chat).rstrip(" ") == "44"
+    dialog = [*ANSWERED, *ANSWERED]
+    tokens = encode_messages(dialog, tokenizer).tokens.tolist()
+    for end in (1, 3):
+        before = encode_prompt(dialog[:end], tokenizer, chat=True)
+        assert tokens[: len(before)] == before
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (LLAMA2, "</s>"),
+        ("{% for m in messages %}{{ m.content + bos_token }}{% endfor %}", "<s>"),
+        (COLON, "<|endoftext|>"),  # without a token of its own
+        ("{{ raise_exception('no') }}", "<|endoftext|>"),
+    ],
+)
+def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, template, end):
+    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), template, eos_token_id=256)
+    vocab = tokenizer.engine.get_vocab()
+    assert tokenizer.eot == 256 and tokenizer.end_ids == {256, vocab[end]}
+    if "raise" not in template:
+        example = encode_messages(ANSWERED, tokenizer)
+        assert example.tokens[example.loss_mask].tolist()[-1] == vocab[end]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        (256, None, {256}),
+        ([256, 10], None, {256, 10}),
+        (256, [256, 10, 13], {256, 10, 13}),
+        (None, 256, {256}),
+        (256, 10, {256, 10}),
+    ],
+)
+@pytest.mark.parametrize("added", [[], ["<|im_end|>"]], ids=["bytes", "own"])
+def test_every_eos_of_a_folder_ends_a_text(tmp_path, added, config, generation, ends):
+    """Also of a tokenizer that this project has under a name; the separator is the first."""
+    engine = to_engine(BYTES)
+    engine.add_special_tokens(added)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    tokenizer = folder_with_tokenizer(tmp_path, engine, None, eos_token_id=config)
+    assert (tokenizer.eot, tokenizer.end_ids) == (256, ends)
+    assert (tokenizer.name == "bytes") == (not added)
+    model = GPT(GPTConfig(8, tokenizer.vocab_size, 1, 1, 8))
+    save_pretrained(model, tmp_path, tokenizer.eot, tokenizer.end_ids)
+    save_tokenizer(tokenizer, tmp_path, 8)
+    again = load_tokenizer(pretrained_tokenizer(tmp_path, 257))
+    assert (again.eot, again.end_ids, again.name) == (256, ends, tokenizer.name)
 
 
 def test_targets_are_the_tokens_after_and_padding_has_none():

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
+from finetuning.answers import Questions
 from finetuning.chat import decode_completion, encode_completion
 from finetuning.examples import TextEncoder, collate_padded
 from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
 from finetuning.objectives import group_advantages, grpo_losses, mean_over_tokens
 from finetuning.options import FinetuneConfig
-from finetuning.rewards import Completion, RewardModel, rate
+from finetuning.rewards import Completion, RewardModel, load_reward, rate
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils.distributed import Process
@@ -143,12 +144,14 @@ def test_grpo_compares_with_the_reference_and_the_sampling_model(make, updates):
     method = make(GroupRelativePolicy, compared=[reference, reward], **options)
     with torch.no_grad():  # so that some completions end early
         model.transformer.wte.weight[BYTES.eot] *= 4
-    _, batches, _ = means(method, model)
+    figures, batches, _ = means(method, model)
+    assert figures["cut"] == np.mean([completion.is_cut for completion in given])
     endings = set()
     for completion in given:
         said = completion.example.tokens[completion.example.loss_mask].tolist()
         ended = said[-1] == BYTES.eot
         endings.add(ended)
+        assert ended != completion.is_cut
         assert ended == (BYTES.eot in said) and (ended or len(said) == 12)
         assert decode_completion(said[: len(said) - ended], BYTES, False) == completion.text
     assert endings == {False, True} and len(given) == 16
@@ -181,3 +184,34 @@ def test_without_a_reference_there_is_no_kl(make):
     options = {"group_size": 2, "max_new_tokens": 4, "kl": 0.0}
     method = make(GroupRelativePolicy, compared=compared, **options)
     assert list(means(method, make_model(6))[2]) == ["loss"]
+
+
+@pytest.mark.parametrize("end_ids, exact", [([], 0.0), ([ord("!")], 1.0)])
+def test_a_cut_answer_is_not_exact(tmp_path, end_ids, exact):
+    """A model that writes "aaa..." gives the answer "aaaa" only if it ends there."""
+    model = make_model(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.ln_f.bias[0] = 1.0
+        model.transformer.wte.weight[ord("a"), 0] = 1.0
+        # the fifth token follows the end of text and the prompt's letter at position 5
+        model.transformer.wpe.weight[5, 1] = 10.0
+        model.transformer.ln_f.weight[1] = 10.0
+        model.transformer.wte.weight[ord("!"), 1] = 1.0
+    tokenizer = SimpleNamespace(
+        eot=256, end_ids=frozenset([256, *end_ids]), chat_template=None,
+        encode=BYTES.encode, decode_bytes=BYTES.decode_bytes,
+    )  # fmt: skip
+    row = {"prompt": "b", "answer": "aaaa"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    encoder = TextEncoder(tokenizer, False, 64)
+    process = Process(0, 1, torch.device("cpu"))
+    for longest in (4, 8):
+        questions = Questions(tmp_path / "rows.jsonl", encoder, process, torch.float32, longest, 1)
+        (result,), (example,) = questions.score(model)
+        assert result.value == (exact if longest == 8 else 0.0)
+        assert example["cut"] == (longest == 4 or not end_ids)
+        completion = Completion(row, example["completion"], None, example["cut"])
+        reward = load_reward("exact", encoder, process.device, torch.float32)
+        assert reward([completion]) == [result.value]

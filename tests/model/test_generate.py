@@ -107,8 +107,11 @@ def test_no_uniform_number_falls_off_the_end():
         assert (sample_token(logits, top, Sampling(1, top_p=top_p)) < 50257).all()
 
 
-def test_completion_ends_before_end_of_text(model):
-    (free,) = complete(model, [[3]], -1, Sampling(30, seed=2))
-    assert len(free) == 30
-    (cut,) = complete(model, [[3]], free[10], Sampling(30, seed=2))
-    assert cut == free[: free.index(free[10])]
+def test_a_text_ends_before_the_first_of_several_end_tokens(model):
+    sampling = Sampling(30, seed=2)
+    (free,) = complete(model, [[3]], frozenset(), sampling)
+    assert len(free.tokens) == 30 and free.end_id is None
+    first, later = free.tokens[10], free.tokens[20]
+    (ended,) = complete(model, [[3]], frozenset([first, later]), sampling)
+    place = min(free.tokens.index(first), free.tokens.index(later))
+    assert ended.tokens == free.tokens[:place] and ended.end_id == free.tokens[place]

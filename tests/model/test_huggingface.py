@@ -124,8 +124,8 @@ def test_the_full_124m_configuration_agrees_and_generates_the_same(tmp_path):
         expected = theirs.generate(
             prompt, max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-    (found,) = complete(ours, prompt.tolist(), -1, Sampling(50, temperature=0))
-    assert found == expected[0, 8:].tolist() and len(found) == 50
+    (found,) = complete(ours, prompt.tolist(), frozenset(), Sampling(50, temperature=0))
+    assert found.tokens == expected[0, 8:].tolist() and len(found.tokens) == 50
 
 
 def test_bare_names_load_too(tmp_path):
