@@ -11,7 +11,7 @@ import torch
 from config import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
-from evaluation.validation import Scorer
+from evaluation.validation import Scorer, weighted_mean
 from model.generate import Sampling, complete
 from model.gpt import GPT
 from model.replace import uncompiled
@@ -77,12 +77,11 @@ class Evaluator:
         """Return the validation loss in nats per token and, where the shards tell the size of their
         text, bits_per_byte; of several corpora the means by weight, and the loss of each."""
         scorer, tokens, val = self.scorer, self.config.val_tokens, self.val
-        found = [scorer.validation_loss(part, tokens) for part in val.parts]
-        if len(found) == 1:
-            return found[0]
-        pairs = list(zip(val.weights, found, strict=True))
-        means = {name: sum(weight * x[name] for weight, x in pairs) for name in found[0]}
-        return means | {f"loss_{n}": x["loss"] for n, x in zip(val.names, found, strict=True)}
+        scores = [scorer.validation_loss(part, tokens) for part in val.parts]
+        if len(scores) == 1:
+            return scores[0]
+        losses = {f"loss_{n}": x["loss"] for n, x in zip(val.names, scores, strict=True)}
+        return {**weighted_mean(scores, val.weights), **losses}
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the figures, by the first protocol, of each benchmark that is due."""
@@ -90,7 +89,9 @@ class Evaluator:
             if self.due(step, task.name):
                 with uncompiled(self.config.use_torch_compile):
                     results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
-                yield task.name, {"n": results[0].n} | {r.metric: r.value for r in results}
+                figures = {"n": results[0].n} | {r.metric: r.value for r in results}
+                ties = {f"{r.metric}_ties": r.ties for r in results if r.ties}
+                yield task.name, {**figures, **ties}
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""

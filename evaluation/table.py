@@ -1,7 +1,7 @@
 """The table of evaluate.py."""
 
 from evaluation.published import VALIDATION
-from evaluation.tasks import Result, find_tasks
+from evaluation.tasks import Result, find_tasks, takes_first
 
 
 def format_table(results: list[Result], size: str) -> str:
@@ -18,4 +18,13 @@ def format_table(results: list[Result], size: str) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     form = "  ".join(f"{{:{'>' if i in (3, 4) else '<'}{w}}}" for i, w in enumerate(widths))
     notes = [f"{mark} {source}" for source, mark in marks.items()]
+    for r in results:
+        if r.ties:
+            rule = "the first one counts, as in the harness"
+            if not takes_first(r.protocol):
+                rule = "each counts as its share"
+            notes.append(
+                f"{r.task}, {r.protocol}, {r.metric}: several best choices in {r.ties:,} of "
+                f"{r.n:,} examples; {rule}"
+            )
     return "\n".join([form.format(*line).rstrip() for line in lines] + notes)

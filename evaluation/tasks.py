@@ -47,6 +47,7 @@ class Result(NamedTuple):
     n: int
     value: float
     stderr: float | None = None
+    ties: int = 0  # examples with several best choices
 
 
 TaskScores = tuple[list[Result], list[dict]]  # results, and rows of examples for --dump
@@ -54,10 +55,37 @@ ValueOf = Callable[[str, Score], float]  # the continuation with the highest val
 
 
 def mean_result(task: str, protocol: str, metric: str, values: Sequence[float]) -> Result:
-    """Return the mean of values, or the share of hits, and its standard error."""
+    """Return the mean of values, or the share of hits, and its standard error. Raises UserError for
+    NaN."""
+    check_numbers(values)
     n = len(values)
     stderr = float(np.std(values, ddof=1)) / n**0.5 if n > 1 else None
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr)
+
+
+def check_numbers(values: Sequence[float]) -> None:
+    """Raise UserError if a value is NaN: no choice is the best one then."""
+    if np.isnan(values).any():
+        raise UserError("the model gives NaN (not a number) instead of a probability")
+
+
+def takes_first(protocol: str) -> bool:
+    """Return whether a protocol chooses the first of several best choices, as the harness does."""
+    return protocol.startswith("lm-eval")
+
+
+def best_choices(values: Sequence[float]) -> list[int]:
+    """Return the indices of all choices that have the highest value. Raises UserError for NaN."""
+    check_numbers(values)
+    return np.flatnonzero(np.array(values) == np.max(values)).tolist()
+
+
+def credit(best: list[int], label: int, first_alone: bool) -> float:
+    """Return what an example with the best choices `best` adds to an accuracy: the chance that one
+    of them, drawn at random, is right, or with `first_alone` whether the first one is."""
+    if first_alone:
+        return float(best[0] == label)
+    return float(label in best) / len(best)
 
 
 class Task:
@@ -105,12 +133,18 @@ class Task:
             found = [about | {"index": i, "label": item.label} for i, item in enumerate(items)]
             metrics = {"acc": lambda choice, s: s.logprob} | self.values.get(protocol, {})
             for metric, value_of in metrics.items():
+                credits = []
+                ties = 0
                 for example, item, choices in zip(found, items, scores, strict=True):
                     values = list(map(value_of, item.choices, choices))
                     example.setdefault("logprobs", values)
-                    example[f"pick_{metric}"] = int(np.argmax(values))
-                hits = [example[f"pick_{metric}"] == example["label"] for example in found]
-                results.append(mean_result(self.name, protocol, metric, hits))
+                    best = best_choices(values)
+                    example[f"pick_{metric}"] = best[0]
+                    example[f"tied_{metric}"] = len(best)
+                    credits.append(credit(best, item.label, takes_first(protocol)))
+                    ties += len(best) > 1
+                result = mean_result(self.name, protocol, metric, credits)
+                results.append(result._replace(ties=ties))
             examples += found
         return results, examples
 

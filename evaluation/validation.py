@@ -14,6 +14,26 @@ from utils.devices import autocast
 from utils.distributed import Process
 
 
+def too_few_tokens(name: str, sequences: Sequences, tokens: int) -> str:
+    """Return the sentence for a corpus whose validation split is smaller than `tokens`."""
+    return (
+        f"note: the validation split of {name} has {len(sequences) * sequences.block_size:,} "
+        f"tokens, fewer than --val_tokens {tokens:,}"
+    )
+
+
+def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[str, float]:
+    """Return the figures of a mixture from those of validation_loss for its corpora. The weights
+    are shares of tokens, so that bits per byte is the mean of bits over the mean of bytes."""
+    loss = sum(weight * x["loss"] for weight, x in zip(weights, scores, strict=True))
+    if not all("bits_per_byte" in x for x in scores):
+        return {"loss": loss}
+    num_bytes = 0.0  # per token of the mixture
+    for weight, x in zip(weights, scores, strict=True):
+        num_bytes += weight * x["loss"] / math.log(2) / x["bits_per_byte"]
+    return {"loss": loss, "bits_per_byte": loss / math.log(2) / num_bytes}
+
+
 @dataclass
 class Scorer:
     """A model, and how to run it over batches that the processes share: all of them call each

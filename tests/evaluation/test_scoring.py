@@ -12,7 +12,9 @@ from data.loader import Sequences, TokenStream
 from data.shards import read_manifest, write_manifest
 from data.tokenizer import load_tokenizer
 from evaluation.scoring import SLICE_BYTES, ItemScorer, score_targets
+from evaluation.table import format_table
 from evaluation.tasks import Item, find_tasks
+from evaluation.validation import weighted_mean
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils.distributed import Process
@@ -113,6 +115,54 @@ def test_cbt_chooses_by_the_whole_text_or_by_what_follows_the_blank(scorer):
     assert examples[1]["logprobs"] == pytest.approx(rest, abs=1e-4)
     assert [r.protocol for r in results] == ["full sequence", "from the blank"]
     assert [r.value for r in results] == [np.argmax(whole) == 1, np.argmax(rest) == 1]
+
+
+ENDINGS = {"ctx": "A dog", "endings": ["abc", "a", "bcd", "cde"]}  # three of one length
+HELLASWAG = [{**ENDINGS, "label": label} for label in (0, 1, 2, 0)]
+
+
+def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
+    zeros = GPT(scorer.model.config)
+    for p in zeros.parameters():
+        p.data.zero_()
+    score = replace(scorer, model=zeros).score
+    results, examples = find_tasks()["hellaswag"].score(HELLASWAG, score, ["build-nanogpt"])
+    # the log-probability is best for the shortest ending, its mean is that of all four
+    by_metric = {r.metric: (r.value, r.ties) for r in results}
+    assert by_metric == {"acc": (0.25, 0), "acc_norm": (0.25, 4)}
+    assert [(x["pick_acc_norm"], x["tied_acc_norm"]) for x in examples] == [(0, 4)] * 4
+    results, _ = find_tasks()["hellaswag"].score(HELLASWAG, score, ["lm-eval"])
+    by_metric = {r.metric: (r.value, r.ties) for r in results}
+    assert by_metric["acc"] == (0.25, 0)
+    # a space and three letters are 4/3 tokens a letter, a space and one letter 2
+    assert by_metric["acc_norm"] == by_metric["acc_bytes"] == (0.5, 4)
+    note = "acc_norm: several best choices in 4 of 4 examples; the first one counts"
+    assert note in format_table(results, "gpt2")
+
+
+@pytest.mark.parametrize("task", ["hellaswag", "lambada", "cbt_cn"])
+def test_a_model_of_nan_is_an_error(scorer, task):
+    broken = GPT(scorer.model.config)
+    broken.transformer.h[0].mlp.c_fc.weight.data.fill_(torch.nan)
+    rows = {
+        "hellaswag": HELLASWAG,
+        "lambada": [{"text": "the cat"}],
+        "cbt_cn": [{"sentences": ["A."], "question": "XXXXX ?", "answer": "a", "options": ["a"]}],
+    }
+    benchmark = find_tasks()[task]
+    with pytest.raises(UserError, match="gives NaN"):
+        benchmark.score(rows[task], replace(scorer, model=broken).score, benchmark.protocols)
+
+
+def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():
+    nats, num_bytes, weights = (2.0, 4.0), (1.0, 5.0), [0.75, 0.25]  # per token
+    scores = []
+    for x, y in zip(nats, num_bytes, strict=True):
+        scores.append({"loss": x, "bits_per_byte": x / math.log(2) / y})
+    mean = weighted_mean(scores, weights)
+    assert mean["loss"] == pytest.approx(2.5)
+    assert mean["bits_per_byte"] == pytest.approx(2.5 / math.log(2) / 2.0)
+    assert weighted_mean([{"loss": 2.0}, scores[1]], weights) == {"loss": 2.5}
 
 
 @pytest.mark.parametrize("width", [1, 7, 32, 1000])
