@@ -29,6 +29,13 @@ from utils.cli import run
 from utils.errors import UserError
 
 CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template
+# how its example makes the inputs of a model
+TEXT_INPUTS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+CHAT_INPUTS = """\
+messages = [{"role": "user", "content": "What is 2+3?"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)"""
 
 
 @dataclass
@@ -45,46 +52,81 @@ class ConvertConfig:
 
 def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers."""
-    model, spec, saved = open_model(config.checkpoint, exact=True)
-    tokenizer = load_tokenizer(spec)
-    save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids)
-    template = tokenizer.chat_template
-    if template is None and is_chat(saved, config.checkpoint, spec):
-        template = CHAT_TEMPLATE
-    save_tokenizer(tokenizer, config.out, model.config.block_size, template)
-    card = model_card(model, tokenizer.name, saved, find_checkpoint(config.checkpoint))
-    (config.out / "README.md").write_text(card, encoding="utf-8")
+    path = find_checkpoint(config.checkpoint)
+    if path is None:
+        raise UserError(f"--checkpoint {config.checkpoint} is no checkpoint of this project")
+    model, spec, saved = open_model(path, exact=True)
+    export(model, spec, saved, path, config.out)
     print(f"on the hub: hf upload USER/NAME {config.out}")
     if model.config.activation == "relu2":
         print("note: only transformers runs ReLU²; llama.cpp and vLLM compute another function")
 
 
-def model_card(model: GPT, tokenizer: str, saved: dict, path: Path) -> str:
+def export(model: GPT, spec: str, saved: dict, checkpoint: Path, out: Path) -> None:
+    """Write weights, tokenizer and model card into the folder `out`."""
+    tokenizer = load_tokenizer(spec)
+    save_pretrained(model, out, tokenizer.eot, tokenizer.end_ids)
+    template = tokenizer.chat_template
+    if template is None and is_chat(saved, str(checkpoint), spec):
+        template = CHAT_TEMPLATE
+    save_tokenizer(tokenizer, out, model.config.block_size, template)
+    card = model_card(model, tokenizer.name, saved, checkpoint, template is not None)
+    (out / "README.md").write_text(card, encoding="utf-8")
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a folder's repository, None outside of one or without git."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def public_name(source: str) -> str:
+    """Return a name on the hub or a relative path as it is, of an absolute path the last part, of a
+    checkpoint the name of its run: the folders of this machine say nothing to others."""
+    path = Path(source)
+    if path.suffix == ".pt":
+        return path.resolve().parent.parent.name
+    return path.name if path.is_absolute() else source
+
+
+def read_scores(checkpoint: Path, saved: dict) -> list[Result]:
+    """Return the results that evaluate.py has written beside a checkpoint, for its very step."""
+    results = {}
+    for path in sorted(checkpoint.parent.glob(f"{checkpoint.stem}_*.json")):
+        scores = json.loads(path.read_text() or "{}")  # empty while it is being scored
+        if (scores.get("run_id"), scores.get("step")) == (saved["run_id"], saved["step"]):
+            for row in scores["results"]:
+                results[row["task"], row["protocol"], row["metric"]] = Result(**row)
+    return list(results.values())
+
+
+def model_card(model: GPT, tokenizer: str, saved: dict, path: Path, is_chat: bool) -> str:
     """Return the README.md of a model: what it is, how it was trained, its scores, how to load it.
-    Scores are those of evaluate.py for this checkpoint, beside it, or in logs."""
+    Scores are those that evaluate.py has written beside the checkpoint."""
     shape, options, best = model.config, saved["config"], saved["best_loss"]
-    commit = subprocess.getstatusoutput(f"git -C {CARD.parent} rev-parse --short HEAD")
     rows = {
         "parameters": f"{model.num_parameters():,}",
         "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
         f"context {shape.block_size}, {shape.vocab_size:,} tokens ({tokenizer})",
         "trained by": f"{saved['script']}, {options.get('method') or options.get('recipe')}",
-        "began from": options.get("init_from") or "random weights",
-        "data": saved.get("corpus") or options.get("data"),
+        "began from": public_name(options.get("init_from") or "random weights"),
+        "data": saved.get("corpus") or public_name(options.get("data") or ""),
         "steps": f"{saved['step']:,}, {saved['tokens']:,} tokens",
         "lowest validation loss": f"{best:.4f} nats" if best < math.inf else None,
-        "commit of the code": commit[1] if commit[0] == 0 else None,
+        "commit of the code": commit_of(CARD.parent),
     }
     scores = ""
-    for folder in (path.parent, Path(options["log_dir"]), Path("logs")):
-        if (file := folder / "evaluation.json").is_file() and file.stat().st_size:
-            found = json.loads(file.read_text())
-            if (found.get("run_id"), found.get("step")) == (saved["run_id"], saved["step"]):
-                results = [Result(**result) for result in found["results"]]
-                scores = f"## Scores\n\n```\n{format_table(results, shape.size or 'gpt2')}\n```\n\n"
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
-    name = path.resolve().parent.parent.name
-    return CARD.read_text().format(name=name, table=table, scores=scores)
+    if results := read_scores(path, saved):
+        scores = f"## Scores\n\n```\n{format_table(results, shape.size or 'gpt2')}\n```\n\n"
+    return CARD.read_text(encoding="utf-8").format(
+        name=path.resolve().parent.parent.name,
+        table="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value),
+        scores=scores,
+        inputs=CHAT_INPUTS if is_chat else TEXT_INPUTS,
+    )
 
 
 def import_model(config: ConvertConfig) -> None:

@@ -5,8 +5,9 @@
     torchrun --standalone --nproc_per_node=8 evaluate.py --tasks hellaswag lambada cbt_cn cbt_ne
     python evaluate.py --checkpoint runs/sft --tasks questions.jsonl    # rows of prompt and answer
 
-Prints a table with standard errors, beside published values of OpenAI's GPT-2, and writes it as
-JSON. Neither the batch size nor the number of processes changes the number of correct answers.
+Prints a table with standard errors, beside published values of OpenAI's GPT-2, and writes the
+results of each task as JSON beside the checkpoint: model_best_hellaswag.json. Neither the batch
+size nor the number of processes changes the number of correct answers.
 """
 
 import json
@@ -24,12 +25,13 @@ from data.tokenizer import load_tokenizer
 from evaluation.periodic import read_on_all
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table
-from evaluation.tasks import Result, TaskScores, find_tasks
+from evaluation.tasks import Result, TaskScores, check_numbers, find_tasks
+from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder
 from model.packed import for_inference
-from training.checkpoint import open_model
+from training.checkpoint import find_checkpoint, open_model
 from utils import distributed
 from utils.cli import run
 from utils.devices import pick_dtype
@@ -71,14 +73,16 @@ class EvalConfig:
     """Ask questions as in a chat; on for a model that finetune.py taught to."""
     batch_size: int = 16
     """Examples in a forward pass."""
-    out: Path = Path("logs/evaluation.json")
-    """JSON file for the table, replaced each time."""
+    out: Path | None = None
+    """JSON file for all results; default: one for each task beside the checkpoint, as in
+    model_best_val.json, for a Hugging Face model in logs. Replaced each time."""
     dump: Path | None = None
     """JSON lines file with one row per example and protocol, replaced each time."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Dtype of matmuls; auto: bfloat16 where it is faster, float16 on old GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of matmuls. auto, as in training: bfloat16 where it is faster, float16 on old GPUs;
+    float32: all of its bits, also on GPUs (no TF32), to compare with lm-evaluation-harness."""
 
 
 def check(config: EvalConfig) -> None:
@@ -90,9 +94,23 @@ def check(config: EvalConfig) -> None:
             raise UserError(f"--tasks has no {task}: val, {', '.join(TASKS)} or FILE.jsonl")
     if len(config.data) not in (0, count := sum(task in TASKS for task in config.tasks)):
         raise UserError(f"--data has {len(config.data)} files for {count} benchmarks")
-    for path in filter(None, (config.out, config.dump)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        open(path, "a").close()  # raises OSError now, not after hours of scoring
+
+
+def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict[str, Path]:
+    """Return the JSON file of each task: --out, or one of its name beside the checkpoint, in logs
+    for a Hugging Face model `name`."""
+    if config.out:
+        return dict.fromkeys(config.tasks, config.out)
+    model = Path("logs", Path(name).resolve().name)
+    if checkpoint:
+        model = checkpoint.with_suffix("")
+    return {task: Path(f"{model}_{Path(task).stem}.json") for task in config.tasks}
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError now, not after hours of scoring, for a file that cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    open(path, "a").close()
 
 
 def open_validation(config: EvalConfig, scorer: ItemScorer, saved: dict) -> Job:
@@ -103,14 +121,21 @@ def open_validation(config: EvalConfig, scorer: ItemScorer, saved: dict) -> Job:
     val, wanted = Mixture(folders, "val", scorer.model.config.block_size), scorer.tokenizer.name
     if (found := val.stream.tokenizer_name) != wanted:
         raise UserError(f"{folders[0]} holds {found} tokens, the model takes {wanted}")
+    for name, part in zip(val.names, val.parts, strict=True):
+        if len(part) * part.block_size < config.val_tokens:
+            scorer.process.print(too_few_tokens(name, part, config.val_tokens))
 
     def score() -> TaskScores:
+        counts = [part.count_within(config.val_tokens) * part.block_size for part in val.parts]
+        scores = [scorer.validation_loss(part, config.val_tokens) for part in val.parts]
+        corpora = list(zip(val.names, counts, scores, strict=True))
+        if len(corpora) > 1:
+            corpora.append(("weighted mean", sum(counts), weighted_mean(scores, val.weights)))
         results = []
-        for corpus, part in zip(val.names, val.parts, strict=True):
-            n = part.count_within(config.val_tokens) * part.block_size
-            scores = scorer.validation_loss(part, config.val_tokens)
-            scores["perplexity"] = math.exp(scores["loss"])
-            results += [Result("val", corpus, metric, n, x) for metric, x in scores.items()]
+        for corpus, n, values in corpora:
+            check_numbers([values["loss"]])
+            metrics = {**values, "perplexity": math.exp(values["loss"])}
+            results += [Result("val", corpus, metric, n, x) for metric, x in metrics.items()]
         return results, []
 
     return score
@@ -139,7 +164,8 @@ def main(config: EvalConfig) -> None:
     check(config)
     name = str(config.model or config.checkpoint or "checkpoints")
     process = distributed.start(config.device)
-    model, tokenizer, saved = open_model(name, exact=True)
+    checkpoint = find_checkpoint(name)
+    model, tokenizer, saved = open_model(checkpoint or name, exact=True)
     config.chat = config.chat or is_chat(saved, name, tokenizer)
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     scorer = ItemScorer(model, load_tokenizer(tokenizer), process, dtype, config.batch_size)
@@ -147,24 +173,34 @@ def main(config: EvalConfig) -> None:
     for task in config.tasks:  # open all before the first forward pass: a mistake costs no time
         path = next(paths, None) if task in TASKS else None
         jobs[task] = open_task(task, path, config, scorer, saved)
+    outputs = output_paths(config, name, checkpoint)
+    for path in (*outputs.values(), config.dump):
+        if path and process.is_main:
+            check_writable(path)
     for_inference(model.to(process.device), process.device, dtype, rows=2048)
-    results, examples = [], []
+    header = {key: saved[key] for key in ("run_id", "step") if key in saved}
+    header |= {"model": name, "dtype": str(dtype).removeprefix("torch.")}
+    results, examples, left_out = [], [], []
     for task, job in jobs.items():
         try:
             with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
                 scorer.progress = bar.update
                 found, more = job()
-            results, examples = results + found, examples + more
         except UserError as error:
-            process.print(f"{task} is left out: {error}")
+            left_out.append(f"{task} is left out: {error}")
+            continue
+        results, examples = results + found, examples + more
+        if process.is_main:  # at once, so that an end before the last task loses none
+            rows = results if config.out else found
+            content = {**header, "results": [row._asdict() for row in rows]}
+            outputs[task].write_text(json.dumps(content, indent=1))
+    if not results:
+        raise UserError("; ".join(left_out))
     if process.is_main:
-        about = {key: saved[key] for key in ("run_id", "step") if key in saved}
-        about |= {"model": name, "dtype": str(dtype).removeprefix("torch.")}
-        about["results"] = [result._asdict() for result in results]
-        config.out.write_text(json.dumps(about, indent=1))
         if config.dump:
             config.dump.write_text("".join(f"{json.dumps(example)}\n" for example in examples))
-        print(format_table(results, model.config.size or "gpt2"))
+        print(format_table(results, model.config.size or "gpt2"), *left_out, sep="\n")
+        print(f"wrote {', '.join(map(str, dict.fromkeys(outputs.values())))}")
     distributed.stop()
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     evaluator = Evaluator(config, model, val, process, dtype)
     about = {"script": "train.py", "tokenizer": train.stream.tokenizer}
     about |= {"train_tokens": len(train.stream), "data_digest": train.stream.digest}
-    about |= {"corpus": " + ".join(train.names)}
+    about |= {"corpus": train.title}
     run.open_log(model, about)
     describe(run, model, train, slicing)
     saver = Saver(config, model, optimizers, about, process, run.logger.print)

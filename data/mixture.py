@@ -104,6 +104,15 @@ class Mixture:
             ranks[self.places == i] = np.arange(share)
         return ranks
 
+    @property
+    def title(self) -> str:
+        """Names of the corpora, of several with their shares."""
+        if len(self.names) == 1:
+            return self.names[0]
+        names = [Path(name).name for name in self.names]
+        shares = [f"{100 * weight:.4g} %" for weight in self.weights]
+        return ", ".join(f"{x} of {y}" for x, y in zip(shares, names, strict=True))
+
     def epochs(self, tokens: int) -> float:
         """Return how often `tokens` tokens of training see the corpus that they see most often."""
         pairs = zip(self.weights, self.parts, strict=True)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import harness_model
 import hub
@@ -12,6 +13,7 @@ from conftest import SHARED, environment, script, torchrun
 from pyarrow import parquet
 from record_harness import with_all_fields
 
+import evaluate
 from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.tasks import find_tasks
@@ -50,6 +52,7 @@ def scored(exported, shards):
     tasks = ["--tasks", "val", "hellaswag", "lambada", "cbt_cn", "--data_dir", shards]
     data = ["--data", exported / "h.jsonl", exported / "l.jsonl", exported / "c.txt"]
     args = ["evaluate.py", "--model", exported, *tasks, *data, "--val_tokens", 8192]
+    args += ["--dtype", "float32"]
     out = ["--out", exported / "1.json", "--dump", exported / "1.jsonl"]
     return args, script(*args, *out).stdout, exported
 
@@ -86,12 +89,56 @@ def test_batches_and_processes_change_no_figure(scored, tmp_path, batch_size):
 def test_a_checkpoint_is_scored_on_the_shards_it_was_trained_on(trained, tmp_path):
     path = trained / "checkpoints" / "model_best.pt"
     args = ["evaluate.py", "--checkpoint", path, "--tasks", "val", "--val_tokens", 4096]
-    script(*args, "--out", tmp_path / "e.json", "--device", "cpu")
+    script(*args, "--out", tmp_path / "e.json", "--device", "cpu", "--dtype", "float32")
     found = {r["metric"]: r for r in json.loads((tmp_path / "e.json").read_text())["results"]}
     rows = [json.loads(line) for line in (trained / "logs" / "metrics.jsonl").open()]
     best = min(row["loss"] for row in rows if row["split"] == "val")
     assert found["loss"]["value"] == pytest.approx(best, rel=1e-6)
     assert found["loss"]["n"] == 4096 and {"perplexity", "bits_per_byte"} <= set(found)
+
+
+def test_each_task_has_a_file_beside_the_checkpoint_and_the_model_card_gathers_them(
+    trained, exported, tmp_path
+):
+    best = tmp_path / "run" / "checkpoints" / "model_best.pt"
+    best.parent.mkdir(parents=True)
+    shutil.copy(trained / "checkpoints" / "model_best.pt", best)
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    for tasks in (["val"], ["cbt_cn", tmp_path / "sums.jsonl", "--data", exported / "c.txt"]):
+        options = ["--val_tokens", 10**8, "--num_samples", 0, "--limit", 3, "--max_new_tokens", 8]
+        done = script("evaluate.py", "--checkpoint", tmp_path / "run", "--tasks", *tasks, *options)
+        if tasks == ["val"]:
+            assert "tokens, fewer than --val_tokens 100,000,000" in done.stdout
+            (before,) = best.parent.glob("*.json")
+    names = {path.name for path in best.parent.glob("*.json")}
+    assert names == {"model_best_val.json", "model_best_cbt_cn.json", "model_best_sums.json"}
+    assert {task for task, *_ in results(before)} == {"val"}
+    assert json.loads(before.read_text())["dtype"] in ("float32", "bfloat16")
+    script("convert.py", "--checkpoint", best, "--out", tmp_path / "hf")
+    card = (tmp_path / "hf" / "README.md").read_text()
+    for words in ("bits_per_byte", "from the blank", "exact match"):
+        assert words in card
+
+
+def test_results_of_a_model_of_others_lie_in_logs():
+    config = evaluate.EvalConfig(model="me/gpt-1.5", tasks=("val", "data/sums.jsonl"))
+    outputs = evaluate.output_paths(config, "me/gpt-1.5", None)
+    assert [str(x) for x in outputs.values()] == [
+        "logs/gpt-1.5_val.json",
+        "logs/gpt-1.5_sums.json",
+    ]
+
+
+def test_a_model_of_nan_gets_no_scores(exported, shards, tmp_path):
+    broken = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32))
+    broken.transformer.wte.weight.data.fill_(torch.nan)
+    save_pretrained(broken, tmp_path / "hf")
+    save_tokenizer(load_tokenizer("bytes"), tmp_path / "hf", 128)
+    tasks = ["--tasks", "val", "hellaswag", "--data", exported / "h.jsonl", "--data_dir", shards]
+    out = ["--out", tmp_path / "e.json", "--val_tokens", 128]
+    done = script("evaluate.py", "--model", tmp_path / "hf", *tasks, *out, code=2)
+    assert done.stderr.count("is left out: the model gives NaN") == 2
+    assert not (tmp_path / "e.json").read_text()
 
 
 def test_a_task_that_does_not_fit_the_context_is_left_out(exported, tmp_path):
@@ -141,7 +188,8 @@ def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
             file.write(json.dumps(with_all_fields(row)) + "\n")
     args = ["--tasks", "hellaswag", "lambada", "--protocols", "lm-eval", "--data", full]
     args += [SHARED / "data" / "lambada_test_1000.jsonl", "--out", tmp_path / "e.json"]
-    script("evaluate.py", "--model", tmp_path / "model", *args, "--limit", limit, "--device", "cpu")
+    options = ["--limit", limit, "--device", "cpu", "--dtype", "float32"]
+    script("evaluate.py", "--model", tmp_path / "model", *args, *options)
     found = results(tmp_path / "e.json")
     assert found["hellaswag", "lm-eval", "acc"] == expected["acc"]
     assert found["hellaswag", "lm-eval", "acc_norm"] == expected["acc_norm"]

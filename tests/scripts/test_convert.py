@@ -1,10 +1,13 @@
 import json
+import re
+import subprocess
 
 import hub
 import pytest
 import torch
 from conftest import bad, environment, folders, losses, script, train_args, weights
 
+from convert import commit_of, export, model_card
 from model.huggingface import load_pretrained
 from training.checkpoint import join_float32, load_checkpoint, load_model
 
@@ -75,6 +78,54 @@ def test_other_scripts_read_the_folder(shards, trained, exported, tmp_path):
     assert f"# {trained.name}\n" in card and "| began from | random weights |" in card
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"corpus": "75 % of a, 25 % of c"}, ["| data | 75 % of a, 25 % of c |"]),
+        (
+            {"corpus": None, "data": "/home/me/chat.jsonl", "init_from": "/home/me/hf"},
+            ["| data | chat.jsonl |", "| began from | hf |"],
+        ),
+        (
+            {"init_from": "/home/me/runs/sft/checkpoints/model_best.pt"},
+            ["| began from | sft |"],
+        ),
+        ({"init_from": "HuggingFaceTB/SmolLM2"}, ["| began from | HuggingFaceTB/SmolLM2 |"]),
+    ],
+)
+def test_a_model_card_names_no_folder_of_this_machine(trained, changes, rows):
+    path = trained / "checkpoints" / "model_best.pt"
+    model, saved = load_model(path)
+    corpus = changes.pop("corpus", "shards")
+    saved = {**saved, "corpus": corpus, "config": {**saved["config"], **changes}}
+    card = model_card(model, "bytes", saved, path, is_chat=False)
+    assert all(row in card for row in rows) and "/home/me" not in card
+
+
+def test_the_commit_is_found_where_the_path_has_a_space(tmp_path):
+    folder = tmp_path / "my code"
+    identity = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
+    commit = ["commit", "-q", "--allow-empty", "-m", "Begin"]
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    assert commit_of(folder) is None
+    subprocess.run(["git", "-C", folder, *identity, *commit], check=True)
+    assert re.fullmatch("[0-9a-f]{7,}", commit_of(folder))
+    assert commit_of(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
+    path, hf = trained / "checkpoints" / "model_best.pt", tmp_path / "hf"
+    model, saved = load_model(path)
+    if is_chat:
+        saved["config"]["plain"] = False
+    export(model, "bytes", saved, path, hf)
+    code = re.search("```python\n(.*?)```", (hf / "README.md").read_text(), re.DOTALL)[1]
+    assert ("apply_chat_template" in code) == is_chat
+    code = code.replace("USER/NAME", str(hf)).replace("max_new_tokens=50", "max_new_tokens=2")
+    exec(code, {"print": lambda text: text.encode()})
+
+
 def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
     last = trained / "checkpoints" / "model_last.pt"
     out = tmp_path / "x.pt"
@@ -85,6 +136,7 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (["convert.py", "--checkpoint", last, "--out", exported], "exists already; choose another"),
         (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "Not a directory"),
         (["convert.py", "--checkpoint", tmp_path, "--out", out], "holds no checkpoint"),
+        (["convert.py", "--checkpoint", exported, "--out", out], "is no checkpoint of this"),
         (["convert.py", "--model", exported, "--out", tmp_path / "x"], "must end in .pt"),
         (["sample.py", "--model", tmp_path / "none"], "none"),
         (["train.py", "--dry_run", "--init_from", tmp_path], "holds no checkpoint"),
