@@ -23,13 +23,17 @@ def check_schedule(name: str) -> None:
         raise UserError(f"--schedule {name} is none of {', '.join(SCHEDULES)}{hint}")
 
 
+def warmup_length(options: OptimizerOptions) -> int:
+    """Return --warmup_steps, but at most half of all updates, so that some are left to decay."""
+    return min(options.warmup_steps, (options.last_update + 1) // 2)
+
+
 def learning_rate(step: int, options: OptimizerOptions) -> float:
     """Return the learning rate of update `step`, which counts from 0. Linear warmup to max_lr at
-    step == warmup_steps, constant until the decay begins, then decay to exactly min_lr at update
+    the end of warmup, constant until the decay begins, then decay to exactly min_lr at update
     `last_update`."""
-    max_lr, min_lr, warmup, last = (
-        getattr(options, name) for name in ("max_lr", "min_lr", "warmup_steps", "last_update")
-    )
+    max_lr, min_lr, last = options.max_lr, options.min_lr, options.last_update
+    warmup = warmup_length(options)
     if step < warmup:
         return max_lr * (step + 1) / (warmup + 1)
     remaining, share = SCHEDULES[options.schedule]

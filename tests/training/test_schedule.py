@@ -35,9 +35,16 @@ def test_wsd_is_constant_then_linear_in_the_last_fifth():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_runs_of_one_step_or_shorter_than_warmup(schedule):
+def test_a_run_of_one_step_has_the_rate_after_warmup(schedule):
     assert learning_rate(0, options(schedule=schedule, max_steps=1)) == 1.0
-    assert learning_rate(3, options(schedule=schedule, max_steps=5, warmup_steps=10)) < 1.0
+    assert learning_rate(0, options(schedule=schedule, max_steps=1, warmup_steps=9)) == 1.0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_half_of_a_run_that_is_shorter_than_its_warmup_decays(schedule):
+    run = options(schedule=schedule, max_steps=100, warmup_steps=715)
+    rates = [learning_rate(step, run) for step in range(100)]
+    assert rates[:51] == sorted(rates[:51]) and rates[50] == 1.0 and rates[-1] == 0.0
 
 
 def test_the_rate_reaches_its_end_at_the_last_update_of_a_run_that_counts_others():
