@@ -13,6 +13,7 @@ that of the whole model: a file resumes on any number of processes.
 
 import contextlib
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -140,10 +141,24 @@ def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tup
 # the checkpoints of a folder
 
 
+def numbered(folder: Path) -> list[Path]:
+    """Return a folder's numbered checkpoints by step, the newest first."""
+    steps = {path: re.fullmatch(r"model_step_(\d+)", path.stem) for path in folder.glob("*.pt")}
+    paths = [path for path, match in steps.items() if match]
+    return sorted(paths, key=lambda path: int(steps[path][1]), reverse=True)
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder in the order in which they are resumed: the last, the
+    numbered ones, the best."""
+    paths = [folder / LAST, *numbered(folder), folder / BEST]
+    return [path for path in paths if path.exists()]
+
+
 def find_newest(folder: Path) -> Path | None:
-    """Return a folder's checkpoint to resume: last, else newest numbered, else best, or None."""
-    found = [folder / BEST, *sorted(folder.glob("model_step_*.pt")), folder / LAST]
-    return next((path for path in reversed(found) if path.exists()), None)
+    """Return a folder's checkpoint to resume, or None."""
+    paths = newest_first(folder)
+    return paths[0] if paths else None
 
 
 def checkpoint_folder(path: Path) -> Path:

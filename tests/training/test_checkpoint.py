@@ -151,7 +151,8 @@ def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, p
 
 def test_newest_is_the_last_else_the_highest_number_else_the_best(tmp_path):
     assert find_newest(tmp_path) is None
-    for name in (BEST, "model_step_000020.pt", "model_step_000100.pt", "model_last.pt"):
+    numbered = ("model_step_000020.pt", "model_step_999999.pt", "model_step_1000000.pt")
+    for name in (BEST, *numbered, "model_last.pt"):
         (tmp_path / name).touch()
         assert find_newest(tmp_path).name == name
 
