@@ -17,6 +17,8 @@ from utils.gpus import NAMED_GPUS
 
 # options of one start of a script, which the next start does not take over
 PER_LAUNCH = ("config", "resume", "overwrite", "dry_run")
+# options that follow from others where nobody gives them; the next start derives them again
+DERIVED = ("log_dir", "max_lr", "min_lr", "weight_decay", "schedule", "warmup_steps")
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
 
@@ -125,8 +127,9 @@ class RunOptions:
 
     checkpoint_dir: Path = Path("checkpoints")
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
-    log_dir: Path = Path("logs")
-    """Folder for metrics.jsonl, samples.txt, config.json and log_plot.png."""
+    log_dir: Path | None = None
+    """Folder for metrics.jsonl, samples.txt, config.json and log_plot.png; default: logs, beside a
+    --checkpoint_dir named checkpoints, else in it."""
     config: Path | None = None
     """Options from a .toml file (see configs/) or a run's config.json; the command line wins."""
     resume: str | None = None
@@ -196,7 +199,7 @@ class OptimizerOptions:
     min_lr: float | None = None
     """Learning rate of the last step; gpt2: a tenth of --max_lr, modern: 0."""
     warmup_steps: int | None = None
-    """Steps of linear warmup; default: 715, but at most a tenth of --max_steps."""
+    """Steps of linear warmup, at most half of --max_steps; default: 715, at most a tenth."""
     schedule: str | None = None
     """Decay after warmup: cosine, linear, or wsd (constant, then linear in the last fifth)."""
     weight_decay: float | None = None
@@ -287,8 +290,12 @@ class TrainConfig(
     that names every field. Raises UserError for the first option out of range."""
 
     parsed_recipe: Recipe = field(init=False, repr=False, compare=False)
+    derived: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.derived = not_given(self)
+        if self.log_dir is None:
+            self.log_dir = log_folder(self.checkpoint_dir)
         self.parsed_recipe = recipe = parse_recipe(self.recipe)
         self.recipe = str(recipe)
         for name in ("max_lr", "weight_decay", "schedule"):
@@ -352,6 +359,17 @@ class TrainConfig(
                 f"{micro:,}: give {fitting:,}, or another --micro_batch_size"
             )
         return self.total_batch_size // self.block_size
+
+
+def not_given(options: RunOptions) -> list[str]:
+    """Return the names of the options that are still to be derived."""
+    return [name for name in DERIVED if getattr(options, name) is None]
+
+
+def log_folder(checkpoint_dir: Path) -> Path:
+    """Return the folder of the log that belongs to a folder of checkpoints."""
+    inside = checkpoint_dir.name != "checkpoints"
+    return (checkpoint_dir if inside else checkpoint_dir.parent) / "logs"
 
 
 def check_run_options(options: OptimizerOptions) -> None:

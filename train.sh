@@ -27,7 +27,7 @@ if [ "$demo" ]; then
     exit 2 ;;
   esac
   run=runs/demo
-  set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints --log_dir $run/logs \
+  set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints \
     --recipe speedrun --n_layer 4 --n_head 4 --n_embd 192 --block_size 128 --micro_batch_size 16 \
     --total_batch_size 2048 --max_steps 1100 --warmup_steps 50 --beta2 0.99 \
     --eval_every 100 --val_tokens 131072 --save_every 300 --sample_every 0 "$@"

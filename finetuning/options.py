@@ -1,7 +1,7 @@
 """Options of finetune.py: the groups that it shares with train.py, with defaults of its own."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,8 @@ from config import (
     SaveOptions,
     check_ranges,
     check_run_options,
+    log_folder,
+    not_given,
 )
 from data.loader import Slicing
 from utils.cli import flag_value
@@ -37,8 +39,6 @@ class FileOptions(RunOptions):
     """Train on plain text: prompts and completions without User: and Assistant:."""
     checkpoint_dir: Path | None = None
     """Folder for checkpoints; default: runs/METHOD/checkpoints."""
-    log_dir: Path | None = None
-    """Folder for metrics.jsonl, samples.txt and config.json; default: runs/METHOD/logs."""
 
 
 @dataclass
@@ -94,15 +94,17 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
     eval_every: int = 50
     save_every: int = 100
     sample_every: int = 10
+    derived: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.derived = not_given(self)
         for name in ("method", "init_from", "data"):
             if getattr(self, name) is None:
                 raise UserError(f"give --{name}; --help says what it takes")
         if self.method == "grpo" and self.reward is None:
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
         self.checkpoint_dir = self.checkpoint_dir or Path(f"runs/{self.method}/checkpoints")
-        self.log_dir = self.log_dir or Path(f"runs/{self.method}/logs")
+        self.log_dir = self.log_dir or log_folder(self.checkpoint_dir)
         if self.max_lr is None:  # those of trl
             self.max_lr = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}[self.method]
         check_ranges(self, "group_size", 2)

@@ -44,8 +44,8 @@ def main() -> None:
     text = Path(path).read_bytes()
     data_dir = RUN / f"data-{hashlib.sha256(text).hexdigest()[:8]}"  # other texts have others
     write_shards(text, data_dir)
-    folders = ["--checkpoint_dir", RUN / "checkpoints", "--log_dir", RUN / "logs"]
-    command = [sys.executable, ROOT / "train.py", "--data_dir", data_dir, *folders]
+    folders = ["--data_dir", data_dir, "--checkpoint_dir", RUN / "checkpoints"]
+    command = [sys.executable, ROOT / "train.py", *folders]
     seconds_to_target, loss = None, None
     pipes = {"stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, *SETTINGS.split(), *flags], **pipes) as run:

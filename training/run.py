@@ -15,14 +15,14 @@ from typing import TypeVar
 
 import torch
 
-from config import RunOptions
+from config import RunOptions, log_folder
 from data.tokenizer import tokenizer_name
 from model.gpt import GPT
 from training import checkpoint as ckpt
-from training.checkpoint import find_newest, load_checkpoint
+from training.checkpoint import find_newest, load_checkpoint, newest_first
 from training.parallel import load_optimizer_state
 from training.saver import finish_writing
-from training.schedule import check_schedule
+from training.schedule import check_schedule, warmup_length
 from training.state import TrainState
 from utils import distributed
 from utils.cli import flag_value, named_flags, parse, to_flags
@@ -32,6 +32,7 @@ from utils.errors import UserError
 from utils.files import atomic_write, check_space, lock_folder
 from utils.gpus import NAMED_GPUS
 from utils.logger import CONFIG, PICTURE, Logger, Tracker, logged_run
+from utils.metrics import copy_log
 from utils.signals import StopSignal
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -42,13 +43,14 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
     flags = sys.argv[1:]
     if file := flag_value(flags, "config"):
         flags = [*to_flags(read_options(Path(file).expanduser())), *flags]
-    own = {name for name, _ in named_flags(flags)}
     path, saved = find_resumed(config_class, flags), None
     if path:
         saved = load_checkpoint(path)
         if saved["script"] != script:
             raise UserError(f"{path} is of {saved['script']}: begin from it by --init_from {path}")
-        flags = [*to_flags(saved["config"]), "--checkpoint_dir", str(path.parent), *flags]
+        # its folders are not taken over: it may have been copied or moved
+        folders = {"checkpoint_dir": path.parent, "log_dir": None}
+        flags = [*to_flags(given_options(saved) | folders), *flags]
     config = parse(config_class, flags)
     config.resume = str(path) if path else None
     check_schedule(config.schedule)
@@ -65,19 +67,28 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
     on_gpu = config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
     if "use_torch_compile" not in given:
         config.use_torch_compile = on_gpu
-    if on_gpu and script == "train.py" and "micro_batch_size" not in own:
+        config.derived.append("use_torch_compile")
+    if "micro_batch_size" not in given and on_gpu and script == "train.py":
         config.micro_batch_size = "auto"
+    if "micro_batch_size" not in given or (on_gpu and config.micro_batch_size == "auto"):
+        config.derived.append("micro_batch_size")
     if saved and saved["step"] > config.max_steps:
         raise UserError(f"{path} is at step {saved['step']}, after --max_steps {config.max_steps}")
     return config, saved
+
+
+def given_options(content: dict) -> dict:
+    """Return the options in a checkpoint or config.json, without those to be derived again."""
+    derived = content["derived"]
+    return {name: value for name, value in content["config"].items() if name not in derived}
 
 
 def read_options(path: Path) -> dict:
     """Return the options in a .toml file, or those of a run in its config.json."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)["config"]
-    except Exception as error:
+        return tomllib.loads(text) if path.suffix == ".toml" else given_options(json.loads(text))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"--config {path} is no .toml and no run's config.json: {reason}"
@@ -90,7 +101,11 @@ def find_resumed(config_class: type[RunOptions], flags: list[str]) -> Path | Non
     if resume is None:
         return None
     if resume == "auto":
-        return find_newest(config_class.checkpoint_folder(flags))
+        folder = config_class.checkpoint_folder(flags)
+        newest = find_newest(folder)
+        if newest is None and distributed.launched("RANK") == 0:
+            print(f"no checkpoint in {folder}: a new run", flush=True)
+        return newest
     path = Path(resume).expanduser()
     if path.is_dir() and not (path := find_newest(ckpt.checkpoint_folder(path))):
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
@@ -101,11 +116,11 @@ def check_folders(config: RunOptions, saved: dict | None) -> None:
     """Raise UserError if the run would write over another's files, or over its own later ones."""
     run_id, step = (saved["run_id"], saved["step"]) if saved else (None, 0)
     folder, log, name = config.checkpoint_dir, logged_run(config.log_dir), "checkpoint_dir"
-    held = load_checkpoint(newest) if (newest := find_newest(folder)) else None
+    held = newest_readable(folder)
     if held and held["run_id"] != run_id:
         found = f"{folder} holds the checkpoints of another run"
     elif held and held["step"] > step:
-        found = f"{newest} is at step {held['step']}, after step {step}"
+        found = f"{folder} holds a checkpoint of step {held['step']}, after step {step}"
     elif log is not None and log.get("run_id", "") != run_id and not begins_anew(config):
         found, name = f"{config.log_dir} holds the log of another run", "log_dir"
     else:
@@ -113,6 +128,37 @@ def check_folders(config: RunOptions, saved: dict | None) -> None:
     if not config.overwrite:
         ways = f"give another --{name}, or --overwrite it"
         raise UserError(f"{found}; continue it with --resume auto, {ways}")
+
+
+def newest_readable(folder: Path) -> dict | None:
+    """Return the newest checkpoint of a folder that is not damaged, None without one."""
+    for path in newest_first(folder):
+        with contextlib.suppress(UserError):
+            return load_checkpoint(path)
+    return None
+
+
+def remove_checkpoints(folder: Path, state: TrainState) -> None:
+    """Remove the checkpoints of other runs and of later steps, and damaged ones."""
+    for path in newest_first(folder):
+        try:
+            saved = load_checkpoint(path)
+            keep = saved["run_id"] == state.run_id and saved["step"] <= state.step
+        except UserError:
+            keep = False
+        if not keep:
+            path.unlink()
+
+
+def find_log(config: RunOptions, saved: dict) -> Path | None:
+    """Return the folder with the log of the run that is resumed, None without one: it belongs to
+    the folder of the checkpoint, unless that was moved alone or --log_dir was given."""
+    beside = log_folder(Path(config.resume).parent)
+    for folder in (config.log_dir, beside, Path(saved["config"]["log_dir"])):
+        log = logged_run(folder)
+        if log and log.get("run_id") == saved["run_id"]:
+            return folder
+    return None
 
 
 def begins_anew(config: RunOptions) -> bool:
@@ -137,6 +183,8 @@ class Run:
     """Dtype of matmuls."""
     state: TrainState
     start_step: int
+    log_before: Path | None = None
+    """Folder with the log of the run that is resumed; None without one, or for a new run."""
     stopping: bool = False
     """True once a process was told to stop."""
     logger: Logger = field(init=False)
@@ -176,7 +224,8 @@ class Run:
         about = ", ".join(f"{k} {v}" for k, v in describe(process.device).items())
         process.print(f"{about}, matmuls {dtype}")
         config.dtype = str(dtype).removeprefix("torch.")  # kept by a resumed run
-        return cls(config, saved, process, dtype, state, state.step)
+        log_before = find_log(config, saved) if saved else None
+        return cls(config, saved, process, dtype, state, state.step, log_before)
 
     @property
     def ended(self) -> bool:
@@ -193,26 +242,36 @@ class Run:
 
     def open_log(self, model: GPT, about: dict) -> None:
         """Open the log and write config.json with the entries `about`; first remove the checkpoints
-        that --overwrite replaces, and see that the disk has room for three."""
+        that --overwrite replaces, and see that the disk has room for three. In another folder a
+        resumed run begins with a copy of its log up to its step."""
         config, state, trackers = self.config, self.state, []
-        anew = begins_anew(config)
+        warmup = warmup_length(config)
+        if warmup < config.warmup_steps:
+            self.process.print(
+                f"warning: --warmup_steps {config.warmup_steps} is more than half of the "
+                f"{config.max_steps} steps: the learning rate rises for {warmup}"
+            )
         if self.process.is_main:
-            for path in config.checkpoint_dir.glob("model_*.pt") if config.overwrite else ():
-                old = load_checkpoint(path)
-                if old["run_id"] != state.run_id or old["step"] > state.step:
-                    path.unlink()
+            if config.overwrite:
+                remove_checkpoints(config.checkpoint_dir, state)
+            if self.log_before not in (None, config.log_dir):
+                copy_log(self.log_before, config.log_dir, state.step)
             held = sum(path.stat().st_size for path in config.checkpoint_dir.glob("model_*.pt"))
             need = 3 * 12 * model.num_parameters() - held
             check_space(config.checkpoint_dir, need, "saving this run")
             trackers = open_trackers(config, state)
-        sizes = {"start": state.step, "total": config.max_steps, "overwrite": anew}
         self.logger = Logger(
-            config.log_dir, is_main=self.process.is_main, trackers=trackers, **sizes
+            config.log_dir,
+            start=state.step,
+            total=config.max_steps,
+            is_main=self.process.is_main,
+            overwrite=self.log_before is None,  # that of another run, which check_folders allows
+            trackers=trackers,
         )
         if self.process.is_main:
             content = {"command": sys.argv, "run_id": state.run_id, **about}
             content["tokenizer"] = tokenizer_name(about["tokenizer"])
-            content["config"] = config.to_dict()
+            content["config"], content["derived"] = config.to_dict(), config.derived
             content["model_config"] = asdict(model.config)
             content["versions"] = describe(self.process.device)
             with atomic_write(config.log_dir / CONFIG) as file:

@@ -9,7 +9,7 @@ import torch
 
 from config import RunOptions
 from model.gpt import GPT
-from training.checkpoint import LAST, NUMBERED, assemble, first_line
+from training.checkpoint import LAST, NUMBERED, assemble, first_line, numbered
 from training.parallel import gather_state
 from training.state import PATIENCE, TrainState
 from utils.distributed import Process
@@ -39,7 +39,7 @@ def keep_numbered(folder: Path, step: int, keep: int) -> None:
     if keep:
         # model_last.pt is replaced, never rewritten
         link_or_copy(folder / LAST, folder / NUMBERED.format(step))
-        for path in sorted(folder.glob("model_step_*.pt"))[:-keep]:
+        for path in numbered(folder)[keep:]:
             path.unlink()
         sync_folder(folder)
 
@@ -76,6 +76,7 @@ class Saver:
         if self.process.is_main:
             entries = {
                 "config": self.config.to_dict(),
+                "derived": self.config.derived,
                 "model_config": asdict(self.model.config),
                 **self.about,
                 **state.to_checkpoint(),

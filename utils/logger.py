@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ class Tracker(Protocol):
 class Logger:
     """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`. With
     `overwrite` the files begin empty. Otherwise rows come after one that marks the step `start`,
-    and read_metrics drops the earlier rows of later steps. `trackers` get all numbers."""
+    and read_metrics drops the earlier rows of later steps; their samples are removed. `trackers`
+    get all numbers."""
 
     def __init__(
         self,
@@ -45,8 +47,10 @@ class Logger:
         path, mode = folder / METRICS, "w" if overwrite else "a"
         folder.mkdir(parents=True, exist_ok=True)
         resuming = path.exists() and not overwrite
+        self.last_sample = 0  # step of the newest one in samples.txt at the start
         if resuming:  # a killed process may have left half a row
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            self.last_sample = cut_samples(folder / SAMPLES, start)
         self.file = open(path, mode, buffering=1, encoding="utf-8")
         self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
         if resuming:
@@ -99,8 +103,8 @@ class Logger:
         self.print(f"step {step} skipped: {reason}")
 
     def log_sample(self, text: str, step: int) -> None:
-        """Append a generated text to samples.txt."""
-        if self.is_main:
+        """Append a generated text to samples.txt, unless one of its step was there at the start."""
+        if self.is_main and step > self.last_sample:
             self.samples.write(f"--- step {step}\n{text}\n")
 
     def print(self, message: str) -> None:
@@ -119,6 +123,18 @@ class Logger:
                 output.close()
             for tracker in self.trackers:
                 tracker.finish()
+
+
+def cut_samples(path: Path, step: int) -> int:
+    """Remove the samples of later steps from a samples.txt; return the step of the newest left."""
+    newest = 0
+    data = path.read_bytes() if path.exists() else b""
+    for head in re.finditer(rb"^--- step (\d+)$", data, re.MULTILINE):
+        if int(head[1]) > step:
+            os.truncate(path, head.start())
+            break
+        newest = int(head[1])
+    return newest
 
 
 def logged_run(folder: Path) -> dict | None:

@@ -1,10 +1,12 @@
-"""Reading of a metrics.jsonl, which utils/logger.py writes."""
+"""Reading and copying of a metrics.jsonl, which utils/logger.py writes."""
 
 import json
+import shutil
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.logger import METRICS
+from utils.files import atomic_write
+from utils.logger import METRICS, SAMPLES
 
 
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
@@ -30,3 +32,13 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
             else:
                 splits.setdefault(split, {})[step] = row
     return {split: [rows[s] for s in sorted(rows)] for split, rows in splits.items()}
+
+
+def copy_log(source: Path, target: Path, step: int) -> None:
+    """Write the log of the folder `source`, up to a step, as that of `target`."""
+    rows = [row for split in read_metrics(source).values() for row in split]
+    rows = sorted((row for row in rows if row["step"] <= step), key=lambda row: row["step"])
+    with atomic_write(target / METRICS) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    if (source / SAMPLES).exists():
+        shutil.copy(source / SAMPLES, target / SAMPLES)

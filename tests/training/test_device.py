@@ -90,7 +90,7 @@ def test_a_run_is_that_of_the_cpu_and_resumes(shards, trained, device, tmp_path)
     tenth = whole / "checkpoints/model_step_000010.pt"
     script(*train_args(shards, rest, 20, *flags, "--resume", tenth))
     found, resumed, expected = losses(whole), losses(rest), losses(trained)
-    assert min(resumed) == 11 and max(abs(found[n] - expected[n]) for n in expected) < far
+    assert max(abs(found[n] - expected[n]) for n in expected) < far
     same = 0 if device.type == "cpu" else far  # a GPU adds in another order each time
     assert max(abs(found[n] - resumed[n]) for n in resumed) <= same
 

@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from conftest import bad, folders, kill, losses, rows_written, run_until, script, start, train_args
 
 from config import TrainConfig
 from data.mixture import Mixture
 from data.shards import read_manifest, write_manifest
+from finetuning.options import FinetuneConfig
 from train import warn_of_data
 from training.checkpoint import load_checkpoint
 
@@ -59,10 +63,7 @@ def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, t
     folder, text = tmp_path / "checkpoints", tmp_path / "logs" / "samples.txt"
     assert text.read_text().count("--- step") == 12
     back = [*args, "--resume", folder / "model_step_000008.pt", "--max_lr", 1e-3]
-    bad(back, "model_last.pt is at step 12", tmp_path)
-    other = folders(tmp_path / "other")
-    script(*back, *other, "--max_steps", 10)
-    assert sorted(losses(tmp_path / "other")) == [9, 10] and max(losses(tmp_path)) == 12
+    bad(back, "checkpoints holds a checkpoint of step 12, after step 8", tmp_path)
     script(*back, "--overwrite", "--max_steps", 10)
     kept = {path.name: load_checkpoint(path) for path in folder.glob("*.pt")}
     assert {saved["step"] for saved in kept.values()} == {4, 8, 10}
@@ -71,6 +72,68 @@ def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, t
     script(*train_args(shards, tmp_path, 3, "--overwrite"))  # another run
     assert {load_checkpoint(path)["step"] for path in folder.glob("*.pt")} == {3}
     assert sorted(losses(tmp_path)) == [1, 2, 3] and sorted(losses(tmp_path, "val")) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "logs"),
+    [("checkpoints", "logs"), ("a/checkpoints", "a/logs"), ("/a/b", "/a/b/logs")],
+)
+def test_the_log_follows_the_checkpoints(checkpoints, logs):
+    assert TrainConfig(checkpoint_dir=Path(checkpoints)).log_dir == Path(logs)
+    options = {"method": "sft", "init_from": "x", "data": "y"}
+    assert FinetuneConfig(**options, checkpoint_dir=Path(checkpoints)).log_dir == Path(logs)
+    assert FinetuneConfig(**options).log_dir == Path("runs/sft/logs")
+
+
+@pytest.mark.parametrize("copied", ["run", "checkpoints", "branch"])
+def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path, copied):
+    """They go on in their own place, with all rows up to the step at which they begin."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    args = train_args(shards, run, 12, "--save_every", 4, "--keep_last", 9, "--sample_every", 4)
+    script(*args)
+    if copied == "run":
+        shutil.copytree(run, other)
+        start_from = other / "checkpoints/model_step_000008.pt"
+        (other / "checkpoints/model_last.pt").unlink()
+        (other / "checkpoints/model_step_000012.pt").unlink()
+        (other / "checkpoints/model_best.pt").unlink()
+    elif copied == "checkpoints":
+        (other / "checkpoints").mkdir(parents=True)
+        shutil.copy(run / "checkpoints/model_step_000008.pt", other / "checkpoints")
+        start_from = other
+    else:
+        start_from = run / "checkpoints/model_step_000008.pt"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    flags = ["--resume", start_from, "--checkpoint_dir", other / "checkpoints", "--max_steps", 10]
+    script("train.py", *flags)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert sorted(losses(other)) == list(range(1, 11))
+    assert sorted(losses(other, "val")) == [0, 10]
+    samples = (other / "logs/samples.txt").read_text()
+    assert re.findall(r"^--- step (\d+)$", samples, re.MULTILINE) == ["4", "8", "10"]
+    assert json.loads((other / "logs/config.json").read_text())["config"]["max_steps"] == 10
+
+
+def test_a_folder_without_a_checkpoint_is_said_before_anything_else(shards, tmp_path):
+    args = train_args(shards, tmp_path, 2, "--resume", "auto", "--eval_every", 0)
+    first = script(*args).stdout.splitlines()[0]
+    assert first == f"no checkpoint in {tmp_path / 'checkpoints'}: a new run"
+    assert "a new run" not in script(*args, "--max_steps", 3).stdout
+
+
+def test_a_damaged_checkpoint_blocks_neither_a_whole_one_nor_overwrite(shards, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    last, best = run / "checkpoints/model_last.pt", run / "checkpoints/model_best.pt"
+    last.write_bytes(last.read_bytes()[:-1000])
+    args = train_args(shards, run, 22)
+    bad([*args, "--resume", "auto"], "model_last.pt is damaged or not a checkpoint", run)
+    bad(args, "holds the checkpoints of another run", run)
+    script(*args, "--resume", best)
+    assert load_checkpoint(last)["step"] == 22 and max(losses(run)) == 22
+    last.write_bytes(b"damaged")
+    script(*args, "--overwrite", "--max_steps", 3)
+    assert load_checkpoint(last)["step"] == 3
 
 
 def test_the_weights_to_begin_from_are_not_overwritten(shards, trained, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,33 @@ def test_training_compiles_on_cuda_unless_told_otherwise(
     config, _ = resolve(TrainConfig, "train.py")
     assert config.use_torch_compile == expected
     assert config.micro_batch_size == (16 if device == "cpu" else "auto")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {"max_lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 5, "weight_decay": 0.1}),
+        (["--max_lr", "1e-5"], {"max_lr": 1e-5, "min_lr": 1e-6}),
+        (["--recipe", "gpt2,weight_decay=0.2,schedule=wsd"], {"weight_decay": 0.2}),
+        (["--recipe", "gpt2,to_zero=True,schedule=wsd"], {"min_lr": 0.0, "schedule": "wsd"}),
+        (["--checkpoint_dir", "other"], {"log_dir": Path("other/logs")}),  # it was given
+        (["--micro_batch_size", "2"], {"micro_batch_size": 2, "use_torch_compile": False}),
+    ],
+)
+def test_a_resumed_run_derives_again_what_nobody_gave(
+    shards, trained, monkeypatch, flags, expected
+):
+    """The flags of a run were --max_lr 3e-3, --warmup_steps 5 and --micro_batch_size 4."""
+    last = trained / "checkpoints/model_last.pt"
+    monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(last), *flags])
+    config, saved = resolve(TrainConfig, "train.py")
+    for name, value in expected.items():
+        assert getattr(config, name) == (pytest.approx(value) if type(value) is float else value)
+    assert saved["config"]["min_lr"] == pytest.approx(3e-4)  # resolved in the file
+    monkeypatch.setattr(run, "pick_device", lambda name: torch.device("cuda"))
+    on_gpu, _ = resolve(TrainConfig, "train.py")
+    assert on_gpu.use_torch_compile
+    assert on_gpu.micro_batch_size == (2 if "2" in flags else 4)
 
 
 def test_the_checkpoint_of_another_script_is_not_resumed(trained, tmp_path):

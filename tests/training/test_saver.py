@@ -72,6 +72,10 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, said, tmp_p
     assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 3
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == [LAST, "model_step_000001.pt", "model_step_000003.pt"]
+    save(saver, 1_000_000)  # sorted as a number
+    saver.finish()
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == [LAST, "model_step_000003.pt", "model_step_1000000.pt"]
     save(saver, 4)
     with pytest.raises(UserError, match="full"):
         saver.finish()

@@ -150,7 +150,7 @@ def test_dropout_resumes_to_the_bit(shards, tmp_path):
     middle = tmp_path / "a/checkpoints/model_step_000005.pt"
     script(*train_args(shards, tmp_path / "b", 10, *extra, "--resume", middle))
     found, expected = losses(tmp_path / "b"), losses(tmp_path / "a")
-    assert found == {step: expected[step] for step in range(6, 11)}
+    assert found == expected
 
 
 def test_seeds_have_other_dropout():
