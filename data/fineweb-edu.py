@@ -30,7 +30,7 @@ from tqdm import tqdm
 from data.file_tokenizer import FileTokenizer, read_tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.shards import bytes_per_token
-from data.source import Source, list_files
+from data.source import Skipped, Source, list_files
 from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import run
 from utils.errors import UserError
@@ -80,36 +80,46 @@ class DataConfig:
     """Machines that share the work: machine i reads every n-th source file, beginning with i."""
 
 
-@dataclass
-class Skipped:
-    """A row that is no document."""
-
-    reason: str
-
-
 def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> Document | Skipped:
-    """Return the document of a text, which may be given by its token ids. Raises UserError for an
-    id that the tokenizer lacks."""
-    ids, content = None, None
-    if isinstance(text, list):
-        ids = [i for i in text if i != tokenizer.eot]
-        if not all(0 <= i < tokenizer.vocab_size for i in ids):
-            raise UserError(
-                f"a row has ids that are no tokens of {tokenizer.name}: see --tokenizer"
-            )
-        content = tokenizer.decode_bytes(ids)
-        text = content.decode(errors="replace")
+    """Return the document of a text."""
     if not isinstance(text, str):
         return Skipped("without text")
     if not text.strip():
         return Skipped("empty")
     try:
-        if content is None:
-            content = text.encode()
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        tokens = tokenizer.encode(text) if ids is None else np.array(ids, np.uint16)
+        content = text.encode()
+        tokens = tokenizer.encode(text)
     except ValueError:  # lone surrogates; tiktoken fails on a million spaces in a row
         return Skipped("not tokenizable")
+    return make_document(tokenizer, val_fraction, content, tokens)
+
+
+def read_ids(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document | Skipped:
+    """Return the document of a row of token ids. End of text at its ends is not repeated; within,
+    it separates documents. Raises UserError if the row holds something else."""
+    if row is None:
+        return Skipped("without text")
+    if not isinstance(row, list) or not all(type(i) is int for i in row):
+        raise UserError(
+            f"--tokens_column has to hold lists of token ids, and not, as here, {row!r:.60}; "
+            "--text_column names a column of texts"
+        )
+    if not all(0 <= i < tokenizer.vocab_size for i in row):
+        raise UserError(f"a row has ids that are no tokens of {tokenizer.name}: see --tokenizer")
+    start = 1 if row[:1] == [tokenizer.eot] else 0
+    end = len(row) - 1 if row[start:][-1:] == [tokenizer.eot] else len(row)
+    ids = row[start:end]
+    content = tokenizer.decode_bytes(ids)
+    if not content.strip():
+        return Skipped("empty")
+    return make_document(tokenizer, val_fraction, content, np.array(ids, np.uint16))
+
+
+def make_document(
+    tokenizer: Tokenizer, val_fraction: float, content: bytes, tokens: np.ndarray
+) -> Document:
+    """Return the document of a text in UTF-8 and its tokens, in the split that its hash chooses."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
     in_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
     tokens = np.append(np.array([tokenizer.eot], np.uint16), tokens)
     return Document("val" if in_val else "train", tokens, len(content))
@@ -120,8 +130,15 @@ def tokenize_batches(
 ) -> Iterator[tuple[dict, list[Document | Skipped]]]:
     """Yield position and documents of each batch in order, as a thread pool tokenizes them."""
 
-    def tokenize_batch(texts: list) -> list[Document | Skipped]:
-        return [tokenize(tokenizer, config.val_fraction, text) for text in texts]
+    read = read_ids if config.tokens_column else tokenize
+
+    def tokenize_batch(rows: list) -> list[Document | Skipped]:
+        documents = []
+        for row in rows:
+            if not isinstance(row, Skipped):
+                row = read(tokenizer, config.val_fraction, row)
+            documents.append(row)
+        return documents
 
     pending: deque[tuple[dict, Future]] = deque()
     workers = ThreadPoolExecutor(config.num_workers)  # tiktoken releases the GIL

@@ -1,27 +1,74 @@
-"""Text to shard, streamed by `datasets`: files, or a dataset of the Hugging Face hub."""
+"""Text to shard: rows of files, or of a dataset of the Hugging Face hub.
 
+Python's own readers read text, JSON and CSV, row by row; `datasets` streams parquet and the hub. A
+position in the source is plain data, to continue from.
+"""
+
+import bz2
+import csv
 import glob
+import gzip
 import io
 import json
+import lzma
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import IO
 
 from utils.errors import UserError
 
-UTF8 = {"encoding": "utf-8-sig", "encoding_errors": "replace"}  # -sig drops a byte order mark
-CSV = {"encoding_errors": "replace", "keep_default_na": False, "na_filter": False}
-TEXT = ("text", {"sample_by": "document", **UTF8})  # builder of `datasets` and its options
-# builder "json" refuses rows with other fields than the first ones, so we parse the lines
-LINES = ("text", {"sample_by": "line", "chunksize": 2**20, **UTF8})
-ROWS = {".jsonl": LINES, ".ndjson": LINES, ".json": ("json", {}), ".csv": ("csv", CSV)}
-ROWS |= {".tsv": ("csv", {"sep": "\t", **CSV}), ".parquet": ("parquet", {"batch_size": 1000})}
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+BATCH = 100  # rows
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
+# what a file that is not UTF-8 is compared with: codecs of Python, and their names for users
+ENCODINGS = {
+    "cp1252": "Latin-1 (Windows-1252)",
+    "gb18030": "GBK (GB18030)",
+    "big5": "Big5",
+    "cp932": "Shift-JIS",
+    "euc_jp": "EUC-JP",
+    "euc_kr": "EUC-KR",
+    "cp1251": "Windows-1251",
+    "koi8_r": "KOI8-R",
+    "cp1253": "Windows-1253",
+    "cp1255": "Windows-1255",
+    "cp1256": "Windows-1256",
+}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that is no document."""
+
+    reason: str
+
+
+# files
+
+
+def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
+    """Open a file compressed by zstd, which may have several frames, for reading."""
+    from pyarrow import CompressedInputStream
+
+    assert mode == "rb"
+    return io.BufferedReader(CompressedInputStream(path, "zstd"))
+
+
+COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd}
+
+
+def open_text(name: str) -> IO[str]:
+    """Open a file as UTF-8, decompressed, line ends as \\n. Bytes that are not UTF-8 become lone
+    surrogates, which no_utf8 finds."""
+    open_bytes = COMPRESSIONS.get(Path(name).suffix.lower(), open)
+    encoding = {"encoding": "utf-8-sig", "errors": "surrogateescape"}  # -sig drops a mark
+    return io.TextIOWrapper(open_bytes(name, "rb"), **encoding)
 
 
 def suffix_of(name: str) -> str:
@@ -30,20 +77,12 @@ def suffix_of(name: str) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
-def builder_of(name: str) -> tuple[str, dict]:
-    """Return the builder of `datasets` for a file, and its options."""
-    return ROWS.get(suffix_of(name), TEXT)
-
-
-def is_plain(name: str) -> bool:
-    """Return whether a file is read as one text, without decompression."""
-    return builder_of(name) == TEXT and Path(name).suffix.lower() not in COMPRESSIONS
-
-
 def is_binary(path: Path) -> bool:
-    """Return whether a file that would be read as one text holds something else, as UTF-16 does."""
+    """Return whether a file that would be read as text holds something else, as UTF-16 does."""
+    if path.suffix.lower() in (".parquet", *COMPRESSIONS):
+        return False
     with open(path, "rb") as file:
-        return is_plain(path.name) and b"\0" in file.read(2**16)
+        return b"\0" in file.read(2**16)
 
 
 def walk(folder: str) -> list[Path]:
@@ -78,28 +117,139 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
+# rows of a text file, each a dict or what is no row
+
+
+def read_document(file: IO[str], column: str) -> Iterator[object]:
+    """Yield the whole of a text file."""
+    yield {column: file.read()}
+
+
+def read_lines(file: IO[str], column: str) -> Iterator[object]:
+    """Yield the values in lines of JSON."""
+    for line in file:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if line.strip():
+                yield Skipped("without text")
+
+
+def read_json(file: IO[str], column: str) -> Iterator[object]:
+    """Yield the rows of a .json: those of an array, or values of which each begins a line. A text
+    in an array is a row by itself."""
+    first_line = next((line for line in file if line.strip()), "")
+    try:
+        first = json.loads(first_line)
+    except ValueError:  # an array or an object of several lines
+        first = json.loads(first_line + file.read())
+    if isinstance(first, list):
+        for value in first:
+            yield {"text": value} if isinstance(value, str) else value
+    else:
+        yield first
+        yield from read_lines(file, column)
+
+
+def read_csv(file: IO[str], column: str, delimiter: str = ",") -> Iterator[object]:
+    """Yield the rows of CSV. One with more cells than the header is none: which of them is the
+    text cannot be told, as where a comma in it is not quoted."""
+    csv.field_size_limit(2**31 - 1)  # characters of a cell
+    reader = csv.reader(file, delimiter=delimiter, strict=True)
+    header = next(reader, [])
+    for cells in reader:
+        if any(cells[len(header) :]):
+            yield Skipped("wider than the header")
+        elif cells:  # not a blank line
+            yield dict(zip(header, cells, strict=False))
+
+
+READERS = {
+    ".jsonl": read_lines,
+    ".ndjson": read_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiter="\t"),
+}
+
+
+def read_column(name: str, column: str) -> Iterator[object]:
+    """Yield what each row of a text file has in a column, and Skipped for what is no row or not
+    UTF-8, of which it warns once. Raises UserError if the first row lacks the column."""
+    read_rows = READERS.get(suffix_of(name), read_document)
+    warned = False
+    with open_text(name) as file:
+        for number, row in enumerate(read_rows(file, column)):
+            if not isinstance(row, dict):
+                yield row if isinstance(row, Skipped) else None
+                continue
+            if number == 0 and row:
+                check_column(name, column, list(row))
+            value = row.get(column)
+            data = undecodable(value) if isinstance(value, str) else None
+            if data is None:
+                yield value
+                continue
+            encoding = guess_encoding(data)
+            if not warned:
+                lost = data.decode(errors="replace").count("\ufffd") - value.count("\ufffd")
+                print(
+                    f"warning: {name} is not UTF-8 but {encoding}: a text that would lose {lost:,} "
+                    "characters is left out, and others like it; convert the file to UTF-8 first",
+                    file=sys.stderr,
+                )
+                warned = True
+            yield Skipped(f"not UTF-8 but {encoding}")
+
+
+def check_column(name: str, column: str, columns: list[str]) -> None:
+    """Raise UserError if a column is not among those of a file or dataset."""
+    if column not in columns:
+        raise UserError(f"{name} has no --text_column {column!r}, but {', '.join(columns):.300}")
+
+
+def undecodable(text: str) -> bytes | None:
+    """Return the bytes that a text was decoded from if they were not UTF-8, else None. A text that
+    holds U+FFFD itself is UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        try:
+            return text.encode(errors="surrogateescape")
+        except UnicodeEncodeError:  # lone surrogates as JSON writes them
+            pass
+    return None
+
+
+def guess_encoding(data: bytes) -> str:
+    """Return the name of the encoding that bytes, which are not UTF-8, seem to have."""
+    from charset_normalizer import from_bytes
+
+    valid = data.decode(errors="ignore")
+    num_not_ascii = len(valid) - len(valid.encode("ascii", "ignore"))
+    if num_not_ascii > len(data) - len(valid.encode()):
+        return "damaged UTF-8"
+    runs = re.findall(rb"[\x80-\xff]+", data)
+    if 2 * sum(len(run) == 1 for run in runs) > len(runs):  # accents among letters
+        return f"seems to be {ENCODINGS['cp1252']}"
+    best = from_bytes(data[:100_000], cp_isolation=list(ENCODINGS)).best()
+    return f"seems to be {ENCODINGS[best.encoding]}" if best else "of an unknown encoding"
+
+
+# the source
+
+
 def set_up_datasets() -> None:
     """Import `datasets`, which is slow, and configure it."""
     os.environ.setdefault("USE_TORCH", "0")  # it would import PyTorch, for nothing here
     import datasets
     from fsspec.compression import register_compression
-    from pyarrow import CompressedInputStream
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request to the hub, also for local files
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors reach the caller anyway
     # fsspec needs a package for zstd, and reads only the first frame of a file by some of them
-    zstd = lambda file, **_: io.BufferedReader(CompressedInputStream(file, "zstd"))  # noqa: E731
-    register_compression("zstd", zstd, "zst", force=True)
-
-
-def parse_line(line: str) -> dict:
-    """Return the object in a line of JSON, {} if there is none."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
+    register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
 
 
 @dataclass
@@ -114,63 +264,71 @@ class Source:
     worker_index: int
     worker_count: int
 
-    def groups(self) -> list[list[str]]:
-        """Return this worker's files by stream: plain texts that follow each other, or one file."""
-        mine = self.files[self.worker_index :: self.worker_count]
-        return [list(x) for _, x in groupby(mine, lambda name: is_plain(name) or name)]
+    def names(self) -> list[str]:
+        """Return this worker's files, or the dataset of the hub."""
+        if not self.files:
+            return [self.dataset]
+        return self.files[self.worker_index :: self.worker_count]
 
-    def open(self, files: list[str], commit: str | None):
-        """Return the stream of a group of files, or of the hub's dataset if there are none."""
+    def batches(self, position: dict | None) -> Iterator[tuple[dict, list]]:
+        """Yield the position of a batch, to continue from, and its texts; those that are no
+        strings stand for rows without text. Raises UserError for a file that cannot be read;
+        `datasets` itself retries downloads for some minutes."""
+        at = position or {"revision": None, "file": 0, "place": None}
+        names, name = self.names(), self.dataset
+        try:
+            if not self.files and at["revision"] is None:
+                set_up_datasets()
+                from huggingface_hub import HfApi
+
+                at = {**at, "revision": HfApi().dataset_info(self.dataset).sha}
+            for index in range(at["file"], len(names)):
+                name = names[index]
+                at = {**at, "file": index}
+                if not self.files or suffix_of(name) == ".parquet":
+                    batches = self.read_tables(name, at["revision"], at["place"])
+                else:
+                    batches = self.read_text(name, at["place"] or 0)
+                for place, texts in batches:
+                    yield {**at, "place": place}, texts
+                at = {**at, "place": None}
+        except UserError:
+            raise
+        except Exception as error:  # from datasets, its file systems or a parser
+            reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})"
+            raise UserError(f"{name:.300} is damaged or cannot be read {reason}") from error
+
+    def read_text(self, name: str, start: int) -> Iterator[tuple[int, list]]:
+        """Yield number of the first row and texts of each batch of a text file, from row `start`
+        on."""
+        values = islice(read_column(name, self.text_column), start, None)
+        while True:
+            texts = list(islice(values, BATCH))
+            if not texts:
+                return
+            yield start, texts
+            start += len(texts)
+
+    def read_tables(
+        self, name: str, revision: str | None, state: dict | None
+    ) -> Iterator[tuple[dict | None, list]]:
+        """Yield the state before each batch, as `datasets` saves it, and texts of the batch."""
+        set_up_datasets()
         import datasets
 
-        builder, options = self.dataset, {"name": self.remote_name, "revision": commit}
-        if files:
-            builder, options = builder_of(files[0])
-            options = {**options, "data_files": [glob.escape(name) for name in files]}
-        stream = datasets.load_dataset(builder, split="train", streaming=True, **options)
-        if not files:
+        if self.files:
+            options = {"data_files": [glob.escape(name)], "batch_size": 1000}
+            stream = datasets.load_dataset("parquet", split="train", streaming=True, **options)
+        else:
+            options = {"name": self.remote_name, "revision": revision}
+            stream = datasets.load_dataset(name, split="train", streaming=True, **options)
             if self.worker_index >= stream.num_shards:
                 raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
             stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-        return stream.with_format("arrow")
-
-    def texts(self, rows: list[dict], files: list[str], is_first: bool) -> list:
-        """Return the texts in rows of the files; raise UserError if they have no text_column."""
-        builder = builder_of(files[0]) if files else None
-        if builder == TEXT:
-            return [row["text"] for row in rows]
-        if builder == LINES:
-            rows = [parse_line(row["text"]) for row in rows if row["text"].strip()]
-        if is_first and rows and rows[0] and self.text_column not in rows[0]:
-            where, names = files[0] if files else self.dataset, ", ".join(rows[0])
-            raise UserError(f"{where} has no --text_column {self.text_column!r}, but {names:.300}")
-        return [row.get(self.text_column) for row in rows]
-
-    def batches(self, position: dict | None) -> Iterator[tuple[dict, list]]:
-        """Yield the position of a batch, to continue from, and its texts, of which those that are
-        no strings stand for rows without text. Raises UserError for a file that cannot be read;
-        `datasets` itself retries downloads for some minutes."""
-        set_up_datasets()
-        from huggingface_hub import HfApi
-
-        at = position or {"revision": None, "group": 0, "stream": None}
-        groups = self.groups() if self.files else [[]]
-        files: list[str] = []
-        try:
-            if not self.files and at["revision"] is None:
-                at = {**at, "revision": HfApi().dataset_info(self.dataset).sha}
-            for files in groups[at["group"] :]:
-                stream = self.open(files, at["revision"])
-                if at["stream"]:
-                    stream.load_state_dict(at["stream"])
-                for table in stream.iter(1 if files and is_plain(files[0]) else 100):
-                    texts = self.texts(table.to_pylist(), files, at["stream"] is None)
-                    yield at, texts
-                    at = {**at, "stream": stream.state_dict()}
-                at = {**at, "group": at["group"] + 1, "stream": None}
-        except UserError:
-            raise
-        except Exception as error:  # from datasets, its file systems or its parsers
-            name = f"{' '.join(files) or self.dataset:.300}"
-            reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})"
-            raise UserError(f"{name} is damaged or cannot be read {reason}") from error
+        stream = stream.with_format("arrow")
+        if state:
+            stream.load_state_dict(state)
+        for table in stream.iter(BATCH):
+            check_column(name, self.text_column, table.column_names)
+            yield state, table[self.text_column].to_pylist()
+            state = stream.state_dict()

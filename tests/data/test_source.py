@@ -12,7 +12,7 @@ from conftest import documents, script
 from pyarrow import parquet
 from test_fineweb_edu import shard, texts_in
 
-from data.source import Source, list_files
+from data.source import Skipped, Source, list_files
 from utils.errors import UserError
 
 TEXTS = documents()[:230]
@@ -100,16 +100,115 @@ def test_rows_without_a_text_are_counted_and_a_missing_column_names_those_there(
             read(path, column="body")
 
 
-def test_text_is_utf8_with_or_without_a_mark_and_a_binary_file_is_refused(tmp_path):
+def test_text_is_utf8_with_or_without_a_mark_and_may_hold_the_replacement_character(tmp_path):
     path = tmp_path / "a.txt"
-    for encoding, text in (("utf-8", "Käse"), ("utf-8-sig", "Käse"), ("latin-1", "K\ufffdse")):
-        path.write_bytes("Käse".encode(encoding))
+    for encoding, text in (("utf-8", "Käse"), ("utf-8-sig", "Käse"), ("utf-8", "K\ufffdse")):
+        path.write_bytes(text.encode(encoding))
         assert read(path) == [text]
-    for name in ("photo.jpg", "image.txt"):
-        (tmp_path / name).write_bytes(b"\xff\xd8\xff\xe0\0\x10JFIF")
-        done = shard(tmp_path / name, tmp_path / "out", code=2)
-        assert f"{name} is binary, not UTF-8 text" in done.stderr
-        assert not (tmp_path / "out").exists()
+
+
+RUSSIAN = "Сегодня хорошая погода, и мы пошли гулять в парк с друзьями. "
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "named"),
+    [
+        ("Der Käse über größeren Straßen.", "latin-1", "Latin-1"),
+        ("Käse", "cp1252", "Latin-1"),
+        ("我今天去北京看朋友,天气非常好。", "gbk", "GBK"),
+        ("今日は天気がいいですから、公園へ散歩に行きましょう。", "shift_jis", "Shift-JIS"),
+        (RUSSIAN, "koi8_r", "KOI8-R"),
+        (RUSSIAN, "cp1251", "Windows-1251"),
+        ("我今天去北京看朋友。\udcff天气非常好。", "utf-8", "damaged UTF-8"),
+    ],
+)
+def test_a_text_in_another_encoding_is_left_out_and_the_encoding_named(
+    tmp_path, text, encoding, named, capsys
+):
+    """Also as a row among others, and compressed."""
+    data, good = text.encode(encoding, "surrogateescape"), "naïve".encode()
+    contents = {
+        "a.txt": data,
+        "b.txt": good,
+        "c.txt.gz": gzip.compress(data),
+        "d.csv": b"text\n%b\n%b\n" % (good, data.replace(b",", b";")),
+        "e.jsonl": b'{"text": "%b"}\n{"text": "%b"}\n' % (data, good),
+        "f.json": b'[{"text": "%b"}, {"text": "%b"}]' % (data, good),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    rows = read(*sorted(tmp_path.iterdir()))
+    assert [row for row in rows if isinstance(row, str)] == ["naïve"] * 4
+    skipped = [row.reason for row in rows if isinstance(row, Skipped)]
+    assert len(skipped) == 5 and all(x.startswith("not UTF-8 but ") and named in x for x in skipped)
+    lost = data.decode(errors="replace").count("\ufffd")
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 5 and f"a.txt is not UTF-8 but {skipped[0][14:]}" in warnings[0]
+    assert f"would lose {lost:,} characters" in warnings[0]
+
+
+def test_a_binary_file_is_refused(tmp_path):
+    for name, content in (
+        ("photo.jpg", b"\xff\xd8\xff\xe0\0\x10JFIF"),
+        ("image.txt", b"\xff\xd8\xff\xe0\0\x10JFIF"),
+        ("rows.csv", "text\nKäse\n".encode("utf-16")),
+        ("rows.jsonl", '{"text": "Käse"}'.encode("utf-16")),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} is binary, not UTF-8 text"):
+            list_files((str(tmp_path / name),))
+
+
+VALUES = ["first", 7, "second", None, ["x"], {"y": 1}, True, "1", "null"]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", lambda rows: "\n".join(map(json.dumps, rows))),
+        ("a.json", lambda rows: "\n".join(map(json.dumps, rows))),
+        ("a.json", json.dumps),
+        ("a.json", lambda rows: json.dumps(rows, indent=1)),
+    ],
+)
+def test_a_value_that_is_no_text_changes_no_other_row_of_json(tmp_path, name, write, suffix):
+    """The first and the last row have other fields than the others."""
+    rows = [{"text": value, "id": 1} for value in VALUES] + [{"title": "none"}, {"text": "last"}]
+    path = tmp_path / (name + suffix)
+    path.write_bytes(COMPRESS[suffix](write(rows * 60).encode()))
+    expected = [*VALUES, None, "last"] * 60
+    batches = list(source(path).batches(None))
+    assert [value for _, texts in batches for value in texts] == expected
+    position = json.loads(json.dumps(batches[3][0]))
+    assert read(path, position=position) == expected[300:]
+
+
+def test_a_json_of_texts_and_one_of_a_single_object_are_read(tmp_path):
+    (tmp_path / "a.json").write_text('["one", 2, "three"]')
+    (tmp_path / "b.json").write_text('{\n "text": "four"\n}')
+    (tmp_path / "c.json").write_text('\n{"text": "five"}\n{"text": "six"}\n')
+    assert read(*sorted(tmp_path.iterdir())) == ["one", None, "three", "four", "five", "six"]
+    (tmp_path / "a.json").write_text('[{"text": "cut"},')
+    with pytest.raises(UserError, match="a.json is damaged or cannot be read .JSONDecodeError"):
+        read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("rows", [["1,good", "2,wide,3", "4,fine,,"], ["1,wide,2", "2,wide,3"]])
+def test_a_row_of_csv_that_is_wider_than_the_header_is_no_text_and_shifts_none(tmp_path, rows):
+    (tmp_path / "a.csv").write_text("\n".join(["id,text", *rows, "5,last", ""]))
+    wide = Skipped("wider than the header")
+    expected = [wide if "wide" in row else row.split(",")[1] for row in rows]
+    assert read(tmp_path / "a.csv") == [*expected, "last"]
+
+
+def test_csv_keeps_line_ends_and_long_cells_and_an_open_quote_is_an_error(tmp_path):
+    long = "a\nb " * 100_000
+    (tmp_path / "a.csv").write_text(f'id,text\n1,"{long}"\n\n2,5 " inch\n')
+    assert read(tmp_path / "a.csv") == [long, '5 " inch']
+    (tmp_path / "a.csv").write_text('id,text\n1,"never closed\n2,b\n')
+    with pytest.raises(UserError, match="a.csv is damaged .* unexpected end of data"):
+        read(tmp_path / "a.csv")
 
 
 def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path):
