@@ -1,20 +1,19 @@
 """Pictures: the curves of one or more runs, and the validation losses of a sweep."""
 
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, NullLocator, ScalarFormatter
 
-from data.tokenizer import GPT2Tokenizer
 from evaluation.published import VALIDATION, Published
 from evaluation.tasks import find_tasks
 from utils.errors import UserError
 from utils.files import atomic_write
-from utils.logger import logged_run
+from utils.logger import SAMPLES, logged_run
 from utils.metrics import read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
@@ -23,38 +22,57 @@ UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 LINES = ("-", "--", "-.", ":")  # of runs
 DASHES = ((6, 3), (1, 2), (6, 2, 1, 2), (3, 1))  # of published figures
 TASKS = find_tasks()
-MARKS = dict(zip(TASKS, cycle(zip("os^D", DASHES, strict=True)), strict=False))
+SHARES = {name: task.metric for name, task in TASKS.items()}  # metric that is drawn, by split
+SHARES["answers"] = "exact"  # of finetune.py --questions
+MARKS = dict(zip(SHARES, cycle(zip("os^D", DASHES, strict=True)), strict=False))
+SAMPLE_LINES, SAMPLE_WIDTH = 9, 150  # of the newest text of samples.txt that is shown
 
 
-class Run(NamedTuple):
-    """A run to draw; vocabulary and corpus are None for a log without a config.json."""
+@dataclass(frozen=True)
+class Run:
+    """A run to draw; tokenizer and corpus are None for a log without a config.json."""
 
     label: str
+    folder: Path
     log: Log
-    vocab_size: int | None
+    tokenizer: str | None
     corpus: str | None
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether this is a run of GRPO, whose loss says nothing."""
+        return "reward" in self.log["train"][-1]
 
 
 def read_run(path: Path) -> Run:
     """Return the run of a metrics.jsonl or its folder, named after the folder above logs/."""
     folder = path if path.is_dir() else path.parent
     folder = (folder / "logs" if (folder / "logs").is_dir() else folder).resolve()
-    log, about = read_metrics(path), logged_run(folder) or {}
+    log, config = read_metrics(path), logged_run(folder) or {}
     if not log.get("train"):
         raise UserError(f"{path} has no training step yet")
     label = folder.parent.name if folder.name == "logs" else folder.name
-    return Run(label, log, about.get("model_config", {}).get("vocab_size"), about.get("corpus"))
+    return Run(label, folder, log, config.get("tokenizer"), config.get("corpus"))
 
 
 def curve(log: Log, unit: str, split: str, key: str) -> tuple[np.ndarray, list[float]]:
-    """Return x values in a unit of AXIS_LABELS, and the values of a metric; what was measured at
-    step 0 stands at the first step, as a logarithmic axis has no 0."""
+    """Return x values in a unit of AXIS_LABELS, and the values of a metric."""
     rows = [row for row in log.get(split, []) if row.get(key) is not None]
     steps = [row["step"] for row in log["train"]]
     used = [row["ms" if unit == "hours" else unit] for row in log["train"]]
     used = np.cumsum(used) / 3.6e6 if unit == "hours" else used
-    x = np.interp([row["step"] for row in rows], steps, used)
+    # step 0, before training, has no row
+    x = np.interp([row["step"] for row in rows], [0, *steps], [0, *used])
     return x, [row[key] for row in rows]
+
+
+def check_columns(runs: list[Run], columns: tuple[str, ...]) -> None:
+    """Raise UserError for a column that no training row has."""
+    names = {name for run in runs for row in run.log["train"] for name in row}
+    names -= {"split", "step"}
+    for column in columns:
+        if column not in names:
+            raise UserError(f"--columns has no {column}; the logs have {', '.join(sorted(names))}")
 
 
 def draw(
@@ -64,58 +82,136 @@ def draw(
     unit: str = "tokens",
     columns: tuple[str, ...] = (),
 ) -> None:
-    """Draw the runs whose logs are at `paths` over each other into the picture `out`: their losses
-    in bits per byte if their tokenizers differ. `size` (of SIZES) adds OpenAI's GPT-2, `columns`
-    further scalars of training rows."""
+    """Draw the runs whose logs are at `paths` over each other into the picture `out`: their losses,
+    in bits per byte if their tokenizers differ, or the rewards of runs of GRPO. `size` (of SIZES)
+    adds OpenAI's GPT-2, `columns` further scalars of training rows."""
     runs = [read_run(path) for path in paths]
     if len({run.label for run in runs}) < len(runs):
-        runs = [run._replace(label=str(path)) for run, path in zip(runs, paths, strict=True)]
-    tasks = [name for name in TASKS if any(name in run.log for run in runs)]
-    grid = [["loss", "accuracy" if tasks else "loss"], ["rate", "speed"]]
-    grid += [[column, column] for column in columns]
-    widths, heights = (3, 2) if tasks else (1, 1), (3, *[2] * (len(grid) - 1))
-    figure = Figure(figsize=(12, 1.4 * sum(heights)), layout="constrained")
-    panels = figure.subplot_mosaic(grid, width_ratios=widths, height_ratios=heights)
-    key = "loss" if len({run.vocab_size for run in runs} - {None}) < 2 else "bits_per_byte"
+        runs = [replace(run, label=str(path)) for run, path in zip(runs, paths, strict=True)]
+    check_columns(runs, columns)
+    rewarded = all(run.has_rewards for run in runs)
+    figure, panels = make_panels(runs, rewarded, columns)
+    key = "loss" if len({run.tokenizer for run in runs} - {None}) < 2 else "bits_per_byte"
     for i, run in enumerate(runs):
         style = {"ls": LINES[i % 4], "color": f"C{i}"}
-        draw_run(panels, run, unit, key, style)
+        draw_run(panels, run, unit, style)
+        if rewarded:
+            draw_rewards(panels, run, unit, style)
+        else:
+            draw_losses(panels["loss"], run, unit, key, style)
         for column in columns:
-            panels[column].plot(*curve(run.log, unit, "train", column), lw=1, **style)
-            panels[column].set(ylabel=column)
-    gpt2 = (GPT2Tokenizer.vocab_size, "FineWeb-Edu")
-    if size and any((run.vocab_size, run.corpus) != gpt2 for run in runs):
-        print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
+            axes = panels[f"column {column}"]
+            axes.plot(*curve(run.log, unit, "train", column), lw=1, **style)
+            axes.set(ylabel=column)
+    if rewarded:
+        show_sample(panels["samples"], runs[-1])
     else:
-        draw_published(panels["loss"], VALIDATION, ("FineWeb-Edu", "loss", size), "val")
-    scale_losses(panels["loss"], key)
-    for name in tasks:
-        task = TASKS[name]
-        key = (task.protocols[0], task.metric, size)
-        draw_published(panels["accuracy"], task.published, key, name)
-    if tasks:
-        panels["accuracy"].set(ylabel="accuracy", xlim=(0, None), title="benchmarks")
-    panels["rate"].set(ylabel="learning rate")
-    panels["speed"].set(ylabel="tokens per second", ylim=(0, None))
-    panels["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
+        draw_published_loss(panels["loss"], runs, size)
+        scale_losses(panels["loss"], key)
+    if "shares" in panels:
+        for name, task in TASKS.items():
+            if any(name in run.log for run in runs):
+                figures = (task.protocols[0], task.metric, size)
+                draw_published(panels["shares"], task.published, figures, name)
+        panels["shares"].set_ylim(max(0, panels["shares"].get_ylim()[0]), None)
+    panels["speed"].set_ylim(0, None)
     save(figure, unit, out)
 
 
-def draw_run(panels: dict[str, Axes], run: Run, unit: str, key: str, style: dict) -> None:
-    """Draw the curves of one run: validation loss as a thick line and, in nats per token (`key`
-    "loss", not "bits_per_byte"), training loss as a thin one."""
-    if key == "loss":
-        panels["loss"].plot(*curve(run.log, unit, "train", "loss"), lw=0.6, alpha=0.45, **style)
+def make_panels(
+    runs: list[Run], rewarded: bool, columns: tuple[str, ...]
+) -> tuple[Figure, dict[str, Axes]]:
+    """Return a figure and its panels by name: "shares" of right answers only where there are some;
+    for GRPO "reward", "length" and "samples" instead of "loss" and "rate"."""
+    scored = any(name in run.log for run in runs for name in SHARES)
+    first = "reward" if rewarded else "loss"
+    grid = [[first, "shares" if scored else first]]
+    grid.append(["length" if rewarded else "rate", "speed"])
+    if rewarded:
+        grid.append(["samples", "samples"])
+    for column in columns:
+        grid.append([f"column {column}", f"column {column}"])
+    widths = (3, 2) if scored else (1, 1)
+    heights = [1.4 if "samples" in row else 2 for row in grid]
+    heights[0] = 3
+    figure = Figure(figsize=(12, 1.4 * sum(heights)), layout="constrained")
+    panels = figure.subplot_mosaic(grid, width_ratios=widths, height_ratios=heights)
+    panels["speed"].set(ylabel="tokens per second")
+    panels["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
+    if scored:
+        panels["shares"].set(ylabel="accuracy", title="benchmarks and questions")
+    if rewarded:
+        panels["reward"].set(ylabel="reward", title="mean reward: held out (thick), sampled")
+        panels["length"].set(ylabel="tokens per completion")
+    else:
+        panels["rate"].set(ylabel="learning rate")
+    return figure, panels
+
+
+def draw_run(panels: dict[str, Axes], run: Run, unit: str, style: dict) -> None:
+    """Draw what all kinds of runs have: rate, speed and shares of right answers."""
     for panel, column in (("rate", "lr"), ("speed", "tokens_per_s")):
-        panels[panel].plot(*curve(run.log, unit, "train", column), lw=1, **style)
+        if panel in panels:
+            panels[panel].plot(*curve(run.log, unit, "train", column), lw=1, **style)
+    for name, metric in SHARES.items():
+        x, shares = curve(run.log, unit, name, metric)
+        if shares:
+            marker, _ = MARKS[name]
+            label = f"{name}, {run.label}: {shares[-1]:.3f}"
+            panels["shares"].plot(x, shares, marker=marker, ms=4, label=label, **style)
+
+
+def draw_losses(axes: Axes, run: Run, unit: str, key: str, style: dict) -> None:
+    """Draw validation loss as a thick line and, in nats per token (`key` "loss", not
+    "bits_per_byte"), training loss as a thin one."""
     x, losses = curve(run.log, unit, "val", key)
-    last = f"{losses[-1]:.3f} {UNITS[key]}" if losses else f"no validation in {UNITS[key]}"
-    panels["loss"].plot(x, losses, lw=1.8, marker="o", ms=3, label=f"{run.label}: {last}", **style)
-    for name, task in TASKS.items():
-        x, accuracies = curve(run.log, unit, name, task.metric)
-        if accuracies:
-            marked = {"marker": MARKS[name][0], "ms": 4, "label": f"{name}, {run.label}"}
-            panels["accuracy"].plot(x, accuracies, **marked, **style)
+    label = f"{run.label}: no validation in {UNITS[key]}"
+    if losses:
+        label = f"{run.label}: {losses[-1]:.3f} {UNITS[key]}"
+    first = 0
+    if key == "loss":
+        axes.plot(*curve(run.log, unit, "train", "loss"), lw=0.6, alpha=0.45, **style)
+        if len(x) > 1 and x[0] == 0:
+            # a point: a line from the loss before training to the next validation would lie far
+            # from the training loss between them
+            axes.plot(x[:1], losses[:1], marker="o", ms=5, mfc="none", **style)
+            first = 1
+    axes.plot(x[first:], losses[first:], lw=1.8, marker="o", ms=3, label=label, **style)
+
+
+def draw_rewards(panels: dict[str, Axes], run: Run, unit: str, style: dict) -> None:
+    """Draw the rewards of sampled completions, with that of held-out prompts as a thick line, and
+    the length of the completions."""
+    x, rewards = curve(run.log, unit, "train", "reward")
+    label = f"{run.label}: {rewards[-1]:.3f}"
+    panels["reward"].plot(x, rewards, lw=1, label=label, **style)
+    x, rewards = curve(run.log, unit, "held_out", "reward")
+    if rewards:
+        panels["reward"].plot(x, rewards, lw=1.8, marker="o", ms=3, **style)
+    panels["length"].plot(*curve(run.log, unit, "train", "completion_tokens"), lw=1, **style)
+
+
+def show_sample(axes: Axes, run: Run) -> None:
+    """Show the beginning of the newest text in a run's samples.txt."""
+    axes.set_axis_off()
+    path = run.folder / SAMPLES
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    _, mark, newest = text.rpartition("--- step ")
+    if not mark:
+        return
+    step, *lines = newest.splitlines()
+    axes.set_title(f"{run.label}, step {step}: rewards and completions", loc="left")
+    cut = [line[:SAMPLE_WIDTH] for line in lines[:SAMPLE_LINES]]
+    style = {"family": "monospace", "fontsize": 8, "va": "top", "parse_math": False}
+    axes.text(0, 1, "\n".join(cut), transform=axes.transAxes, **style)
+
+
+def draw_published_loss(axes: Axes, runs: list[Run], size: str | None) -> None:
+    """Draw the loss of OpenAI's GPT-2 where it is one of the same tokens and text."""
+    if size and any((run.tokenizer, run.corpus) != ("gpt2", "FineWeb-Edu") for run in runs):
+        print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
+    else:
+        draw_published(axes, VALIDATION, ("FineWeb-Edu", "loss", size), "val")
 
 
 def draw_published(axes: Axes, figures: Published, key: tuple, task: str) -> None:
@@ -128,29 +224,30 @@ def draw_published(axes: Axes, figures: Published, key: tuple, task: str) -> Non
 
 
 def scale_losses(axes: Axes, key: str) -> None:
-    """Set logarithmic scales, whose tick labels are enough and have enough digits to differ."""
+    """Set a logarithmic scale of the losses, whose tick labels are enough and have enough digits to
+    differ. Steps have a linear one, on which step 0 has a place and the last ones have most."""
     title = "validation (thick) and training loss" if key == "loss" else "validation loss"
-    axes.set(ylabel=f"loss ({UNITS[key]})", xscale="log", yscale="log", title=title)
-    for axis in (axes.xaxis, axes.yaxis):
-        low, high = axis.get_view_interval()
-        if axis is axes.yaxis or high < 20 * low:
-            locator = AutoLocator() if high < 20 * low else LogLocator(subs=(1, 2, 5))
-            axis.set(major_locator=locator, minor_locator=NullLocator())
-            axis.set_major_formatter(ScalarFormatter(useOffset=False))
-            axis.get_major_formatter().set_scientific(False)
+    axes.set(ylabel=f"loss ({UNITS[key]})", yscale="log", title=title)
+    low, high = axes.yaxis.get_view_interval()
+    locator = AutoLocator() if high < 20 * low else LogLocator(subs=(1, 2, 5))
+    axes.yaxis.set(major_locator=locator, minor_locator=NullLocator())
+    axes.yaxis.set_major_formatter(ScalarFormatter(useOffset=False))
+    axes.yaxis.get_major_formatter().set_scientific(False)
 
 
-def draw_sweep(groups: dict[str, list[Log]], out: Path) -> None:
-    """Draw mean and deviation of validation losses of groups of logs that differ in their seed."""
+def draw_sweep(groups: dict[str, list[Log]], key: str, out: Path) -> None:
+    """Draw mean and deviation of the validation losses, `key` of UNITS, of groups of logs that
+    differ in their seed; that of step 0, before training, is left out."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (label, logs) in enumerate(groups.items()):
-        curves = [curve(log, "tokens", "val", "loss") for log in logs]
+        curves = [curve(log, "tokens", "val", key) for log in logs]
         x, losses = curves[0][0], np.array([losses for _, losses in curves])
         style = {"ls": LINES[i % 4], "color": f"C{i}", "marker": "o", "ms": 4, "capsize": 3}
         label = f"{label}: {losses[:, -1].mean():.3f}"
+        x, losses = x[x > 0], losses[:, x > 0]
         axes.errorbar(x, losses.mean(0), losses.std(0), label=label, lw=1.5, **style)
-    axes.set(ylabel="validation loss (nats per token)")
+    axes.set(ylabel=f"validation loss ({UNITS[key]})")
     save(figure, "tokens", out)
 
 

@@ -31,6 +31,7 @@ from utils.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 Point = dict[str, str]  # a value for each option of the grid and the seed
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
+TITLES = {"loss": "validation loss", "bits_per_byte": "bits per byte"}
 processes: list[subprocess.Popen] = []
 
 
@@ -113,37 +114,51 @@ def stop(number: int, _: object) -> NoReturn:
     os._exit(128 + number)
 
 
-def collect(out: Path) -> dict[str, list[Log]]:
-    """Return the logs of a folder's finished runs, grouped by their options without the seed."""
-    groups = defaultdict(list)
+def collect(out: Path) -> dict[str, dict[str, Log]]:
+    """Return the logs of a folder's finished runs by seed, grouped by their other options."""
+    groups = defaultdict(dict)
     for folder in sorted(path for path in out.iterdir() if path.is_dir()):
         if log := finished_log(folder):
-            groups[folder.name.rpartition("seed=")[0].strip() or "all"].append(log)
+            options, _, seed = folder.name.rpartition("seed=")
+            groups[options.strip() or "all"][seed] = log
     return dict(groups)
 
 
-def to_markdown(groups: dict[str, list[Log]]) -> str:
-    """Return a Markdown table of groups, best first: mean and deviation of their last losses, in
-    bits per byte where their tokenizers or texts differ, and the mean difference to the best with
-    its standard error, paired by seed."""
-    last = [log["val"][-1] for logs in groups.values() for log in logs]
-    key, title = "loss", "validation loss"
+def comparable_loss(groups: dict[str, dict[str, Log]]) -> str:
+    """Return the loss to compare by, a key of TITLES: bits per byte where tokenizers or texts
+    differ and all runs have it."""
+    last = [log["val"][-1] for logs in groups.values() for log in logs.values()]
     ratios = [row["loss"] / row["bits_per_byte"] for row in last if row.get("bits_per_byte")]
-    if len(ratios) == len(last) and max(ratios) > 1.01 * min(ratios):
-        key, title = "bits_per_byte", "bits per byte"
-    losses = {name: [log["val"][-1][key] for log in logs] for name, logs in groups.items()}
-    lines = [f"| run | {title} | std | to the best | seeds | tokens | tokens/s |", "|---" * 7 + "|"]
-    names = sorted(groups, key=lambda name: fmean(losses[name]))
+    differ = len(ratios) == len(last) and max(ratios) > 1.01 * min(ratios)
+    return "bits_per_byte" if differ else "loss"
+
+
+def to_markdown(groups: dict[str, dict[str, Log]], key: str) -> str:
+    """Return a Markdown table of groups, best first: mean and deviation of their last losses, `key`
+    of UNITS, and the mean difference to the best with its standard error, over the seeds that both
+    have."""
+    losses = {
+        name: {seed: log["val"][-1][key] for seed, log in logs.items()}
+        for name, logs in groups.items()
+    }
+    lines = [
+        f"| run | {TITLES[key]} | std | to the best | seeds | tokens | tokens/s |",
+        "|---" * 7 + "|",
+    ]
+    names = sorted(groups, key=lambda name: fmean(losses[name].values()))
+    best = losses[names[0]]
     for name in names:
-        std = f"{stdev(losses[name]):.4f}" if len(losses[name]) > 1 else "-"
-        pairs = zip(losses[name], losses[names[0]], strict=False)
-        found = [mine - best for mine, best in pairs]
-        more = f"{fmean(found):+.4f}"
-        more += f" ± {stdev(found) / len(found) ** 0.5:.4f}" if len(found) > 1 else ""
-        tokens = groups[name][0]["train"][-1]["tokens"]
-        speed = median(row["tokens_per_s"] for log in groups[name] for row in log["train"])
+        values = list(losses[name].values())
+        std = f"{stdev(values):.4f}" if len(values) > 1 else "-"
+        pairs = [loss - best[seed] for seed, loss in losses[name].items() if seed in best]
+        difference = f"{fmean(pairs):+.4f}" if pairs else "-"
+        if len(pairs) > 1:
+            difference += f" ± {stdev(pairs) / len(pairs) ** 0.5:.4f}"
+        logs = list(groups[name].values())
+        tokens = logs[0]["train"][-1]["tokens"]
+        speed = median(row["tokens_per_s"] for log in logs for row in log["train"])
         lines.append(
-            f"| {name} | {fmean(losses[name]):.4f} | {std} | {more} | {len(losses[name])} "
+            f"| {name} | {fmean(values):.4f} | {std} | {difference} | {len(values)} "
             f"| {tokens:,} | {speed:,.0f} |"
         )
     return "\n".join(lines) + "\n"
@@ -165,9 +180,11 @@ def main(config: SweepConfig) -> None:
     with ThreadPoolExecutor(config.jobs) as pool:
         failed = [text for text in pool.map(lambda p: train_point(config, p), points) if text]
     if groups := collect(config.out):
-        table = to_markdown(groups)
+        key = comparable_loss(groups)
+        table = to_markdown(groups, key)
         (config.out / "table.md").write_text(table, encoding="utf-8")
-        draw_sweep(groups, config.out / "sweep.png")
+        logs = {name: list(by_seed.values()) for name, by_seed in groups.items()}
+        draw_sweep(logs, key, config.out / "sweep.png")
         print(f"{table}wrote {config.out / 'table.md'} and {config.out / 'sweep.png'}")
     if failed:
         raise UserError(f"{len(failed)} of {len(points)} runs failed; the first: {failed[0]}")

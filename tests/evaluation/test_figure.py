@@ -23,11 +23,11 @@ def write_run(folder, losses, **config):
     return folder
 
 
-def about(vocab_size, corpus="books"):
-    return {"model_config": {"vocab_size": vocab_size}, "corpus": corpus}
+def about(tokenizer, corpus="books"):
+    return {"tokenizer": tokenizer, "corpus": corpus}
 
 
-BYTES, EDU = about(257), about(50257, "FineWeb-Edu")
+BYTES, EDU = about("bytes"), about("gpt2", "FineWeb-Edu")
 
 
 @pytest.fixture
@@ -76,7 +76,10 @@ def test_tick_labels_are_distinct_and_many_enough(tmp_path, figures, first, last
 
 
 def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, figures):
-    a, b = write_run(tmp_path / "a", [4, 2], **BYTES), write_run(tmp_path / "b", [8, 7], **EDU)
+    # also where the vocabularies have the same size
+    shape = {"model_config": {"vocab_size": 257}}
+    a = write_run(tmp_path / "a", [4, 2], **BYTES, **shape)
+    b = write_run(tmp_path / "b", [8, 7], **about("tokenizer-00000001"), **shape)
     draw([a, b], tmp_path / "mixed.png", "gpt2")
     draw([a], tmp_path / "bytes.png")
     mixed, same = (found.axes[0] for found in figures)
@@ -89,7 +92,8 @@ def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, figur
 def test_openai_s_loss_is_drawn_over_runs_on_gpt2_tokens_of_fineweb_edu_alone(
     tmp_path, figures, capsys
 ):
-    runs = {"edu": EDU, "books": about(50257), "bytes": about(257, "FineWeb-Edu"), "alone": {}}
+    other = about("bytes", "FineWeb-Edu")
+    runs = {"edu": EDU, "books": about("gpt2"), "bytes": other, "alone": {}}
     folders = [write_run(tmp_path / name, [4, 3.5], **config) for name, config in runs.items()]
     for paths in (*([folder] for folder in folders), folders[:2]):
         draw(paths, tmp_path / "a.png", "gpt2")
@@ -100,13 +104,71 @@ def test_openai_s_loss_is_drawn_over_runs_on_gpt2_tokens_of_fineweb_edu_alone(
 
 def test_benchmarks_are_drawn_beside_published_figures(tmp_path, figures):
     run = write_run(tmp_path / "run", [4, 2])
-    with (run / "metrics.jsonl").open("a") as file:
-        for step in (1, 2):
-            file.write(json.dumps({"step": step, "split": "lambada", "acc": step / 10}) + "\n")
+    add_rows(run, *({"step": step, "split": "lambada", "acc": step / 10} for step in (1, 2)))
     draw([run], tmp_path / "a.png", "gpt2")
     (panel,) = (axes for axes in figures[0].axes if axes.get_ylabel() == "accuracy")
     assert [list(line.get_ydata()) for line in panel.lines] == [[0.1, 0.2], [0.3256, 0.3256]]
     assert openai_lines(panel)[0].startswith("lambada, OpenAI gpt2: 0.3256")
+
+
+def add_rows(run, *rows):
+    with (run / "metrics.jsonl").open("a") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+
+
+def test_steps_0_and_1_stand_at_their_places_and_no_line_leaves_the_untrained_model(
+    tmp_path, figures
+):
+    run = write_run(tmp_path / "run", [4, 3, 2, 1.5])
+    add_rows(run, {"step": 0, "split": "val", "loss": 5.5})
+    draw([run], tmp_path / "a.png")
+    axes = figures[0].axes[0]
+    assert axes.get_xscale() == "linear"
+    training, untrained, validation = (
+        list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines
+    )
+    assert training == validation == [(2048, 4), (4096, 3), (6144, 2), (8192, 1.5)]
+    assert untrained == [(0, 5.5)]
+
+
+def test_all_speeds_are_seen(tmp_path, figures):
+    draw([write_run(tmp_path / "run", [4, 2])], tmp_path / "a.png")
+    (panel,) = (axes for axes in figures[0].axes if axes.get_ylabel() == "tokens per second")
+    low, high = panel.get_ylim()
+    assert low == 0 and high > 9e3
+
+
+def test_a_run_of_grpo_shows_rewards_answers_lengths_and_samples(tmp_path, figures):
+    run = write_run(tmp_path / "run", [0.1, -0.1])
+    for step, reward in ((1, 0.25), (2, 0.5)):
+        train = {"lr": 1, "tokens": step, "tokens_per_s": 9, "reward": reward, "loss": -0.1}
+        train |= {"completion_tokens": 10 - step, "ms": 1}
+        add_rows(
+            run,
+            {"step": step, "split": "train", **train},
+            {"step": step, "split": "held_out", "reward": reward / 2},
+            {"step": step, "split": "answers", "n": 8, "exact": reward / 4},
+        )
+    (run / "samples.txt").write_text("--- step 1\nold\n--- step 2\nprompt: 'a$b'\n1  '5'\n")
+    draw([run], tmp_path / "a.png", unit="step")
+    panels = {axes.get_ylabel(): axes for axes in figures[0].axes}
+    drawn = {name: [list(line.get_ydata()) for line in x.lines] for name, x in panels.items()}
+    assert drawn["reward"] == [[0.25, 0.5], [0.125, 0.25]]
+    assert drawn["accuracy"] == [[0.0625, 0.125]]
+    assert drawn["tokens per completion"] == [[9, 8]]
+    assert [text.get_text() for text in panels[""].texts] == ["prompt: 'a$b'\n1  '5'"]
+    assert not any(name.startswith("loss") for name in panels)
+
+
+def test_columns_are_drawn_and_one_that_no_row_has_is_named(tmp_path, figures):
+    run = write_run(tmp_path / "run", [4, 2])
+    draw([run], tmp_path / "a.png", columns=("ms", "loss"))
+    assert [axes.get_ylabel() for axes in figures[0].axes][-2:] == ["ms", "loss"]
+    message = "^--columns has no foo; the logs have loss, lr, ms, tokens, tokens_per_s$"
+    with pytest.raises(UserError, match=message):
+        draw([run], tmp_path / "b.png", columns=("ms", "foo"))
+    assert not (tmp_path / "b.png").exists()
 
 
 def test_a_log_without_steps_is_named(tmp_path):
@@ -136,6 +198,9 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypa
 
 def test_a_sweep_of_one_seed_is_drawn_without_nan(tmp_path, figures):
     log = read_metrics(write_run(tmp_path / "run", [4, 2]))
-    draw_sweep({"max_lr=1": [log], "max_lr=2": [log, log]}, tmp_path / "a.png")
-    labels = figures[0].axes[0].get_legend_handles_labels()[1]
-    assert labels == ["max_lr=1: 2.000", "max_lr=2: 2.000"]
+    draw_sweep({"max_lr=1": [log], "max_lr=2": [log, log]}, "loss", tmp_path / "a.png")
+    draw_sweep({"bytes": [log]}, "bits_per_byte", tmp_path / "a.png")
+    (nats,), (bits,) = (drawn.axes for drawn in figures)
+    assert nats.get_legend_handles_labels()[1] == ["max_lr=1: 2.000", "max_lr=2: 2.000"]
+    assert bits.get_legend_handles_labels()[1] == ["bytes: 0.500"]
+    assert "bits per byte" in bits.get_ylabel()

@@ -4,6 +4,8 @@ import signal
 import pytest
 from conftest import SMALL, losses, rows_written, run_until, script, start
 
+from scripts.sweep import to_markdown
+
 
 def sweep_args(shards, out, steps, grid):
     """The command line of a sweep of small runs with seed 1."""
@@ -55,6 +57,22 @@ def test_a_run_that_fails_is_told(shards, tmp_path):
     done = script(*sweep_args(shards, tmp_path, 6, "max_lr 1e-3 2e-3"), code=2)
     assert "1 of 2 runs failed; the first: max_lr=1e-3 seed=1: error: " in done.stderr
     assert "| max_lr=2e-3 |" in done.stdout
+
+
+def log_of(loss):
+    train = {"step": 9, "tokens": 512, "tokens_per_s": 100.0}
+    return {"train": [train], "val": [{"step": 9, "loss": loss}]}
+
+
+def test_differences_are_of_runs_of_the_same_seed():
+    groups = {
+        "a": {"1": log_of(2.0), "2": log_of(2.4), "3": log_of(2.8)},
+        "b": {"2": log_of(2.5), "3": log_of(2.9)},  # seed 1 failed
+        "c": {"4": log_of(3.0)},
+    }
+    lines = to_markdown(groups, "loss").splitlines()
+    assert lines[3] == "| b | 2.7000 | 0.2828 | +0.1000 ± 0.0000 | 2 | 512 | 100 |"
+    assert lines[4] == "| c | 3.0000 | - | - | 1 | 512 | 100 |"
 
 
 def test_the_table_has_means_and_compares_tokenizers_by_bits_per_byte(tmp_path):
