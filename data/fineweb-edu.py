@@ -214,12 +214,19 @@ def prepare(config: DataConfig) -> tuple[dict, int]:
         before = sharder.tokens
         complete = not sharder.full and write_shards(config, source, sharder, tokenizer)
         if complete and not manifest["documents"]:
-            name, skipped = settings["source"][0], manifest["skipped"] or "none"
-            raise UserError(f"{name} holds no text for this worker; skipped: {skipped}")
+            raise UserError(
+                f"{settings['source'][0]} holds no text for this worker; skipped: "
+                f"{describe_skipped(manifest)}"
+            )
         sharder.end(complete)
     finally:
         os.close(lock)
     return manifest, sharder.tokens - before
+
+
+def describe_skipped(manifest: dict) -> str:
+    """Return how many rows were skipped, for each reason."""
+    return ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items()) or "none"
 
 
 def describe_validation(manifest: dict) -> str:
@@ -243,9 +250,8 @@ def main(config: DataConfig) -> None:
     manifest, new = prepare(config)
     seconds = time.time() - began
     state = "complete" if manifest["complete"] else "stopped at --max_shards"
-    skipped = ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items())
     print(f"{config.local_dir}: {state}")
-    print(f"documents: {manifest['documents']:,}; skipped: {skipped or 'none'}")
+    print(f"documents: {manifest['documents']:,}; skipped: {describe_skipped(manifest)}")
     print(f"tokenizer: {manifest['tokenizer']}")
     for split in ("train", "val"):
         sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]

@@ -56,7 +56,6 @@ def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
     """Open a file compressed by zstd, which may have several frames, for reading."""
     from pyarrow import CompressedInputStream
 
-    assert mode == "rb"
     return io.BufferedReader(CompressedInputStream(path, "zstd"))
 
 
@@ -65,7 +64,7 @@ COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": op
 
 def open_text(name: str) -> IO[str]:
     """Open a file as UTF-8, decompressed, line ends as \\n. Bytes that are not UTF-8 become lone
-    surrogates, which no_utf8 finds."""
+    surrogates, which `undecodable` finds."""
     open_bytes = COMPRESSIONS.get(Path(name).suffix.lower(), open)
     encoding = {"encoding": "utf-8-sig", "errors": "surrogateescape"}  # -sig drops a mark
     return io.TextIOWrapper(open_bytes(name, "rb"), **encoding)
@@ -117,15 +116,15 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
-# rows of a text file, each a dict or what is no row
+# rows of a text file: an object, a text by itself, or what is no row
 
 
-def read_document(file: IO[str], column: str) -> Iterator[object]:
+def read_document(file: IO[str]) -> Iterator[object]:
     """Yield the whole of a text file."""
-    yield {column: file.read()}
+    yield file.read()
 
 
-def read_lines(file: IO[str], column: str) -> Iterator[object]:
+def read_lines(file: IO[str]) -> Iterator[object]:
     """Yield the values in lines of JSON."""
     for line in file:
         try:
@@ -135,23 +134,21 @@ def read_lines(file: IO[str], column: str) -> Iterator[object]:
                 yield Skipped("without text")
 
 
-def read_json(file: IO[str], column: str) -> Iterator[object]:
-    """Yield the rows of a .json: those of an array, or values of which each begins a line. A text
-    in an array is a row by itself."""
+def read_json(file: IO[str]) -> Iterator[object]:
+    """Yield the rows of a .json: those of an array, else the values in its lines."""
     first_line = next((line for line in file if line.strip()), "")
     try:
         first = json.loads(first_line)
     except ValueError:  # an array or an object of several lines
         first = json.loads(first_line + file.read())
     if isinstance(first, list):
-        for value in first:
-            yield {"text": value} if isinstance(value, str) else value
+        yield from first
     else:
         yield first
-        yield from read_lines(file, column)
+        yield from read_lines(file)
 
 
-def read_csv(file: IO[str], column: str, delimiter: str = ",") -> Iterator[object]:
+def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     """Yield the rows of CSV. One with more cells than the header is none: which of them is the
     text cannot be told, as where a comma in it is not quoted."""
     csv.field_size_limit(2**31 - 1)  # characters of a cell
@@ -177,29 +174,26 @@ def read_column(name: str, column: str) -> Iterator[object]:
     """Yield what each row of a text file has in a column, and Skipped for what is no row or not
     UTF-8, of which it warns once. Raises UserError if the first row lacks the column."""
     read_rows = READERS.get(suffix_of(name), read_document)
-    warned = False
+    encoding = None  # of the file, if it is not UTF-8
     with open_text(name) as file:
-        for number, row in enumerate(read_rows(file, column)):
-            if not isinstance(row, dict):
-                yield row if isinstance(row, Skipped) else None
-                continue
-            if number == 0 and row:
-                check_column(name, column, list(row))
-            value = row.get(column)
-            data = undecodable(value) if isinstance(value, str) else None
+        for number, row in enumerate(read_rows(file)):
+            if isinstance(row, dict):
+                if number == 0 and row:
+                    check_column(name, column, list(row))
+                row = row.get(column)
+            data = undecodable(row) if isinstance(row, str) else None
             if data is None:
-                yield value
+                yield row
                 continue
-            encoding = guess_encoding(data)
-            if not warned:
-                lost = data.decode(errors="replace").count("\ufffd") - value.count("\ufffd")
+            if encoding is None:
+                encoding = guess_encoding(data)
+                lost = data.decode(errors="replace").count("\ufffd") - row.count("\ufffd")
                 print(
-                    f"warning: {name} is not UTF-8 but {encoding}: a text that would lose {lost:,} "
-                    "characters is left out, and others like it; convert the file to UTF-8 first",
+                    f"warning: {name} is not UTF-8: it looks like {encoding}; a text that would "
+                    f"lose {lost:,} characters is left out, and others like it; convert the file",
                     file=sys.stderr,
                 )
-                warned = True
-            yield Skipped(f"not UTF-8 but {encoding}")
+            yield Skipped(f"not UTF-8: looks like {encoding}")
 
 
 def check_column(name: str, column: str, columns: list[str]) -> None:
@@ -222,7 +216,7 @@ def undecodable(text: str) -> bytes | None:
 
 
 def guess_encoding(data: bytes) -> str:
-    """Return the name of the encoding that bytes, which are not UTF-8, seem to have."""
+    """Return the name of the encoding that bytes, which are not UTF-8, look like."""
     from charset_normalizer import from_bytes
 
     valid = data.decode(errors="ignore")
@@ -231,9 +225,9 @@ def guess_encoding(data: bytes) -> str:
         return "damaged UTF-8"
     runs = re.findall(rb"[\x80-\xff]+", data)
     if 2 * sum(len(run) == 1 for run in runs) > len(runs):  # accents among letters
-        return f"seems to be {ENCODINGS['cp1252']}"
+        return ENCODINGS["cp1252"]
     best = from_bytes(data[:100_000], cp_isolation=list(ENCODINGS)).best()
-    return f"seems to be {ENCODINGS[best.encoding]}" if best else "of an unknown encoding"
+    return ENCODINGS[best.encoding] if best else "another encoding"
 
 
 # the source
@@ -315,6 +309,7 @@ class Source:
         """Yield the state before each batch, as `datasets` saves it, and texts of the batch."""
         set_up_datasets()
         import datasets
+        from pyarrow import JsonType
 
         if self.files:
             options = {"data_files": [glob.escape(name)], "batch_size": 1000}
@@ -330,5 +325,9 @@ class Source:
             stream.load_state_dict(state)
         for table in stream.iter(BATCH):
             check_column(name, self.text_column, table.column_names)
-            yield state, table[self.text_column].to_pylist()
+            column = table[self.text_column]
+            texts = column.to_pylist()
+            if isinstance(column.type, JsonType):  # of JSON lines where some are no text
+                texts = [None if text is None else json.loads(text) for text in texts]
+            yield state, texts
             state = stream.state_dict()

@@ -117,7 +117,7 @@ def test_null_and_empty_rows_of_ids_are_skipped_and_ids_are_no_text(tmp_path):
     parquet.write_table(pa.table({"ids": rows}), tmp_path / "a.parquet")
     manifest = prepare(tmp_path / "a.parquet", tmp_path / "out", tokens_column="ids")
     assert manifest["documents"] == 2 and manifest["skipped"] == {"without text": 1, "empty": 2}
-    with pytest.raises(UserError, match="holds no text .* skipped: .*'without text': 5"):
+    with pytest.raises(UserError, match="holds no text .* skipped: 5 without text"):
         prepare(tmp_path / "a.parquet", tmp_path / "none", text_column="ids")
 
 

@@ -140,10 +140,10 @@ def test_a_text_in_another_encoding_is_left_out_and_the_encoding_named(
     rows = read(*sorted(tmp_path.iterdir()))
     assert [row for row in rows if isinstance(row, str)] == ["naïve"] * 4
     skipped = [row.reason for row in rows if isinstance(row, Skipped)]
-    assert len(skipped) == 5 and all(x.startswith("not UTF-8 but ") and named in x for x in skipped)
+    assert len(skipped) == 5 and all(f"looks like {named}" in x for x in skipped)
     lost = data.decode(errors="replace").count("\ufffd")
     warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 5 and f"a.txt is not UTF-8 but {skipped[0][14:]}" in warnings[0]
+    assert len(warnings) == 5 and f"a.txt is not UTF-8: it looks like {named}" in warnings[0]
     assert f"would lose {lost:,} characters" in warnings[0]
 
 
@@ -184,11 +184,20 @@ def test_a_value_that_is_no_text_changes_no_other_row_of_json(tmp_path, name, wr
     assert read(path, position=position) == expected[300:]
 
 
+def test_a_dataset_of_json_lines_with_a_value_that_is_no_text_is_read_as_its_files_are(tmp_path):
+    rows = [{"text": value} for value in ("first", 7, "second", None, ["x"])]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    dataset = Source([], str(tmp_path), "default", "text", 0, 1)  # a folder, as from the hub
+    position = {"revision": "main", "file": 0, "place": None}
+    ((_, texts),) = dataset.batches(position)
+    assert texts == ["first", 7, "second", None, ["x"]]
+
+
 def test_a_json_of_texts_and_one_of_a_single_object_are_read(tmp_path):
     (tmp_path / "a.json").write_text('["one", 2, "three"]')
     (tmp_path / "b.json").write_text('{\n "text": "four"\n}')
     (tmp_path / "c.json").write_text('\n{"text": "five"}\n{"text": "six"}\n')
-    assert read(*sorted(tmp_path.iterdir())) == ["one", None, "three", "four", "five", "six"]
+    assert read(*sorted(tmp_path.iterdir())) == ["one", 2, "three", "four", "five", "six"]
     (tmp_path / "a.json").write_text('[{"text": "cut"},')
     with pytest.raises(UserError, match="a.json is damaged or cannot be read .JSONDecodeError"):
         read(tmp_path / "a.json")
