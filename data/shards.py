@@ -9,6 +9,7 @@ a folder without a manifest holds GPT-2 tokens.
 """
 
 import io
+import itertools
 import json
 import re
 import struct
@@ -102,21 +103,34 @@ def check_together(folders: Sequence[Path]) -> None:
     """Raise UserError for folders that cannot be read together: one that is given twice, and those
     whose splits differ, so that a text may be for training in one and for validation in another."""
     given: set[Path] = set()
-    first_folder, first_fraction = None, None
     for folder in folders:
         if folder.resolve() in given:
             raise UserError(f"--data_dir names {folder} twice; a weight gives it a larger share")
         given.add(folder.resolve())
-        fraction = (read_manifest(folder) or {}).get("val_fraction")
-        if fraction is None:  # made by others
-            continue
-        if first_fraction is None:
-            first_folder, first_fraction = folder, fraction
-        if fraction != first_fraction:
+    manifests = [read_manifest(folder) or {} for folder in folders]
+    ruled = [i for i, manifest in enumerate(manifests) if "val_fraction" in manifest]
+    for i, j in itertools.combinations(ruled, 2):  # folders made by others have no rule
+        if splits_differ(manifests[i], manifests[j]):
+            rules = [describe_split(manifests[k]) for k in (i, j)]
             raise UserError(
-                f"{first_folder} was split by --val_fraction {first_fraction}, {folder} by "
-                f"{fraction}: one may train on the validation text of the other; shard one anew"
+                f"{folders[i]} was split by {rules[0]}, {folders[j]} by {rules[1]}: one may train "
+                "on the validation text of the other; shard one anew"
             )
+
+
+def splits_differ(first: dict, second: dict) -> bool:
+    """Return whether a text may be for training by one manifest and for validation by another."""
+    if first["val_fraction"] != second["val_fraction"]:
+        return True
+    # pieces of a text are held out by their place in it, whole texts by their hash
+    by_place = [bool(manifest.get("held_out")) for manifest in (first, second)]
+    return by_place[0] != by_place[1] and bool(first["files"].keys() & second["files"].keys())
+
+
+def describe_split(manifest: dict) -> str:
+    """Return the rule by which validation text was chosen."""
+    pieces = " and pieces of a single text" if manifest.get("held_out") else ""
+    return f"--val_fraction {manifest['val_fraction']}{pieces}"
 
 
 def bytes_per_token(manifests: Sequence[dict | None], split: str) -> float | None:

@@ -123,23 +123,33 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     shards, tmp_path, weights
 ):
     """Folders of others have no rule, and those of one rule, as of several workers, agree."""
-    rules = {"first": 0.01, "equal": 0.01, "other": 0.2, "foreign": None}
-    for name, val_fraction in rules.items():
+    rules = {
+        "first": {"val_fraction": 0.01},
+        "equal": {"val_fraction": 0.01},
+        "other": {"val_fraction": 0.2},
+        "pieces": {"val_fraction": 0.01, "held_out": 99},
+        "pieces of another": {"val_fraction": 0.01, "held_out": 99, "files": {"b.txt": 1}},
+        "foreign": {},
+    }
+    for name, rule in rules.items():
         shutil.copytree(shards, tmp_path / name)
         manifest = json.loads((tmp_path / name / "manifest.json").read_text())
-        manifest["val_fraction"] = val_fraction
-        write_manifest(tmp_path / name, manifest)
+        del manifest["val_fraction"]
+        write_manifest(tmp_path / name, manifest | {"files": {"a.txt": 1}} | rule)
 
     def open_two(first, second):
         names = [f"{tmp_path / first}{weights[0]}", f"{tmp_path / second}{weights[1]}"]
         return Mixture(names, "val", 32)
 
-    open_two("first", "equal")
-    open_two("foreign", "other")
-    with pytest.raises(UserError, match="first was split by --val_fraction 0.01, .*other by 0.2"):
-        open_two("first", "other")
-    with pytest.raises(UserError, match="--data_dir names .*first/../first twice"):
-        open_two("first", "first/../first")
+    for first, second in (("first", "equal"), ("foreign", "other"), ("first", "pieces of another")):
+        open_two(first, second)
+    for first, second, problem in (
+        ("first", "other", "first was split by --val_fraction 0.01, .*other by --val_fraction 0.2"),
+        ("first", "pieces", "pieces by --val_fraction 0.01 and pieces of a single text: one may"),
+        ("first", "first/../first", "--data_dir names .*first/../first twice"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            open_two(first, second)
 
 
 def test_a_mixture_is_trained_resumed_and_shared_by_two_processes(folders, tmp_path):
