@@ -31,7 +31,8 @@ from utils.cli import run
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
 
-COMMANDS = "enter a prompt; /new begins a new chat, /quit ends\n"
+CHAT_COMMANDS = "say something; /new begins a new chat, /quit ends\n"
+TEXT_COMMANDS = "enter the beginning of a text, which the model continues; /quit ends\n"
 
 
 @dataclass
@@ -47,7 +48,7 @@ class SampleConfig:
     num_samples: int = 1
     """Texts to write; the first is shown while it is generated."""
     interactive: bool = False
-    """Ask for prompts; /new, /quit and /help are commands."""
+    """Ask for prompts; /quit, /help and with --chat /new are commands."""
     chat: bool = False
     """Answer as the assistant of a chat; without --prompt, talk with the keyboard."""
     json: bool = False
@@ -149,15 +150,16 @@ class Writer:
             import readline  # noqa: F401  line editing and history for input()
         history: Messages = []
         seed = self.config.seed
-        self.show(COMMANDS)
+        commands = CHAT_COMMANDS if self.config.chat else TEXT_COMMANDS
+        self.show(commands)
         while True:
             try:
                 line = input("> ")
                 if line.strip() in ("/quit", "quit", "exit"):
                     return
                 if line.strip() == "/help":
-                    self.show(COMMANDS)
-                elif line.strip() == "/new":
+                    self.show(commands)
+                elif line.strip() == "/new" and self.config.chat:
                     history = []
                 elif line:
                     answer, *_ = self.write(line, history, seed)

@@ -25,6 +25,7 @@ from data.loader import Slicing, TokenStream, prefetch, train_batches
 from data.mixture import Mixture, parse_corpora
 from data.tokenizer import tokenizer_name
 from evaluation.periodic import Evaluator, is_due
+from evaluation.validation import too_few_tokens
 from model.config import GPTConfig
 from model.empty import with_context
 from model.gpt import GPT
@@ -184,11 +185,13 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
     model = GPT(config.model_config(vocab_size))
     if saved:
         check_tokenizer(stream, config.resume, saved["tokenizer"])
-        was = replace(GPTConfig(**saved["model_config"]), dropout=config.dropout)
-        if was != model.config:
+        shape = replace(GPTConfig(**saved["model_config"]), dropout=config.dropout)
+        if shape != model.config:
+            theirs, ours = vars(shape), vars(model.config)
+            changes = [f"{x} {theirs[x]} (here {ours[x]})" for x in ours if ours[x] != theirs[x]]
             raise UserError(
-                f"{config.resume} holds a model of another shape, {was}; leave out the options "
-                "that change it, or start a new run in another --checkpoint_dir"
+                f"{config.resume} holds a model of another shape: {', '.join(changes)}; leave out "
+                "the options that change it, or start a new run in another --checkpoint_dir"
             )
         with reading(Path(config.resume)):
             load_weights(model, saved, exact=True)
@@ -209,13 +212,13 @@ def check_tokenizer(stream: TokenStream, name: str, tokenizer: str) -> None:
 def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
     """Warn where the order of the data changes, it is seen often, or validation is rough."""
     config, saved, warn = run.config, run.saved, run.process.print
-    counts = [part.count_within(config.val_tokens) for part in val.parts]
-    if min(counts) < 16:
-        warn(f"warning: the validation text is {min(counts)} sequences: a rough loss")
-    epochs = train.epochs(config.max_steps * config.total_batch_size)
-    if epochs > 100:
+    for name, part in zip(val.names, val.parts, strict=True):
+        if len(part) * part.block_size < config.val_tokens:
+            warn(too_few_tokens(name, part, config.val_tokens))
+    train_tokens = config.max_steps * config.total_batch_size
+    if train.epochs(train_tokens)[0] > 100:
         smaller = "--max_steps, --total_batch_size and perhaps --n_layer, --n_head, --n_embd"
-        warn(f"warning: {epochs:,.0f} epochs of this text: see {smaller}")
+        warn(f"warning: {train.describe_epochs(train_tokens)} are many: see {smaller}")
     if saved and saved["optimizer"]:
         for name in ("total_batch_size", "seed"):
             before, now = saved["config"][name], getattr(config, name)
@@ -232,10 +235,10 @@ def describe(run: Run, model: GPT, train: Mixture, slicing: Slicing) -> None:
     """Print a summary of the run."""
     config, process = run.config, run.process
     tokens, batch = len(train.stream), config.total_batch_size
-    epochs = train.epochs(config.max_steps * batch)
+    epochs = train.describe_epochs(config.max_steps * batch)
     run.logger.print(
         f"{model.num_parameters():,} parameters; {tokens:,} train tokens; "
-        f"{epochs:,.2f} epochs: {config.max_steps:,} steps of {batch:,} "
+        f"{epochs}: {config.max_steps:,} steps of {batch:,} "
         f"tokens = {config.block_size} x micro-batch {config.micro_batch_size} x micro-steps "
         f"{slicing.micro_steps} x processes {process.world_size}"
         + (f"; resumed at step {run.start_step}" if run.start_step else "")

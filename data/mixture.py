@@ -113,10 +113,18 @@ class Mixture:
         shares = [f"{100 * weight:.4g} %" for weight in self.weights]
         return ", ".join(f"{x} of {y}" for x, y in zip(shares, names, strict=True))
 
-    def epochs(self, tokens: int) -> float:
-        """Return how often `tokens` tokens of training see the corpus that they see most often."""
-        pairs = zip(self.weights, self.parts, strict=True)
-        return max(weight * tokens / len(part.stream) for weight, part in pairs)
+    def epochs(self, tokens: int) -> tuple[float, str]:
+        """Return how often `tokens` tokens of training see the corpus that they see most often, and
+        its name."""
+        corpora = zip(self.weights, self.parts, self.names, strict=True)
+        return max((weight * tokens / len(part.stream), name) for weight, part, name in corpora)
+
+    def describe_epochs(self, tokens: int) -> str:
+        """Return the epochs of `tokens` tokens of training in words, which name the corpus that is
+        meant where there are several."""
+        epochs, name = self.epochs(tokens)
+        corpus = f" of {name}, the corpus seen most often" if len(self.parts) > 1 else ""
+        return f"{epochs:,.2f} epochs{corpus}"
 
     def where(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the corpus, and the position in its own order, of positions (N,)."""

@@ -16,9 +16,10 @@ from utils.distributed import Process
 
 def too_few_tokens(name: str, sequences: Sequences, tokens: int) -> str:
     """Return the sentence for a corpus whose validation split is smaller than `tokens`."""
+    held_out = len(sequences) * sequences.block_size
     return (
-        f"note: the validation split of {name} has {len(sequences) * sequences.block_size:,} "
-        f"tokens, fewer than --val_tokens {tokens:,}"
+        f"note: validation reads all {held_out:,} tokens of {name}, fewer than --val_tokens "
+        f"{tokens:,}: the fewer, the rougher the loss"
     )
 
 

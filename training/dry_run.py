@@ -72,7 +72,7 @@ def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
         try:
             data = Mixture(config.data_dir, "train", config.block_size)
             vocab_size = data.stream.vocab_size
-            print(f"{data.epochs(config.max_steps * config.total_batch_size):,.2f} epochs")
+            print(data.describe_epochs(config.max_steps * config.total_batch_size))
         except UserError as error:
             print(error)
     return config.model_config(vocab_size)

@@ -59,7 +59,10 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
         epochs = len(own) // n
         assert visits.min() >= epochs and visits.max() <= epochs + 1
     a, b, c = (len(part.stream) for part in mixture.parts)
-    assert mixture.epochs(1000) == pytest.approx(max(700 / a, 200 / b, 100 / c))
+    epochs, name = mixture.epochs(1000)
+    assert epochs == pytest.approx(max(700 / a, 200 / b, 100 / c))
+    expected = f"{epochs:.2f} epochs of {name}, the corpus seen most often"
+    assert name in "abc" and mixture.describe_epochs(1000) == expected
     whole = np.concatenate([mixture.order(np.arange(s, s + 500), 3) for s in range(0, 10_000, 500)])
     assert (whole == ids).all()  # in steps, as in one
     inputs, targets = mixture.batch(ids[:50])
@@ -162,7 +165,9 @@ def test_a_mixture_is_trained_resumed_and_shared_by_two_processes(folders, tmp_p
             torchrun(2, *args)
         else:
             script(*args, *(["--max_steps", 11] if run.name == "resumed" else []))
-            script(*args, "--resume", "auto")
+            said = script(*args, "--resume", "auto").stdout
+    assert "epochs of c, the corpus seen most often: 20 steps" in said
+    assert "validation reads all 2,976 tokens of c, fewer than --val_tokens 4,096" in said
     assert losses(runs[0]) == losses(runs[1]) and losses(runs[0]) == pytest.approx(losses(runs[2]))
     ours, theirs = weights(runs[0]), weights(runs[1])
     assert all((ours[name] == theirs[name]).all() for name in ours)

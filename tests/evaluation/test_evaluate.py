@@ -108,7 +108,7 @@ def test_each_task_has_a_file_beside_the_checkpoint_and_the_model_card_gathers_t
         options = ["--val_tokens", 10**8, "--num_samples", 0, "--limit", 3, "--max_new_tokens", 8]
         done = script("evaluate.py", "--checkpoint", tmp_path / "run", "--tasks", *tasks, *options)
         if tasks == ["val"]:
-            assert "tokens, fewer than --val_tokens 100,000,000" in done.stdout
+            assert ", fewer than --val_tokens 100,000,000: the fewer" in done.stdout
             (before,) = best.parent.glob("*.json")
     names = {path.name for path in best.parent.glob("*.json")}
     assert names == {"model_best_val.json", "model_best_cbt_cn.json", "model_best_sums.json"}

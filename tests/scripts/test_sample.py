@@ -40,6 +40,11 @@ def test_a_conversation_goes_on_until_quit(trained):
     out = sample(trained, "--interactive", "--seed", 3, input="\n".join(lines)).stdout
     assert sample(trained, "--prompt", "Abc", "--seed", 3).stdout.strip() in out
     assert out.count("Abc") == 2 and "the prompt has 40 tokens" in out and "never" not in out
+    first = out.splitlines()[0]
+    assert first == "enter the beginning of a text, which the model continues; /quit ends"
+    assert "\n> /new" in out  # a text as any other
+    chat = sample(trained, "--interactive", "--chat", input="/new\n/help\n/quit").stdout
+    assert chat.count("/new begins a new chat") == 2
 
 
 def test_mistakes_are_sentences(trained, tmp_path):

@@ -192,7 +192,10 @@ def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
     bad(args("--resume", tmp_path), "the folder holds no checkpoint")
     bad(args("--resume", shards / "manifest.json"), "damaged or not a checkpoint")
     last = trained / "checkpoints" / "model_last.pt"
-    bad(args("--max_steps", 30, "--resume", last, "--n_layer", 3), "a model of another shape")
+    bad(
+        args("--max_steps", 30, "--resume", last, "--n_layer", 3),
+        "another shape: n_layer 2 (here 3); leave",
+    )
     bad([*args("--resume", last, "--max_steps", 9)], "is at step 20, after --max_steps 9")
     bad(args("--checkpoint_dir", shards / "manifest.json" / "x"), "x: Not a directory")
     assert not list(new.rglob("m*"))
@@ -228,7 +231,7 @@ def test_a_signal_ends_a_long_step_which_is_then_not_taken(shards, tmp_path):
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(10) == 128 + signal.SIGTERM and "stopped at step 0" in said()
-    assert "epochs of this text: see --max_steps" in said() and rows_written(tmp_path) == 0
+    assert "epochs are many: see --max_steps" in said() and rows_written(tmp_path) == 0
 
 
 def test_the_micro_batch_can_choose_itself(shards, trained, tmp_path):
