@@ -7,6 +7,7 @@
 docs/FINETUNING.md has the formats and formulas; checkpoints and --resume are as in train.py.
 """
 
+import zlib
 from collections import Counter
 from dataclasses import replace
 
@@ -63,6 +64,8 @@ def main() -> None:
     run.load_state(model, optimizers)
     saved = None  # closes the file, which is mapped from disk
     run.open_log(model, about)
+    if held_out and state.validate_on(str(zlib.crc32(config.eval_data.read_bytes()))):
+        run.logger.print("--eval_data has changed: the lowest loss is counted anew")
     saver = Saver(config, model, optimizers, about, process, run.logger.print)
     process.print(
         f"{config.method} of {config.init_from} on {config.data}; {method.unit}: {len(method):,}, "

@@ -80,6 +80,8 @@ def main() -> None:
     about |= {"train_tokens": len(train.stream), "data_digest": train.stream.digest}
     about |= {"corpus": train.title}
     run.open_log(model, about)
+    if state.validate_on(evaluator.validation_text):
+        run.logger.print("the validation text has changed: the lowest loss is counted anew")
     describe(run, model, train, slicing)
     saver = Saver(config, model, optimizers, about, process, run.logger.print)
     peak = peak_flops(process.device, dtype)

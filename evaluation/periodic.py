@@ -69,6 +69,13 @@ class Evaluator:
                 evenly_spaced = np.linspace(0, len(rows) - 1, count).astype(int)
                 self.benchmarked.append((task, [rows[i] for i in evenly_spaced]))
 
+    @property
+    def validation_text(self) -> str:
+        """What the validation loss is of: losses of other text or tokens cannot be compared."""
+        stream = self.val.stream
+        counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]
+        return f"{stream.tokenizer_name} {stream.digest} {counts} {self.val.weights}"
+
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if validation, or a benchmark, is due after `step` steps."""
         return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)

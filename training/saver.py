@@ -9,7 +9,7 @@ import torch
 
 from config import RunOptions
 from model.gpt import GPT
-from training.checkpoint import LAST, NUMBERED, assemble, first_line, numbered
+from training.checkpoint import BEST, LAST, NUMBERED, assemble, first_line, numbered
 from training.parallel import gather_state
 from training.state import PATIENCE, TrainState
 from utils.distributed import Process
@@ -87,13 +87,18 @@ class Saver:
             self.thread.start()
 
     def write(self, name: str, weights: dict, moments: dict, entries: dict) -> None:
-        """Write a file, and the numbered one beside it if it is the last checkpoint."""
-        folder = self.config.checkpoint_dir
+        """Write a file, and the numbered one beside it if it is the last checkpoint. The last one
+        is saved before its validation: if that makes it the best, which is saved after, it becomes
+        the same file, so that it knows its own loss."""
+        folder, step = self.config.checkpoint_dir, entries["step"]
         try:
             save_checkpoint(folder / name, assemble(weights, moments, **entries))
-            if name == LAST:
-                keep_numbered(folder, entries["step"], self.config.keep_last)
             self.errors.pop(name, None)
+            if step == self.last_step:
+                if name == BEST:
+                    link_or_copy(folder / BEST, folder / LAST)
+                    self.errors.pop(LAST, None)
+                keep_numbered(folder, step, self.config.keep_last)
         except Exception as error:  # an exception of a thread would get lost
             self.errors[name] = error
             self.log(f"{error}; the run continues, and the next save tries again")

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 NO_SCALING = GradScaler("cpu", enabled=False)  # float16 alone needs it
-SAVED = ("step", "tokens", "best_loss", "run_id", "bad_steps")
+SAVED = ("step", "tokens", "best_loss", "best_of", "run_id", "bad_steps")
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -26,6 +26,7 @@ class TrainState:
     step: int = 0  # steps done, skipped ones included
     tokens: int = 0  # of these steps
     best_loss: float = math.inf  # lowest validation loss in nats per token
+    best_of: str | None = None  # what that is the loss of: text and tokenizer
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # a resumed run keeps it
     bad_steps: int = 0  # newest ones in a row without finite loss and gradient
     scaler: GradScaler = NO_SCALING  # of the loss
@@ -54,6 +55,14 @@ class TrainState:
         """Count one step of `tokens` tokens."""
         self.step += 1
         self.tokens += tokens
+
+    def validate_on(self, text: str) -> bool:
+        """Forget the lowest loss if it is that of another validation text; return whether it is."""
+        is_other = self.best_of not in (None, text)
+        if is_other:
+            self.best_loss = math.inf
+        self.best_of = text
+        return is_other
 
     def record_validation(self, loss: float) -> bool:
         """Remember a new lowest validation loss; return whether it is one."""

@@ -29,13 +29,18 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no links."""
-    target.unlink(missing_ok=True)
+    """Give a file a second name, or copy it where the file system has no links. At any time
+    `target` is the old file or the new one."""
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        os.link(source.resolve(), target)
+        os.link(source.resolve(), temporary)
     except OSError:
         with open(source, "rb") as file, atomic_write(target) as copy:
             shutil.copyfileobj(file, copy, 2**20)
+    else:
+        os.replace(temporary, target)
+        temporary.unlink(missing_ok=True)  # left where `target` was this file before
 
 
 def lock_folder(folder: Path, work: str) -> int:

@@ -136,6 +136,21 @@ def test_a_damaged_checkpoint_blocks_neither_a_whole_one_nor_overwrite(shards, t
     assert load_checkpoint(last)["step"] == 3
 
 
+def test_the_lowest_loss_is_known_after_a_resume_and_belongs_to_its_text(shards, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    best, last = run / "checkpoints/model_best.pt", run / "checkpoints/model_last.pt"
+    assert load_checkpoint(last)["best_loss"] == losses(run, "val")[20]
+    # a model that a validation finds worse does not replace the best
+    args = train_args(shards, run, 22, "--resume", "auto", "--max_lr", 1.0, "--min_lr", 1.0)
+    script(*args)
+    assert losses(run, "val")[22] > losses(run, "val")[20]
+    assert load_checkpoint(best)["step"] == 20
+    done = script(*args, "--max_steps", 23, "--val_tokens", 2048)
+    assert "the validation text has changed: the lowest loss is counted anew" in done.stdout
+    assert load_checkpoint(best)["step"] == 23
+
+
 def test_the_weights_to_begin_from_are_not_overwritten(shards, trained, tmp_path):
     run, link = tmp_path / "run", tmp_path / "link"
     shutil.copytree(trained, run)

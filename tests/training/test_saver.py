@@ -8,7 +8,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training import saver as saver_module
-from training.checkpoint import LAST
+from training.checkpoint import BEST, LAST
 from training.optim import make_optimizers
 from training.saver import Saver
 from training.state import TrainState
@@ -51,6 +51,24 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
     for name, high in state["model"].items():
         assert torch.equal(ckpt.join_float32(high, state["model_low"][name]), before[name])
     assert state["step"] == 1 and state["tokenizer"] == "gpt2"
+
+
+def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
+    """What is saved before a validation knows its loss after it."""
+    state = TrainState(step=4)
+    saver.save(LAST, state)
+    assert state.record_validation(2.5)
+    saver.save(BEST, state)
+    saver.finish()
+    for name in (LAST, "model_step_000004.pt"):
+        assert ckpt.load_checkpoint(tmp_path / name)["best_loss"] == 2.5
+        assert (tmp_path / name).samefile(tmp_path / BEST)
+    state.step = 5
+    state.record_validation(2.0)
+    saver.save(BEST, state)  # of a step that is not saved otherwise
+    saver.finish()
+    assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 4
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, said, tmp_path, monkeypatch):
