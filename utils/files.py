@@ -1,15 +1,19 @@
 """Files that survive a crash: atomic writes, locks, free space, checksums."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from utils.errors import UserError
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of Lustre and some NFS
 
 
 @contextlib.contextmanager
@@ -45,13 +49,22 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def lock_folder(folder: Path, work: str) -> int:
     """Lock a folder, made if it is missing, until the returned descriptor is closed or the process
-    ends. Raises UserError, naming the `work`, if another process holds the lock."""
+    ends; warn where the file system has no locks. Raises UserError, naming the `work`, if another
+    process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(f"another process is {work} {folder}; wait for its end") from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print(
+            f"warning: {folder} cannot be locked ({error.strerror}): see that no other process is "
+            "writing to it",
+            file=sys.stderr,
+        )
     return fd
 
 
