@@ -243,9 +243,9 @@ class EvaluationOptions:
     lambada_data: Path | None = None
     """LAMBADA .jsonl in OpenAI's format; default: from the hub."""
     wandb: bool = False
-    """Log to Weights & Biases as well."""
+    """Log to Weights & Biases as well; WANDB_PROJECT and WANDB_NAME name project and run."""
     trackio: bool = False
-    """Log to trackio as well: a local dashboard without an account."""
+    """Log to trackio as well, a local dashboard without an account; TRACKIO_PROJECT names it."""
 
 
 @dataclass

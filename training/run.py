@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import tomllib
@@ -237,7 +238,7 @@ class Run:
         if self.saved:
             with ckpt.reading(Path(self.config.resume)):
                 ckpt.verify(self.saved, "optimizer")
-                load_optimizer_state(model, optimizers, self.saved["optimizer"])
+            load_optimizer_state(model, optimizers, self.saved["optimizer"])
         self.saved = None  # it is mapped from disk
 
     def open_log(self, model: GPT, about: dict) -> None:
@@ -295,12 +296,33 @@ class Run:
             sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))
 
 
+class WandbTracker:
+    """Run of Weights & Biases whose charts have the step of training as their axis. The service's
+    own step only grows: it would drop the rows of steps that a resumed run does again."""
+
+    def __init__(self, **options: object) -> None:
+        self.run = import_module("wandb").init(**options)
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.run.log(values | {"step": step})
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
 def open_trackers(config: RunOptions, state: TrainState) -> list[Tracker]:
-    """Open Weights & Biases and trackio, which has the same interface, as far as asked for."""
-    shared, trackers = {"project": "gpt2", "config": config.to_dict(), "resume": "allow"}, []
-    if getattr(config, "wandb", False):
-        options = {"id": state.run_id, "dir": str(config.log_dir), **shared}
-        trackers.append(import_module("wandb").init(**options))
+    """Open Weights & Biases and trackio as far as asked for. WANDB_PROJECT and TRACKIO_PROJECT in
+    the environment name the project, WANDB_NAME and TRACKIO_NAME the run."""
+    trackers: list[Tracker] = []
+    shared = {"config": config.to_dict(), "resume": "allow"}
+    if getattr(config, "wandb", False):  # it reads WANDB_NAME itself
+        project = os.environ.get("WANDB_PROJECT", "gpt2")
+        options = {"project": project, "id": state.run_id, "dir": str(config.log_dir), **shared}
+        trackers.append(WandbTracker(**options))
     if getattr(config, "trackio", False):
-        trackers.append(import_module("trackio").init(name=state.run_id, **shared))
+        project = os.environ.get("TRACKIO_PROJECT", "gpt2")
+        name = os.environ.get("TRACKIO_NAME", state.run_id)
+        trackers.append(import_module("trackio").init(project=project, name=name, **shared))
     return trackers

@@ -65,7 +65,7 @@ class Logger:
             return
         self.file.write(json.dumps({"step": step, **row}) + "\n")
         values = {f"{row['split']}/{k}": v for k, v in row.items() if isinstance(v, int | float)}
-        for tracker in self.trackers:
+        for tracker in self.trackers if values else ():
             tracker.log(values, step=step)
 
     def log_train(self, row: dict, step: int) -> None:

@@ -67,26 +67,44 @@ def test_the_run_of_a_log_is_read_from_its_config(trained, tmp_path):
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_tracker_gets_every_number(tmp_path, monkeypatch, package):
-    got = {}
+def test_a_tracker_gets_every_number_also_of_steps_that_are_done_again(
+    tmp_path, monkeypatch, package
+):
+    rows, metrics, given = [], {}, {}
 
     class Tracker:
-        def log(self, values, step):
-            got.setdefault(step, values)
+        """As wandb's run, which drops a row of an earlier step than its newest."""
+
+        newest = 0
+
+        def define_metric(self, name, step_metric=None):
+            metrics[name] = step_metric
+
+        def log(self, values, step=None):
+            if package == "trackio":
+                rows.append(values | {"step": step})
+            elif step is None or step >= Tracker.newest:
+                Tracker.newest = step or Tracker.newest
+                rows.append(values)
 
         def finish(self):
-            got["finished"] = True
+            given["finished"] = True
 
     def init(**options):
-        assert options["resume"] == "allow" and options["config"]["max_steps"] == 19_073
+        given.update(options)
         return Tracker()
 
     monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(init=init))
+    monkeypatch.setenv(f"{package.upper()}_PROJECT", "mine")
     config = TrainConfig(log_dir=tmp_path, **{package: True})
-    trackers = open_trackers(config, TrainState.start(None))
-    write(tmp_path, 0, range(1, 4), 1.5, trackers=trackers)
-    assert [got[step]["train/loss"] for step in (1, 2, 3)] == 3 * [1.5] and got["finished"]
-    assert "train/mfu" not in got[1]
+    state = TrainState.start(None)
+    write(tmp_path, 0, range(1, 4), 1.5, trackers=open_trackers(config, state))
+    write(tmp_path, 1, range(2, 4), 2.5, trackers=open_trackers(config, state))
+    assert [row["train/loss"] for row in rows] == 3 * [1.5] + 2 * [2.5]
+    assert [row["step"] for row in rows] == [1, 2, 3, 2, 3] and "train/mfu" not in rows[0]
+    assert (given["project"], given["resume"], given["finished"]) == ("mine", "allow", True)
+    assert given["config"]["max_steps"] == 19_073
+    assert package == "trackio" or metrics == {"step": None, "*": "step"}
 
 
 def test_a_console_that_is_gone_ends_nothing(tmp_path, monkeypatch):
