@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from data.tokenizer import TOKENIZER, TOKENIZERS, tokenizer_name
-from utils.errors import UserError
+from utils.errors import UserError, is_of_machine
 from utils.files import atomic_write
 
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, struct.Struct("<3i1012x")
@@ -66,6 +66,8 @@ def inspect_shard(path: Path) -> Shard:
             raise ValueError(f"{array.dtype} {array.shape} instead of a 1-D uint16 array")
         assert array.offset + array.nbytes == path.stat().st_size, "longer than its header says"
     except Exception as error:
+        if is_of_machine(error):
+            raise
         raise UserError(f"{path} is damaged or not a shard of uint16 tokens: {error}") from error
     return Shard(path, array.offset, len(array))
 
@@ -78,7 +80,7 @@ def read_manifest(folder: Path) -> dict | None:
         assert {"tokenizer", "vocab_size", "shards"} <= manifest.keys(), "a value is missing"
     except FileNotFoundError:
         return None
-    except Exception as error:
+    except (ValueError, AssertionError, AttributeError) as error:
         raise UserError(f"{path} is damaged or not a manifest of shards: {error}") from error
     return manifest
 

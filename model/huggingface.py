@@ -18,7 +18,7 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.gpt import GPT
-from utils.errors import UserError
+from utils.errors import UserError, is_of_machine
 
 # fields of GPTConfig, and of transformers' GPT2Config and LlamaConfig
 GPT2_FIELDS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
@@ -182,15 +182,20 @@ def find_folder(name: str) -> Path:
     """Return the folder `name`, or download the hub repository of that name if it is not cached."""
     if Path(name).is_dir():
         return Path(name)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors, snapshot_download
 
     try:
         patterns = ["*.json", "*.jinja", "*.safetensors"]
         folder = Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:
+    except errors.LocalEntryNotFoundError as error:
+        raise UserError(
+            f"{name} is no folder, its model is not in the cache, and there is no network to the "
+            "Hugging Face hub; go online, or give a folder"
+        ) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
         raise UserError(
             f"{name} is no folder, and the Hugging Face hub did not provide a model of that name "
-            f"({type(error).__name__}); check the name, or go online"
+            f"({type(error).__name__}); check the name"
         ) from error
     return folder
 
@@ -213,6 +218,8 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
         model = empty_gpt(config)
         model.load_state_dict(weights_from_hf(read_weights(folder), config), assign=True)
     except Exception as error:
+        if is_of_machine(error):
+            raise
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         reason = textwrap.shorten(f"{kind}{error}", 300)
         raise UserError(

@@ -26,7 +26,7 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.empty import empty_gpt
 from model.gpt import GPT
-from utils.errors import UserError
+from utils.errors import UserError, is_of_machine
 
 FORMAT_VERSION = 3
 LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
@@ -91,7 +91,8 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever a damaged or foreign file raises into a UserError with its path."""
+    """Turn what a damaged or foreign file raises into a UserError with its path; a lack of memory
+    and an error of the disk pass."""
     try:
         yield
     except UserError:
@@ -99,6 +100,8 @@ def reading(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint {path}; give another path") from error
     except Exception as error:
+        if is_of_machine(error):
+            raise
         raise UserError(
             f"{path} is damaged or not a checkpoint of this project: {first_line(error)}"
         ) from error

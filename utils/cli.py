@@ -5,7 +5,6 @@ later win, so that those of the user are put last.
 """
 
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -14,10 +13,9 @@ from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from utils.errors import UserError
+from utils.errors import UserError, is_out_of_memory
 
 Config = TypeVar("Config")
-NO_MEMORY = "can't allocate memory|out of memory"  # messages of PyTorch
 
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
@@ -122,6 +120,6 @@ def user_message(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.strerror:  # a write that fails names no file
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
+    if is_out_of_memory(error):
         return f"out of memory: lower --micro_batch_size or --num_samples ({error!s:.200})"
     return None

@@ -1,10 +1,24 @@
 """The base class of every error that a user can correct."""
 
+import re
 from difflib import get_close_matches
+
+NO_MEMORY = "can't allocate memory|out of memory"  # messages of PyTorch
 
 
 class UserError(ValueError):
     """Mistake of the user, or of a file or machine; scripts print its sentence and exit 2."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a process or a GPU has no memory left."""
+    return isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)) is not None
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Return whether an error says nothing of the file that is read: memory, rights, a disk."""
+    is_missing = isinstance(error, FileNotFoundError)
+    return is_out_of_memory(error) or (isinstance(error, OSError) and not is_missing)
 
 
 def did_you_mean(name: str, known: list[str]) -> str:

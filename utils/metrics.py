@@ -24,7 +24,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
             try:
                 row = json.loads(line)
                 step, split = int(row["step"]), str(row["split"])
-            except Exception as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{found}, line {number}, is not a row of metrics") from error
             if split == "resume":
                 for name, rows in splits.items():

@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -223,3 +224,18 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
         with pytest.raises(UserError, match=message):
             save_pretrained(random_ours(SHAPES[2], **fields), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_is_not_reached_is_no_wrong_name(monkeypatch):
+    errors = huggingface_hub.errors
+    for error, message in (
+        (errors.LocalEntryNotFoundError("not cached"), "there is no network"),
+        (errors.HFValidationError("no name"), "check the name"),
+    ):
+
+        def snapshot_download(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        with pytest.raises(UserError, match=f"someone/model is no folder.* {message}"):
+            load_pretrained("someone/model")

@@ -1,12 +1,17 @@
+import errno
 import os
 import resource
 
+import numpy
 import pytest
 import torch
 from conftest import bad, script, train_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.shards import inspect_shard
+from model import huggingface
+from model.config import GPTConfig
 from training.checkpoint import (
     BEST,
     checksum,
@@ -128,6 +133,36 @@ def test_a_file_of_an_older_format_is_refused_in_a_sentence(trained, tmp_path):
     torch.save(state | {"format_version": 2}, tmp_path / "old.pt")
     with pytest.raises(UserError, match="old.pt has format 2, and this code reads 3"):
         load_checkpoint(tmp_path / "old.pt")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("can't allocate memory: you tried to allocate"),
+        MemoryError(),
+        PermissionError(errno.EACCES, "Permission denied"),
+    ],
+)
+def test_a_machine_without_memory_or_rights_does_not_damage_a_file(trained, monkeypatch, error):
+    """What says nothing of the file is not said of it: by readers of all formats."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "load", fail)
+    monkeypatch.setattr(huggingface, "read_weights", fail)
+    monkeypatch.setattr(huggingface, "config_from_hf", lambda values: GPTConfig())
+    monkeypatch.setattr(numpy, "load", fail)
+    readers = {
+        "checkpoints/model_last.pt": load_checkpoint,
+        "logs": huggingface.load_pretrained,
+        "logs/train.npy": inspect_shard,
+    }
+    for name, read in readers.items():
+        with pytest.raises(type(error)) as raised:
+            read(trained / name)
+        assert not isinstance(raised.value, UserError)
 
 
 @pytest.mark.parametrize("part", ["model", "model_low", "optimizer"])
