@@ -25,7 +25,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.periodic import read_on_all
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table
-from evaluation.tasks import Result, TaskScores, check_numbers, find_tasks
+from evaluation.tasks import Item, Result, TaskScores, check_numbers, find_tasks
 from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
@@ -157,7 +157,13 @@ def open_task(
     questions = Questions(Path(name), encoder, scorer.process, scorer.dtype, *sizes)
     questions.examples = questions.examples[: config.limit]
     sampling = (config.num_samples, config.temperature, config.seed)
-    return lambda: questions.score(scorer.model, *sampling, scorer.progress)
+
+    def score() -> TaskScores:
+        ((text_score,),) = scorer.score([Item("", (" a",))])
+        check_numbers([text_score.logprob])  # a model of NaN would answer, but wrongly
+        return questions.score(scorer.model, *sampling, scorer.progress)
+
+    return score
 
 
 def main(config: EvalConfig) -> None:

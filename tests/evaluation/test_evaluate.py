@@ -134,10 +134,12 @@ def test_a_model_of_nan_gets_no_scores(exported, shards, tmp_path):
     broken.transformer.wte.weight.data.fill_(torch.nan)
     save_pretrained(broken, tmp_path / "hf")
     save_tokenizer(load_tokenizer("bytes"), tmp_path / "hf", 128)
-    tasks = ["--tasks", "val", "hellaswag", "--data", exported / "h.jsonl", "--data_dir", shards]
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    tasks = ["--tasks", "val", "hellaswag", tmp_path / "sums.jsonl"]
+    tasks += ["--data", exported / "h.jsonl", "--data_dir", shards]
     out = ["--out", tmp_path / "e.json", "--val_tokens", 128]
     done = script("evaluate.py", "--model", tmp_path / "hf", *tasks, *out, code=2)
-    assert done.stderr.count("is left out: the model gives NaN") == 2
+    assert done.stderr.count("is left out: the model gives NaN") == 3
     assert not (tmp_path / "e.json").read_text()
 
 

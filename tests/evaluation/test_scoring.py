@@ -136,7 +136,7 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
     assert by_metric["acc"] == (0.25, 0)
     # a space and three letters are 4/3 tokens a letter, a space and one letter 2
     assert by_metric["acc_norm"] == by_metric["acc_bytes"] == (0.5, 4)
-    note = "acc_norm: several best choices in 4 of 4 examples; the first one counts"
+    note = "several best choices: 4 (acc_norm), 4 (acc_bytes); the first one counts"
     assert note in format_table(results, "gpt2")
 
 
