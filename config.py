@@ -1,7 +1,8 @@
 """Options of train.py as dataclasses, and the recipes.
 
-An option is declared once: the command line is made from its default, type and docstring. Groups
-that finetune.py has too are named as such. The other scripts declare their options themselves.
+An option is declared once: the command line is made from its default, type and docstring. The
+groups RunOptions, OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too. The
+other scripts declare their options themselves.
 """
 
 import ast
@@ -123,7 +124,7 @@ def parse_recipe(text: str) -> Recipe:
 
 @dataclass
 class RunOptions:
-    """Where the run reads and writes; finetune.py has these, too."""
+    """Where the run reads and writes."""
 
     checkpoint_dir: Path = Path("checkpoints")
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
@@ -190,7 +191,7 @@ class ModelOptions:
 
 @dataclass
 class OptimizerOptions:
-    """Steps, learning rate and AdamW; finetune.py has these, too."""
+    """Steps, learning rate and AdamW."""
 
     max_steps: int = 19_073
     """Optimizer steps; 19,073 of 524,288 tokens are 10B."""
@@ -214,7 +215,7 @@ class OptimizerOptions:
 
 @dataclass
 class SaveOptions:
-    """Evaluation, checkpoints and samples; finetune.py has these, too."""
+    """Evaluation, checkpoints and samples."""
 
     eval_every: int = 250
     """Steps between validations; 0: only after the last step."""
@@ -250,12 +251,12 @@ class EvaluationOptions:
 
 @dataclass
 class MachineOptions:
-    """Device, precision, parallelism and memory; finetune.py has these, too."""
+    """Device, precision, parallelism and memory."""
 
     seed: int = 1337
     """Seed of weights, data order, dropout and samples."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps; with --dry_run also a100, h100, h200, b200, t4, v100, ..."""
+    """auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
@@ -271,7 +272,8 @@ class StepOptions:
     """Planning."""
 
     dry_run: bool = False
-    """Check the options, print model, memory, time and cost, and exit."""
+    """Check the options, print model, memory, time and cost, and exit. --device then takes a GPU
+    that need not be there, too: a100, h100, h200, b200, t4, ..."""
 
 
 @dataclass
@@ -376,7 +378,7 @@ def check_run_options(options: OptimizerOptions) -> None:
     """Raise UserError for the first option that train.py and finetune.py share and is wrong."""
     check_ranges(options, "warmup_steps eval_every save_every keep_last sample_every seed", 0)
     check_ranges(options, "max_lr min_lr weight_decay grad_clip", 0)
-    if options.min_lr > options.max_lr:
+    if options.max_lr is not None and options.min_lr > options.max_lr:
         raise UserError(f"--min_lr {options.min_lr} is above --max_lr {options.max_lr}")
     if not (0 <= options.beta1 < 1 and 0 <= options.beta2 < 1):
         raise UserError("--beta1 and --beta2 must be at least 0 and below 1")
