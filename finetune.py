@@ -9,9 +9,8 @@ docs/FINETUNING.md has the formats and formulas; checkpoints and --resume are as
 
 import zlib
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -54,9 +53,9 @@ def main() -> None:
     process, state, dtype = run.process, run.state, run.dtype
 
     model, about = build_model(config)
-    config.slice_steps(process)  # ends the run if they do not divide
+    config.resolve_batches(process)  # ends the run if they do not divide
     method, held_out, questions = open_rows(run, model, about)
-    config.resolve_length(len(method))
+    config.resolve_training(len(method), model.num_parameters())
     compiled = config.use_torch_compile and config.method != "grpo"  # whose shapes vary
     for_training(model, process.device, config.activation_checkpointing, compiled)
     wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
@@ -99,13 +98,16 @@ def main() -> None:
                 break
 
             timer.start()
-            row, skip_reason = train_step(run, model, wrapped, optimizers, method)
-            row |= timer.stop(state.tokens - tokens)
-            if skip_reason is None:
-                run.logger.log_train(row, state.step)
+            report = train_step(run, model, wrapped, optimizers, method)
+            speed = timer.stop(state.tokens - tokens)
+            if report.updates > 0:
+                run.logger.log_train(report.row | speed, state.step)
+                if report.skip_reason:
+                    applied = f"{report.updates} of {config.updates} updates were applied"
+                    run.logger.print(f"step {state.step}: {applied}: {report.skip_reason}")
             else:
                 ids = step_sequences(step, config.batch_size, len(method), config.seed)
-                run.logger.log_skip(skip_reason, ids.tolist(), state.step)
+                run.logger.log_skip(report.skip_reason, ids.tolist(), state.step)
             if method.sample is not None and is_due(config.sample_every, state.step):
                 run.logger.log_sample(method.sample, state.step)
             saver.end_after_patience(state)
@@ -120,52 +122,73 @@ def main() -> None:
     run.finish(f"done: see {config.checkpoint_dir}")
 
 
+@dataclass
+class StepReport:
+    """What a step did."""
+
+    row: dict
+    """For the log: figures of the last update that was applied, else of the one that was not."""
+    updates: int
+    """Updates that were applied."""
+    skip_reason: str | None
+    """Why the next one was not."""
+
+
 def train_step(
     run: Run, model: GPT, wrapped: nn.Module, optimizers: list[Optimizer], method: Method
-) -> tuple[dict, str | None]:
-    """Run and count one step; return its row for the log, and why an update was skipped, if so.
+) -> StepReport:
+    """Run and count one step, of several updates with grpo's --updates.
     Raises Stopped before the first update, also while GRPO writes texts: the step is not taken."""
     config, process, state = run.config, run.process, run.state
     lr = set_rates(optimizers, config, state.step)
     seed_step(config.seed, state.step, process.rank)  # of dropout
     ids = step_sequences(state.step, config.batch_size, len(method), config.seed)
-    slicing = config.slice_steps(process)
-    grid = slicing.rank_ids(np.arange(slicing.batch))  # (micro-steps, micro-batch)
-    batches, figures = method.micro_batches(model, state.step, ids, grid)
-    divisor, trained = method.divisor(ids), 0
+    batches, figures = method.micro_batches(model, state.step, ids)
+    divisor = method.divisor(ids)
+    bad_steps, trained_tokens = state.bad_steps, 0
+    report = StepReport(row={}, updates=0, skip_reason=None)
     for update in range(config.updates if config.method == "grpo" else 1):
         sums: Counter = Counter()
         for number, batch in enumerate(batches, 1):
             if update == 0 and process.world_size == 1:
                 process.end_if_stopped()
-            with sync_gradients(wrapped, config.sharding, last=number == len(grid)):
+            with sync_gradients(wrapped, config.sharding, last=number == len(batches)):
                 with autocast(process.device, run.dtype, keep_weights=False):
                     parts = method.partial_means(wrapped, batch, divisor)
                 # gradients are averaged
                 state.scaler.scale(parts["loss"] * process.world_size).backward()
-            sums.update({name: part.detach() for name, part in parts.items()})
-            sums["tokens"] += torch.tensor(batch["idx"].numel(), device=process.device)
+            sums.update({name: part.detach().float() for name, part in parts.items()})
         for optimizer in optimizers:
             state.scaler.unscale_(optimizer)  # in float16; else this does nothing
         sums["grad_norm"] = clip_grad_norm(wrapped, config.grad_clip) / process.world_size
-        sums["stopped"] = torch.tensor(float(process.stop.signal != 0), device=process.device)
+        num_tokens = sum(batch["idx"].numel() for batch in batches)
+        for name, number in (("tokens", num_tokens), ("stopped", process.stop.signal != 0)):
+            sums[name] = torch.full_like(sums["grad_norm"], number)  # fills, without a copy
         # sums over processes, and the one host sync of an update
-        totals = process.sum(torch.stack([x.float() for x in sums.values()])).tolist()
+        totals = process.sum(torch.stack(list(sums.values()))).tolist()
         row = dict(zip(sums, totals, strict=True))
         run.stopping = row.pop("stopped") > 0  # a process got a signal
         if state.scaler.is_enabled():
             row["scale"] = state.scaler.get_scale()
-        skip_reason = state.skip_reason(row["loss"], row["grad_norm"])
+        report.skip_reason = state.skip_reason(row["loss"], row["grad_norm"])
+        is_applied = report.skip_reason is None
         for optimizer in optimizers:
-            if skip_reason is None:
+            if is_applied:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         state.scaler.update()
-        if skip_reason is not None:
+        if is_applied or report.updates == 0:
+            report.row = row
+        if not is_applied:
+            state.bad_steps = bad_steps + 1  # whatever updates of this step were applied
             break
-        trained += round(row["tokens"])
-    state.advance(trained)
-    return row | figures | {"lr": lr, "tokens": state.tokens}, skip_reason
+        report.updates += 1
+        trained_tokens += round(row["tokens"])
+    state.advance(trained_tokens)
+    if config.method == "grpo":
+        figures["updates"] = report.updates
+    report.row |= figures | {"lr": lr, "tokens": state.tokens}
+    return report
 
 
 def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:

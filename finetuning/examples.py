@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer
 from finetuning.chat import ROLES, Example, encode_completion, encode_messages, encode_prompt
 from utils.errors import UserError
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor]  # on the CPU until a method copies it to its device
 
 
 def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
@@ -106,19 +106,20 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return groups
 
 
-def collate_packed(packs: list[list[Example]], block_size: int, device: torch.device) -> Batch:
-    """Return inputs, targets and positions (B, T) of packed examples, and a mask (B, 1, T, T) that
-    hides them from each other.
+def collate_packed(rows: list[list[Example]], block_size: int, compiled: bool = False) -> Batch:
+    """Return inputs, targets and positions (B, T) of packed examples, the `part` (B, T) of its row
+    that each token belongs to, and the number of targets () that count, float32.
 
     The examples "a b c" and "d e", of which the first tokens do not count in the loss, become
 
         idx        a  b  d  0        targets    b  c  e -1
         positions  0  1  0  0        part       1  1  2  0
     """
-    shape = (len(packs), block_size)
+    lengths = [sum(len(example.tokens) - 1 for example in row) for row in rows]
+    shape = (len(rows), padded_length(max(lengths), block_size, compiled))
     idx, positions, part = np.zeros((3, *shape), np.int64)
     targets = np.full(shape, -1)
-    for b, examples in enumerate(packs):
+    for b, examples in enumerate(rows):
         start = 0
         for number, example in enumerate(examples, 1):
             end = start + len(example.tokens) - 1
@@ -126,27 +127,41 @@ def collate_packed(packs: list[list[Example]], block_size: int, device: torch.de
             targets[b, start:end] = targets_of(example)
             positions[b, start:end] = np.arange(end - start)
             start = end
-    arrays = {"idx": idx, "targets": targets, "positions": positions}
-    batch = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
-    part = torch.from_numpy(part).to(device)
-    return batch | {"mask": (part[:, None, :, None] == part[:, None, None, :]).tril()}
+    count = np.array((targets >= 0).sum(), np.float32)
+    arrays = {"idx": idx, "targets": targets, "positions": positions, "part": part, "count": count}
+    return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
 
-def collate_padded(
-    examples: list[Example], device: torch.device, block_size: int, compiled: bool = False
-) -> Batch:
+def packed_mask(part: Tensor) -> Tensor:
+    """Return the causal mask (B, 1, T, T) that hides the parts (B, T) of a row from each other."""
+    return (part[:, None, :, None] == part[:, None, None, :]).tril()
+
+
+def collate_padded(examples: list[Example], block_size: int, compiled: bool = False) -> Batch:
     """Return tokens and targets (B, T) of examples, one per row, and the index (B,) of the last
-    token of each. Causal attention never sees padding on the right. T is a multiple of 8, and if
-    each shape is `compiled` a power of 2, but at most `block_size`."""
+    token of each. Causal attention never sees padding on the right."""
     last = np.array([len(example.tokens) - 1 for example in examples])
-    T = last.max() // 8 * 8 + 8
-    T = min(1 << int(T - 1).bit_length() if compiled else T, block_size)
+    T = padded_length(int(last.max()) + 1, block_size, compiled)
     idx, targets = np.zeros((len(examples), T), np.int64), np.full((len(examples), T), -1)
     for b, example in enumerate(examples):
         idx[b, : last[b] + 1] = example.tokens
         targets[b, : last[b]] = targets_of(example)
     arrays = {"idx": idx, "targets": targets, "last": last}
-    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
+    return {name: torch.from_numpy(x) for name, x in arrays.items()}
+
+
+def padded_length(tokens: int, block_size: int, compiled: bool) -> int:
+    """Return the length of the rows of a batch whose longest has so many tokens: a multiple of 8,
+    and if each shape is `compiled` a power of 2, but at most `block_size`."""
+    length = max(8, -(-tokens // 8) * 8)
+    if compiled:
+        length = power_of_2(length)
+    return min(length, block_size)
+
+
+def power_of_2(least: int) -> int:
+    """Return the smallest power of 2 that is at least `least`."""
+    return 1 << (least - 1).bit_length()
 
 
 def targets_of(example: Example) -> np.ndarray:

@@ -41,10 +41,12 @@ class GroupRelativePolicy(Method):
         return len(ids) * self.options.group_size
 
     def micro_batches(
-        self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
+        self, model: GPT, step: int, ids: np.ndarray
     ) -> tuple[list[Batch], dict[str, float]]:
         """Return sampled completions as batches, with advantages and log-probabilities."""
         began, size = time.perf_counter(), self.options.group_size
+        # places of this process's completions in the step: (micro-steps, micro-batch)
+        grid = self.options.slice_steps(self.process).rank_ids(np.arange(len(ids) * size))
         seed = zlib.crc32(f"{self.options.seed} {step}".encode())
         groups = [
             self.roll_out(model, ids[places // size], seed=seed, first_row=int(places[0]))
@@ -59,12 +61,12 @@ class GroupRelativePolicy(Method):
             measured[:, places] = torch.tensor(values, dtype=torch.float64)
         rewards, lengths, are_cut = self.process.sum_float64(measured)
         advantages = group_advantages(rewards.view(-1, size)).flatten().float()
-        batches, device = [], self.process.device
+        batches = []
         for places, group in zip(grid, groups, strict=True):
             examples = [c.example for c in group]
-            batch = collate_padded(examples, device, self.encoder.block_size)
-            batch["advantages"] = advantages[places].to(device)
-            with torch.no_grad(), autocast(device, self.dtype):
+            batch = collate_padded(examples, self.encoder.block_size)
+            batch = self.on_device(batch | {"advantages": advantages[places]})
+            with torch.no_grad(), autocast(self.process.device, self.dtype):
                 if self.reference is not None:  # None without a KL term
                     batch["reference"] = token_logprobs(self.reference, batch)
                 if self.options.updates > 1:

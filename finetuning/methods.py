@@ -4,8 +4,8 @@ A method's figures for a batch are parts of means over a step: summed over micro
 processes they are these means, whatever the number of either.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.loader import Slicing
 from finetuning.chat import Example
-from finetuning.examples import Batch, TextEncoder, collate_packed, collate_padded, pack, read_jsonl
+from finetuning.examples import (
+    Batch,
+    TextEncoder,
+    collate_packed,
+    collate_padded,
+    pack,
+    packed_mask,
+    power_of_2,
+    read_jsonl,
+)
 from finetuning.objectives import dpo_margin
 from finetuning.rewards import Reward, rewards_at_end
 from model.gpt import GPT
@@ -47,11 +57,16 @@ class Method:
         return len(ids)
 
     def micro_batches(
-        self, model: GPT, step: int, ids: np.ndarray, grid: np.ndarray
-    ) -> tuple[Iterable[Batch], dict[str, float]]:
-        """Return this process's batches of a step, and figures for the log, for places `grid`
-        (micro-steps, micro-batch) in a global batch of the examples `ids`."""
-        return (self.batch(ids[places]) for places in grid), {}
+        self, model: GPT, step: int, ids: np.ndarray
+    ) -> tuple[list[Batch], dict[str, float]]:
+        """Return this process's batches of a step on the examples `ids`, as many as every other
+        process has, and figures for the log."""
+        grid = self.options.slice_steps(self.process).rank_ids(ids)  # (micro-steps, micro-batch)
+        return [self.batch(mine) for mine in grid], {}
+
+    def on_device(self, batch: Batch) -> Batch:
+        """Return a batch of the CPU on the device, without waiting for a copy to a GPU."""
+        return {name: self.process.copy(x) for name, x in batch.items()}
 
     def held_out_means(self, model: GPT, ids: np.ndarray, divisor: int) -> dict[str, Tensor]:
         """Return the figures of held-out examples, summed and divided by `divisor`."""
@@ -77,28 +92,54 @@ class Method:
 
 
 class SupervisedTuning(Method):
-    """Mean cross-entropy of what the assistant says; dialogs are packed into sequences."""
+    """Mean cross-entropy of what the assistant says. A step takes `batch_size` dialogs and packs
+    them into rows of up to block_size tokens."""
 
-    unit = "packed sequences"
-
-    def __init__(self, *setup) -> None:
-        super().__init__(*setup)
-        lengths = [len(example.tokens) - 1 for example in self.examples]
-        groups = pack(lengths, self.encoder.block_size)
-        self.examples = [[self.examples[i] for i in group] for group in groups]
+    unit = "dialogs"
 
     def encode(self, row: dict) -> Example:
         return self.encoder.example(row)
 
     def divisor(self, ids: np.ndarray) -> int:
-        return sum(int(dialog.loss_mask[1:].sum()) for i in ids for dialog in self.examples[i])
+        return sum(int(self.examples[i].loss_mask[1:].sum()) for i in ids)
 
-    def batch(self, ids: np.ndarray) -> Batch:
-        packs = [self.examples[i] for i in ids]
-        return collate_packed(packs, self.encoder.block_size, self.process.device)
+    def pack_rows(self, ids: np.ndarray) -> list[list[Example]]:
+        """Return the dialogs `ids` in few rows."""
+        dialogs = [self.examples[i] for i in ids]
+        groups = pack([len(dialog.tokens) - 1 for dialog in dialogs], self.encoder.block_size)
+        return [[dialogs[i] for i in group] for group in groups]
+
+    def micro_batches(
+        self, model: GPT, step: int, ids: np.ndarray
+    ) -> tuple[list[Batch], dict[str, float]]:
+        rows, world_size = self.pack_rows(ids), self.process.world_size
+        per_process = math.ceil(len(rows) / world_size)
+        if self.options.use_torch_compile:
+            per_process = power_of_2(per_process)  # a compiler sees few shapes
+        size = min(per_process, self.options.micro_batch_size)
+        micro_steps = math.ceil(per_process / size)
+        # empty rows fill the batches up: forward passes can be collectives
+        rows += [[]] * (micro_steps * size * world_size - len(rows))
+        slicing = Slicing(len(rows), size, self.process.rank, world_size)
+        grid = slicing.rank_ids(np.arange(len(rows)))  # (micro-steps, rows of a micro-batch)
+        return [self.batch([rows[i] for i in mine]) for mine in grid], {}
+
+    def batch(self, rows: list[list[Example]]) -> Batch:
+        """Return rows of dialogs as a batch."""
+        options = self.options
+        batch = collate_packed(rows, self.encoder.block_size, options.use_torch_compile)
+        if batch["count"] == 0:
+            batch["targets"][0, 0] = 0  # a mean over nothing is NaN; times `count` this one is 0
+        return self.on_device(batch)
+
+    def batches_in_order(self) -> list[list[list[Example]]]:
+        rows, size = self.pack_rows(np.arange(len(self))), self.options.micro_batch_size
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
-        return {"loss": model(**batch) * (batch["targets"] >= 0).sum() / divisor}
+        where = {"positions": batch["positions"], "mask": packed_mask(batch["part"])}
+        loss = model(batch["idx"], batch["targets"], **where)
+        return {"loss": loss * batch["count"] / divisor}
 
 
 class RewardModeling(Method):
@@ -111,7 +152,7 @@ class RewardModeling(Method):
         """Return the chosen completions of the pairs `ids`, then the rejected ones."""
         texts = [self.examples[i][side] for side in (0, 1) for i in ids]
         sizes = (self.encoder.block_size, self.options.use_torch_compile)
-        return collate_padded(texts, self.process.device, *sizes)
+        return self.on_device(collate_padded(texts, *sizes))
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return the "margin" (N,) by which each pair prefers the chosen one, and more figures."""
@@ -135,12 +176,12 @@ class DirectPreference(RewardModeling):
         for ids in self.batches_in_order()[self.process.rank :: self.process.world_size]:
             with autocast(self.process.device, self.dtype):
                 logprobs = token_logprobs(self.reference, super().batch(ids)).sum(1)
-            found[:, ids] = logprobs.view(2, -1).double().cpu()
+            found[:, ids] = logprobs.view(2, -1).cpu().double()
         self.reference = self.process.sum_float64(found)  # (2, pairs), in the place of the model
 
     def batch(self, ids: np.ndarray) -> Batch:
-        reference = self.reference[:, ids].flatten().float().to(self.process.device)
-        return super().batch(ids) | {"reference": reference}
+        reference = {"reference": self.reference[:, ids].flatten().float()}
+        return super().batch(ids) | self.on_device(reference)
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         chosen, rejected = token_logprobs(model, batch).sum(1).chunk(2)

@@ -46,19 +46,22 @@ class BatchOptions(OptimizerOptions):
     """Batch size, learning rate and AdamW."""
 
     batch_size: int | None = None
-    """Packed sequences (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes;
-    default: 32, but at most a quarter of the rows."""
+    """Dialogs (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes; default: 32,
+    but at most a quarter of the rows, for sft a sixteenth or 4."""
     micro_batch_size: int | None = None
-    """Packed sequences, pairs or completions (grpo) per forward pass of a process; default: the
-    largest of 8, 4, 2 and 1 that divides a step."""
+    """Most pairs (dpo, reward), completions (grpo) or, into which the dialogs of a step are packed,
+    rows of --block_size tokens (sft) per forward pass of a process; lower it where memory runs out.
+    Default: 8, but 4, 2 or 1 where 8 does not divide the pairs or completions of a step."""
     block_size: int | None = None
     """Longest text in tokens; default: the model's context."""
     dropout: float = 0.0
     """sft, reward: dropout probability."""
     max_steps: int | None = None
-    """Optimizer steps; default: three passes over the data, for grpo one."""
+    """Optimizer steps; default: three passes over the rows, for sft at least 200 steps, for grpo
+    one pass."""
     max_lr: float | None = None
-    """Learning rate after warmup; default: 2e-5 for sft, 1e-4 for reward, 1e-6 for dpo and grpo."""
+    """Learning rate after warmup; default: 1e-4 for reward, 1e-6 for dpo and grpo, and for sft
+    2e-5 with 1B parameters, more with fewer: 6e-5 with 124M, 6e-4 with 1M, at most 3e-3."""
     min_lr: float = 0.0
     """Learning rate that is reached after the last step."""
     weight_decay: float = 0.0
@@ -105,8 +108,6 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
         self.checkpoint_dir = self.checkpoint_dir or Path(f"runs/{self.method}/checkpoints")
         self.log_dir = self.log_dir or log_folder(self.checkpoint_dir)
-        if self.max_lr is None:  # those of trl
-            self.max_lr = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}[self.method]
         check_ranges(self, "group_size", 2)
         check_ranges(self, "max_steps batch_size micro_batch_size max_new_tokens updates", 1)
         check_ranges(self, "beta clip kl", 0)
@@ -123,25 +124,50 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
         """Update, counted from 0, at which the learning rate is --min_lr."""
         return self.max_steps
 
-    def resolve_length(self, num_examples: int) -> None:
-        """Set --max_steps, if not given, to passes over the examples; warmup follows from it."""
-        if self.max_steps is None:
-            passes = 1 if self.method == "grpo" else 3
-            self.max_steps = -(-passes * num_examples // self.batch_size)
-        if self.warmup_steps is None:
-            self.warmup_steps = min(WARMUP_STEPS, self.max_steps // 10)
-
-    def slice_steps(self, process: Process) -> Slicing:
-        """Return the division of a step into micro-batches; UserError where it does not divide."""
+    def resolve_batches(self, process: Process) -> None:
+        """Set --batch_size and --micro_batch_size, if not given; UserError where a step does not
+        divide into micro-batches. Those of sft are filled up with empty rows."""
         if self.batch_size is None:
-            quarter = self.data.read_bytes().count(b"\n") // 4
-            self.batch_size = max(process.world_size, 2 ** min(5, max(1, quarter).bit_length() - 1))
-        items = self.batch_size * (self.group_size if self.method == "grpo" else 1)
+            num_rows = self.data.read_bytes().count(b"\n")
+            largest = num_rows // 16 if self.method == "sft" else num_rows // 4
+            least = 4 if self.method == "sft" else max(2, process.world_size)
+            self.batch_size = 32
+            while self.batch_size > max(least, largest):
+                self.batch_size //= 2
+        if self.method == "sft":
+            self.micro_batch_size = self.micro_batch_size or 8
+            return
+        items = self.items_per_step
         if self.micro_batch_size is None:
             self.micro_batch_size = math.gcd(8, items // process.world_size)
-        if items % (together := self.micro_batch_size * process.world_size):
+        together = self.micro_batch_size * process.world_size
+        if items % together:
             raise UserError(
                 f"the {items} examples of a step do not divide by {together}, --micro_batch_size x "
                 "processes; change it, or --batch_size"
             )
-        return Slicing(items, self.micro_batch_size, process.rank, process.world_size)
+
+    @property
+    def items_per_step(self) -> int:
+        """Pairs, or completions of grpo, in a step of all processes."""
+        return self.batch_size * (self.group_size if self.method == "grpo" else 1)
+
+    def slice_steps(self, process: Process) -> Slicing:
+        """Return the division of a step of pairs or completions into micro-batches."""
+        return Slicing(self.items_per_step, self.micro_batch_size, process.rank, process.world_size)
+
+    def resolve_training(self, num_examples: int, num_parameters: int) -> None:
+        """Set --max_steps, --warmup_steps and --max_lr, if not given."""
+        if self.max_steps is None:
+            passes = 1 if self.method == "grpo" else 3
+            self.max_steps = math.ceil(passes * num_examples / self.batch_size)
+            if self.method == "sft":
+                self.max_steps = max(self.max_steps, 200)  # teaches a few dialogs, too
+        if self.warmup_steps is None:
+            self.warmup_steps = min(WARMUP_STEPS, self.max_steps // 10)
+        if self.max_lr is None:
+            rates = {"dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # those of trl
+            # trl's 2e-5 for large models; small ones need more
+            rates["sft"] = min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters))
+            self.max_lr = rates[self.method]
+        check_run_options(self)

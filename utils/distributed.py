@@ -48,10 +48,13 @@ class Process:
     def to_device(self, batches: Iterator[tuple]) -> Iterator[tuple]:
         """Yield batches of NumPy arrays as tensors on the device; copies to a GPU overlap."""
         for arrays in batches:
-            tensors = [torch.from_numpy(x) for x in arrays]
-            if self.device.type == "cuda":
-                tensors = [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
-            yield tuple(x.to(self.device) for x in tensors)
+            yield tuple(self.copy(torch.from_numpy(x)) for x in arrays)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return a tensor of the CPU on the device, without waiting for a copy to a GPU."""
+        if self.device.type == "cuda":
+            return x.pin_memory().to(self.device, non_blocking=True)
+        return x.to(self.device)
 
     def share(self, items: Sequence[Item]) -> Iterator[tuple[int, Item, bool]]:
         """Yield index, item and whether it counts, for this process's share of items, round-robin.
@@ -99,8 +102,9 @@ class Process:
 
     def sum_float64(self, values: Tensor) -> Tensor:
         """Return the sum of a float64 CPU tensor over all processes, on the CPU."""
-        on_gpu = self.device.type == "cuda"  # NCCL needs it; Apple's GPUs have no float64
-        return self.sum(values.to(self.device) if on_gpu else values).cpu()
+        if self.world_size > 1 and self.device.type == "cuda":  # as NCCL needs it
+            return self.sum(values.to(self.device)).cpu()
+        return self.sum(values)
 
 
 def launched(name: str, default: int = 0) -> int:

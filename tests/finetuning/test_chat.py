@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
@@ -300,11 +299,10 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path, added, config, generation, 
 
 def test_targets_are_the_tokens_after_and_padding_has_none():
     examples = [Example.join(([5], False), ([6, 7], True)), Example.join(([5], False))]
-    batch = collate_padded(examples, torch.device("cpu"), 64)
+    batch = collate_padded(examples, 64)
     assert batch["idx"].shape == (2, 8) and batch["last"].tolist() == [2, 0]
     assert batch["targets"].tolist() == [[6, 7, *[-1] * 6], [-1] * 8]
-    cpu = torch.device("cpu")
-    assert collate_padded(examples, cpu, 5)["idx"].shape == (2, 5)
+    assert collate_padded(examples, 5)["idx"].shape == (2, 5)
     long = [Example.join(([5] * 17, True))]
-    shapes = [collate_padded(long, cpu, 64, compiled)["idx"].shape for compiled in (False, True)]
+    shapes = [collate_padded(long, 64, compiled)["idx"].shape for compiled in (False, True)]
     assert shapes == [(1, 24), (1, 32)]  # a compiler sees few shapes

@@ -1,8 +1,10 @@
 """The figures of each method on tiny models, against the objectives by hand."""
 
 import copy
+import itertools
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
+from finetune import train_step
 from finetuning.answers import Questions
-from finetuning.chat import decode_completion, encode_completion
-from finetuning.examples import TextEncoder, collate_padded
+from finetuning.chat import Example, decode_completion, encode_completion
+from finetuning.examples import TextEncoder, collate_padded, packed_mask
 from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
 from finetuning.objectives import group_advantages, grpo_losses, mean_over_tokens
@@ -22,11 +25,15 @@ from finetuning.options import FinetuneConfig
 from finetuning.rewards import Completion, RewardModel, load_reward, rate
 from model.config import GPTConfig
 from model.gpt import GPT
+from training.state import TrainState
 from utils.distributed import Process
 
 BYTES = ByteTokenizer()
 TEXTS = [("2+3=", "5", "six"), ("10+20=", "30", "3"), ("7+7=", "fourteen", "4"), ("0=", "0", "0!")]
 ROWS = [dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) for texts in TEXTS]
+
+
+LETTERS = [{"prompt": "a" * n, "completion": "b" * n} for n in (3, 9, 5, 25, 12, 28, 1)]
 
 
 @pytest.fixture
@@ -65,11 +72,10 @@ def logprob(model: GPT, prompt: str, completion: str) -> Tensor:
 
 def means(method: Method, model: GPT) -> tuple[dict, list, dict[str, Tensor]]:
     """Figures for the log of one step on all examples, its batches, and the means of a step."""
-    ids = np.arange(len(method))
-    items = method.divisor(ids) if method.unit == "prompts" else len(ids)
-    grid = np.arange(items).reshape(2, -1)
-    found, figures = method.micro_batches(model, 0, ids, grid)
-    batches = list(found)
+    ids, options = np.arange(len(method)), method.options
+    options.batch_size, options.method = len(ids), "grpo" if method.unit == "prompts" else "dpo"
+    options.micro_batch_size = options.items_per_step // 2
+    batches, figures = method.micro_batches(model, 0, ids)
     parts = [method.partial_means(model, batch, method.divisor(ids)) for batch in batches]
     return figures, batches, {name: sum(part[name] for part in parts) for name in parts[0]}
 
@@ -77,22 +83,47 @@ def means(method: Method, model: GPT) -> tuple[dict, list, dict[str, Tensor]]:
 @pytest.mark.parametrize("ngrams, position", [(1, "learned"), (3, "rotary")])
 def test_packed_examples_do_not_see_each_other(make, ngrams, position):
     model = make_model(position=position, ngrams=ngrams).eval()
-    rows = [{"prompt": "a" * n, "completion": "b" * n} for n in (3, 9, 5)]
-    method = make(SupervisedTuning, rows)
-    assert len(method) == 1
-    batch = method.batch(np.arange(1))
-    losses = model(**batch, reduction="none").flatten()
-    apart = []
-    for example in method.examples[0]:
-        one = collate_padded([example], torch.device("cpu"), 64)
-        found = model(one["idx"], one["targets"], reduction="none")[0, : len(example.tokens) - 1]
-        apart.append(found)
-    apart = torch.cat(apart)
+    method = make(SupervisedTuning, LETTERS[:3])
+    (batch,), _ = method.micro_batches(model, 0, np.arange(3))
+    assert batch["idx"].shape == (1, 40)  # 37 inputs in one row
+    mask = packed_mask(batch["part"])
+    where = {"positions": batch["positions"], "mask": mask}
+    losses = model(batch["idx"], batch["targets"], **where, reduction="none").flatten()
+    apart = torch.cat([losses_alone(model, example) for example in method.pack_rows(range(3))[0]])
     torch.testing.assert_close(losses[: len(apart)], apart)
     assert losses[len(apart) :].eq(0).all()
     # what is trained on is the mean over the targets, of which each completion has n + 1
-    loss = method.partial_means(model, batch, method.divisor(np.arange(1)))["loss"]
+    loss = method.partial_means(model, batch, method.divisor(np.arange(3)))["loss"]
     torch.testing.assert_close(loss, apart.sum() / (4 + 10 + 6))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_size, compiled", [(1, False), (2, False), (4, True)])
+def test_a_step_of_dialogs_has_one_loss_for_all_slicings(
+    make, world_size, micro_batch_size, compiled
+):
+    """Its processes have equally many batches, none larger than --micro_batch_size rows."""
+    model = make_model().eval()
+    ids = np.array([4, 0, 6, 2, 5])
+    total, shapes = 0.0, set()
+    for rank in range(world_size):
+        method = make(SupervisedTuning, LETTERS, use_torch_compile=compiled)
+        method.process = Process(rank, world_size, torch.device("cpu"))
+        method.options.micro_batch_size = micro_batch_size
+        batches, _ = method.micro_batches(model, 0, ids)
+        shapes.add((len(batches), *{len(batch["idx"]) for batch in batches}))
+        for batch in batches:
+            assert batch["idx"].shape[0] <= micro_batch_size and batch["idx"].shape[1] <= 64
+            total += method.partial_means(model, batch, method.divisor(ids))["loss"]
+    assert len(shapes) == 1
+    alone = torch.cat([losses_alone(model, method.examples[i]) for i in ids])
+    torch.testing.assert_close(total, alone.sum() / (alone != 0).sum())
+
+
+def losses_alone(model: GPT, example: Example) -> Tensor:
+    """The loss of each token of an example in a row of its own."""
+    one = collate_padded([example], 64)
+    return model(one["idx"], one["targets"], reduction="none")[0, : len(example.tokens) - 1]
 
 
 def test_dpo_compares_with_the_reference(make):
@@ -184,6 +215,31 @@ def test_without_a_reference_there_is_no_kl(make):
     options = {"group_size": 2, "max_new_tokens": 4, "kl": 0.0}
     method = make(GroupRelativePolicy, compared=compared, **options)
     assert list(means(method, make_model(6))[2]) == ["loss"]
+
+
+def test_a_step_counts_once_and_says_how_many_updates_were_applied(make, monkeypatch):
+    """Here the second of two updates is never finite."""
+    options = {"group_size": 2, "max_new_tokens": 4, "kl": 0.0, "updates": 2, "batch_size": 4}
+    options |= {"max_steps": 9, "warmup_steps": 0, "max_lr": 1e-3}
+    compared = (None, lambda completions: [len(c.text) for c in completions])
+    method = make(GroupRelativePolicy, compared=compared, **options)
+    method.options.method, method.options.micro_batch_size = "grpo", 8
+    partial_means, factors = method.partial_means, itertools.cycle([1.0, math.nan])
+
+    def second_is_not_finite(*args):
+        factor = next(factors)
+        return {name: x * factor for name, x in partial_means(*args).items()}
+
+    monkeypatch.setattr(method, "partial_means", second_is_not_finite)
+    model, state = make_model(8), TrainState()
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
+    process = replace(method.process, stop=SimpleNamespace(signal=0))
+    run = SimpleNamespace(config=method.options, process=process, dtype=torch.float32, state=state)
+    for step in (1, 2, 3):
+        report = train_step(run, model, model, [optimizer], method)
+        assert report.updates == report.row["updates"] == 1
+        assert math.isfinite(report.row["loss"]) and "loss nan" in report.skip_reason
+        assert state.step == state.bad_steps == step
 
 
 @pytest.mark.parametrize("end_ids, exact", [([], 0.0), ([ord("!")], 1.0)])
