@@ -24,7 +24,7 @@ from finetuning.examples import TextEncoder
 from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
 from finetuning.options import FinetuneConfig
-from finetuning.rewards import RewardModel, load_reward
+from finetuning.rewards import RewardModel, check_reward, load_reward
 from model.empty import with_context
 from model.gpt import GPT
 from model.replace import for_training, uncompiled
@@ -226,6 +226,9 @@ def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None,
     if config.method == "grpo":
         reward = load_reward(config.reward, encoder, process.device, run.dtype)
     method = METHODS[config.method](run, encoder, config.data, reference, reward)
+    if reward:
+        row, prompt = method.examples[0]
+        check_reward(config.reward, reward, row, prompt, encoder.tokenizer.eot)
     if config.eval_data:
         held_out = type(method)(run, encoder, config.eval_data, reference, reward)
     if config.questions:

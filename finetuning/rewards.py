@@ -17,7 +17,7 @@ from finetuning.chat import Example, is_chat
 from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.checkpoint import open_model
+from training.checkpoint import find_checkpoint, open_model
 from utils.devices import autocast
 from utils.errors import UserError
 
@@ -83,20 +83,41 @@ def load_reward(
             score = runpy.run_path(file)[function]
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
-        return lambda found: [float(score(c.row["prompt"], c.text, c.row)) for c in found]
-    model, tokenizer, saved = open_model(name, RewardModel, exact=True)
-    kind = tokenizer_name(tokenizer), is_chat(saved, name, tokenizer)
-    same_text = kind == (encoder.tokenizer.name, encoder.chat)
+        return lambda completions: [
+            float(score(c.row["prompt"], c.text, c.row)) for c in completions
+        ]
+    path = None if name.endswith(".py") else find_checkpoint(name)
+    if path is None:
+        raise UserError(
+            f"--reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of --method "
+            "reward or its folder"
+        )
+    model, tokenizer, saved = open_model(path, RewardModel, exact=True)
+    text_format = tokenizer_name(tokenizer), is_chat(saved, name, tokenizer)
+    same_text = text_format == (encoder.tokenizer.name, encoder.chat)
     if not same_text or model.config.block_size < encoder.block_size:
         problem = "another tokenizer, another kind of text (--plain), or a shorter context"
         raise UserError(f"--reward {name} has {problem} than this run")
     return partial(rate, model.to(device), dtype)
 
 
+def check_reward(name: str, reward: Reward, row: dict, prompt: list[int], eot: int) -> None:
+    """Raise UserError if a reward fails for a first completion, the answer of the row if it has
+    one: called before a run removes anything."""
+    tokens = Example.join((prompt, False), ([eot], True))
+    completion = Completion(row, str(row.get("answer", "")), tokens)
+    try:
+        reward([completion])
+    except Exception as error:
+        problem = f"fails for the first row and the completion {completion.text!r}: {error!r}"
+        raise UserError(f"--reward {name} {problem}") from error
+
+
 @torch.no_grad()
 def rate(model: RewardModel, dtype: torch.dtype, completions: list[Completion]) -> list[float]:
     """Return the rewards of completions by a reward model."""
-    device, examples = model.reward_head.weight.device, [c.example for c in completions]
-    batch = collate_padded(examples, device, model.config.block_size)
+    device = model.reward_head.weight.device
+    batch = collate_padded([c.example for c in completions], model.config.block_size)
+    batch = {name: x.to(device) for name, x in batch.items()}
     with autocast(device, dtype):
         return rewards_at_end(model, batch).tolist()

@@ -134,8 +134,11 @@ def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tup
     """Return the model of a checkpoint to evaluate, bfloat16 unless `exact`, and the file."""
     saved = load_checkpoint(path)
     with reading(path):
-        if kind is GPT and "reward_head.weight" in saved["model"]:
+        is_reward_model = "reward_head.weight" in saved["model"]
+        if kind is GPT and is_reward_model:
             raise UserError(f"{path} is a reward model, which rates text and writes none")
+        if kind is not GPT and not is_reward_model:
+            raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
         model = empty_gpt(GPTConfig(**saved["model_config"]), kind)
         load_weights(model, saved, exact=exact)
     return model.eval(), saved
@@ -194,6 +197,8 @@ def open_model(
     if path := find_checkpoint(name):
         model, saved = load_model(path, kind, exact=exact)
         return model, saved["tokenizer"], saved
+    if kind is not GPT:
+        raise UserError(f"{name} is no checkpoint: reward models of Hugging Face's are not read")
     huggingface = import_module("model.huggingface")  # on demand: most runs do without
     model, folder = huggingface.load_pretrained(name), huggingface.find_folder(str(name))
     reader = import_module("data.file_tokenizer")

@@ -7,7 +7,9 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    bad,
     environment,
+    folders,
     kill,
     rows_written,
     run_until,
@@ -49,6 +51,8 @@ def base(shards, tmp_path_factory):
         "    return completion.count('e') / (1 + len(completion))\n"
     )
     script(*finetune_args(run, run / "plain", "sft", "--plain", "--max_steps", 1))
+    (run / "hf").mkdir()
+    (run / "hf/config.json").write_text("{}")
     return run
 
 
@@ -153,6 +157,16 @@ def test_rewards_are_learned(base, tmp_path):
     assert 0 < row["rollout_ms"] < row["ms"]
 
 
+def test_the_defaults_of_sft_teach_a_few_dialogs_of_one_kind(trained, tmp_path):
+    dialogs = [{"prompt": f"{i}?", "completion": "yes"} for i in range(200)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dialogs))
+    options = ["--method", "sft", "--init_from", trained, "--data", tmp_path / "data.jsonl"]
+    script("finetune.py", *options, *folders(tmp_path), "--device", "cpu", "--dtype", "float32")
+    assert rows(tmp_path)[-1]["loss"] < 0.1
+    config = json.loads((tmp_path / "logs/config.json").read_text())["config"]
+    assert config["batch_size"] * config["max_steps"] >= 3 * len(dialogs)
+
+
 def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
     trained = tmp_path / "reward"
     options = ("--max_steps", 20, "--eval_data", base / "rows.jsonl", "--max_lr", 3e-3)
@@ -164,7 +178,7 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
     found = script("sample.py", "--checkpoint", trained, code=2)
     assert "is a reward model" in found.stderr
     found = script(*finetune_args(base, tmp_path, "grpo", "--reward", base), code=2)
-    assert "model_best.pt is damaged or not a checkpoint" in found.stderr
+    assert "model_best.pt is no reward model" in found.stderr
     state = load_checkpoint(trained / "checkpoints/model_last.pt")
     save_checkpoint(tmp_path / "gpt2.pt", state | {"tokenizer": "gpt2"})
     args = finetune_args(base, tmp_path, "grpo", "--reward", tmp_path / "gpt2.pt")
@@ -205,9 +219,12 @@ def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
         ("--method grpo --reward exact --data {base}/bad.jsonl", 'line 1: there is no "answer"'),
         ("--method grpo", "needs --reward"),
         ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: KeyError"),
+        ("--method grpo --reward exakt", "exakt is none of exact, FILE.py:FUNCTION, and a chec"),
+        ("--method grpo --reward {base}/letters.py", "is none of exact, FILE.py:FUNCTION"),
+        ("--method grpo --reward {base}/hf", "is none of exact, FILE.py:FUNCTION"),
         ("--method sft --block_size 128", "--block_size 128 exceeds .* context of 64"),
         ("--method dpo --init_from {base}/plain", "on another kind of text: change --plain"),
-        ("--method sft --batch_size 3", "3 examples of a step do not divide by 2"),
+        ("--method dpo --batch_size 3", "3 examples of a step do not divide by 2"),
         ("--method sft --max_lr -1", "--max_lr"),
         ("--method sft --resume {base}", "is of train.py"),
         ("--method ppo", "invalid choice"),
@@ -219,6 +236,14 @@ def test_a_mistake_gets_one_sentence(base, tmp_path, extra, problem):
     found = script("finetune.py", *folders, *defaults, *extra.format(base=base).split(), code=2)
     assert re.search(problem, found.stderr), found.stderr
     assert "Traceback" not in found.stderr and len(found.stderr.strip().splitlines()) <= 12
+
+
+def test_a_reward_that_fails_costs_no_checkpoint(base, tmp_path):
+    script(*finetune_args(base, tmp_path, "sft", "--max_steps", 1))
+    (tmp_path / "wrong.py").write_text("def reward(prompt, completion, row):\n    return 1 / 0\n")
+    reward = ["--reward", f"{tmp_path}/wrong.py:reward", "--overwrite"]
+    args = finetune_args(base, tmp_path, "grpo", *reward)
+    bad(args, "wrong.py:reward fails for the first row", tmp_path)
 
 
 def test_a_run_does_not_continue_with_another_reference_model(base, tmp_path):
