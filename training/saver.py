@@ -115,7 +115,7 @@ class Saver:
             self.save(LAST, state)
             self.finish()
             raise UserError(
-                f"{PATIENCE} steps in a row had no finite loss and gradient, which are not applied; "
+                f"{PATIENCE} steps in a row had no finite loss and gradient; none is applied; "
                 "resume an earlier checkpoint with a lower --max_lr and --overwrite"
             )
 

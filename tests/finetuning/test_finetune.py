@@ -188,7 +188,7 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
 def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
     """The exact matches that are logged are those of evaluate.py."""
     questions = ("--questions", base / "rows.jsonl", "--max_new_tokens", 8)
-    options = ("--max_steps", 60, "--max_lr", 1e-2, "--save_every", 0)
+    options = ("--batch_size", 12, "--max_steps", 60, "--max_lr", 1e-2, "--save_every", 0)
     pairs = [{"prompt": f"{i}?", "completion": str(i)} for i in range(1, 13)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     args = finetune_args(base, tmp_path, "sft", *questions, *options)
