@@ -1,5 +1,6 @@
 """Pictures: the curves of one or more runs, and the validation losses of a sweep."""
 
+import warnings
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -263,7 +264,9 @@ def save(figure: Figure, unit: str, out: Path) -> None:
             axes.legend(frameon=False, fontsize=8)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out) as file:
+        with atomic_write(out) as file, warnings.catch_warnings():
+            # characters of a sample or a folder that the font lacks are drawn as boxes
+            warnings.filterwarnings("ignore", "Glyph")
             figure.savefig(file, format=out.suffix[1:] or None, dpi=130)
     except Exception as error:  # also a file type that matplotlib does not know
         raise UserError(f"{out} could not be written: {error}") from error

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from record_harness import with_all_fields
 
 import evaluate
+from config import TrainConfig
 from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.tasks import find_tasks
@@ -118,6 +119,10 @@ def test_each_task_has_a_file_beside_the_checkpoint_and_the_model_card_gathers_t
     card = (tmp_path / "hf" / "README.md").read_text()
     for words in ("bits_per_byte", "from the blank", "exact match"):
         assert words in card
+
+
+def test_scores_have_the_dtype_of_training_unless_told():
+    assert evaluate.EvalConfig().dtype == TrainConfig().dtype == "auto"
 
 
 def test_results_of_a_model_of_others_lie_in_logs():

@@ -1,4 +1,5 @@
 import json
+import warnings
 
 import pytest
 from conftest import script
@@ -150,14 +151,15 @@ def test_a_run_of_grpo_shows_rewards_answers_lengths_and_samples(tmp_path, figur
             {"step": step, "split": "held_out", "reward": reward / 2},
             {"step": step, "split": "answers", "n": 8, "exact": reward / 4},
         )
-    (run / "samples.txt").write_text("--- step 1\nold\n--- step 2\nprompt: 'a$b'\n1  '5'\n")
-    draw([run], tmp_path / "a.png", unit="step")
+    (run / "samples.txt").write_text("--- step 1\nold\n--- step 2\nprompt: 'a$b'\n1  '好'\n")
+    with warnings.catch_warnings(action="error"):
+        draw([run], tmp_path / "a.png", unit="step")
     panels = {axes.get_ylabel(): axes for axes in figures[0].axes}
     drawn = {name: [list(line.get_ydata()) for line in x.lines] for name, x in panels.items()}
     assert drawn["reward"] == [[0.25, 0.5], [0.125, 0.25]]
     assert drawn["accuracy"] == [[0.0625, 0.125]]
     assert drawn["tokens per completion"] == [[9, 8]]
-    assert [text.get_text() for text in panels[""].texts] == ["prompt: 'a$b'\n1  '5'"]
+    assert [text.get_text() for text in panels[""].texts] == ["prompt: 'a$b'\n1  '好'"]
     assert not any(name.startswith("loss") for name in panels)
 
 
