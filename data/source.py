@@ -153,12 +153,15 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     text cannot be told, as where a comma in it is not quoted."""
     csv.field_size_limit(2**31 - 1)  # characters of a cell
     reader = csv.reader(file, delimiter=delimiter, strict=True)
-    header = next(reader, [])
-    for cells in reader:
-        if any(cells[len(header) :]):
-            yield Skipped("wider than the header")
-        elif cells:  # not a blank line
-            yield dict(zip(header, cells, strict=False))
+    try:
+        header = next(reader, [])
+        for cells in reader:
+            if any(cells[len(header) :]):
+                yield Skipped("wider than the header")
+            elif cells:  # not a blank line
+                yield dict(zip(header, cells, strict=False))
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}") from error
 
 
 READERS = {

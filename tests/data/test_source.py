@@ -216,7 +216,7 @@ def test_csv_keeps_line_ends_and_long_cells_and_an_open_quote_is_an_error(tmp_pa
     (tmp_path / "a.csv").write_text(f'id,text\n1,"{long}"\n\n2,5 " inch\n')
     assert read(tmp_path / "a.csv") == [long, '5 " inch']
     (tmp_path / "a.csv").write_text('id,text\n1,"never closed\n2,b\n')
-    with pytest.raises(UserError, match="a.csv is damaged .* unexpected end of data"):
+    with pytest.raises(UserError, match="a.csv is damaged .* line 3: unexpected end of data"):
         read(tmp_path / "a.csv")
 
 
