@@ -118,9 +118,12 @@ def open_validation(config: EvalConfig, scorer: ItemScorer, saved: dict) -> Job:
     folders = config.data_dir or saved.get("config", {}).get("data_dir", ())
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")
-    val, wanted = Mixture(folders, "val", scorer.model.config.block_size), scorer.tokenizer.name
-    if (found := val.stream.tokenizer_name) != wanted:
-        raise UserError(f"{folders[0]} holds {found} tokens, the model takes {wanted}")
+    val = Mixture(folders, "val", scorer.model.config.block_size)
+    if val.stream.tokenizer_identity != scorer.tokenizer.identity:
+        raise UserError(
+            f"{folders[0]} holds tokens of {val.stream.tokenizer_identity}, the model takes those "
+            f"of {scorer.tokenizer.identity}"
+        )
     for name, part in zip(val.names, val.parts, strict=True):
         if len(part) * part.block_size < config.val_tokens:
             scorer.process.print(too_few_tokens(name, part, config.val_tokens))

@@ -23,7 +23,7 @@ from torch import Tensor
 from config import TrainConfig
 from data.loader import Slicing, TokenStream, prefetch, train_batches
 from data.mixture import Mixture, parse_corpora
-from data.tokenizer import tokenizer_name
+from data.tokenizer import tokenizer_identity
 from evaluation.periodic import Evaluator, is_due
 from evaluation.validation import too_few_tokens
 from model.config import GPTConfig
@@ -206,14 +206,20 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
 
 def check_tokenizer(stream: TokenStream, name: str, tokenizer: str) -> None:
     """Raise UserError unless the shards have the tokens of a model; keep its chat template."""
-    if (found := tokenizer_name(tokenizer)) != stream.tokenizer_name:
-        raise UserError(f"{name} has {found} tokens, the shards {stream.tokenizer_name} tokens")
+    identity = tokenizer_identity(tokenizer)
+    if identity != stream.tokenizer_identity:
+        raise UserError(
+            f"{name} takes tokens of {identity}, the shards hold those of "
+            f"{stream.tokenizer_identity}"
+        )
     stream.tokenizer = tokenizer
 
 
 def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
     """Warn where the order of the data changes, it is seen often, or validation is rough."""
     config, saved, warn = run.config, run.saved, run.process.print
+    for folder in train.stream.unfinished:
+        warn(f"warning: {folder} holds a part of its text: run the sharding to its end")
     for name, part in zip(val.names, val.parts, strict=True):
         if len(part) * part.block_size < config.val_tokens:
             warn(too_few_tokens(name, part, config.val_tokens))

@@ -1,6 +1,8 @@
 """tokenizer.json, the format of Hugging Face's tokenizers: reading, using and writing it."""
 
 import json
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,13 +14,16 @@ from data.tokenizer import (
     TOKENIZER,
     TOKENIZERS,
     ByteTokenizer,
-    GPT2Tokenizer,
     Tokenizer,
     tokenizer_name,
 )
 from utils.errors import UserError
 
-GPT2_IDS = {"!": 0, "\u0120the": 262, "Hello": 15_496}  # \u0120 stands for a space
+MERGES = "merges.txt"  # and
+VOCABULARY = "vocab.json"  # are what GPT-2 had before tokenizer.json
+OTHER_FORMATS = ("vocab.txt", "tokenizer.model", "spiece.model")
+GPT2_CRC = 579_868_012  # CRC-32 of GPT-2's tokens in the order of their ids, a line each
+PROBE = "Hello world, 12 naïve cats; 天地 🐍"  # decoded by a tokenizer.json and by this project
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")  # of text, by name
 END_OF_TEXT = ENDS[0]
 PREFIXING = ("normalizer", "pre_tokenizer")  # parts that may put a space before a text
@@ -28,6 +33,7 @@ CHAT_TEMPLATE = (
     "+ message['content'] }}{% endfor %}{{ eos_token }}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+SPACE = "\u2581"  # in tokens of SentencePiece
 # of Qwen 3.5: letters keep their marks, as Hindi needs, and every digit is a token
 UNICODE = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
@@ -36,26 +42,29 @@ UNICODE = (
 
 
 class FileTokenizer(ByteTokenizer):
-    """Tokens of a tokenizer.json, of byte-level BPE or with "\u2581" for a space."""
+    """Tokens of a tokenizer.json, of byte-level BPE or with SPACE for a space."""
 
     end_ids: frozenset[int] = frozenset()  # set by the constructor
 
     def __init__(self, spec: str) -> None:
         content = json.loads(spec)
         self.name, self.chat_template = tokenizer_name(spec), content["chat_template"]
+        self.end_of_text = content["eot"]
         self.json = json.dumps(content[TOKENIZER], ensure_ascii=False)
         self.engine = make_engine(content[TOKENIZER])
         changed = {k: without_prefix(content[TOKENIZER].get(k)) for k in PREFIXING}
         self.continuing_engine = make_engine(content[TOKENIZER] | changed)
         vocab = self.engine.get_vocab()
-        self.end_of_text, self.eot = content["eot"], vocab[content["eot"]]
+        self.eot = vocab[self.end_of_text]
         self.end_ids = frozenset([self.eot, *content.get("end_ids", [])])
         self.template_tokens = dict.fromkeys(("bos_token", "eos_token"), self.end_of_text)
         self.template_tokens |= content.get("template_tokens", {})
         self.vocab_size = max(vocab.values()) + 1
         added = {token["content"] for token in content[TOKENIZER]["added_tokens"]}
         self.added_ids = {vocab[token] for token in added}
-        byte_level = "ByteLevel" in json.dumps(content[TOKENIZER]["decoder"])
+        # a decoder may be missing; what writes bytes as characters tells it, too
+        parts = [content[TOKENIZER].get(x) for x in ("normalizer", "pre_tokenizer", "decoder")]
+        byte_level = "ByteLevel" in json.dumps(parts)
         bytes_of = dict(zip(byte_characters(), range(256), strict=True))
         self.bytes = {self.eot: b""}
         for token, i in vocab.items():
@@ -64,8 +73,14 @@ class FileTokenizer(ByteTokenizer):
             elif token[:3] == "<0x" and len(token) == 6:  # a byte that is no whole character
                 found = bytes([int(token[3:5], 16)])
             else:
-                found = token.replace("\u2581", " ").encode()
+                found = token.replace(SPACE, " ").encode()
             self.bytes.setdefault(i, found)
+
+    @property
+    def identity(self) -> str:
+        if self.name in TOKENIZERS:  # as data.tokenizer.tokenizer_identity
+            return self.name
+        return f"{self.name} with {self.end_of_text}"
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return token ids, uint16 (n,), with `special` those of special tokens in the text."""
@@ -100,6 +115,17 @@ class FileTokenizer(ByteTokenizer):
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return b"".join(self.bytes.get(i, b"") for i in ids)
+
+    def lost_text(self, text: str, ids: np.ndarray) -> str:
+        decoded = self.decode_bytes(ids.tolist()).decode(errors="replace")
+        if decoded in (text, f" {text}"):  # many put a space before the first word
+            return ""
+        # A normalizer that lower-cases or composes characters means to. What lacks after it, was
+        # dropped by a pre-tokenizer (white space), or has no token.
+        if self.engine.normalizer is not None:
+            text = self.engine.normalizer.normalize_str(text)
+        text = text.replace(SPACE, " ")
+        return "".join((Counter(text) - Counter(decoded)).elements())
 
 
 def make_engine(content: dict) -> Engine:
@@ -159,22 +185,25 @@ def read_tokenizer(
     `template_tokens`, its bos_token and eos_token, each end of text if it is not given.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if path.name == VOCABULARY:
+            content = from_vocabulary(path)
+        else:
+            content = json.loads(path.read_text(encoding="utf-8"))
         ids = content["model"]["vocab"]
         if isinstance(ids, list):  # of a unigram model
             ids = {token: i for i, (token, _) in enumerate(ids)}
         ids |= {token["content"]: token["id"] for token in content["added_tokens"]}
+        if isinstance(end_of_text, int) and end_of_text not in ids.values():
+            end_of_text = None  # 50,256 is the default of transformers for any vocabulary
         if (highest := max(ids.values())) >= 65_535:
             raise ValueError(f"a token has id {highest:,}, and shards hold ids below 65,535")
         ends = [token for token, i in ids.items() if end_of_text in (token, i)]
         ends += [token for token in ENDS if token in ids and end_of_text is None]
         if not ends:
             raise ValueError(f"no end of text {end_of_text or ''}; name it by --end_of_text TOKEN")
-        name = None
-        if GPT2_IDS.items() <= ids.items() and len(ids) == GPT2Tokenizer.vocab_size:
-            name = "gpt2"
-        if len(ids) == 257 and all(ids.get(c) == b for b, c in enumerate(byte_characters())):
-            name = "bytes"
+        name = name_of_content(content, ids)
+        if name and ids[ends[0]] != TOKENIZERS[name].eot:
+            name = None
         is_plain = set(end_ids) <= {ids[ends[0]]} and chat_template in (None, CHAT_TEMPLATE)
         if name and is_plain:
             return name
@@ -182,7 +211,9 @@ def read_tokenizer(
         spec |= {"template_tokens": template_tokens or {}, TOKENIZER: content}
         if name:
             spec["name"] = name
-        turn_end = FileTokenizer(json.dumps(spec)).turn_end()
+        tokenizer = FileTokenizer(json.dumps(spec))
+        check_decoder(tokenizer)
+        turn_end = tokenizer.turn_end()
         if turn_end is not None:
             spec["end_ids"].append(turn_end)
     except Exception as error:
@@ -190,10 +221,55 @@ def read_tokenizer(
     return json.dumps(spec)
 
 
+def from_vocabulary(path: Path) -> dict:
+    """Return the content of a tokenizer.json for vocab.json, and merges.txt beside it."""
+    engine = byte_level(models.BPE.from_file(str(path), str(path.with_name(MERGES))))
+    ends = [token for token in ENDS if engine.token_to_id(token) is not None]
+    engine.add_special_tokens(ends)  # which text does not contain
+    return json.loads(engine.to_str())
+
+
+def name_of_content(content: dict, ids: dict[str, int]) -> str | None:
+    """Return the key of TOKENIZERS whose tokens a tokenizer.json has and whose way it cuts text,
+    None if there is no such key: other languages have 50,257 tokens, too."""
+    cut = content.get("pre_tokenizer") or {}
+    plain = content.get("normalizer") is None and cut.get("type") == "ByteLevel"
+    if not plain or cut["add_prefix_space"] or not cut.get("use_regex", True):
+        return None
+    tokens = sorted(ids, key=ids.get)
+    if zlib.crc32("\n".join(tokens).encode()) == GPT2_CRC:
+        return "gpt2"
+    if len(tokens) == 257 and tokens[:256] == list(byte_characters()):
+        return "bytes"
+    return None
+
+
+def check_decoder(tokenizer: FileTokenizer) -> None:
+    """Raise ValueError if the decoder of a tokenizer.json writes another text than decode_bytes
+    does, as those do that mark the middle or the end of a word."""
+    ids = tokenizer.encode(PROBE).tolist()
+    ours = tokenizer.decode_bytes(ids).decode(errors="replace").strip()
+    theirs = tokenizer.engine.decode(ids, skip_special_tokens=False).replace(SPACE, " ").strip()
+    if tokenizer.engine.decoder is not None and ours != theirs:
+        raise ValueError(f"its decoder is not supported: it writes {theirs!r}, not {ours!r}")
+
+
+def check_spaces(path: Path, spec: str) -> None:
+    """Raise UserError for a tokenizer that drops the spaces between words: text of the model would
+    have none. Sharding refuses it as one that loses text, unless that is allowed."""
+    if spec not in TOKENIZERS:
+        tokenizer = FileTokenizer(spec)
+        if " " in tokenizer.lost_text("a a", tokenizer.encode("a a")):
+            raise UserError(f"{path} drops the spaces of a text, so its model cannot write any")
+
+
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     """Return the spec of the tokenizer of a Hugging Face model; raise UserError if it has none.
     Every eos_token_id ends a text; the first one of config.json is end of text."""
-    if (folder / TOKENIZER).is_file():
+    path = folder / TOKENIZER
+    if not path.is_file() and (folder / MERGES).is_file():
+        path = folder / VOCABULARY
+    if path.is_file():
         end_ids = []
         for name in ("config.json", "generation_config.json"):
             eos = read_json(folder / name).get("eos_token_id")
@@ -209,9 +285,13 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         if (folder / "chat_template.jinja").is_file():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         first = end_ids[0] if end_ids else None
-        return read_tokenizer(folder / TOKENIZER, first, template, end_ids, tokens)
+        spec = read_tokenizer(path, first, template, end_ids, tokens)
+        check_spaces(path, spec)
+        return spec
+    # models of one size are GPT-2's as a rule, where nothing tells otherwise
+    has_another = any((folder / name).exists() for name in OTHER_FORMATS)
     for name, tokens in TOKENIZERS.items():
-        if tokens.vocab_size == vocab_size:
+        if tokens.vocab_size == vocab_size and not has_another:
             return name
     raise UserError(f"{folder} has no {TOKENIZER} for its {vocab_size:,} tokens")
 

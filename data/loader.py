@@ -22,9 +22,10 @@ from data.shards import (
     check_together,
     find_shards,
     folder_tokenizer,
+    is_unfinished,
     read_manifest,
 )
-from data.tokenizer import TOKENIZERS, load_tokenizer, tokenizer_name
+from data.tokenizer import count_tokens, tokenizer_identity
 from utils.errors import UserError
 
 ROUNDS = 6
@@ -61,12 +62,14 @@ class TokenStream:
         check_together(self.folders)
         self.shards = [shard for folder in self.folders for shard in find_shards(folder, split)]
         self.starts = np.cumsum([0, *(shard.tokens for shard in self.shards)])
-        found = {tokenizer_name(spec := folder_tokenizer(folder)): spec for folder in self.folders}
-        if len(found) > 1:
-            raise UserError(f"the folders of --data_dir have several tokenizers: {sorted(found)}")
-        ((self.tokenizer_name, self.tokenizer),) = found.items()  # the second is the spec
-        kind = TOKENIZERS.get(self.tokenizer) or load_tokenizer(self.tokenizer)
-        self.vocab_size = kind.vocab_size
+        specs = [folder_tokenizer(folder) for folder in self.folders]
+        identities = sorted({tokenizer_identity(spec) for spec in specs})
+        if len(identities) > 1:
+            raise UserError(
+                f"the folders of --data_dir have several tokenizers: {', '.join(identities)}"
+            )
+        self.tokenizer, self.tokenizer_identity = specs[0], identities[0]
+        self.vocab_size = count_tokens(self.tokenizer)
         self._open = lru_cache(maxsize=128)(lambda i: self.shards[i].open())  # few open files
 
     def __len__(self) -> int:
@@ -87,6 +90,11 @@ class TokenStream:
             crc = zlib.crc32(shard.open()[:1000].tobytes(), crc)
         return crc
 
+    @property
+    def unfinished(self) -> list[Path]:
+        """Folders that hold a part of their text, as the sharding was interrupted."""
+        return [folder for folder in self.folders if is_unfinished(read_manifest(folder))]
+
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise UserError for a bad id."""
         assert 0 <= start and start + length <= len(self)
@@ -95,7 +103,8 @@ class TokenStream:
             offset = start - int(self.starts[i])
             part = self._open(i)[offset : offset + length]
             if (highest := part.max(initial=0)) >= self.vocab_size:
-                path, known = self.shards[i].path, f"{self.vocab_size:,} of {self.tokenizer_name}"
+                known = f"{self.vocab_size:,} of {self.tokenizer_identity}"
+                path = self.shards[i].path
                 raise UserError(f"{path} holds token id {highest}, not one of the {known}")
             parts.append(part)
             start, length, i = start + len(part), length - len(part), i + 1

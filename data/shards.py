@@ -91,7 +91,8 @@ def folder_tokenizer(folder: Path) -> str:
     if (path := folder / TOKENIZER).exists():
         reader = import_module("data.file_tokenizer")  # on demand: it imports tokenizers
         spec = reader.read_tokenizer(path, manifest.get("end_of_text"))
-        if (name := manifest.get("tokenizer", found := tokenizer_name(spec))) != found:
+        name = manifest.get("tokenizer")
+        if name not in (None, tokenizer_name(spec)):
             raise UserError(
                 f"{path} is not the tokenizer of these shards, which have {name} tokens"
             )
@@ -133,6 +134,14 @@ def describe_split(manifest: dict) -> str:
     """Return the rule by which validation text was chosen."""
     pieces = " and pieces of a single text" if manifest.get("held_out") else ""
     return f"--val_fraction {manifest['val_fraction']}{pieces}"
+
+
+def is_unfinished(manifest: dict | None) -> bool:
+    """Return whether a sharding was interrupted, or still runs: neither the source nor --max_shards
+    ended it."""
+    if manifest is None:
+        return False
+    return not (manifest.get("complete", True) or manifest["stopped"])
 
 
 def bytes_per_token(manifests: Sequence[dict | None], split: str) -> float | None:
@@ -181,8 +190,11 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
     manifest = read_manifest(folder)
     if manifest is None:
         head, known = shards[0].open()[:100_000], (folder / TOKENIZER).exists()
-        few = len(head) >= 10_000 and head.max() < 2**15  # any text has rare tokens
-        if not known and (few or (folder / "meta.pkl").exists()):
+        # of GPT-2's tokens any 100 have one that is no byte, any 1,000 one above 2**15
+        highest = head.max(initial=0)
+        only_bytes = len(head) >= 100 and highest < 257
+        few = len(head) >= 1_000 and highest < 2**15
+        if not known and (only_bytes or few or (folder / "meta.pkl").exists()):
             raise UserError(
                 f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
                 f"their {TOKENIZER} beside it, or shard the text anew"

@@ -28,6 +28,11 @@ class ByteTokenizer:
         """Ids of the tokens that end a generated text."""
         return frozenset([self.eot])
 
+    @property
+    def identity(self) -> str:
+        """What two tokenizers have in common if and only if they give the same tokens."""
+        return self.name
+
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint16 (n,), without recognising special tokens."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
@@ -40,6 +45,10 @@ class ByteTokenizer:
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Return the UTF-8 bytes of token ids, which may cut a character; end of text is empty."""
         return bytes(i for i in ids if i != self.eot)
+
+    def lost_text(self, text: str, ids: np.ndarray) -> str:
+        """Return the characters of a text that its ids, uint16 (n,), do not give back."""
+        return ""
 
 
 class GPT2Tokenizer(ByteTokenizer):
@@ -72,7 +81,7 @@ TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def tokenizer_name(spec: str) -> str:
-    """Return the name of a tokenizer for messages and comparisons."""
+    """Return the name of a tokenizer in manifests, which tell its end of text beside it."""
     if spec in TOKENIZERS:
         return spec
     values = json.loads(spec)
@@ -82,8 +91,24 @@ def tokenizer_name(spec: str) -> str:
     return f"tokenizer-{zlib.crc32(content.encode()):08x}"
 
 
+def tokenizer_identity(spec: str) -> str:
+    """Return Tokenizer.identity without loading the tokenizer. It tells the end of text, too: one
+    tokenizer.json with two of them separates documents by two different tokens."""
+    name = tokenizer_name(spec)
+    if name in TOKENIZERS:
+        return name
+    return f"{name} with {json.loads(spec)['eot']}"
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """Return the tokenizer of a spec."""
     if spec in TOKENIZERS:
         return TOKENIZERS[spec]()
     return import_module("data.file_tokenizer").FileTokenizer(spec)  # on demand
+
+
+def count_tokens(spec: str) -> int:
+    """Return the vocabulary size of a tokenizer, without downloading that of GPT-2."""
+    if spec in TOKENIZERS:
+        return TOKENIZERS[spec].vocab_size
+    return load_tokenizer(spec).vocab_size

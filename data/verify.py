@@ -38,7 +38,9 @@ def main(config: VerifyConfig) -> None:
         mixture = Mixture(config.data_dir, split, config.block_size)
         for stream in (part.stream for part in mixture.parts):
             check_shards(stream)
-            print(f"{split}: {len(stream):,} {stream.tokenizer_name} tokens")
+            for folder in stream.unfinished:
+                print(f"{folder} holds a part of its text: run the sharding to its end")
+            print(f"{split}: {len(stream):,} tokens of {stream.tokenizer_identity}")
     for part in mixture.parts:
         n = len(part)
         visits = np.bincount(part.order(np.arange(n), config.seed), minlength=n)

@@ -74,7 +74,7 @@ class Evaluator:
         """What the validation loss is of: losses of other text or tokens cannot be compared."""
         stream = self.val.stream
         counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]
-        return f"{stream.tokenizer_name} {stream.digest} {counts} {self.val.weights}"
+        return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
 
     def due(self, step: int, name: str = "eval") -> bool:
         """Return True if validation, or a benchmark, is due after `step` steps."""

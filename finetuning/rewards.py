@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from data.tokenizer import tokenizer_name
+from data.tokenizer import tokenizer_identity
 from finetuning.chat import Example, is_chat
 from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
@@ -93,8 +93,8 @@ def load_reward(
             "reward or its folder"
         )
     model, tokenizer, saved = open_model(path, RewardModel, exact=True)
-    text_format = tokenizer_name(tokenizer), is_chat(saved, name, tokenizer)
-    same_text = text_format == (encoder.tokenizer.name, encoder.chat)
+    text_format = tokenizer_identity(tokenizer), is_chat(saved, name, tokenizer)
+    same_text = text_format == (encoder.tokenizer.identity, encoder.chat)
     if not same_text or model.config.block_size < encoder.block_size:
         problem = "another tokenizer, another kind of text (--plain), or a shorter context"
         raise UserError(f"--reward {name} has {problem} than this run")

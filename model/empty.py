@@ -23,10 +23,16 @@ def empty_gpt(config: GPTConfig, kind: type[GPT] = GPT) -> GPT:
 
 
 def with_context(model: GPT, config: GPTConfig) -> GPT:
-    """Return a GPT of `config`, with fewer positions or another dropout, and `model`'s weights."""
-    state, positions = model.state_dict(), "transformer.wpe.weight"
-    if positions in state:
-        state[positions] = state[positions][: config.block_size].contiguous()
+    """Return a GPT of `config`, with fewer positions or tokens, or another dropout, and the weights
+    of `model`."""
+    state = model.state_dict()
+    rows = {
+        "transformer.wpe.weight": config.block_size,
+        "transformer.wte.weight": config.padded_vocab_size,
+        "lm_head.weight": config.padded_vocab_size,
+    }
+    for name in rows.keys() & state.keys():
+        state[name] = state[name][: rows[name]].contiguous()
     copy = empty_gpt(config, type(model))
     copy.load_state_dict(state, assign=True)
     return copy.requires_grad_()

@@ -185,7 +185,7 @@ def find_folder(name: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        patterns = ["*.json", "*.jinja", "*.safetensors"]
+        patterns = ["*.json", "*.jinja", "merges.txt", "*.safetensors"]
         folder = Path(snapshot_download(name, allow_patterns=patterns))
     except errors.LocalEntryNotFoundError as error:
         raise UserError(

@@ -17,14 +17,16 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from data.tokenizer import count_tokens
 from model.config import GPTConfig
-from model.empty import empty_gpt
+from model.empty import empty_gpt, with_context
 from model.gpt import GPT
 from utils.errors import UserError, is_of_machine
 
@@ -201,5 +203,11 @@ def open_model(
         raise UserError(f"{name} is no checkpoint: reward models of Hugging Face's are not read")
     huggingface = import_module("model.huggingface")  # on demand: most runs do without
     model, folder = huggingface.load_pretrained(name), huggingface.find_folder(str(name))
-    reader = import_module("data.file_tokenizer")
-    return model.eval(), reader.pretrained_tokenizer(folder, model.config.vocab_size), {}
+    size, reader = model.config.vocab_size, import_module("data.file_tokenizer")
+    tokenizer = reader.pretrained_tokenizer(folder, size)
+    num_tokens = count_tokens(tokenizer)
+    if num_tokens > size:
+        raise UserError(f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {size:,}")
+    if num_tokens < size:  # rows of padding, as GPT-2's 50,257 tokens have in a table of 50,304
+        model = with_context(model, replace(model.config, vocab_size=num_tokens))
+    return model.eval(), tokenizer, {}

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from config import RunOptions, log_folder
-from data.tokenizer import tokenizer_name
+from data.tokenizer import tokenizer_identity
 from model.gpt import GPT
 from training import checkpoint as ckpt
 from training.checkpoint import find_newest, load_checkpoint, newest_first
@@ -271,7 +271,7 @@ class Run:
         )
         if self.process.is_main:
             content = {"command": sys.argv, "run_id": state.run_id, **about}
-            content["tokenizer"] = tokenizer_name(about["tokenizer"])
+            content["tokenizer"] = tokenizer_identity(about["tokenizer"])
             content["config"], content["derived"] = config.to_dict(), config.derived
             content["model_config"] = asdict(model.config)
             content["versions"] = describe(self.process.device)

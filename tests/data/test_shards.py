@@ -3,6 +3,7 @@ import io
 import numpy as np
 import pytest
 
+from data.loader import TokenStream
 from data.sharder import ShardWriter
 from data.shards import find_shards, header, inspect_shard, write_manifest
 from utils.errors import UserError
@@ -107,12 +108,25 @@ def test_the_last_train_or_val_in_a_name_is_the_split(tmp_path):
 
 
 def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
-    write(tmp_path, "train", 0, range(5000))
+    write(tmp_path, "train", 0, range(0, 50_000, 10))
     assert find_shards(tmp_path, "train")
     (tmp_path / "meta.pkl").touch()
     with pytest.raises(UserError, match="holds no tokens of GPT-2.* tokenizer.json beside it"):
         find_shards(tmp_path, "train")
     (tmp_path / "meta.pkl").unlink()
-    write(tmp_path, "train", 0, [*range(257)] * 40)
-    with pytest.raises(UserError, match="holds no tokens of GPT-2"):
-        find_shards(tmp_path, "train")
+    for tokens in ([*range(257)] * 40, b"a few bytes" * 10, [*range(600)] * 2):
+        write(tmp_path, "train", 0, [*tokens])
+        with pytest.raises(UserError, match="holds no tokens of GPT-2"):
+            find_shards(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("complete", "stopped", "expected"), [(True, False, 0), (False, True, 0), (False, False, 1)]
+)
+def test_a_folder_whose_sharding_was_interrupted_is_known(tmp_path, complete, stopped, expected):
+    shards = [write(tmp_path, "train", 0, range(10))]
+    manifest = {"tokenizer": "bytes", "vocab_size": 257, "shards": shards}
+    write_manifest(tmp_path, manifest | {"complete": complete, "stopped": stopped})
+    assert len(TokenStream(tmp_path, "train").unfinished) == expected
+    write_manifest(tmp_path, manifest)
+    assert TokenStream(tmp_path, "train").unfinished == []

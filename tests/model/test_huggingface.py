@@ -14,6 +14,7 @@ from model.empty import with_context
 from model.generate import Sampling, complete
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained, weights_from_hf
+from training.checkpoint import open_model
 from utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -162,6 +163,20 @@ def test_auto_tokenizer_reads_what_we_write(name, recipe, tmp_path):
         assert theirs.encode(text) == tokenizer.encode(text).tolist()
         assert theirs.decode(theirs.encode(text)) == text
     assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA | {"tied": False}], ids=["gpt2", "llama"])
+def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp_path):
+    padded = random_ours((1, 1, 8, 16, 330), **fields)
+    save_pretrained(padded, tmp_path, eot=256)
+    save_tokenizer(load_tokenizer("bytes"), tmp_path, 16)
+    model, spec, _ = open_model(tmp_path, exact=True)
+    assert spec == "bytes" and model.config.vocab_size == 257
+    idx = torch.randint(0, 257, (2, 16))
+    assert (model(idx) == padded(idx)[..., :257]).all()
+    save_pretrained(random_ours((1, 1, 8, 16, 256), **fields), tmp_path, eot=256)
+    with pytest.raises(UserError, match="has a tokenizer of 257 tokens, its model only 256"):
+        open_model(tmp_path)
 
 
 CHANGES = {  # of a GPT-2's config.json, then of a Qwen3's

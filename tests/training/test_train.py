@@ -214,12 +214,21 @@ def test_bad_data_is_a_sentence_and_writes_nothing(shards, trained, tmp_path):
     bad(args("cut", cut=-1001), "damaged or not a shard")
     bad(args("ids", tokens=300), "token id 300")
     bad([*args("short"), "--block_size", 10_000, "--total_batch_size", 40_000], "too few for")
+    args("interrupted")
+    manifest = json.loads((tmp_path / "interrupted/manifest.json").read_text())
+    manifest |= {"complete": False, "stopped": False}
+    (tmp_path / "interrupted/manifest.json").write_text(json.dumps(manifest))
+    done = script(*train_args(tmp_path / "interrupted", tmp_path / "part", 1))
+    assert "interrupted holds a part of its text: run the sharding to its end" in done.stdout
     foreign = args("gpt2")
     (tmp_path / "gpt2" / "manifest.json").unlink()
     for path in (tmp_path / "gpt2").glob("*.npy"):
         np.save(path, np.load(path) + np.uint16(40_000))
     last = trained / "checkpoints" / "model_last.pt"
-    bad([*foreign, "--max_steps", 30, "--resume", last], "tokens, the shards")
+    bad(
+        [*foreign, "--max_steps", 30, "--resume", last],
+        "takes tokens of bytes, the shards hold those of gpt2",
+    )
     assert not list((tmp_path / "new").rglob("m*"))
 
 
