@@ -64,6 +64,8 @@ class DataConfig:
     tokenizer.json (data/train_tokenizer.py makes one for your text)."""
     end_of_text: str | None = None
     """Token of the tokenizer.json that precedes every document, if it has no usual name."""
+    allow_loss: bool = False
+    """Shard also what the tokenizer.json deletes or has no token for; the share is printed."""
     shard_size: int = 100_000_000
     """Tokens per shard."""
     max_shards: int | None = None
@@ -91,7 +93,9 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> Documen
         tokens = tokenizer.encode(text)
     except ValueError:  # lone surrogates; tiktoken fails on a million spaces in a row
         return Skipped("not tokenizable")
-    return make_document(tokenizer, val_fraction, content, tokens)
+    document = make_document(tokenizer, val_fraction, content, tokens)
+    document.lost = tokenizer.lost_text(text, tokens)
+    return document
 
 
 def read_ids(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document | Skipped:
@@ -170,10 +174,19 @@ def write_shards(
             if isinstance(document, Skipped):
                 skipped[document.reason] += 1
                 continue
+            if document.lost and not config.allow_loss:
+                raise UserError(
+                    f"{tokenizer.name} loses {len(document.lost):,} characters of a text, as "
+                    f"{''.join(dict.fromkeys(document.lost))[:20]!r}; take another --tokenizer, or "
+                    "shard what is left by --allow_loss"
+                )
             if last and not sharder.write(*last):
                 return False
             manifest["skipped"] = Counter(manifest["skipped"]) + skipped
-            manifest["documents"] += written == 0
+            if written == 0:  # else a run that ended within the document has counted it
+                manifest["documents"] += 1
+                lost_before = manifest.get("lost_bytes", 0)
+                manifest["lost_bytes"] = lost_before + len(document.lost.encode())
             skipped.clear()
             bar.update(len(document.tokens) - written)
             last = document, written, {"source": before, "documents": n}
@@ -258,6 +271,9 @@ def main(config: DataConfig) -> None:
         rate = bytes_per_token([manifest], split)
         text = f"; {rate:.2f} bytes per token" if rate else ""
         print(f"{split}: {sum(sizes):,} tokens; shards: {len(sizes)}{text}")
+    if manifest.get("lost_bytes"):
+        share = manifest["lost_bytes"] / sum(manifest["bytes"].values())
+        print(f"lost: {share:.2%} of the bytes, which {manifest['tokenizer']} does not give back")
     print(f"validation: {describe_validation(manifest) if sizes else 'none'}")
     print(f"{new:,} new tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)")
 

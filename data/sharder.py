@@ -23,6 +23,8 @@ class Document:
     """Token ids, uint16 (n,), end of text first."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
+    lost: str = ""
+    """Characters of the text that the tokens do not give back."""
 
 
 def hold_out(tokens: np.ndarray, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
