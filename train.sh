@@ -7,7 +7,8 @@
 #                        visible GPU; FLAGS go to train.py (with another --data_dir it shards
 #                        nothing). NPROC=2 chooses the number of processes.
 #
-# Killed, all continue where they were; --overwrite begins anew (but not chat_demo).
+# Killed, all continue where they were; --overwrite begins anew (but not chat_demo). Of several
+# processes one that dies takes the others with it: they restart once, by themselves.
 set -euo pipefail
 called_from=$PWD
 cd "$(dirname "$0")"
@@ -19,7 +20,8 @@ case " $* " in *" --help "* | *" -h "*) exec python train.py --help ;; esac
 demo="" dry_run=""
 if [ "${1:-}" = demo ]; then demo=yes; shift; fi
 case " $* " in *" --dry_run "* | *" --dry-run "*) dry_run=yes ;; esac
-case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@" ;; esac
+restarts=0  # those of --overwrite would begin anew
+case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@"; restarts=1 ;; esac
 
 if [ "$demo" ]; then
   case " $*" in *" --checkpoint"[_-]dir* | *" --log"[_-]dir* | *" --data"[_-]dir*)
@@ -66,6 +68,8 @@ case $plan in *"
 data_dir: data/edu_fineweb10B
 "*) python data/fineweb-edu.py ;; esac
 if [ "$processes" -gt 1 ]; then
-  exec torchrun --standalone --shutdown_timeout=110 --nproc_per_node="$processes" train.py "$@"
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restart reads stale addresses and hangs
+  exec torchrun --standalone --max_restarts=$restarts --shutdown_timeout=110 \
+    --nproc_per_node="$processes" train.py "$@"
 fi
 exec python train.py "$@"

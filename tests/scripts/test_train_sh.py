@@ -19,15 +19,20 @@ case "$*" in
   *) echo "$*" >>"$LOG" ;;
 esac
 """
+TORCHRUN = """#!/usr/bin/env bash
+echo "torchrun $TORCH_DISABLE_SHARE_RDZV_TCP_STORE $*" >>"$LOG"
+"""
 
 
-def run_train_sh(folder, flags, code=0, cwd=ROOT):
+def run_train_sh(folder, flags, code=0, cwd=ROOT, **variables):
     """Run train.sh; return its output, standard error included, and the commands it started."""
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
     (folder / "python").write_text(PYTHON)
     (folder / "python").chmod(0o755)
-    env = {**environment(), "LOG": str(folder / "log"), "VIRTUAL_ENV": str(folder)}
+    (folder / "torchrun").write_text(TORCHRUN)
+    (folder / "torchrun").chmod(0o755)
+    env = {**environment(), "LOG": str(folder / "log"), "VIRTUAL_ENV": str(folder), **variables}
     env["PATH"] = f"{folder}{os.pathsep}{env['PATH']}"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = ["bash", ROOT / "train.sh", *flags]
@@ -55,6 +60,15 @@ def test_train_sh_shards_for_the_default_folder_once_the_settings_are_checked(
     assert [line.removesuffix(" " + " ".join(folders)) for line in found] == started
     assert ("This was a dry run" in out) == ("--dry_run" in flags)
     assert "relative paths" not in out
+
+
+@pytest.mark.parametrize(("flag", "restarts"), [("--seed", 1), ("--overwrite", 0)])
+def test_several_processes_restart_unless_that_would_begin_anew(tmp_path, flag, restarts):
+    flags = ["--data_dir", "x", "--checkpoint_dir", str(tmp_path / "c"), flag]
+    flags += ["3"] if flag == "--seed" else []
+    _, (started,) = run_train_sh(tmp_path, flags, NPROC="2")
+    assert started.startswith(f"torchrun 1 --standalone --max_restarts={restarts} ")
+    assert "--shutdown_timeout=110 --nproc_per_node=2 train.py " in started
 
 
 @pytest.mark.parametrize("flags", [["--seed", "3"], ["--overwrite"], ["--resume=auto"]])
