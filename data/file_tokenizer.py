@@ -282,6 +282,8 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
             if token is not None:
                 tokens[name] = token["content"] if isinstance(token, dict) else token
         template = config.get("chat_template")
+        if isinstance(template, list):  # several templates with names
+            template = {x["name"]: x["template"] for x in template}.get("default")
         if (folder / "chat_template.jinja").is_file():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         first = end_ids[0] if end_ids else None

@@ -154,5 +154,5 @@ def is_chat(saved: dict, name: str, tokenizer: str) -> bool:
     if saved and "plain" in saved["config"]:
         return not saved["config"]["plain"]
     about, jinja = Path(name) / "tokenizer_config.json", Path(name) / "chat_template.jinja"
-    found = about.is_file() and "chat_template" in json.loads(about.read_text())
-    return found or jinja.is_file() or load_tokenizer(tokenizer).chat_template is not None
+    found = about.is_file() and json.loads(about.read_text()).get("chat_template")
+    return bool(found) or jinja.is_file() or load_tokenizer(tokenizer).chat_template is not None

@@ -266,6 +266,9 @@ def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, tem
     tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), template, eos_token_id=256)
     vocab = tokenizer.engine.get_vocab()
     assert tokenizer.eot == 256 and tokenizer.end_ids == {256, vocab[end]}
+    named = [{"name": "tool_use", "template": ""}, {"name": "default", "template": template}]
+    again = folder_with_tokenizer(tmp_path, byte_level_engine(), named, eos_token_id=256)
+    assert again.chat_template == template and again.end_ids == tokenizer.end_ids
     if "raise" not in template:
         example = encode_messages(ANSWERED, tokenizer)
         assert example.tokens[example.loss_mask].tolist()[-1] == vocab[end]

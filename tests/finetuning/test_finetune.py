@@ -19,8 +19,13 @@ from conftest import (
     train_args,
     weights,
 )
+from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
+from config import parse_recipe
 from finetuning.answers import pass_at_k
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.huggingface import save_pretrained
 from training.checkpoint import checksum, load_checkpoint
 from training.saver import save_checkpoint
 from utils.metrics import read_metrics
@@ -236,6 +241,29 @@ def test_a_mistake_gets_one_sentence(base, tmp_path, extra, problem):
     found = script("finetune.py", *folders, *defaults, *extra.format(base=base).split(), code=2)
     assert re.search(problem, found.stderr), found.stderr
     assert "Traceback" not in found.stderr and len(found.stderr.strip().splitlines()) <= 12
+
+
+def test_answers_end_as_the_chat_template_ends_them(tmp_path):
+    """Of a LLaMA whose end of text is another token: in scores, samples and the export."""
+    engine = byte_level_engine()
+    tokenizer = folder_with_tokenizer(tmp_path, engine, CHATML, eos_token_id=256)
+    torch.manual_seed(0)
+    shape = parse_recipe("llama").shape(32, 64, tokenizer.vocab_size)
+    save_pretrained(GPT(GPTConfig(**shape, n_layer=1, n_head=1)), tmp_path, tokenizer.eot)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "completion": "yes", "answer": "yes"}')
+    data = ["--init_from", tmp_path, "--data", tmp_path / "rows.jsonl", *folders(tmp_path)]
+    steps = ["--max_steps", 40, "--max_lr", 1e-2, "--batch_size", 1, "--device", "cpu"]
+    questions = ["--questions", tmp_path / "rows.jsonl", "--max_new_tokens", 16]
+    script("finetune.py", "--method", "sft", *data, *steps, *questions, "--dtype", "float32")
+    answers = read_metrics(tmp_path / "logs")["answers"][-1]
+    assert (answers["exact"], answers["cut"]) == (1, 0)
+    checkpoint = tmp_path / "checkpoints/model_last.pt"
+    chat = ["--chat", "--prompt", "1?", "--temperature", 0, "--json"]
+    sample = json.loads(script("sample.py", "--checkpoint", checkpoint, *chat).stdout)
+    assert (sample["text"], sample["finish"]) == ("yes", "end of text")
+    script("convert.py", "--checkpoint", checkpoint, "--out", tmp_path / "hf")
+    generation = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    assert generation["eos_token_id"] == [256, engine.token_to_id("<|im_end|>")]
 
 
 def test_a_reward_that_fails_costs_no_checkpoint(base, tmp_path):
