@@ -4,9 +4,12 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from jinja2 import Template  # of torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
@@ -89,14 +92,16 @@ class FileTokenizer(ByteTokenizer):
     def encode_continuation(self, text: str, special: bool = False) -> np.ndarray:
         return encode_by(self.continuing_engine, text, special)
 
+    @cached_property
+    def template(self) -> Template:
+        """The chat template, compiled."""
+        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        return jinja.from_string(self.chat_template)
+
     def render(self, messages: list[dict[str, str]], open_turn: bool = False) -> str:
         """Return a dialog by the chat template; `open_turn` begins an answer after it."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # of torch
-
-        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        template = jinja.from_string(self.chat_template)
         options = {"messages": messages, "add_generation_prompt": open_turn}
-        return template.render(**options, **self.template_tokens)
+        return self.template.render(**options, **self.template_tokens)
 
     def turn_end(self) -> int | None:
         """Return the id of the token that the chat template writes after an answer, if it writes

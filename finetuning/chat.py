@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
 Messages = list[dict[str, str]]
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -153,6 +153,9 @@ def is_chat(saved: dict, name: str, tokenizer: str) -> bool:
     template of its tokenizer or in the Hugging Face folder `name`."""
     if saved and "plain" in saved["config"]:
         return not saved["config"]["plain"]
+    if tokenizer not in TOKENIZERS and load_tokenizer(tokenizer).chat_template:
+        return True
     about, jinja = Path(name) / "tokenizer_config.json", Path(name) / "chat_template.jinja"
-    found = about.is_file() and json.loads(about.read_text()).get("chat_template")
-    return bool(found) or jinja.is_file() or load_tokenizer(tokenizer).chat_template is not None
+    if about.is_file() and json.loads(about.read_text(encoding="utf-8")).get("chat_template"):
+        return True
+    return jinja.is_file()
