@@ -8,9 +8,11 @@ from data.mixture import Mixture
 from evaluation import periodic
 from evaluation.periodic import Evaluator, read_on_all
 from model.config import GPTConfig
+from model.generate import CHUNK
 from model.gpt import GPT
 from utils.distributed import Process
 from utils.errors import UserError
+from utils.signals import Stopped
 
 ALONE = Process(0, 1, torch.device("cpu"))
 
@@ -43,6 +45,36 @@ def test_figures_are_repeatable_and_the_model_keeps_training(make):
     assert task == "lambada" and list(figures) == ["n", "acc", "perplexity"] and figures["n"] == 12
     assert full.sample(2) == full.sample(2) != full.sample(4)
     assert full.scorer.model.training
+
+
+def test_a_sample_ends_on_all_processes_together(make, monkeypatch):
+    """Its forward passes can be collectives: one that is done goes on with the others."""
+    asked = []
+    monkeypatch.setattr(Process, "all_done", lambda self, done: asked.append(done))
+    make().sample(2)
+    assert len(asked) == 32 / CHUNK
+
+
+class Signal:
+    """Comes at the second look at it."""
+
+    looks = 0
+
+    @property
+    def signal(self):
+        self.looks += 1
+        return 15 if self.looks > 1 else 0
+
+
+@pytest.mark.parametrize("part", ["validate", "benchmarks", "sample"])
+def test_a_signal_ends_each_part_at_its_next_batch(make, part):
+    evaluator = make(micro_batch_size=1)
+    process = replace(ALONE, stop=Signal())
+    evaluator.scorer.process = process
+    arguments = [] if part == "validate" else [10]
+    with pytest.raises(Stopped):
+        list(getattr(evaluator, part)(*arguments))
+    assert process.stop.looks == 2
 
 
 def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):

@@ -116,7 +116,8 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path, copi
 
 def test_a_folder_without_a_checkpoint_is_said_before_anything_else(shards, tmp_path):
     args = train_args(shards, tmp_path, 2, "--resume", "auto", "--eval_every", 0)
-    first = script(*args).stdout.splitlines()[0]
+    first, *rest = script(*args).stdout.splitlines()
+    assert any("--warmup_steps 5 is more than half of the 2 steps" in line for line in rest)
     assert first == f"no checkpoint in {tmp_path / 'checkpoints'}: a new run"
     assert "a new run" not in script(*args, "--max_steps", 3).stdout
 
