@@ -1,12 +1,16 @@
 import math
+import re
+from dataclasses import fields
 
 import pytest
 import torch
 from conftest import ROOT, bad, script
 
 from config import Recipe, TrainConfig
+from finetuning.options import FinetuneConfig
 from model.config import GPTConfig
 from model.empty import empty_gpt
+from utils.cli import parse
 from utils.devices import pick_device
 from utils.errors import UserError
 from utils.gpus import find_gpu
@@ -115,3 +119,12 @@ def test_peaks_are_of_the_very_chip():
 def test_a_script_without_arguments_ends_in_a_sentence(name, tmp_path):
     done = script(ROOT / f"{name}.py", code=2, cwd=tmp_path)
     assert "Traceback" not in done.stderr and done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, FinetuneConfig])
+def test_help_speaks_of_flags_that_the_script_has(config_class, capsys):
+    with pytest.raises(SystemExit):
+        parse(config_class, ["--help"])
+    flags = set(re.findall(r"--(\w+)", capsys.readouterr().out))
+    own = {field.name for field in fields(config_class)} | {"help"}
+    assert {flag.removeprefix("no_") for flag in flags} <= own
