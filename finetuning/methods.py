@@ -160,8 +160,10 @@ class RewardModeling(Method):
         return {"margin": chosen - rejected}
 
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
-        margin = (figures := self.compare(model, batch))["margin"]
-        figures |= {"loss": -F.logsigmoid(margin), "accuracy": (margin > 0).float()}
+        figures = self.compare(model, batch)
+        margin = figures["margin"]
+        figures["loss"] = -F.logsigmoid(margin)
+        figures["accuracy"] = (margin > 0).float()
         return {name: values.sum() / divisor for name, values in figures.items()}
 
 
@@ -172,12 +174,12 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __init__(self, *setup) -> None:
         super().__init__(*setup)
-        found = torch.zeros(2, len(self), dtype=torch.float64)
+        logprobs = torch.zeros(2, len(self), dtype=torch.float64)  # of chosen, of rejected
         for ids in self.batches_in_order()[self.process.rank :: self.process.world_size]:
             with autocast(self.process.device, self.dtype):
-                logprobs = token_logprobs(self.reference, super().batch(ids)).sum(1)
-            found[:, ids] = logprobs.view(2, -1).cpu().double()
-        self.reference = self.process.sum_float64(found)  # (2, pairs), in the place of the model
+                of_texts = token_logprobs(self.reference, super().batch(ids)).sum(1)
+            logprobs[:, ids] = of_texts.view(2, -1).cpu().double()
+        self.reference = self.process.sum_float64(logprobs)  # (2, pairs), in the model's place
 
     def batch(self, ids: np.ndarray) -> Batch:
         reference = {"reference": self.reference[:, ids].flatten().float()}
