@@ -39,8 +39,7 @@ def test_an_overflow_is_skipped_counted_and_survived(overflowed):
 def test_a_resumed_run_keeps_the_scale_and_equals_the_whole_one(overflowed, shards, tmp_path):
     sixth = overflowed / "checkpoints/model_step_000006.pt"
     script(*train_args(shards, tmp_path, 12, *FLOAT16, "--resume", sixth))
-    found, expected = losses(tmp_path), losses(overflowed)
-    assert found == {n: loss for n, loss in expected.items() if n > 6}
+    assert losses(tmp_path) == losses(overflowed)
     states = [load_checkpoint(run / "checkpoints/model_last.pt") for run in (tmp_path, overflowed)]
     assert states[0]["scaler"] == states[1]["scaler"]
     for name, weight in states[0]["model"].items():

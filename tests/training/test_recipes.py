@@ -53,8 +53,7 @@ def trained(shards, recipe, tmp_path_factory):
 def test_a_recipe_resumes_to_the_bit(shards, recipe, trained, tmp_path):
     tenth = trained / "checkpoints/model_step_000010.pt"
     script(*train_args(shards, tmp_path, 20, *recipe, "--resume", tenth))
-    found, expected = losses(tmp_path), losses(trained)
-    assert found == {step: loss for step, loss in expected.items() if step > 10}
+    assert losses(tmp_path) == losses(trained)
     after, before = weights(tmp_path), weights(trained)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
@@ -70,7 +69,7 @@ def test_a_recipe_goes_on_under_any_sharding_and_world_size(shards, recipe, trai
             "--micro_batch_size", 2, "--save_every", 5, "--keep_last", 9,
         )  # fmt: skip
         torchrun(processes, *args)
-        assert min(losses(run)) == step + 1 and gap(run, trained) < 1e-4
+        assert gap(run, trained) < 1e-4
         before = run
 
 
@@ -93,7 +92,7 @@ def test_unequal_shares_step_alike(shards, tmp_path, sharding, dtype, far):
 def test_blocks_of_modern_begin_as_the_identity():
     config = TrainConfig(recipe="modern", n_layer=2, n_head=2, n_embd=32, block_size=16)
     stream = type("Stream", (), {"vocab_size": 257})
-    run = Run(config, None, None, torch.float32, TrainState.start(None), None, 0)
+    run = Run(config, None, None, torch.float32, TrainState.start(None), 0)
     model, idx = build_model(run, stream), torch.randint(0, 257, (2, 16))
     expected = model.transformer.ln_f(model.transformer.wte(idx))
     torch.testing.assert_close(model.hidden(idx), expected)
@@ -112,7 +111,6 @@ def test_a_wsd_run_goes_on_from_before_its_decay_as_if_it_had_been_longer(shards
     stable = a / "checkpoints/model_step_000016.pt"  # the decay takes the last four steps
     script(*train_args(shards, b, 40, "--resume", stable))
     script(*train_args(shards, c, 40, *wsd))
-    found, expected = losses(b), losses(c)
-    assert min(found) == 17 and found == {s: x for s, x in expected.items() if s > 16}
+    assert losses(b) == losses(c)
     after, before = weights(b), weights(c)
     assert all(torch.equal(after[name], before[name]) for name in before)
