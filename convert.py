@@ -142,6 +142,7 @@ def import_model(config: ConvertConfig) -> None:
         optimizer={},
         script="train.py",
         config=options.to_dict(),
+        derived=[*options.derived, "use_torch_compile", "micro_batch_size"],
         model_config=asdict(model.config),
         tokenizer=tokenizer,
         train_tokens=0,
