@@ -1,0 +1,45 @@
+"""What runs only on GPUs, on a device that computes on the CPU: see fake_cuda.py."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import gap, script, train_args
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None or shutil.which("g++") is None,
+    reason="needs a build of PyTorch without CUDA, and a C++ compiler",
+)
+ITEM = {"ctx": "the cat", "ctx_a": "the", "ctx_b": "cat", "activity_label": "x", "label": 1}
+SEVERAL_CHUNKS = ("--block_size", 512, "--micro_batch_size", 8, "--total_batch_size", 8192)
+
+
+def on_gpu(*args, code=0):
+    """Run a script on the fake GPU; return what it counted, and its output."""
+    done = script("tests/fake_gpu/fake_cuda.py", *args, fork=False, code=code)
+    return json.loads(done.stderr.splitlines()[-1]), done
+
+
+@pytest.fixture
+def hellaswag(tmp_path):
+    path = tmp_path / "hellaswag.jsonl"
+    path.write_text(json.dumps(ITEM | {"endings": ["sat on", "ran"]}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path, recipe, hellaswag):
+    flags = ("--recipe", recipe, *SEVERAL_CHUNKS, "--hellaswag_every", 3)
+    flags += ("--hellaswag_data", hellaswag, "--sample_every", 3, "--no_use_torch_compile")
+    cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
+    script(*train_args(shards, cpu, 5, *flags))
+    counted, _ = on_gpu(*train_args(shards, gpu, 5, *flags, "--device", "cuda"))
+    assert gap(gpu, cpu) < 1e-5
+    in_steps = {line: n for line, n in counted["syncs"].items() if "train.py" in line}
+    reads = {line: n for line, n in in_steps.items() if "tolist" in line}
+    assert list(reads.values()) == [5], in_steps  # one in each step
+    assert len(in_steps) == 2, in_steps  # and the weights, which move to the GPU once
+    # cuDNN plans for each shape: it gets full contexts alone
+    for queries, _, has_mask, with_cudnn in counted["attention"]:
+        assert with_cudnn == (queries == 512 and not has_mask)
