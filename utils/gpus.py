@@ -24,7 +24,7 @@ GPUS = (  # the first entry whose words are all in the device's name is used
     *(GPU("GH200", 989e12), GPU("H200", 989e12, 141), GPU("H100", 989e12, 80)),
     *(GPU("H800", 989e12), GPU("A100", 312e12, 80), GPU("A800", 312e12), GPU("L40S", 362e12)),
     *(GPU("RTX 5090", 209.5e12), GPU("RTX 4090", 165.2e12, 24), GPU("RTX 3090", 71e12)),
-    *(GPU("MI300X", 1307e12), GPU("V100", 125e12, 16, "float16"), GPU("T4", 65e12, 16, "float16")),
+    *(GPU("MI300X", 1307e12), GPU("T4", 65e12, 16, "float16")),
 )
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory}
 OTHER_CHIPS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}  # words of slower or partial devices
