@@ -148,7 +148,7 @@ def train_step(
         with timer.waiting():
             idx, targets = next(batches)
         with sync_gradients(model, config.sharding, last=micro_step == micro_steps - 1):
-            with autocast(process.device, run.dtype, keep_weights=False, fixed_shapes=True):
+            with autocast(process.device, run.dtype, keep_weights=False):
                 loss = model(idx, targets) / micro_steps
             state.scaler.scale(loss).backward()
         total += loss.detach()

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from evaluation.tasks import Item, Score
 from evaluation.validation import Scorer
-from model.cpu import linear
 from model.loss import rows_within
 from utils.devices import autocast
 from utils.errors import UserError
@@ -95,7 +95,7 @@ def score_targets(x: Tensor, weight: Tensor, targets: Tensor, banned: list[int])
     found, weight = [], weight.float()
     with torch.autocast(x.device.type, enabled=False):
         for some, wanted in zip(x.float().split(rows), targets.split(rows), strict=True):
-            logits = linear(some, weight)  # (rows, V)
+            logits = F.linear(some, weight)  # (rows, V)
             logprobs = logits.gather(1, wanted[:, None]).squeeze(1) - logits.logsumexp(-1)
             hits = logits.argmax(-1) == wanted
             logits[:, banned] = -torch.inf

@@ -64,7 +64,7 @@ class Scorer:
             inputs, targets = sequences.batch(np.resize(batch, len(batches[0])))  # (B, T)
             targets[len(batch) :] = -1
             idx, labels = (torch.from_numpy(x).to(self.process.device) for x in (inputs, targets))
-            with autocast(self.process.device, self.dtype, fixed_shapes=True):
+            with autocast(self.process.device, self.dtype):
                 loss = self.model(idx, labels)
             if counts:
                 sums[mine] = loss.item() * targets[: len(batch)].size

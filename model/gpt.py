@@ -28,7 +28,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.qk_norm = RMSNorm(config.head_size, config.norm_eps, gain=False)
         self.rotary = Rotary() if config.position == "rotary" else None
-        self.attend = ScaledDotProduct(config.dropout)
+        self.attend = ScaledDotProduct(config.block_size, config.dropout)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -99,6 +99,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(parts)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.packed_head: nn.Module | None = None  # for inference on a CPU: model/packed.py
         self.loss = HeadCrossEntropy(config.vocab_size)
         self.apply(self._init_weights)
         if config.ngrams > 1:
@@ -170,6 +171,8 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary."""
+        if self.packed_head is not None:
+            return self.packed_head(x)
         return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
 
     def forward(

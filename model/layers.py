@@ -6,8 +6,21 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.config import GPTConfig
+
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm (Ba et al. 2016) of the float32 residual stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # FSDP2 gathers the weights in bfloat16; on CPUs F.layer_norm wants the dtype of x
+        weight = self.weight.type_as(x)
+        bias = None if self.bias is None else self.bias.type_as(x)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -54,15 +67,16 @@ ACTIVATIONS = {
 def make_norm(config: GPTConfig) -> nn.Module:
     """Return the norm of the residual stream."""
     if config.norm == "layer":
-        return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
+        return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
     return RMSNorm(config.n_embd, config.norm_eps)
 
 
 class ScaledDotProduct(nn.Module):
     """softmax(q k^T / sqrt(D)) v, by the kernel that PyTorch chooses."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, block_size: int, dropout: float) -> None:
         super().__init__()
+        self.block_size = block_size
         self.dropout = dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -75,4 +89,10 @@ class ScaledDotProduct(nn.Module):
         if k.size(1) < q.size(1):  # grouped queries: H / K heads share keys and values
             k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         dropout = self.dropout if self.training else 0.0
+        # cuDNN plans anew for each shape, in 20 to 400 ms, and its backward pass with a mask can
+        # give NaN (pytorch #196678): it is left for full contexts, as in pre-training. The choice
+        # stands here, and not around the model, so that a compiled graph holds it
+        if q.is_cuda and (mask is not None or T < self.block_size):
+            with sdpa_kernel(WITHOUT_CUDNN):
+                return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)

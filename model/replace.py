@@ -1,8 +1,6 @@
-"""Every replacement of a module, or of a block's forward, that prepares a plain GPT for training;
-model/packed.py adds that of linear layers for inference.
+"""Activation checkpointing and compilation of a plain GPT, applied in place before training.
 
-Replacements are made in place, and parameters keep their names. A class is swapped by assignment to
-`module.__class__`, as fully_shard of PyTorch does.
+The modules stay those of model/gpt.py, on every device.
 """
 
 from collections.abc import Callable
@@ -10,27 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model import cpu
 from model.gpt import GPT
-from model.layers import RMSNorm, ScaledDotProduct
-from model.loss import HeadCrossEntropy, cross_entropy_
-from utils.devices import has_onednn, is_faster, onednn
+from model.loss import cross_entropy_
 
-CPU_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    nn.LayerNorm: cpu.CPULayerNorm,
-    nn.Linear: cpu.CPULinear,
-    ScaledDotProduct: cpu.CPUScaledDotProduct,
-    RMSNorm: cpu.CPURMSNorm,
-    HeadCrossEntropy: cpu.CPUHeadCrossEntropy,
-}
 SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpointing
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    *([onednn._linear_pointwise.default] if has_onednn(torch.float32) else []),
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -41,14 +27,12 @@ SAVED_OPS = [  # expensive ones, after torchtitan's selective activation checkpo
 def for_training(
     model: GPT, device: torch.device, checkpointing: str = "none", compiled: bool = False
 ) -> GPT:
-    """Replace what trains faster on `device`, or in less memory, before DDP or FSDP2 wraps it.
+    """Prepare a model to train on `device`, before DDP or FSDP2 wraps it.
 
     `checkpointing` "block" keeps the input of each block alone, for a third more compute. "cheap"
     keeps outputs of matmuls and attention; a compiler recomputes all that it fuses. `compiled`
     compiles the blocks, which share one graph, and the loss of a chunk of logits.
     """
-    if device.type == "cpu":
-        swap_classes(model)
     for block in model.transformer.h:
         if checkpointing == "block" or (checkpointing == "cheap" and not compiled):
             block.forward = checkpointed(block.forward, checkpointing)
@@ -64,14 +48,6 @@ def for_training(
             setattr(torch._functorch.config, f"ban_recompute_{name}", checkpointing != "cheap")
         if device.type != "cpu":  # a CPU computes the loss in parts, faster than compiled
             model.loss.cross_entropy_ = compile_static(cross_entropy_)
-    return model
-
-
-def swap_classes(model: nn.Module) -> nn.Module:
-    """Replace modules by those for CPUs."""
-    for module in model.modules():
-        if type(module) is not nn.Linear or is_faster(torch.float32):
-            module.__class__ = CPU_CLASSES.get(type(module), type(module))
     return model
 
 

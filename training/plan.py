@@ -82,8 +82,7 @@ def forecast_memory(config: TrainConfig, shape: GPTConfig, hardware: Hardware) -
 
     tokens, V, C = config.micro_batch_size * shape.block_size, shape.padded_vocab_size, shape.n_embd
     kept = block_activations(shape, e, config.activation_checkpointing)
-    chunk = 2**26 if hardware.device.type == "cpu" else loss.HeadCrossEntropy.logits_bytes
-    rows = min(tokens, loss.rows_within(chunk, 4 * V))
+    rows = min(tokens, loss.rows_within(loss.chunk_bytes(hardware.device), 4 * V))
     head = (4 + e % 4) * (V + tokens) * C + (e + 8) * rows * V
     backward = tokens * (12 * C + block_activations(shape, e, "none") - kept)  # of one block
     parts = {
@@ -154,7 +153,7 @@ def fits_memory(config: TrainConfig, model: GPT, device: torch.device, dtype: to
     try:
         room = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]
         idx = torch.zeros(size, dtype=torch.long, device=device)
-        with autocast(device, dtype, keep_weights=False, fixed_shapes=True):
+        with autocast(device, dtype, keep_weights=False):
             nats = model(idx, idx)
         nats.backward()
         return len(room) > 0

@@ -1,19 +1,18 @@
 """Devices, and the dtypes that they multiply in."""
 
 import ctypes
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from utils.errors import UserError
 
-onednn = torch.ops.mkldnn  # oneDNN's former name
-HAS_ONEDNN = torch.backends.mkldnn.is_available()
 SHARE_OF_MATMULS = 0.6  # of a step's time on a CPU: 0.88 for 124M compiled, 0.4 for small models
-FASTER = 1.2  # times as fast as what it replaces that a matmul has to be on a CPU
+BFLOAT16_SPEEDUP = 1.2  # over float32, from which a CPU trains in bfloat16
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -30,60 +29,77 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def has_onednn(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN can multiply matrices of `dtype` here."""
-    if HAS_ONEDNN and dtype is torch.bfloat16:
-        return onednn._is_mkldnn_bf16_supported()
-    if HAS_ONEDNN and dtype is torch.float16:
-        return onednn._is_mkldnn_fp16_supported()
-    return HAS_ONEDNN and dtype is torch.float32
+    """Return whether oneDNN can multiply matrices of `dtype` on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype is torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype is torch.float32
 
 
 @cache
-def onednn_speedup(dtype: torch.dtype) -> float:
-    """Return how many times as fast this CPU multiplies matrices by oneDNN in `dtype` as PyTorch
-    does in float32, by MKL, 0 if it cannot. Instruction flags and names do not tell."""
-    if not has_onednn(dtype):
-        return 0.0
+def is_bfloat16_faster() -> bool:
+    """Return whether this CPU multiplies matrices in bfloat16 BFLOAT16_SPEEDUP times as fast as in
+    float32. It is measured, as instruction flags and names do not tell."""
+    if not has_onednn(torch.bfloat16):
+        return False
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine several wait for each other
-    mkl = min(matmul_seconds(256) for _ in range(20))
-    by_onednn = min(matmul_seconds(256, dtype) for _ in range(20))
+    float32_seconds = min(matmul_seconds(256, torch.float32) for _ in range(20))
+    bfloat16_seconds = min(matmul_seconds(256, torch.bfloat16) for _ in range(20))
     torch.set_num_threads(threads)
-    return mkl / by_onednn
+    return float32_seconds >= BFLOAT16_SPEEDUP * bfloat16_seconds
 
 
-def is_faster(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN is FASTER in `dtype` than float32 is without it, or otherwise by it."""
-    other = 1.0 if dtype is torch.float32 else max(1.0, onednn_speedup(torch.float32))
-    return onednn_speedup(dtype) >= FASTER * other
-
-
-def matmul_seconds(n: int, dtype: torch.dtype | None = None) -> float:
-    """Return how long this CPU multiplies two matrices (n, n), by oneDNN, without dtype by MKL."""
-    a = torch.ones(n, n, dtype=dtype)
+def matmul_seconds(n: int, dtype: torch.dtype) -> float:
+    """Return how long this CPU multiplies two matrices (n, n)."""
+    a = torch.ones(n, n, dtype=dtype, device="cpu")
     began = time.perf_counter()
-    onednn._linear_pointwise(a, a, None, "none", [], "") if dtype else a.mm(a)
+    a.mm(a)
     return time.perf_counter() - began
 
 
 def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
     """Return about how long training takes this CPU."""
-    taken = dtype if has_onednn(dtype) else None
-    rate = 2 * 1024**3 / min(matmul_seconds(1024, taken) for _ in range(5))
+    seconds = min(matmul_seconds(512, dtype) for _ in range(3))
+    rate = 2 * 512**3 / seconds  # FLOP/s
     return flops / (SHARE_OF_MATMULS * rate)
 
 
-def pick_dtype(name: str, device: torch.device, all_agree: Callable = bool) -> torch.dtype:
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a GPU multiplies in bfloat16: NVIDIA's do since Ampere."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def pick_dtype(
+    name: str, device: torch.device, all_agree: Callable[[bool], bool] = bool
+) -> torch.dtype:
     """Return the dtype of matmuls. "auto" is bfloat16 on GPUs that have it and CPUs where it is
-    FASTER, for all processes by `all_agree`; else float16 on other GPUs, float32 elsewhere."""
+    faster, for all processes by `all_agree`; else float16 on other GPUs, float32 elsewhere. Raises
+    UserError for bfloat16 on a GPU without it, where kernels would fail to compile or to run."""
+    if name == "bfloat16" and device.type == "cuda" and not has_bfloat16(device):
+        gpu = torch.cuda.get_device_name(device)
+        raise UserError(f"--dtype bfloat16: this {gpu} has none; give --dtype float16")
     if name != "auto":
         return getattr(torch, name)
-    other = torch.float16 if device.type == "cuda" else torch.float32
-    use_bfloat16 = device.type == "cpu" and is_faster(torch.bfloat16)
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            use_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        use_bfloat16, other = has_bfloat16(device), torch.float16
+    else:
+        use_bfloat16, other = device.type == "cpu" and is_bfloat16_faster(), torch.float32
     return torch.bfloat16 if all_agree(use_bfloat16) else other
+
+
+def compile_problem(device: torch.device) -> str | None:
+    """Return why Triton cannot compile for a GPU on this machine, None if it can."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 7:
+        return f"Triton needs a GPU of compute capability 7.0, and this one has {major}.{minor}"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler: install gcc, or name another by CC"
+    return None
 
 
 def keep_freed_memory() -> None:
@@ -93,20 +109,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 
-@contextmanager
 def autocast(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    keep_weights: bool = True,
-    fixed_shapes: bool = False,
-) -> Iterator[None]:
-    """Run matmuls in `dtype`; `keep_weights` keeps cast weights. Unless shapes are fixed, attention
-    does without cuDNN, which plans for each; until the next call: a backward pass may recompute."""
-    torch.backends.cuda.enable_cudnn_sdp(fixed_shapes)
+    device: torch.device, dtype: torch.dtype, *, keep_weights: bool = True
+) -> torch.autocast:
+    """Return a context that runs matmuls in `dtype`; `keep_weights` keeps the cast weights."""
     enabled = dtype is not torch.float32
-    with torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights):
-        yield
+    return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -115,5 +123,5 @@ def describe(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found |= {"CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
-        found["attention"] = "cuDNN in pre-training alone, if PyTorch takes it"
+        found["attention"] = "cuDNN for full contexts alone, if PyTorch takes it"
     return found

