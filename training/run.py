@@ -27,7 +27,7 @@ from training.schedule import check_schedule, warmup_length
 from training.state import TrainState
 from utils import distributed
 from utils.cli import flag_value, named_flags, parse, to_flags
-from utils.devices import describe, pick_device, pick_dtype
+from utils.devices import compile_problem, describe, pick_device, pick_dtype
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, lock_folder
@@ -69,6 +69,12 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
     if "use_torch_compile" not in given:
         config.use_torch_compile = on_gpu
         config.derived.append("use_torch_compile")
+    if config.use_torch_compile and on_gpu and config.device not in NAMED_GPUS:
+        problem = compile_problem(pick_device(config.device))
+        if problem:
+            config.use_torch_compile = False
+            if distributed.launched("RANK") == 0:
+                print(f"warning: training is not compiled: {problem}", flush=True)
     if "micro_batch_size" not in given and on_gpu and script == "train.py":
         config.micro_batch_size = "auto"
     if "micro_batch_size" not in given or (on_gpu and config.micro_batch_size == "auto"):
@@ -198,7 +204,7 @@ class Run:
         process = distributed.start(config.device, before_exit=finish_writing)
         process = replace(process, stop=StopSignal(announce=process.is_main))
         faster = pick_dtype("auto", process.device, process.all_agree)
-        dtype = faster if config.dtype == "auto" else getattr(torch, config.dtype)
+        dtype = faster if config.dtype == "auto" else pick_dtype(config.dtype, process.device)
         # from a low scale, as a few overflows in a row end a run
         scaler = torch.amp.GradScaler(process.device.type, 2.0**10, enabled=dtype is torch.float16)
         state = TrainState.start(saved, scaler)
