@@ -17,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import TrainConfig
+from model import loss
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.replace import for_training
+from model.replace import compile_static, for_training
 from training import parallel
 from training.optim import make_optimizers
 from training.parallel import sync_gradients
@@ -56,6 +57,14 @@ def fake_ranks():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def loss_of_gpus(monkeypatch):
+    """Compute the loss of CPU tensors as on a GPU."""
+    monkeypatch.setattr(loss, "cross_entropy_on_cpu_", loss.cross_entropy_)
+    for name in ("LOGITS_BYTES", "MATMUL_BYTES"):
+        monkeypatch.setattr(loss, f"{name}_ON_CPU", getattr(loss, name))
+
+
 class Graphs:
     """Backend that keeps the graphs of the forward and backward pass as the compiler cuts them."""
 
@@ -80,9 +89,11 @@ class Graphs:
 @pytest.mark.parametrize("checkpointing", ["none", "cheap"])
 @pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun"])
 def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(
-    compile_with, recipe, checkpointing
+    compile_with, loss_of_gpus, recipe, checkpointing, monkeypatch
 ):
     graphs, tokens = compile_with(Graphs()), 64 * 1024
+    compiled_loss = compile_static(loss.cross_entropy_)
+    monkeypatch.setattr(loss, "cross_entropy_on_cpu_", compiled_loss)
     shape = TrainConfig(recipe=recipe).model_config(VOCABULARY)
     with FakeTensorMode():
         model = for_training(GPT(shape), GPU, checkpointing, compiled=True)
@@ -153,7 +164,7 @@ def traffic(
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
 def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
-    fake_ranks, monkeypatch, sharding
+    fake_ranks, loss_of_gpus, monkeypatch, sharding
 ):
     fake_ranks(64)
     mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("replicate", "shard"))
