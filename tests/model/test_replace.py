@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.replace import for_training
 from utils.devices import autocast
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only chooses the classes
+CPU = torch.device("cpu")
 
 
 def gradients(model, idx, dtype=torch.float32):
@@ -38,11 +38,8 @@ def test_recomputed_blocks_have_the_gradients_of_kept_ones(mode, dtype, recipe):
     assert recomputed > 0 if mode == "block" else recomputed == 0  # cheap repeats no matmul
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("mode", ["none", "cheap", "block"])
-def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(
-    device, mode, monkeypatch
-):
+def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(mode, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     options = {"fullgraph": True, "dynamic": False, "backend": counter}
     monkeypatch.setattr("model.replace.compile_static", partial(torch.compile, **options))
@@ -50,9 +47,9 @@ def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(
     idx = torch.randint(0, 257, (2, 16))
     monkeypatch.setattr("model.loss.PLAIN_BYTES", 0)
     expected = gradients(tiny_gpt("modern"), idx)
-    model = for_training(tiny_gpt("modern"), device, mode, compiled=True)
+    model = for_training(tiny_gpt("modern"), CPU, mode, compiled=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(model, idx)
-    assert counter.frame_count == (1 if device is CPU else 2)  # a block, and the loss on a GPU
+    assert counter.frame_count == 1
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-4)

@@ -186,7 +186,8 @@ def test_another_order_of_the_folders_is_warned_of_and_another_place_is_not(
     write_manifest(second, manifest)
 
     def warnings(*names):
-        config = TrainConfig(data_dir=names, block_size=32, total_batch_size=512, max_steps=10)
+        sizes = {"block_size": 32, "total_batch_size": 512, "max_steps": 10, "val_tokens": 1024}
+        config = TrainConfig(data_dir=names, **sizes)
         train, val = (Mixture(names, split, 32) for split in ("train", "val"))
         options = {**config.to_dict(), "data_dir": [str(first), str(second)]}
         saved = {"optimizer": {"": {}}, "config": options, "data_digest": digest}

@@ -109,6 +109,7 @@ def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
 def test_training_compiles_on_cuda_unless_told_otherwise(
     tmp_path, monkeypatch, device, args, expected
 ):
+    monkeypatch.setattr(run, "compile_problem", lambda device: None)
     (tmp_path / "off.toml").write_text("use_torch_compile = false")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "pick_device", torch.device)
@@ -116,6 +117,18 @@ def test_training_compiles_on_cuda_unless_told_otherwise(
     config, _ = resolve(TrainConfig, "train.py")
     assert config.use_torch_compile == expected
     assert config.micro_batch_size == (16 if device == "cpu" else "auto")
+
+
+def test_a_gpu_that_triton_refuses_trains_without_compile_with_a_word(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "pick_device", torch.device)
+    monkeypatch.setattr(run, "compile_problem", lambda device: "Triton needs a C compiler")
+    monkeypatch.setattr("sys.argv", ["train.py", "--device", "cuda", "--use_torch_compile"])
+    config, _ = resolve(TrainConfig, "train.py")
+    assert not config.use_torch_compile
+    assert "training is not compiled: Triton needs a C compiler" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -140,6 +153,7 @@ def test_a_resumed_run_derives_again_what_nobody_gave(
         assert getattr(config, name) == (pytest.approx(value) if type(value) is float else value)
     assert saved["config"]["min_lr"] == pytest.approx(3e-4)  # resolved in the file
     monkeypatch.setattr(run, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(run, "compile_problem", lambda device: None)
     on_gpu, _ = resolve(TrainConfig, "train.py")
     assert on_gpu.use_torch_compile
     assert on_gpu.micro_batch_size == (2 if "2" in flags else 4)
