@@ -1,12 +1,11 @@
 """Text to shard: rows of files, or of a dataset of the Hugging Face hub.
 
-Python's own readers read text, JSON and CSV, row by row; `datasets` streams parquet and the hub. A
+Files are read row by row by Python's own readers and pyarrow; `datasets` streams the hub. A
 position in the source is plain data, to continue from.
 """
 
 import bz2
 import csv
-import glob
 import gzip
 import io
 import json
@@ -15,10 +14,11 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
@@ -26,19 +26,15 @@ from utils.errors import UserError
 
 BATCH = 100  # rows
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-# what a file that is not UTF-8 is compared with: codecs of Python, and their names for users
+# codecs that a file which is not UTF-8 is compared with, and their names for users
 ENCODINGS = {
     "cp1252": "Latin-1 (Windows-1252)",
     "gb18030": "GBK (GB18030)",
     "big5": "Big5",
     "cp932": "Shift-JIS",
-    "euc_jp": "EUC-JP",
     "euc_kr": "EUC-KR",
     "cp1251": "Windows-1251",
     "koi8_r": "KOI8-R",
-    "cp1253": "Windows-1253",
-    "cp1255": "Windows-1255",
-    "cp1256": "Windows-1256",
 }
 
 
@@ -63,8 +59,8 @@ COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": op
 
 
 def open_text(name: str) -> IO[str]:
-    """Open a file as UTF-8, decompressed, line ends as \\n. Bytes that are not UTF-8 become lone
-    surrogates, which `undecodable` finds."""
+    """Open a file as UTF-8, decompressed, line ends as \\n. Bytes that are not UTF-8 become
+    surrogates, U+DC80 to U+DCFF."""
     open_bytes = COMPRESSIONS.get(Path(name).suffix.lower(), open)
     encoding = {"encoding": "utf-8-sig", "errors": "surrogateescape"}  # -sig drops a mark
     return io.TextIOWrapper(open_bytes(name, "rb"), **encoding)
@@ -116,7 +112,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
-# rows of a text file: an object, a text by itself, or what is no row
+# rows of a file: an object, a text by itself, or what is no row
 
 
 def read_document(file: IO[str]) -> Iterator[object]:
@@ -124,9 +120,9 @@ def read_document(file: IO[str]) -> Iterator[object]:
     yield file.read()
 
 
-def read_lines(file: IO[str]) -> Iterator[object]:
+def read_lines(lines: Iterable[str]) -> Iterator[object]:
     """Yield the values in lines of JSON."""
-    for line in file:
+    for line in lines:
         try:
             yield json.loads(line)
         except ValueError:
@@ -136,16 +132,11 @@ def read_lines(file: IO[str]) -> Iterator[object]:
 
 def read_json(file: IO[str]) -> Iterator[object]:
     """Yield the rows of a .json: those of an array, else the values in its lines."""
-    first_line = next((line for line in file if line.strip()), "")
-    try:
-        first = json.loads(first_line)
-    except ValueError:  # an array or an object of several lines
-        first = json.loads(first_line + file.read())
-    if isinstance(first, list):
-        yield from first
+    first_line = file.readline()
+    if first_line.lstrip().startswith("["):
+        yield from json.loads(first_line + file.read())
     else:
-        yield first
-        yield from read_lines(file)
+        yield from read_lines(chain([first_line], file))
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
@@ -173,9 +164,22 @@ READERS = {
 }
 
 
+def read_parquet(name: str, column: str) -> Iterator[object]:
+    """Yield what each row of a parquet file has in a column."""
+    from pyarrow.parquet import ParquetFile
+
+    file = ParquetFile(name)
+    check_column(name, column, file.schema_arrow.names)
+    for batch in file.iter_batches(BATCH, columns=[column]):
+        yield from batch.column(0).to_pylist()
+
+
 def read_column(name: str, column: str) -> Iterator[object]:
-    """Yield what each row of a text file has in a column, and Skipped for what is no row or not
-    UTF-8, of which it warns once. Raises UserError if the first row lacks the column."""
+    """Yield what each row of a file has in a column, and Skipped for what is no row or not UTF-8,
+    of which it warns once. Raises UserError if the first row lacks the column."""
+    if suffix_of(name) == ".parquet":
+        yield from read_parquet(name, column)
+        return
     read_rows = READERS.get(suffix_of(name), read_document)
     encoding = None  # of the file, if it is not UTF-8
     with open_text(name) as file:
@@ -184,19 +188,16 @@ def read_column(name: str, column: str) -> Iterator[object]:
                 if number == 0 and row:
                     check_column(name, column, list(row))
                 row = row.get(column)
-            data = undecodable(row) if isinstance(row, str) else None
-            if data is None:
-                yield row
-                continue
-            if encoding is None:
-                encoding = guess_encoding(data)
-                lost = data.decode(errors="replace").count("\ufffd") - row.count("\ufffd")
+            num_undecoded = len(re.findall("[\udc80-\udcff]", row)) if isinstance(row, str) else 0
+            if num_undecoded and encoding is None:
+                encoding = guess_encoding(row.encode(errors="surrogateescape"))
                 print(
-                    f"warning: {name} is not UTF-8: it looks like {encoding}; a text that would "
-                    f"lose {lost:,} characters is left out, and others like it; convert the file",
+                    f"warning: {name} is not UTF-8: it looks like {encoding}; a text with "
+                    f"{num_undecoded:,} lost characters is left out, and others like it; convert "
+                    "the file",
                     file=sys.stderr,
                 )
-            yield Skipped(f"not UTF-8: looks like {encoding}")
+            yield Skipped(f"not UTF-8: looks like {encoding}") if num_undecoded else row
 
 
 def check_column(name: str, column: str, columns: list[str]) -> None:
@@ -205,32 +206,30 @@ def check_column(name: str, column: str, columns: list[str]) -> None:
         raise UserError(f"{name} has no --text_column {column!r}, but {', '.join(columns):.300}")
 
 
-def undecodable(text: str) -> bytes | None:
-    """Return the bytes that a text was decoded from if they were not UTF-8, else None. A text that
-    holds U+FFFD itself is UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        try:
-            return text.encode(errors="surrogateescape")
-        except UnicodeEncodeError:  # lone surrogates as JSON writes them
-            pass
-    return None
-
-
 def guess_encoding(data: bytes) -> str:
     """Return the name of the encoding that bytes, which are not UTF-8, look like."""
     from charset_normalizer import from_bytes
 
-    valid = data.decode(errors="ignore")
-    num_not_ascii = len(valid) - len(valid.encode("ascii", "ignore"))
-    if num_not_ascii > len(data) - len(valid.encode()):
+    replaced = data.decode(errors="replace")
+    if 2 * replaced.count("\ufffd") < len(re.findall("[^\0-\x7f]", replaced)):
         return "damaged UTF-8"
     runs = re.findall(rb"[\x80-\xff]+", data)
     if 2 * sum(len(run) == 1 for run in runs) > len(runs):  # accents among letters
         return ENCODINGS["cp1252"]
     best = from_bytes(data[:100_000], cp_isolation=list(ENCODINGS)).best()
     return ENCODINGS[best.encoding] if best else "another encoding"
+
+
+@contextmanager
+def name_errors(name: str) -> Iterator[None]:
+    """Raise what a reader or file system raises as a UserError that names the file or dataset."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})"
+        raise UserError(f"{name:.300} is damaged or cannot be read {reason}") from error
 
 
 # the source
@@ -261,76 +260,51 @@ class Source:
     worker_index: int
     worker_count: int
 
-    def names(self) -> list[str]:
-        """Return this worker's files, or the dataset of the hub."""
-        if not self.files:
-            return [self.dataset]
-        return self.files[self.worker_index :: self.worker_count]
-
     def batches(self, position: dict | None) -> Iterator[tuple[dict, list]]:
         """Yield the position of a batch, to continue from, and its texts; those that are no
         strings stand for rows without text. Raises UserError for a file that cannot be read;
         `datasets` itself retries downloads for some minutes."""
-        at = position or {"revision": None, "file": 0, "place": None}
-        names, name = self.names(), self.dataset
-        try:
-            if not self.files and at["revision"] is None:
-                set_up_datasets()
-                from huggingface_hub import HfApi
-
-                at = {**at, "revision": HfApi().dataset_info(self.dataset).sha}
-            for index in range(at["file"], len(names)):
-                name = names[index]
-                at = {**at, "file": index}
-                if not self.files or suffix_of(name) == ".parquet":
-                    batches = self.read_tables(name, at["revision"], at["place"])
-                else:
-                    batches = self.read_text(name, at["place"] or 0)
-                for place, texts in batches:
-                    yield {**at, "place": place}, texts
-                at = {**at, "place": None}
-        except UserError:
-            raise
-        except Exception as error:  # from datasets, its file systems or a parser
-            reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})"
-            raise UserError(f"{name:.300} is damaged or cannot be read {reason}") from error
-
-    def read_text(self, name: str, start: int) -> Iterator[tuple[int, list]]:
-        """Yield number of the first row and texts of each batch of a text file, from row `start`
-        on."""
-        values = islice(read_column(name, self.text_column), start, None)
-        while True:
-            texts = list(islice(values, BATCH))
-            if not texts:
-                return
-            yield start, texts
-            start += len(texts)
-
-    def read_tables(
-        self, name: str, revision: str | None, state: dict | None
-    ) -> Iterator[tuple[dict | None, list]]:
-        """Yield the state before each batch, as `datasets` saves it, and texts of the batch."""
-        set_up_datasets()
-        import datasets
-        from pyarrow import JsonType
-
         if self.files:
-            options = {"data_files": [glob.escape(name)], "batch_size": 1000}
-            stream = datasets.load_dataset("parquet", split="train", streaming=True, **options)
-        else:
+            return self.read_files(position or {"file": 0, "row": 0})
+        return self.read_dataset(position or {"revision": None, "stream": None})
+
+    def read_files(self, position: dict) -> Iterator[tuple[dict, list]]:
+        """Yield the batches of this worker's files."""
+        files = self.files[self.worker_index :: self.worker_count]
+        row = position["row"]
+        for index in range(position["file"], len(files)):
+            with name_errors(files[index]):
+                values = islice(read_column(files[index], self.text_column), row, None)
+                texts = list(islice(values, BATCH))
+                while texts:
+                    yield {"file": index, "row": row}, texts
+                    row += len(texts)
+                    texts = list(islice(values, BATCH))
+            row = 0
+
+    def read_dataset(self, position: dict) -> Iterator[tuple[dict, list]]:
+        """Yield the batches of the hub's dataset; "stream" is the state that `datasets` saves."""
+        with name_errors(self.dataset):
+            set_up_datasets()
+            import datasets
+            from huggingface_hub import HfApi
+            from pyarrow import JsonType
+
+            revision = position["revision"] or HfApi().dataset_info(self.dataset).sha
             options = {"name": self.remote_name, "revision": revision}
-            stream = datasets.load_dataset(name, split="train", streaming=True, **options)
+            stream = datasets.load_dataset(self.dataset, split="train", streaming=True, **options)
             if self.worker_index >= stream.num_shards:
                 raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
             stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-        stream = stream.with_format("arrow")
-        if state:
-            stream.load_state_dict(state)
-        for table in stream.iter(BATCH):
-            check_column(name, self.text_column, table.column_names)
-            column = table[self.text_column]
-            texts = column.to_pylist()
-            if isinstance(column.type, JsonType):  # of JSON lines where some are no text
-                texts = [None if text is None else json.loads(text) for text in texts]
-            yield state, texts
-            state = stream.state_dict()
+            stream = stream.with_format("arrow")
+            state = position["stream"]
+            if state:
+                stream.load_state_dict(state)
+            for table in stream.iter(BATCH):
+                check_column(self.dataset, self.text_column, table.column_names)
+                column = table[self.text_column]
+                texts = column.to_pylist()
+                if isinstance(column.type, JsonType):  # of JSON lines where some are no text
+                    texts = [None if text is None else json.loads(text) for text in texts]
+                yield {"revision": revision, "stream": state}, texts
+                state = stream.state_dict()
