@@ -9,7 +9,6 @@ a folder without a manifest holds GPT-2 tokens.
 """
 
 import io
-import itertools
 import json
 import re
 import struct
@@ -104,36 +103,22 @@ def folder_tokenizer(folder: Path) -> str:
 
 def check_together(folders: Sequence[Path]) -> None:
     """Raise UserError for folders that cannot be read together: one that is given twice, and those
-    whose splits differ, so that a text may be for training in one and for validation in another."""
+    of different --val_fraction, as one may train on the validation text of the other."""
     given: set[Path] = set()
+    fractions: dict[float, Path] = {}  # those of folders made by others are not known
     for folder in folders:
         if folder.resolve() in given:
             raise UserError(f"--data_dir names {folder} twice; a weight gives it a larger share")
         given.add(folder.resolve())
-    manifests = [read_manifest(folder) or {} for folder in folders]
-    ruled = [i for i, manifest in enumerate(manifests) if "val_fraction" in manifest]
-    for i, j in itertools.combinations(ruled, 2):  # folders made by others have no rule
-        if splits_differ(manifests[i], manifests[j]):
-            rules = [describe_split(manifests[k]) for k in (i, j)]
-            raise UserError(
-                f"{folders[i]} was split by {rules[0]}, {folders[j]} by {rules[1]}: one may train "
-                "on the validation text of the other; shard one anew"
-            )
-
-
-def splits_differ(first: dict, second: dict) -> bool:
-    """Return whether a text may be for training by one manifest and for validation by another."""
-    if first["val_fraction"] != second["val_fraction"]:
-        return True
-    # pieces of a text are held out by their place in it, whole texts by their hash
-    by_place = [bool(manifest.get("held_out")) for manifest in (first, second)]
-    return by_place[0] != by_place[1] and bool(first["files"].keys() & second["files"].keys())
-
-
-def describe_split(manifest: dict) -> str:
-    """Return the rule by which validation text was chosen."""
-    pieces = " and pieces of a single text" if manifest.get("held_out") else ""
-    return f"--val_fraction {manifest['val_fraction']}{pieces}"
+        manifest = read_manifest(folder) or {}
+        if "val_fraction" in manifest:
+            fractions[manifest["val_fraction"]] = folder
+    if len(fractions) > 1:
+        shares = [f"{folder}: {fraction}" for fraction, folder in fractions.items()]
+        raise UserError(
+            f"the folders of --data_dir differ in --val_fraction ({', '.join(shares)}): one may "
+            "train on the validation text of another; shard them alike"
+        )
 
 
 def is_unfinished(manifest: dict | None) -> bool:
@@ -189,12 +174,10 @@ def find_shards(folder: Path, split: str) -> list[Shard]:
         )
     manifest = read_manifest(folder)
     if manifest is None:
-        head, known = shards[0].open()[:100_000], (folder / TOKENIZER).exists()
-        # of GPT-2's tokens any 100 have one that is no byte, any 1,000 one above 2**15
-        highest = head.max(initial=0)
-        only_bytes = len(head) >= 100 and highest < 257
-        few = len(head) >= 1_000 and highest < 2**15
-        if not known and (only_bytes or few or (folder / "meta.pkl").exists()):
+        # of GPT-2's tokens any 1,000 have one above 2**15
+        head = shards[0].open()[:100_000]
+        is_gpt2 = len(head) < 1_000 or head.max() >= 2**15
+        if not is_gpt2 and not (folder / TOKENIZER).exists():
             raise UserError(
                 f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
                 f"their {TOKENIZER} beside it, or shard the text anew"

@@ -110,13 +110,9 @@ def test_the_last_train_or_val_in_a_name_is_the_split(tmp_path):
 def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
     write(tmp_path, "train", 0, range(0, 50_000, 10))
     assert find_shards(tmp_path, "train")
-    (tmp_path / "meta.pkl").touch()
-    with pytest.raises(UserError, match="holds no tokens of GPT-2.* tokenizer.json beside it"):
-        find_shards(tmp_path, "train")
-    (tmp_path / "meta.pkl").unlink()
-    for tokens in ([*range(257)] * 40, b"a few bytes" * 10, [*range(600)] * 2):
-        write(tmp_path, "train", 0, [*tokens])
-        with pytest.raises(UserError, match="holds no tokens of GPT-2"):
+    for tokens in ([*range(257)] * 40, [*range(600)] * 2):
+        write(tmp_path, "train", 0, tokens)
+        with pytest.raises(UserError, match="holds no tokens of GPT-2.* tokenizer.json beside it"):
             find_shards(tmp_path, "train")
 
 
