@@ -91,7 +91,7 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> Documen
     try:
         content = text.encode()
         tokens = tokenizer.encode(text)
-    except ValueError:  # lone surrogates; tiktoken fails on a million spaces in a row
+    except ValueError:  # lone surrogates
         return Skipped("not tokenizable")
     document = make_document(tokenizer, val_fraction, content, tokens)
     document.lost = tokenizer.lost_text(text, tokens)
@@ -103,16 +103,16 @@ def read_ids(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document
     it separates documents. Raises UserError if the row holds something else."""
     if row is None:
         return Skipped("without text")
-    if not isinstance(row, list) or not all(type(i) is int for i in row):
+    if not isinstance(row, list) or not all(
+        type(i) is int and 0 <= i < tokenizer.vocab_size for i in row
+    ):
         raise UserError(
-            f"--tokens_column has to hold lists of token ids, and not, as here, {row!r:.60}; "
-            "--text_column names a column of texts"
+            f"--tokens_column has to hold lists of token ids of {tokenizer.name}, see --tokenizer, "
+            f"and not, as here, {row!r:.60}; --text_column names a column of texts"
         )
-    if not all(0 <= i < tokenizer.vocab_size for i in row):
-        raise UserError(f"a row has ids that are no tokens of {tokenizer.name}: see --tokenizer")
-    start = 1 if row[:1] == [tokenizer.eot] else 0
-    end = len(row) - 1 if row[start:][-1:] == [tokenizer.eot] else len(row)
-    ids = row[start:end]
+    ids = row[1:] if row[:1] == [tokenizer.eot] else row
+    if ids[-1:] == [tokenizer.eot]:
+        ids = ids[:-1]
     content = tokenizer.decode_bytes(ids)
     if not content.strip():
         return Skipped("empty")
@@ -185,8 +185,7 @@ def write_shards(
             manifest["skipped"] = Counter(manifest["skipped"]) + skipped
             if written == 0:  # else a run that ended within the document has counted it
                 manifest["documents"] += 1
-                lost_before = manifest.get("lost_bytes", 0)
-                manifest["lost_bytes"] = lost_before + len(document.lost.encode())
+                manifest["lost_bytes"] += len(document.lost.encode())
             skipped.clear()
             bar.update(len(document.tokens) - written)
             last = document, written, {"source": before, "documents": n}
@@ -244,10 +243,9 @@ def describe_skipped(manifest: dict) -> str:
 
 def describe_validation(manifest: dict) -> str:
     """Return what the validation text is."""
-    if not manifest.get("held_out"):
-        return "documents chosen by hash"
-    repeated = f"{manifest['held_out_repeated']:.0%} of them repeat train text"
-    return f"{PIECES} pieces, spread over the last text; {repeated}"
+    if manifest.get("held_out"):
+        return f"{PIECES} pieces, spread over the last text"
+    return "documents chosen by hash"
 
 
 def main(config: DataConfig) -> None:

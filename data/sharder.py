@@ -11,7 +11,6 @@ from utils.errors import UserError
 from utils.files import check_space, sha256, sync_folder
 
 PIECES = 10  # into which the held-out part of a single text is spread
-WINDOW = 64  # tokens that stand on both sides to be called a repetition
 
 
 @dataclass
@@ -29,31 +28,16 @@ class Document:
 
 def hold_out(tokens: np.ndarray, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
     """Divide a document, end of text first, into train and validation tokens: the end of each of
-    PIECES equal spans is held out, so that both sides hold all of its parts. End of text precedes
-    every piece."""
+    PIECES spans is held out, so that both sides hold all of its parts. End of text precedes every
+    piece."""
     end_of_text, text = tokens[:1], tokens[1:]
     count = min(PIECES, num_held_out)
-    span_ends = np.linspace(0, len(text), count + 1).astype(int)
-    held_out_ends = np.linspace(0, num_held_out, count + 1).astype(int)
+    size = num_held_out // count
     train, val = [], []
-    for i in range(count):
-        start, end = span_ends[i], span_ends[i + 1]
-        cut = end - (held_out_ends[i + 1] - held_out_ends[i])
-        train += [end_of_text, text[start:cut]]
-        val += [end_of_text, text[cut:end]]
+    for span in np.array_split(text, count):
+        train += [end_of_text, span[:-size]]
+        val += [end_of_text, span[-size:]]
     return np.concatenate(train), np.concatenate(val)
-
-
-def repeated_share(train: np.ndarray, val: np.ndarray) -> float:
-    """Return the share of validation tokens that stand in the train tokens, too, judged by a
-    hundred windows of them."""
-    windows = val[: len(val) // WINDOW * WINDOW].reshape(-1, WINDOW)
-    if len(windows) == 0:
-        return 0.0
-    text = train.tobytes()
-    chosen = np.linspace(0, len(windows) - 1, 100).astype(int)
-    num_repeated = sum(windows[i].tobytes() in text for i in chosen)
-    return num_repeated / len(chosen)
 
 
 class ShardWriter:
@@ -109,19 +93,29 @@ class Sharder:
         self.folder, self.max_shards = folder, max_shards
         self.size, self.suffix = settings["shard_size"], f".{settings['format']}"
         self.open: dict[str, ShardWriter] = {}  # by split
-        found, other = read_manifest(folder), "give another --local_dir or empty that one"
-        if found is None and shard_paths(folder):
-            raise UserError(f"{folder} holds shards without a manifest; {other}")
-        if found is None or not (found["shards"] or found["complete"]):
-            start = {"source": None, "documents": 0, "tokens": 0, "open": {}}
-            found = {**settings, "complete": False, "stopped": False, "documents": 0, "skipped": {}}
-            found |= {"bytes": {"train": 0, "val": 0}, "shards": [], "state": start}
-            write_manifest(folder, found)
-        self.manifest = found
+        manifest = read_manifest(folder)
+        advice = "give another --local_dir or empty that one"
+        if manifest is None and shard_paths(folder):
+            raise UserError(f"{folder} holds shards without a manifest; {advice}")
+        if manifest is None or not (manifest["shards"] or manifest["complete"]):
+            manifest = {
+                **settings,
+                "complete": False,
+                "stopped": False,
+                "documents": 0,
+                "skipped": {},
+                "bytes": {"train": 0, "val": 0},
+                "lost_bytes": 0,
+                "shards": [],
+                "state": {"source": None, "documents": 0, "tokens": 0, "open": {}},
+            }
+            write_manifest(folder, manifest)
+        self.manifest = manifest
         for key, value in settings.items():
-            if found.get(key) != value:
-                raise UserError(f"{folder} holds shards of {key} {found.get(key)!r:.99}; {other}")
-        for entry in found["shards"]:
+            if manifest.get(key) != value:
+                before = f"{manifest.get(key)!r:.99}"
+                raise UserError(f"{folder} holds shards of {key} {before}; {advice}")
+        for entry in manifest["shards"]:
             inspect_shard(folder / entry["file"])
 
     @property
@@ -177,10 +171,8 @@ class Sharder:
     def count_bytes(self, document: Document, start: int, end: int) -> None:
         """Count the bytes of the text that tokens [start, end) of a document stand for: of a text
         that is cut, a share by its tokens, because a normalizer may have changed the text."""
-        sizes = self.manifest.get("bytes")  # None in a folder that was begun without them
-        if sizes is not None:
-            before, after = (document.num_bytes * i // len(document.tokens) for i in (start, end))
-            sizes[document.split] += after - before
+        before, after = (document.num_bytes * i // len(document.tokens) for i in (start, end))
+        self.manifest["bytes"][document.split] += after - before
 
     def write_last(
         self, document: Document, start: int, position: dict, val_fraction: float
@@ -195,7 +187,6 @@ class Sharder:
         if not manifest.get("held_out"):
             return self.write(document, start, position)
         train, val = hold_out(tokens, manifest["held_out"])
-        manifest["held_out_repeated"] = repeated_share(train, val)
         # The position counts tokens of both, one after the other: a run continues in either.
         both = np.concatenate([train, val])
         num_bytes = document.num_bytes * len(train) // len(both)

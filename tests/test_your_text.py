@@ -67,10 +67,7 @@ def run(title, home):
 
 def test_one_book_then_scores_plot_and_export(home):
     shards, _, text = run("One book", home)
-    assert (
-        "validation: 10 pieces, spread over the last text; 0% of them repeat" in shards
-        and "The " in text
-    )
+    assert "validation: 10 pieces, spread over the last text" in shards and "The " in text
     scores, plot, _ = run("Score, plot, convert", home)
     assert "bits_per_byte" in scores and (home / "runs/book/loss.png").stat().st_size > 10_000
     assert (home / "runs/book/hf/config.json").exists()
