@@ -232,7 +232,7 @@ def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
             before, now = saved["config"][name], getattr(config, name)
             if before != now:
                 warn(f"warning: {name} was {before}, is {now}: the data order changes")
-        weights = [float(weight) for _, weight in parse_corpora(saved["config"]["data_dir"])]
+        weights = [float(x.weight) for x in parse_corpora(saved["config"]["data_dir"])]
         if weights != train.weights:
             warn(f"warning: weights were {weights}, are {train.weights}: the data order changes")
         if saved["data_digest"] != train.stream.digest:

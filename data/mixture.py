@@ -8,6 +8,7 @@ of data/loader.py.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -22,32 +23,42 @@ LONGEST_PERIOD = 1_000_000  # positions; finding their corpora takes some second
 
 
 def read_weight(text: str) -> Fraction | None:
-    """Return a decimal number exactly; None for other text, as a path may hold a colon, too."""
+    """Return a weight exactly; None for other text, as a path may hold a colon, too."""
     try:
-        float(text)  # a Fraction would take 3/4
         return Fraction(text)
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         return None
 
 
-def parse_corpora(data_dir: Sequence[Path | str]) -> list[tuple[list[Path], Fraction]]:
-    """Return the folders and the weight of each corpus of --data_dir; the weights add up to 1.
-    FOLDER:WEIGHT is one corpus, folders without weights are one together. Raises UserError where
-    some have a weight."""
+@dataclass(frozen=True)
+class Corpus:
+    """Folders of token shards that are read as one stream, and their share of the positions."""
+
+    folders: list[Path]
+    weight: Fraction
+
+
+def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
+    """Return the corpora of --data_dir; their weights add up to 1. FOLDER:WEIGHT is one corpus,
+    folders without weights are one together. Raises UserError where some have a weight."""
     names = [str(name) for name in data_dir]
-    splits = [name.rpartition(":") for name in names]
-    weights = [read_weight(weight) if folder else None for folder, _, weight in splits]
-    if all(weight is None for weight in weights):
-        return [([Path(name) for name in names], Fraction(1))]
-    if any(weight is None or weight <= 0 for weight in weights):
+    corpora = []
+    for name in names:
+        folder, _, suffix = name.rpartition(":")
+        weight = read_weight(suffix)
+        if folder and weight is not None:
+            corpora.append(Corpus([Path(folder).expanduser()], weight))
+    if not corpora:
+        return [Corpus([Path(name) for name in names], Fraction(1))]
+    if len(corpora) < len(names) or min(corpus.weight for corpus in corpora) <= 0:
         raise UserError("--data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
-    folders = [Path(folder).expanduser() for folder, _, _ in splits]
-    total = sum(weights)
-    return [([folder], weight / total) for folder, weight in zip(folders, weights, strict=True)]
+    total = sum(corpus.weight for corpus in corpora)
+    return [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
 
 
-def assign_places(shares: Sequence[int]) -> np.ndarray:
-    """Return the corpus of each place in a period of sum(shares) places, int64 (sum(shares),).
+def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the corpus of each place in a period of sum(shares) places, and the number of earlier
+    places of the same corpus, int64 (sum(shares),) each.
 
     Of the first n places corpus i has less than one more or less than n * shares[i] / sum(shares).
     So its c-th place (from 0) may stand from place floor(c / weight) on, and has to stand before
@@ -56,7 +67,7 @@ def assign_places(shares: Sequence[int]) -> np.ndarray:
     """
     period = sum(shares)
     counts = [0] * len(shares)
-    places = np.empty(period, np.int64)
+    corpora, ranks = np.empty((2, period), np.int64)
     for place in range(period):
         first, first_deadline = None, math.inf
         for i, share in enumerate(shares):
@@ -64,9 +75,9 @@ def assign_places(shares: Sequence[int]) -> np.ndarray:
             deadline = -(-(counts[i] + 1) * period // share)
             if may_stand and deadline < first_deadline:
                 first, first_deadline = i, deadline
-        places[place] = first
+        corpora[place], ranks[place] = first, counts[first]
         counts[first] += 1
-    return places
+    return corpora, ranks
 
 
 class Mixture:
@@ -75,15 +86,19 @@ class Mixture:
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
-        self.block_size, self.weights = block_size, [float(weight) for _, weight in corpora]
-        self.stream = TokenStream([x for folders, _ in corpora for x in folders], split)  # all
-        self.parts = [Sequences(TokenStream(x, split), block_size) for x, _ in corpora]
-        self.names = [corpus_name(folders[0]) for folders, _ in corpora]
+        self.block_size = block_size
+        self.weights = [float(corpus.weight) for corpus in corpora]
+        self.parts = []
+        for corpus in corpora:
+            self.parts.append(Sequences(TokenStream(corpus.folders, split), block_size))
+        all_folders = [folder for corpus in corpora for folder in corpus.folders]
+        self.stream = TokenStream(all_folders, split)
+        self.names = [corpus_name(corpus.folders[0]) for corpus in corpora]
         if len(set(self.names)) < len(self.names):
-            self.names = [str(folders[0]) for folders, _ in corpora]
+            self.names = [str(corpus.folders[0]) for corpus in corpora]
         self.starts = np.cumsum([0, *map(len, self.parts)])  # of the ids of each corpus
-        self.period = math.lcm(*(weight.denominator for _, weight in corpora))
-        self.shares = [int(weight * self.period) for _, weight in corpora]
+        self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
+        self.shares = [int(corpus.weight * self.period) for corpus in corpora]
         """Positions of each corpus in a period."""
         if self.period > LONGEST_PERIOD:
             raise UserError(
@@ -92,17 +107,9 @@ class Mixture:
             )
 
     @cached_property
-    def places(self) -> np.ndarray:
-        """Corpus of each position in a period, int64 (period,)."""
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Corpus and rank of each position in a period, as assign_places returns them."""
         return assign_places(self.shares)
-
-    @cached_property
-    def ranks(self) -> np.ndarray:
-        """Number of earlier positions of the same corpus in the period, int64 (period,)."""
-        ranks = np.empty_like(self.places)
-        for i, share in enumerate(self.shares):
-            ranks[self.places == i] = np.arange(share)
-        return ranks
 
     @property
     def title(self) -> str:
@@ -128,14 +135,13 @@ class Mixture:
 
     def where(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the corpus, and the position in its own order, of positions (N,)."""
+        corpora, ranks = self.places
         periods, places = np.divmod(positions, self.period)
-        corpus = self.places[places]
-        return corpus, periods * np.array(self.shares)[corpus] + self.ranks[places]
+        corpus = corpora[places]
+        return corpus, periods * np.array(self.shares)[corpus] + ranks[places]
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
-        if len(self.parts) == 1:
-            return self.parts[0].order(positions, seed)
         corpus, corpus_positions = self.where(positions)
         ids = np.empty_like(corpus_positions)
         for i, part in enumerate(self.parts):

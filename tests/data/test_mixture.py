@@ -9,7 +9,7 @@ import pytest
 from conftest import losses, script, torchrun, train_args, weights
 
 from data.loader import Sequences, Slicing, TokenStream, train_batches
-from data.mixture import Mixture, assign_places, parse_corpora
+from data.mixture import Corpus, Mixture, assign_places, parse_corpora
 from data.shards import write_manifest
 from utils.errors import UserError
 from utils.files import sha256
@@ -37,10 +37,10 @@ def folders(shards, tmp_path_factory):
 
 def test_weights_are_read_from_the_names_of_folders():
     a, b = Path("data/a"), Path("data/b")
-    assert parse_corpora([a, b]) == [([a, b], 1.0)]
-    assert parse_corpora(["data/a:3", "data/b:1"]) == [([a], 0.75), ([b], 0.25)]
-    assert parse_corpora(["c:3/4", "d:nan"]) == [([Path("c:3/4"), Path("d:nan")], 1.0)]
-    assert parse_corpora(["c:x"]) == [([Path("c:x")], 1.0)]
+    assert parse_corpora([a, b]) == [Corpus([a, b], 1)]
+    expected = [Corpus([a], Fraction("0.75")), Corpus([b], Fraction("0.25"))]
+    assert parse_corpora(["data/a:3", "data/b:1"]) == expected
+    assert parse_corpora(["c:x/4", "d:nan"]) == [Corpus([Path("c:x/4"), Path("d:nan")], 1)]
     for names in (["data/a:1", "data/b"], ["data/a:1", "data/b:0"]):
         with pytest.raises(UserError, match="give each folder a weight above 0"):
             parse_corpora(names)
@@ -85,12 +85,12 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
 )
 def test_any_first_positions_hold_the_share_of_each_corpus_to_within_one(weights):
     corpora = parse_corpora([f"{i}:{weight}" for i, weight in enumerate(weights)])
-    assert [weight for _, weight in corpora] == [
+    assert [corpus.weight for corpus in corpora] == [
         Fraction(weight) / sum(map(Fraction, weights)) for weight in weights
     ]
-    period = math.lcm(*(weight.denominator for _, weight in corpora))
-    shares = [int(weight * period) for _, weight in corpora]
-    places, n = assign_places(shares), np.arange(1, period + 1)
+    period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
+    shares = [int(corpus.weight * period) for corpus in corpora]
+    (places, _), n = assign_places(shares), np.arange(1, period + 1)
     for i, share in enumerate(shares):
         counts = np.cumsum(places == i)
         assert counts[-1] == share and np.abs(counts * period - n * share).max() < period
