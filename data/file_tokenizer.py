@@ -1,7 +1,6 @@
 """tokenizer.json, the format of Hugging Face's tokenizers: reading, using and writing it."""
 
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -18,18 +17,19 @@ from data.tokenizer import (
     TOKENIZERS,
     ByteTokenizer,
     Tokenizer,
+    tokenizer_identity,
     tokenizer_name,
 )
 from utils.errors import UserError
 
 MERGES = "merges.txt"  # and
 VOCABULARY = "vocab.json"  # are what GPT-2 had before tokenizer.json
-OTHER_FORMATS = ("vocab.txt", "tokenizer.model", "spiece.model")
-GPT2_CRC = 579_868_012  # CRC-32 of GPT-2's tokens in the order of their ids, a line each
-PROBE = "Hello world, 12 naïve cats; 天地 🐍"  # decoded by a tokenizer.json and by this project
+# a text that tells tokenizers apart, and its ids by GPT-2's; the ligature is for normalizers
+PROBE = "Hello naïve  \ufb01 天🐍"
+GPT2_IDS = [15496, 41492, 220, 27332, 105, 223, 36469, 102, 8582, 238, 235]
+PROBE_IDS = {"gpt2": GPT2_IDS, "bytes": [*PROBE.encode()]}
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")  # of text, by name
 END_OF_TEXT = ENDS[0]
-PREFIXING = ("normalizer", "pre_tokenizer")  # parts that may put a space before a text
 # of the chats of this project, in which a role is capitalized and end of text precedes each turn
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ eos_token + message['role'] | capitalize + ': ' "
@@ -47,22 +47,19 @@ UNICODE = (
 class FileTokenizer(ByteTokenizer):
     """Tokens of a tokenizer.json, of byte-level BPE or with SPACE for a space."""
 
-    end_ids: frozenset[int] = frozenset()  # set by the constructor
-
     def __init__(self, spec: str) -> None:
         content = json.loads(spec)
-        self.name, self.chat_template = tokenizer_name(spec), content["chat_template"]
+        self.name, self.identity = tokenizer_name(spec), tokenizer_identity(spec)
+        self.chat_template = content["chat_template"]
         self.end_of_text = content["eot"]
         self.json = json.dumps(content[TOKENIZER], ensure_ascii=False)
-        self.engine = make_engine(content[TOKENIZER])
-        changed = {k: without_prefix(content[TOKENIZER].get(k)) for k in PREFIXING}
-        self.continuing_engine = make_engine(content[TOKENIZER] | changed)
+        self.engine = make_engine(self.json)
         vocab = self.engine.get_vocab()
+        self.vocab_size = max(vocab.values()) + 1
         self.eot = vocab[self.end_of_text]
         self.end_ids = frozenset([self.eot, *content.get("end_ids", [])])
         self.template_tokens = dict.fromkeys(("bos_token", "eos_token"), self.end_of_text)
         self.template_tokens |= content.get("template_tokens", {})
-        self.vocab_size = max(vocab.values()) + 1
         added = {token["content"] for token in content[TOKENIZER]["added_tokens"]}
         self.added_ids = {vocab[token] for token in added}
         # a decoder may be missing; what writes bytes as characters tells it, too
@@ -72,18 +69,17 @@ class FileTokenizer(ByteTokenizer):
         self.bytes = {self.eot: b""}
         for token, i in vocab.items():
             if byte_level and token not in added:
-                found = bytes(bytes_of[c] for c in token)
+                token_bytes = bytes(bytes_of[c] for c in token)
             elif token[:3] == "<0x" and len(token) == 6:  # a byte that is no whole character
-                found = bytes([int(token[3:5], 16)])
+                token_bytes = bytes([int(token[3:5], 16)])
             else:
-                found = token.replace(SPACE, " ").encode()
-            self.bytes.setdefault(i, found)
+                token_bytes = token.replace(SPACE, " ").encode()
+            self.bytes.setdefault(i, token_bytes)
 
-    @property
-    def identity(self) -> str:
-        if self.name in TOKENIZERS:  # as data.tokenizer.tokenizer_identity
-            return self.name
-        return f"{self.name} with {self.end_of_text}"
+    @cached_property
+    def continuing_engine(self) -> Engine:
+        """The tokenizer without what puts a space, or a mark that stands for one, before texts."""
+        return make_engine(json.dumps(json.loads(self.json, object_hook=without_prefix)))
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return token ids, uint16 (n,), with `special` those of special tokens in the text."""
@@ -133,9 +129,9 @@ class FileTokenizer(ByteTokenizer):
         return "".join((Counter(text) - Counter(decoded)).elements())
 
 
-def make_engine(content: dict) -> Engine:
+def make_engine(tokenizer_json: str) -> Engine:
     """Return the tokenizer of a tokenizer.json, which neither cuts nor pads a text."""
-    engine = Engine.from_str(json.dumps(content, ensure_ascii=False))
+    engine = Engine.from_str(tokenizer_json)
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True  # like any other text
@@ -150,22 +146,15 @@ def encode_by(engine: Engine, text: str, special: bool) -> np.ndarray:
     return np.array(encoding.ids, np.uint16)
 
 
-def without_prefix(part: dict | None) -> dict | None:
-    """Return a normalizer or pre-tokenizer of a tokenizer.json without what puts a space, or the
-    mark that stands for it, before each text."""
-    if part is None:
-        return None
-    if part["type"] == "Prepend":
-        return {"type": "Sequence", "normalizers": []}
-    changed = dict(part)
-    if "add_prefix_space" in part:
-        changed["add_prefix_space"] = False
-    if "prepend_scheme" in part:
-        changed["prepend_scheme"] = "never"
-    for name in ("normalizers", "pretokenizers"):  # of a Sequence
-        if name in part:
-            changed[name] = [without_prefix(x) for x in part[name]]
-    return changed
+def without_prefix(part: dict) -> dict:
+    """Return an object of a tokenizer.json without the option to put something before each text."""
+    if part.get("type") == "Prepend":
+        part["prepend"] = ""
+    if part.get("type") in ("ByteLevel", "Metaspace"):
+        part["add_prefix_space"] = False
+    if part.get("type") == "Metaspace":
+        part["prepend_scheme"] = "never"
+    return part
 
 
 def byte_characters() -> str:
@@ -191,33 +180,33 @@ def read_tokenizer(
     """
     try:
         if path.name == VOCABULARY:
-            content = from_vocabulary(path)
+            model = models.BPE.from_file(str(path), str(path.with_name(MERGES)))
+            content = json.loads(byte_level(model).to_str())
         else:
             content = json.loads(path.read_text(encoding="utf-8"))
-        ids = content["model"]["vocab"]
-        if isinstance(ids, list):  # of a unigram model
-            ids = {token: i for i, (token, _) in enumerate(ids)}
-        ids |= {token["content"]: token["id"] for token in content["added_tokens"]}
-        if isinstance(end_of_text, int) and end_of_text not in ids.values():
-            end_of_text = None  # 50,256 is the default of transformers for any vocabulary
+        ids = make_engine(json.dumps(content)).get_vocab()
         if (highest := max(ids.values())) >= 65_535:
             raise ValueError(f"a token has id {highest:,}, and shards hold ids below 65,535")
+        if isinstance(end_of_text, int) and end_of_text not in ids.values():
+            end_of_text = None  # 50,256 is the default of transformers for any vocabulary
         ends = [token for token, i in ids.items() if end_of_text in (token, i)]
         ends += [token for token in ENDS if token in ids and end_of_text is None]
         if not ends:
             raise ValueError(f"no end of text {end_of_text or ''}; name it by --end_of_text TOKEN")
-        name = name_of_content(content, ids)
-        if name and ids[ends[0]] != TOKENIZERS[name].eot:
-            name = None
-        is_plain = set(end_ids) <= {ids[ends[0]]} and chat_template in (None, CHAT_TEMPLATE)
+        spec = {
+            "eot": ends[0],
+            "end_ids": list(end_ids),
+            "chat_template": chat_template,
+            "template_tokens": template_tokens or {},
+            TOKENIZER: content,
+        }
+        tokenizer = FileTokenizer(json.dumps(spec))
+        name = known_name(tokenizer)
+        is_plain = tokenizer.end_ids == {tokenizer.eot} and chat_template in (None, CHAT_TEMPLATE)
         if name and is_plain:
             return name
-        spec = {"eot": ends[0], "end_ids": list(end_ids), "chat_template": chat_template}
-        spec |= {"template_tokens": template_tokens or {}, TOKENIZER: content}
         if name:
             spec["name"] = name
-        tokenizer = FileTokenizer(json.dumps(spec))
-        check_decoder(tokenizer)
         turn_end = tokenizer.turn_end()
         if turn_end is not None:
             spec["end_ids"].append(turn_end)
@@ -226,46 +215,25 @@ def read_tokenizer(
     return json.dumps(spec)
 
 
-def from_vocabulary(path: Path) -> dict:
-    """Return the content of a tokenizer.json for vocab.json, and merges.txt beside it."""
-    engine = byte_level(models.BPE.from_file(str(path), str(path.with_name(MERGES))))
-    ends = [token for token in ENDS if engine.token_to_id(token) is not None]
-    engine.add_special_tokens(ends)  # which text does not contain
-    return json.loads(engine.to_str())
-
-
-def name_of_content(content: dict, ids: dict[str, int]) -> str | None:
-    """Return the key of TOKENIZERS whose tokens a tokenizer.json has and whose way it cuts text,
-    None if there is no such key: other languages have 50,257 tokens, too."""
-    cut = content.get("pre_tokenizer") or {}
-    plain = content.get("normalizer") is None and cut.get("type") == "ByteLevel"
-    if not plain or cut["add_prefix_space"] or not cut.get("use_regex", True):
-        return None
-    tokens = sorted(ids, key=ids.get)
-    if zlib.crc32("\n".join(tokens).encode()) == GPT2_CRC:
-        return "gpt2"
-    if len(tokens) == 257 and tokens[:256] == list(byte_characters()):
-        return "bytes"
-    return None
-
-
-def check_decoder(tokenizer: FileTokenizer) -> None:
-    """Raise ValueError if the decoder of a tokenizer.json writes another text than decode_bytes
-    does, as those do that mark the middle or the end of a word."""
+def known_name(tokenizer: Tokenizer) -> str | None:
+    """Return the key of TOKENIZERS whose ids a tokenizer gives, None if there is no such key: other
+    languages have 50,257 tokens, too."""
     ids = tokenizer.encode(PROBE).tolist()
-    ours = tokenizer.decode_bytes(ids).decode(errors="replace").strip()
-    theirs = tokenizer.engine.decode(ids, skip_special_tokens=False).replace(SPACE, " ").strip()
-    if tokenizer.engine.decoder is not None and ours != theirs:
-        raise ValueError(f"its decoder is not supported: it writes {theirs!r}, not {ours!r}")
+    for name, known in TOKENIZERS.items():
+        same_size = (tokenizer.vocab_size, tokenizer.eot) == (known.vocab_size, known.eot)
+        if same_size and ids == PROBE_IDS[name]:
+            return name
+    return None
 
 
 def check_spaces(path: Path, spec: str) -> None:
     """Raise UserError for a tokenizer that drops the spaces between words: text of the model would
     have none. Sharding refuses it as one that loses text, unless that is allowed."""
-    if spec not in TOKENIZERS:
-        tokenizer = FileTokenizer(spec)
-        if " " in tokenizer.lost_text("a a", tokenizer.encode("a a")):
-            raise UserError(f"{path} drops the spaces of a text, so its model cannot write any")
+    if spec in TOKENIZERS:
+        return
+    tokenizer = FileTokenizer(spec)
+    if " " in tokenizer.lost_text("a a", tokenizer.encode("a a")):
+        raise UserError(f"{path} drops the spaces of a text, so its model cannot write any")
 
 
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
@@ -295,10 +263,8 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         spec = read_tokenizer(path, first, template, end_ids, tokens)
         check_spaces(path, spec)
         return spec
-    # models of one size are GPT-2's as a rule, where nothing tells otherwise
-    has_another = any((folder / name).exists() for name in OTHER_FORMATS)
     for name, tokens in TOKENIZERS.items():
-        if tokens.vocab_size == vocab_size and not has_another:
+        if tokens.vocab_size == vocab_size:
             return name
     raise UserError(f"{folder} has no {TOKENIZER} for its {vocab_size:,} tokens")
 
@@ -323,7 +289,8 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> Engine:
 def to_engine(tokenizer: Tokenizer) -> Engine:
     """Return GPT-2's tokenizer or that of bytes in Hugging Face's format."""
     ranks = {tokenizer.decode_bytes([i]): i for i in range(tokenizer.eot)}
-    names = {token: "".join(byte_characters()[b] for b in token) for token in ranks}
+    characters = byte_characters()
+    names = {token: "".join(characters[b] for b in token) for token in ranks}
     merges = [(names[left], names[right]) for left, right in byte_pair_merges(ranks)]
     engine = byte_level(models.BPE({names[token]: i for token, i in ranks.items()}, merges))
     engine.add_special_tokens([END_OF_TEXT])

@@ -19,19 +19,11 @@ class ByteTokenizer:
     """One token per UTF-8 byte, and id 256 for end of text."""
 
     name = "bytes"
+    identity = name  # equal if and only if two tokenizers give the same tokens
     vocab_size = 257
     eot = 256  # id of the end-of-text token, which precedes every document
+    end_ids = frozenset([eot])  # of the tokens that end a generated text
     chat_template: str | None = None  # of the model that the tokenizer came with
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Ids of the tokens that end a generated text."""
-        return frozenset([self.eot])
-
-    @property
-    def identity(self) -> str:
-        """What two tokenizers have in common if and only if they give the same tokens."""
-        return self.name
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint16 (n,), without recognising special tokens."""
@@ -55,8 +47,10 @@ class GPT2Tokenizer(ByteTokenizer):
     """GPT-2's 50,257 tokens; tiktoken downloads them once."""
 
     name = "gpt2"
+    identity = name
     vocab_size = 50257
     eot = 50256
+    end_ids = frozenset([eot])
 
     def __init__(self) -> None:
         import tiktoken

@@ -219,13 +219,9 @@ def test_a_model_whose_tokenizer_drops_spaces_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for name in ("llama", "metaspace", "no decoder"):
         assert pretrained_tokenizer(KINDS[name].train(tmp_path).parent, 700)
-    with pytest.raises(UserError, match="tokenizer.json drops the spaces of a text"):
-        pretrained_tokenizer(KINDS["words"].train(tmp_path).parent, 700)
-
-
-def test_a_decoder_that_writes_another_text_is_refused(tmp_path):
-    with pytest.raises(UserError, match="its decoder is not supported: it writes "):
-        read_tokenizer(KINDS["bert"].train(tmp_path))
+    for name in ("words", "bert"):
+        with pytest.raises(UserError, match="tokenizer.json drops the spaces of a text"):
+            pretrained_tokenizer(KINDS[name].train(tmp_path).parent, 700)
 
 
 def shard(tmp_path, rows, path, **options):
@@ -302,9 +298,8 @@ def test_another_vocabulary_of_the_size_of_gpt2s_is_read_as_itself(pairs):
     for name in ("tokenizer.json", "merges.txt", "vocab.json"):
         (pairs / name).unlink()
     assert pretrained_tokenizer(pairs, 50_257) == "gpt2"
-    (pairs / "spiece.model").touch()
-    with pytest.raises(UserError, match="has no tokenizer.json for its 50,257 tokens"):
-        pretrained_tokenizer(pairs, 50_257)
+    with pytest.raises(UserError, match="has no tokenizer.json for its 50,000 tokens"):
+        pretrained_tokenizer(pairs, 50_000)
 
 
 def test_gpt2s_tokens_with_a_normalizer_or_another_end_of_text_are_not_gpt2(gpt2, tmp_path):
