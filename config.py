@@ -20,6 +20,7 @@ from utils.gpus import NAMED_GPUS
 PER_LAUNCH = ("config", "resume", "overwrite", "dry_run")
 # options that follow from others where nobody gives them; the next start derives them again
 DERIVED = ("log_dir", "max_lr", "min_lr", "weight_decay", "schedule", "warmup_steps")
+DERIVED += ("micro_batch_size", "use_torch_compile")  # from the device
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
 
@@ -139,6 +140,8 @@ class RunOptions:
     """Weights to start from: a checkpoint, its folder, or a Hugging Face name (gpt2) or folder."""
     overwrite: bool = False
     """Replace the checkpoints and logs of another run, or of later steps."""
+
+    derived = ()  # options of DERIVED that nobody gave; no option itself, set by training/run.py
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
@@ -292,10 +295,8 @@ class TrainConfig(
     that names every field. Raises UserError for the first option out of range."""
 
     parsed_recipe: Recipe = field(init=False, repr=False, compare=False)
-    derived: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.derived = not_given(self)
         if self.log_dir is None:
             self.log_dir = log_folder(self.checkpoint_dir)
         self.parsed_recipe = recipe = parse_recipe(self.recipe)
@@ -361,11 +362,6 @@ class TrainConfig(
                 f"{micro:,}: give {fitting:,}, or another --micro_batch_size"
             )
         return self.total_batch_size // self.block_size
-
-
-def not_given(options: RunOptions) -> list[str]:
-    """Return the names of the options that are still to be derived."""
-    return [name for name in DERIVED if getattr(options, name) is None]
 
 
 def log_folder(checkpoint_dir: Path) -> Path:

@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config import Recipe, TrainConfig
+from config import DERIVED, Recipe, TrainConfig
 from data.file_tokenizer import CHAT_TEMPLATE, save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.table import format_table
@@ -142,7 +142,7 @@ def import_model(config: ConvertConfig) -> None:
         optimizer={},
         script="train.py",
         config=options.to_dict(),
-        derived=[*options.derived, "use_torch_compile", "micro_batch_size"],
+        derived=DERIVED,
         model_config=asdict(model.config),
         tokenizer=tokenizer,
         train_tokens=0,

@@ -1,7 +1,7 @@
 """Options of finetune.py: the groups that it shares with train.py, with defaults of its own."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,6 @@ from config import (
     check_ranges,
     check_run_options,
     log_folder,
-    not_given,
 )
 from data.loader import Slicing
 from utils.cli import flag_value
@@ -97,10 +96,8 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
     eval_every: int = 50
     save_every: int = 100
     sample_every: int = 10
-    derived: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.derived = not_given(self)
         for name in ("method", "init_from", "data"):
             if getattr(self, name) is None:
                 raise UserError(f"give --{name}; --help says what it takes")

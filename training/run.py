@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from config import RunOptions, log_folder
+from config import DERIVED, RunOptions, log_folder
 from data.tokenizer import tokenizer_identity
 from model.gpt import GPT
 from training import checkpoint as ckpt
@@ -65,20 +65,18 @@ def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | N
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
             )
     given = {name.removeprefix("no_") for name, _ in named_flags(flags)}
+    config.derived = tuple(name for name in DERIVED if name not in given)
     on_gpu = config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
-    if "use_torch_compile" not in given:
+    if "use_torch_compile" in config.derived:
         config.use_torch_compile = on_gpu
-        config.derived.append("use_torch_compile")
     if config.use_torch_compile and on_gpu and config.device not in NAMED_GPUS:
         problem = compile_problem(pick_device(config.device))
         if problem:
             config.use_torch_compile = False
             if distributed.launched("RANK") == 0:
                 print(f"warning: training is not compiled: {problem}", flush=True)
-    if "micro_batch_size" not in given and on_gpu and script == "train.py":
+    if "micro_batch_size" in config.derived and on_gpu and script == "train.py":
         config.micro_batch_size = "auto"
-    if "micro_batch_size" not in given or (on_gpu and config.micro_batch_size == "auto"):
-        config.derived.append("micro_batch_size")
     if saved and saved["step"] > config.max_steps:
         raise UserError(f"{path} is at step {saved['step']}, after --max_steps {config.max_steps}")
     return config, saved
