@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -28,8 +27,7 @@ class Tracker(Protocol):
 class Logger:
     """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`. With
     `overwrite` the files begin empty. Otherwise rows come after one that marks the step `start`,
-    and read_metrics drops the earlier rows of later steps; their samples are removed. `trackers`
-    get all numbers."""
+    and read_metrics drops the earlier rows of later steps. `trackers` get all numbers."""
 
     def __init__(
         self,
@@ -47,10 +45,8 @@ class Logger:
         path, mode = folder / METRICS, "w" if overwrite else "a"
         folder.mkdir(parents=True, exist_ok=True)
         resuming = path.exists() and not overwrite
-        self.last_sample = 0  # step of the newest one in samples.txt at the start
         if resuming:  # a killed process may have left half a row
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-            self.last_sample = cut_samples(folder / SAMPLES, start)
         self.file = open(path, mode, buffering=1, encoding="utf-8")
         self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
         if resuming:
@@ -65,7 +61,7 @@ class Logger:
             return
         self.file.write(json.dumps({"step": step, **row}) + "\n")
         values = {f"{row['split']}/{k}": v for k, v in row.items() if isinstance(v, int | float)}
-        for tracker in self.trackers if values else ():
+        for tracker in self.trackers:
             tracker.log(values, step=step)
 
     def log_train(self, row: dict, step: int) -> None:
@@ -103,8 +99,8 @@ class Logger:
         self.print(f"step {step} skipped: {reason}")
 
     def log_sample(self, text: str, step: int) -> None:
-        """Append a generated text to samples.txt, unless one of its step was there at the start."""
-        if self.is_main and step > self.last_sample:
+        """Append a generated text to samples.txt."""
+        if self.is_main:
             self.samples.write(f"--- step {step}\n{text}\n")
 
     def print(self, message: str) -> None:
@@ -123,18 +119,6 @@ class Logger:
                 output.close()
             for tracker in self.trackers:
                 tracker.finish()
-
-
-def cut_samples(path: Path, step: int) -> int:
-    """Remove the samples of later steps from a samples.txt; return the step of the newest left."""
-    newest = 0
-    data = path.read_bytes() if path.exists() else b""
-    for head in re.finditer(rb"^--- step (\d+)$", data, re.MULTILINE):
-        if int(head[1]) > step:
-            os.truncate(path, head.start())
-            break
-        newest = int(head[1])
-    return newest
 
 
 def logged_run(folder: Path) -> dict | None:

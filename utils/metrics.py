@@ -1,12 +1,11 @@
 """Reading and copying of a metrics.jsonl, which utils/logger.py writes."""
 
 import json
-import shutil
 from pathlib import Path
 
 from utils.errors import UserError
 from utils.files import atomic_write
-from utils.logger import METRICS, SAMPLES
+from utils.logger import METRICS
 
 
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
@@ -35,10 +34,9 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
 
 
 def copy_log(source: Path, target: Path, step: int) -> None:
-    """Write the log of the folder `source`, up to a step, as that of `target`."""
-    rows = [row for split in read_metrics(source).values() for row in split]
-    rows = sorted((row for row in rows if row["step"] <= step), key=lambda row: row["step"])
-    with atomic_write(target / METRICS) as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-    if (source / SAMPLES).exists():
-        shutil.copy(source / SAMPLES, target / SAMPLES)
+    """Write the rows of the log in a folder, up to a step, as the log in another one."""
+    with open(source / METRICS, encoding="utf-8") as log, atomic_write(target / METRICS) as copy:
+        for line in log:
+            # a writer that was killed leaves half a row
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                copy.write(line.encode())

@@ -100,6 +100,7 @@ def test_a_tracker_gets_every_number_also_of_steps_that_are_done_again(
     state = TrainState.start(None)
     write(tmp_path, 0, range(1, 4), 1.5, trackers=open_trackers(config, state))
     write(tmp_path, 1, range(2, 4), 2.5, trackers=open_trackers(config, state))
+    rows = [row for row in rows if "train/loss" in row]
     assert [row["train/loss"] for row in rows] == 3 * [1.5] + 2 * [2.5]
     assert [row["step"] for row in rows] == [1, 2, 3, 2, 3] and "train/mfu" not in rows[0]
     assert (given["project"], given["resume"], given["finished"]) == ("mine", "allow", True)
