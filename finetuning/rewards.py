@@ -17,7 +17,7 @@ from finetuning.chat import Example, is_chat
 from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.checkpoint import find_checkpoint, open_model
+from training.checkpoint import find_checkpoint, load_model
 from utils.devices import autocast
 from utils.errors import UserError
 
@@ -92,7 +92,8 @@ def load_reward(
             f"--reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of --method "
             "reward or its folder"
         )
-    model, tokenizer, saved = open_model(path, RewardModel, exact=True)
+    model, saved = load_model(path, RewardModel, exact=True)
+    tokenizer = saved["tokenizer"]
     text_format = tokenizer_identity(tokenizer), is_chat(saved, name, tokenizer)
     same_text = text_format == (encoder.tokenizer.identity, encoder.chat)
     if not same_text or model.config.block_size < encoder.block_size:

@@ -13,7 +13,6 @@ that of the whole model: a file resumes on any number of processes.
 
 import contextlib
 import os
-import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -151,9 +150,9 @@ def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tup
 
 def numbered(folder: Path) -> list[Path]:
     """Return a folder's numbered checkpoints by step, the newest first."""
-    steps = {path: re.fullmatch(r"model_step_(\d+)", path.stem) for path in folder.glob("*.pt")}
-    paths = [path for path, match in steps.items() if match]
-    return sorted(paths, key=lambda path: int(steps[path][1]), reverse=True)
+    paths = folder.glob("model_step_*.pt")
+    # zeros fill the numbers up to six digits: a longer one is a larger one
+    return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -190,17 +189,13 @@ def find_checkpoint(name: str | Path) -> Path | None:
     return found
 
 
-def open_model(
-    name: str | Path, kind: type[GPT] = GPT, *, exact: bool = False
-) -> tuple[GPT, str, dict]:
+def open_model(name: str | Path, *, exact: bool = False) -> tuple[GPT, str, dict]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a Hugging Face model. `name` is a checkpoint, a run's folder, or a Hugging Face folder or
     name; `exact` takes all bits of the weights."""
     if path := find_checkpoint(name):
-        model, saved = load_model(path, kind, exact=exact)
+        model, saved = load_model(path, exact=exact)
         return model, saved["tokenizer"], saved
-    if kind is not GPT:
-        raise UserError(f"{name} is no checkpoint: reward models of Hugging Face's are not read")
     huggingface = import_module("model.huggingface")  # on demand: most runs do without
     model, folder = huggingface.load_pretrained(name), huggingface.find_folder(str(name))
     size, reader = model.config.vocab_size, import_module("data.file_tokenizer")
