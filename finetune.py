@@ -9,7 +9,8 @@ docs/FINETUNING.md has the formats and formulas; checkpoints and --resume are as
 
 import zlib
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,13 +29,13 @@ from finetuning.rewards import RewardModel, check_reward, load_reward
 from model.empty import with_context
 from model.gpt import GPT
 from model.replace import for_training, uncompiled
-from training.checkpoint import BEST, LAST, checksum, find_checkpoint, open_model
+from training.checkpoint import BEST, LAST, checksum, find_checkpoint, load_model, open_model
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, sync_gradients, wrap
 from training.run import Run, resolve
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.state import seed_step
+from training.state import reason_to_skip, seed_step
 from utils import distributed
 from utils.cli import run_and_exit
 from utils.devices import autocast
@@ -65,7 +66,7 @@ def main() -> None:
     run.open_log(model, about)
     if held_out and state.validate_on(str(zlib.crc32(config.eval_data.read_bytes()))):
         run.logger.print("--eval_data has changed: the lowest loss is counted anew")
-    saver = Saver(config, model, optimizers, about, process, run.logger.print)
+    saver = Saver(config, model, optimizers, about, process, run.logger.print, state.step)
     process.print(
         f"{config.method} of {config.init_from} on {config.data}; {method.unit}: {len(method):,}, "
         f"in a step: {config.batch_size}; steps: {config.max_steps:,}"
@@ -78,7 +79,7 @@ def main() -> None:
         while True:
             # once in a while: save, evaluate, answer questions; every process takes part
             step, tokens = state.step, state.tokens
-            if step > run.start_step and (run.ended or is_due(config.save_every, step)):
+            if step > saver.last_step and (run.ended or is_due(config.save_every, step)):
                 saver.save(LAST, state)
             if run.ended or is_due(config.eval_every, step):
                 if held_out:
@@ -98,16 +99,13 @@ def main() -> None:
                 break
 
             timer.start()
-            report = train_step(run, model, wrapped, optimizers, method)
+            row, skip_reason = train_step(run, model, wrapped, optimizers, method)
             speed = timer.stop(state.tokens - tokens)
-            if report.updates > 0:
-                run.logger.log_train(report.row | speed, state.step)
-                if report.skip_reason:
-                    applied = f"{report.updates} of {config.updates} updates were applied"
-                    run.logger.print(f"step {state.step}: {applied}: {report.skip_reason}")
+            if row:
+                run.logger.log_train(row | speed, state.step)
             else:
                 ids = step_sequences(step, config.batch_size, len(method), config.seed)
-                run.logger.log_skip(report.skip_reason, ids.tolist(), state.step)
+                run.logger.log_skip(skip_reason, ids.tolist(), state.step)
             if method.sample is not None and is_due(config.sample_every, state.step):
                 run.logger.log_sample(method.sample, state.step)
             saver.end_after_patience(state)
@@ -115,29 +113,18 @@ def main() -> None:
                 raise Stopped
     except Stopped:  # by a signal; an evaluation that it interrupts is done again by a resumed run
         run.stopping = True
-        if state.step > max(run.start_step, saver.last_step):
+        if state.step > saver.last_step:
             saver.save(LAST, state)
 
     saver.finish()
     run.finish(f"done: see {config.checkpoint_dir}")
 
 
-@dataclass
-class StepReport:
-    """What a step did."""
-
-    row: dict
-    """For the log: figures of the last update that was applied, else of the one that was not."""
-    updates: int
-    """Updates that were applied."""
-    skip_reason: str | None
-    """Why the next one was not."""
-
-
 def train_step(
     run: Run, model: GPT, wrapped: nn.Module, optimizers: list[Optimizer], method: Method
-) -> StepReport:
-    """Run and count one step, of several updates with grpo's --updates.
+) -> tuple[dict, str | None]:
+    """Run and count one step, of several updates with grpo's --updates. Return the row for the log,
+    of the last update that was applied, {} if none was, and why one was skipped, which ends a step.
     Raises Stopped before the first update, also while GRPO writes texts: the step is not taken."""
     config, process, state = run.config, run.process, run.state
     lr = set_rates(optimizers, config, state.step)
@@ -145,8 +132,7 @@ def train_step(
     ids = step_sequences(state.step, config.batch_size, len(method), config.seed)
     batches, figures = method.micro_batches(model, state.step, ids)
     divisor = method.divisor(ids)
-    bad_steps, trained_tokens = state.bad_steps, 0
-    report = StepReport(row={}, updates=0, skip_reason=None)
+    row, skip_reason, updates, trained_tokens = {}, None, 0, 0
     for update in range(config.updates if config.method == "grpo" else 1):
         sums: Counter = Counter()
         for number, batch in enumerate(batches, 1):
@@ -166,36 +152,37 @@ def train_step(
             sums[name] = torch.full_like(sums["grad_norm"], number)  # fills, without a copy
         # sums over processes, and the one host sync of an update
         totals = process.sum(torch.stack(list(sums.values()))).tolist()
-        row = dict(zip(sums, totals, strict=True))
-        run.stopping = row.pop("stopped") > 0  # a process got a signal
+        means = dict(zip(sums, totals, strict=True))
+        run.stopping = means.pop("stopped") > 0  # a process got a signal
         if state.scaler.is_enabled():
-            row["scale"] = state.scaler.get_scale()
-        report.skip_reason = state.skip_reason(row["loss"], row["grad_norm"])
-        is_applied = report.skip_reason is None
+            means["scale"] = state.scaler.get_scale()
+        skip_reason = reason_to_skip(means["loss"], means["grad_norm"])
         for optimizer in optimizers:
-            if is_applied:
+            if skip_reason is None:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         state.scaler.update()
-        if is_applied or report.updates == 0:
-            report.row = row
-        if not is_applied:
-            state.bad_steps = bad_steps + 1  # whatever updates of this step were applied
+        if skip_reason is not None:
             break
-        report.updates += 1
-        trained_tokens += round(row["tokens"])
-    state.advance(trained_tokens)
-    if config.method == "grpo":
-        figures["updates"] = report.updates
-    report.row |= figures | {"lr": lr, "tokens": state.tokens}
-    return report
+        updates += 1
+        trained_tokens += round(means["tokens"])
+        row = means | figures | {"lr": lr}
+    state.advance(trained_tokens, skip_reason)
+    if updates > 0:
+        row["tokens"] = state.tokens
+        if config.method == "grpo":
+            row["updates"] = updates
+    return row, skip_reason
 
 
 def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:
     """Return the model, resumed or of --init_from, and the entries of its checkpoints."""
     name, rates = config.resume or config.init_from, config.method == "reward"
-    kind = RewardModel if rates and config.resume else GPT
-    model, tokenizer, before = open_model(name, kind, exact=True)
+    if config.resume:
+        model, before = load_model(Path(name), RewardModel if rates else GPT, exact=True)
+        tokenizer = before["tokenizer"]
+    else:
+        model, tokenizer, before = open_model(name, exact=True)
     T = config.block_size or model.config.block_size
     if T > model.config.block_size:
         raise UserError(f"--block_size {T} exceeds {name}'s context of {model.config.block_size}")

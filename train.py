@@ -37,7 +37,7 @@ from training.plan import resolve_micro_batch
 from training.run import Run, resolve
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.state import seed_step
+from training.state import reason_to_skip, seed_step
 from utils import distributed
 from utils.cli import run_and_exit
 from utils.devices import autocast, seconds_on_cpu
@@ -83,7 +83,7 @@ def main() -> None:
     if state.validate_on(evaluator.validation_text):
         run.logger.print("the validation text has changed: the lowest loss is counted anew")
     describe(run, model, train, slicing)
-    saver = Saver(config, model, optimizers, about, process, run.logger.print)
+    saver = Saver(config, model, optimizers, about, process, run.logger.print, state.step)
     peak = peak_flops(process.device, dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
@@ -91,7 +91,7 @@ def main() -> None:
         while True:
             # once in a while: save, evaluate, score and sample; every process takes part
             step = state.step
-            if step > run.start_step and (run.ended or is_due(config.save_every, step)):
+            if step > saver.last_step and (run.ended or is_due(config.save_every, step)):
                 saver.save(LAST, state)
             if evaluator.due(step):
                 scores = evaluator.validate()
@@ -120,7 +120,7 @@ def main() -> None:
                 raise Stopped
     except Stopped:  # by a signal: what the evaluation of this step lacks, a resumed run does again
         run.stopping = True
-        if state.step > max(run.start_step, saver.last_step):
+        if state.step > saver.last_step:
             saver.save(LAST, state)
 
     saver.finish()
@@ -163,13 +163,13 @@ def train_step(
     row = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm}
     if state.scaler.is_enabled():
         row["scale"] = state.scaler.get_scale()
-    skip_reason = state.skip_reason(mean_loss, grad_norm)
+    skip_reason = reason_to_skip(mean_loss, grad_norm)
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
-    state.advance(config.total_batch_size)
+    state.advance(config.total_batch_size, skip_reason)
     return row | {"tokens": state.tokens} | timer.stop(config.total_batch_size), skip_reason
 
 

@@ -63,9 +63,9 @@ class Saver:
     about: dict  # further entries of the file: script, tokenizer, train_tokens
     process: Process
     log: Callable[[str], None]
+    last_step: int  # of the newest model_last.pt, at the start of the checkpoint that is resumed
     thread: threading.Thread = field(default_factory=threading.Thread)
     errors: dict[str, Exception] = field(default_factory=dict)  # newest save, by file name
-    last_step: int = 0  # of the newest model_last.pt
 
     def save(self, name: str, state: TrainState) -> None:
         """Copy the state of the run and have it written as `name`; every process must call it."""
@@ -115,7 +115,7 @@ class Saver:
             self.save(LAST, state)
             self.finish()
             raise UserError(
-                f"{PATIENCE} steps in a row had no finite loss and gradient; none is applied; "
+                f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
                 "resume an earlier checkpoint with a lower --max_lr and --overwrite"
             )
 

@@ -19,6 +19,13 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(zlib.crc32(f"{seed} {step} {rank}".encode()))
 
 
+def reason_to_skip(loss: float, grad_norm: float) -> str | None:
+    """Return why an update is not applied, None for a finite loss and gradient."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return None
+    return f"loss {loss}, gradient norm {grad_norm}"
+
+
 @dataclass
 class TrainState:
     """Progress of a run; a checkpoint holds it, and a resumed run continues from it."""
@@ -45,16 +52,12 @@ class TrainState:
         saved = {name: getattr(self, name) for name in SAVED}
         return saved | {"scaler": self.scaler.state_dict()}
 
-    def skip_reason(self, loss: float, grad_norm: float) -> str | None:
-        """Return the reason to skip the update of a step, and count such steps in a row."""
-        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        self.bad_steps = 0 if is_finite else self.bad_steps + 1
-        return None if is_finite else f"loss {loss}, gradient norm {grad_norm}"
-
-    def advance(self, tokens: int) -> None:
-        """Count one step of `tokens` tokens."""
+    def advance(self, tokens: int, skip_reason: str | None) -> None:
+        """Count one step of `tokens` tokens, and the steps in a row of which an update was skipped
+        for a reason."""
         self.step += 1
         self.tokens += tokens
+        self.bad_steps = self.bad_steps + 1 if skip_reason else 0
 
     def validate_on(self, text: str) -> bool:
         """Forget the lowest loss if it is that of another validation text; return whether it is."""

@@ -29,7 +29,8 @@ def saver(tmp_path, said):
     config = TrainConfig(checkpoint_dir=tmp_path, keep_last=2)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     about = {"script": "train.py", "tokenizer": "gpt2", "train_tokens": 100}
-    return Saver(config, model, make_optimizers(model, config, Recipe()), about, ALONE, said.append)
+    optimizers = make_optimizers(model, config, Recipe())
+    return Saver(config, model, optimizers, about, ALONE, said.append, last_step=0)
 
 
 def save(saver, step):
