@@ -46,7 +46,7 @@ class BatchOptions(OptimizerOptions):
 
     batch_size: int | None = None
     """Dialogs (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes; default: 32,
-    but at most a quarter of the rows, for sft a sixteenth or 4."""
+    with few rows 16, 8 or 4, so that an epoch has 16 steps."""
     micro_batch_size: int | None = None
     """Most pairs (dpo, reward), completions (grpo) or, into which the dialogs of a step are packed,
     rows of --block_size tokens (sft) per forward pass of a process; lower it where memory runs out.
@@ -126,10 +126,8 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
         divide into micro-batches. Those of sft are filled up with empty rows."""
         if self.batch_size is None:
             num_rows = self.data.read_bytes().count(b"\n")
-            largest = num_rows // 16 if self.method == "sft" else num_rows // 4
-            least = 4 if self.method == "sft" else max(2, process.world_size)
             self.batch_size = 32
-            while self.batch_size > max(least, largest):
+            while self.batch_size > max(4, process.world_size, num_rows // 16):
                 self.batch_size //= 2
         if self.method == "sft":
             self.micro_batch_size = self.micro_batch_size or 8

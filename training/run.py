@@ -126,7 +126,7 @@ def check_folders(config: RunOptions, saved: dict | None) -> None:
         found = f"{folder} holds the checkpoints of another run"
     elif held and held["step"] > step:
         found = f"{folder} holds a checkpoint of step {held['step']}, after step {step}"
-    elif log is not None and log.get("run_id", "") != run_id and not begins_anew(config):
+    elif log is not None and log.get("run_id", "") != run_id and not begins_anew(config, log):
         found, name = f"{config.log_dir} holds the log of another run", "log_dir"
     else:
         return
@@ -166,14 +166,11 @@ def find_log(config: RunOptions, saved: dict) -> Path | None:
     return None
 
 
-def begins_anew(config: RunOptions) -> bool:
-    """Return whether the log is replaced: by --overwrite, or by --resume auto where its run ended
-    before the first checkpoint in the same folder."""
-    log = (logged_run(config.log_dir) or {}).get("config", {})
-    auto = flag_value(sys.argv[1:], "resume") == "auto"
-    unsaved = log.get("checkpoint_dir") == str(config.checkpoint_dir) and auto
-    none_saved = find_newest(config.checkpoint_dir) is None
-    return config.resume is None and (config.overwrite or (unsaved and none_saved))
+def begins_anew(config: RunOptions, log: dict) -> bool:
+    """Return whether this run replaces that of a log: with --resume auto, if it ended before its
+    first checkpoint in the same folder."""
+    auto = flag_value(sys.argv[1:], "resume") == "auto" and config.resume is None
+    return auto and log.get("config", {}).get("checkpoint_dir") == str(config.checkpoint_dir)
 
 
 @dataclass
@@ -318,7 +315,7 @@ class WandbTracker:
 
 def open_trackers(config: RunOptions, state: TrainState) -> list[Tracker]:
     """Open Weights & Biases and trackio as far as asked for. WANDB_PROJECT and TRACKIO_PROJECT in
-    the environment name the project, WANDB_NAME and TRACKIO_NAME the run."""
+    the environment name the project."""
     trackers: list[Tracker] = []
     shared = {"config": config.to_dict(), "resume": "allow"}
     if getattr(config, "wandb", False):  # it reads WANDB_NAME itself
@@ -327,6 +324,6 @@ def open_trackers(config: RunOptions, state: TrainState) -> list[Tracker]:
         trackers.append(WandbTracker(**options))
     if getattr(config, "trackio", False):
         project = os.environ.get("TRACKIO_PROJECT", "gpt2")
-        name = os.environ.get("TRACKIO_NAME", state.run_id)
-        trackers.append(import_module("trackio").init(project=project, name=name, **shared))
+        options = {"project": project, "name": state.run_id, **shared}
+        trackers.append(import_module("trackio").init(**options))
     return trackers

@@ -16,9 +16,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_of_machine(error: Exception) -> bool:
-    """Return whether an error says nothing of the file that is read: memory, rights, a disk."""
-    is_missing = isinstance(error, FileNotFoundError)
-    return is_out_of_memory(error) or (isinstance(error, OSError) and not is_missing)
+    """Return whether an error says nothing of the content of a file: memory, rights, a disk."""
+    return isinstance(error, OSError) or is_out_of_memory(error)
 
 
 def did_you_mean(name: str, known: list[str]) -> str:

@@ -1,7 +1,6 @@
 """Files that survive a crash: atomic writes, locks, free space, checksums."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import IO
 
 from utils.errors import UserError
-
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of Lustre and some NFS
 
 
 @contextlib.contextmanager
@@ -57,9 +54,7 @@ def lock_folder(folder: Path, work: str) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(f"another process is {work} {folder}; wait for its end") from error
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
+    except OSError as error:  # of Lustre and some NFS
         print(
             f"warning: {folder} cannot be locked ({error.strerror}): see that no other process is "
             "writing to it",
