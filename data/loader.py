@@ -22,7 +22,6 @@ from data.shards import (
     check_together,
     find_shards,
     folder_tokenizer,
-    is_unfinished,
     read_manifest,
 )
 from data.tokenizer import count_tokens, tokenizer_identity
@@ -92,8 +91,14 @@ class TokenStream:
 
     @property
     def unfinished(self) -> list[Path]:
-        """Folders that hold a part of their text, as the sharding was interrupted."""
-        return [folder for folder in self.folders if is_unfinished(read_manifest(folder))]
+        """Folders that hold a part of their text: neither its end nor --max_shards ended the
+        sharding, as it was interrupted or still runs."""
+        folders = []
+        for folder in self.folders:
+            manifest = read_manifest(folder) or {}
+            if not (manifest.get("complete", True) or manifest["stopped"]):
+                folders.append(folder)
+        return folders
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,); raise UserError for a bad id."""

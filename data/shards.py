@@ -121,14 +121,6 @@ def check_together(folders: Sequence[Path]) -> None:
         )
 
 
-def is_unfinished(manifest: dict | None) -> bool:
-    """Return whether a sharding was interrupted, or still runs: neither the source nor --max_shards
-    ended it."""
-    if manifest is None:
-        return False
-    return not (manifest.get("complete", True) or manifest["stopped"])
-
-
 def bytes_per_token(manifests: Sequence[dict | None], split: str) -> float | None:
     """Return the mean bytes of source text for a token of a split in one or several folders; None
     if one of them, made by others, does not tell the size of its text."""

@@ -32,7 +32,6 @@ ENCODINGS = {
     "gb18030": "GBK (GB18030)",
     "big5": "Big5",
     "cp932": "Shift-JIS",
-    "euc_kr": "EUC-KR",
     "cp1251": "Windows-1251",
     "koi8_r": "KOI8-R",
 }
@@ -131,10 +130,12 @@ def read_lines(lines: Iterable[str]) -> Iterator[object]:
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
-    """Yield the rows of a .json: those of an array, else the values in its lines."""
+    """Yield the rows of a .json: those of an array, one object, or the values in its lines."""
     first_line = file.readline()
-    if first_line.lstrip().startswith("["):
+    if first_line.startswith("["):
         yield from json.loads(first_line + file.read())
+    elif first_line.strip() == "{":
+        yield json.loads(first_line + file.read())
     else:
         yield from read_lines(chain([first_line], file))
 
@@ -190,7 +191,7 @@ def read_column(name: str, column: str) -> Iterator[object]:
                 row = row.get(column)
             num_undecoded = len(re.findall("[\udc80-\udcff]", row)) if isinstance(row, str) else 0
             if num_undecoded and encoding is None:
-                encoding = guess_encoding(row.encode(errors="surrogateescape"))
+                encoding = guess_encoding(row)
                 print(
                     f"warning: {name} is not UTF-8: it looks like {encoding}; a text with "
                     f"{num_undecoded:,} lost characters is left out, and others like it; convert "
@@ -206,10 +207,12 @@ def check_column(name: str, column: str, columns: list[str]) -> None:
         raise UserError(f"{name} has no --text_column {column!r}, but {', '.join(columns):.300}")
 
 
-def guess_encoding(data: bytes) -> str:
-    """Return the name of the encoding that bytes, which are not UTF-8, look like."""
+def guess_encoding(text: str) -> str:
+    """Return the name of the encoding that a text, which is not UTF-8, looks like."""
     from charset_normalizer import from_bytes
 
+    text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # as JSON may write them
+    data = text.encode(errors="surrogateescape")
     replaced = data.decode(errors="replace")
     if 2 * replaced.count("\ufffd") < len(re.findall("[^\0-\x7f]", replaced)):
         return "damaged UTF-8"

@@ -81,7 +81,7 @@ def test_every_format_gives_its_texts_and_is_continued_at_any_batch(mixed):
 
 def test_rows_without_a_text_are_counted_and_a_missing_column_names_those_there(tmp_path):
     lines = ['{"content": "good"}', '{"content": 7}', '{"text": "x"}', "{not json", "[]", ""]
-    lines += ['{"content": "\\ud800"}', '{"content": " "}']
+    lines += ['{"content": "\\ud800"}', '{"content": "\\ud800 \\udcff"}', '{"content": " "}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     table = pa.table({"id": [1, 2], "content": ["from parquet", None]})
     parquet.write_table(table, tmp_path / "b.parquet")
@@ -92,7 +92,9 @@ def test_rows_without_a_text_are_counted_and_a_missing_column_names_those_there(
     done = shard(files, tmp_path / "out", *args)
     expected = ["good", "from parquet", 'two\nlines, "quoted"', "NA", "first"]
     assert texts_in(tmp_path / "out", "train") == expected
-    assert "skipped: 5 without text, 1 not tokenizable, 1 empty" in done.stdout
+    assert (
+        "skipped: 5 without text, 1 not tokenizable, 1 not UTF-8: looks like Latin-1" in done.stdout
+    )
     for path in files:
         names = "content, id" if path.suffix == ".TSV" else "content"
         message = f"{path.name} has no --text_column 'body', but .*{names}"
@@ -195,7 +197,7 @@ def test_a_dataset_of_json_lines_with_a_value_that_is_no_text_is_read_as_its_fil
 
 def test_a_json_of_texts_and_one_of_objects_are_read(tmp_path):
     (tmp_path / "a.json").write_text('["one", 2, "three"]')
-    (tmp_path / "b.json").write_text('{"text": "four"}')
+    (tmp_path / "b.json").write_text('{\n "text": "four"\n}')
     (tmp_path / "c.json").write_text('\n{"text": "five"}\n{"text": "six"}\n')
     assert read(*sorted(tmp_path.iterdir())) == ["one", 2, "three", "four", "five", "six"]
     (tmp_path / "a.json").write_text('[{"text": "cut"},')
