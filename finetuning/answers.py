@@ -12,24 +12,11 @@ import torch
 from evaluation.tasks import Result, mean_result
 from finetuning.chat import decode_completion
 from finetuning.examples import TextEncoder, read_jsonl
-from finetuning.rewards import is_exact
+from finetuning.rewards import Completion, is_exact
 from model.generate import Sampling, complete
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A completion of a question."""
-
-    text: str
-    is_cut: bool
-    """True if it has the longest length, and no end."""
-
-    def is_right(self, row: dict) -> bool:
-        """Return True if it is exactly the row's answer; a part of an answer is none."""
-        return not self.is_cut and is_exact(self.text, row)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -53,7 +40,7 @@ class Questions:
         encode = partial(self.encoder.question, room=self.max_new_tokens, answered=True)
         self.examples = read_jsonl(self.path, encode)
 
-    def answers(self, model: GPT, sample: int = 0, **options) -> list[Answer]:
+    def answers(self, model: GPT, sample: int = 0, **options) -> list[Completion]:
         """Return a completion of each prompt, on every process; options of Sampling."""
         n, process, tokenizer = len(self.examples), self.process, self.encoder.tokenizer
         tokens = torch.zeros(n, self.max_new_tokens, dtype=torch.int64)  # ids + 1; 0: none
@@ -68,11 +55,13 @@ class Questions:
                 for i, text in zip(ids, texts, strict=True):
                     tokens[i, : len(text.tokens)] = torch.tensor(text.tokens) + 1
         model.train()
+        tokens = process.sum(tokens.to(process.device)).tolist()
         answers = []
-        for row in process.sum(tokens.to(process.device)).tolist():
-            written = [token - 1 for token in row if token]
+        for (row, _), padded in zip(self.examples, tokens, strict=True):
+            written = [token - 1 for token in padded if token]
             text = decode_completion(written, tokenizer, self.encoder.chat)
-            answers.append(Answer(text, is_cut=len(written) == self.max_new_tokens))
+            is_cut = len(written) == self.max_new_tokens
+            answers.append(Completion(row, text, is_cut=is_cut))
         return answers
 
     def score(
@@ -87,11 +76,11 @@ class Questions:
         row for each question; `progress` is called with the number of completions done."""
         rows, name = [row for row, _ in self.examples], self.path.stem
         greedy, right = self.answers(model, temperature=0), np.zeros(len(rows), np.int64)
-        exact = list(map(Answer.is_right, greedy, rows))
+        exact = [is_exact(answer) for answer in greedy]
         progress(len(rows))
         for sample in range(num_samples):
             sampled = self.answers(model, sample, temperature=temperature, seed=seed)
-            right += list(map(Answer.is_right, sampled, rows))
+            right += [is_exact(answer) for answer in sampled]
             progress(len(rows))
         kind = "chat" if self.encoder.chat else "plain text"
         results = [mean_result(name, f"greedy, {kind}", "exact match", exact)]

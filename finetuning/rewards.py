@@ -53,8 +53,8 @@ class Completion(NamedTuple):
 
     row: dict
     text: str
-    example: Example
-    """Its tokens, with the one that ended it, after those of the prompt."""
+    example: Example | None = None
+    """Its tokens, with the one that ended it, after those of the prompt; None of a question."""
     is_cut: bool = False
     """True if it has the longest length, and no end."""
 
@@ -62,9 +62,11 @@ class Completion(NamedTuple):
 Reward = Callable[[list[Completion]], list[float]]
 
 
-def is_exact(text: str, row: dict) -> bool:
-    """Return True if a completion is the row's answer, apart from white space around either."""
-    return text.strip() == str(row["answer"]).strip()
+def is_exact(completion: Completion) -> bool:
+    """Return True if a completion is the row's answer, apart from white space around either. One
+    that was cut is none: it may be the beginning of another answer."""
+    answer = str(completion.row["answer"])
+    return not completion.is_cut and completion.text.strip() == answer.strip()
 
 
 def load_reward(
@@ -72,10 +74,7 @@ def load_reward(
 ) -> Reward:
     """Return the reward of --reward `name` for texts of `encoder`."""
     if name == "exact":
-        # an answer that was cut may be the beginning of another one
-        return lambda completions: [
-            float(not c.is_cut and is_exact(c.text, c.row)) for c in completions
-        ]
+        return lambda completions: [float(is_exact(c)) for c in completions]
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
         sys.path.append(str(Path(file).resolve().parent))  # modules beside it can be imported

@@ -127,7 +127,7 @@ def positions_and_mask(first: Tensor, S: int, T: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote after a prompt."""
+    """Text of a model after a prompt."""
 
     tokens: list[int]
     """Without the one that ended it."""

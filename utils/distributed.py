@@ -34,7 +34,7 @@ class Process:
     nodes: int = 1
     """Machines with several processes each; 1 if every machine has a single process."""
     stop: StopSignal | None = None
-    """Of a run, which a signal ends between two batches; other scripts just end."""
+    """Signal that ends a run between two batches; None in other scripts, which just end."""
 
     @property
     def is_main(self) -> bool:
