@@ -63,8 +63,8 @@ class FileTokenizer(ByteTokenizer):
         added = {token["content"] for token in content[TOKENIZER]["added_tokens"]}
         self.added_ids = {vocab[token] for token in added}
         # a decoder may be missing; what writes bytes as characters tells it, too
-        parts = [content[TOKENIZER].get(x) for x in ("normalizer", "pre_tokenizer", "decoder")]
-        byte_level = "ByteLevel" in json.dumps(parts)
+        stages = [content[TOKENIZER].get(x) for x in ("normalizer", "pre_tokenizer", "decoder")]
+        byte_level = "ByteLevel" in json.dumps(stages)
         bytes_of = dict(zip(byte_characters(), range(256), strict=True))
         self.bytes = {self.eot: b""}
         for token, i in vocab.items():
@@ -185,7 +185,8 @@ def read_tokenizer(
         else:
             content = json.loads(path.read_text(encoding="utf-8"))
         ids = make_engine(json.dumps(content)).get_vocab()
-        if (highest := max(ids.values())) >= 65_535:
+        highest = max(ids.values())
+        if highest >= 65_535:
             raise ValueError(f"a token has id {highest:,}, and shards hold ids below 65,535")
         if isinstance(end_of_text, int) and end_of_text not in ids.values():
             end_of_text = None  # 50,256 is the default of transformers for any vocabulary

@@ -153,6 +153,6 @@ class Mixture:
         inputs, targets = np.empty((2, len(ids), self.block_size), np.int64)
         corpus = np.searchsorted(self.starts, ids, side="right") - 1
         for i in np.unique(corpus):
-            mine = corpus == i
-            inputs[mine], targets[mine] = self.parts[i].batch(ids[mine] - self.starts[i])
+            chosen = corpus == i
+            inputs[chosen], targets[chosen] = self.parts[i].batch(ids[chosen] - self.starts[i])
         return inputs, targets

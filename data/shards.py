@@ -87,7 +87,8 @@ def read_manifest(folder: Path) -> dict | None:
 def folder_tokenizer(folder: Path) -> str:
     """Return the spec of a folder's tokenizer; raise UserError if it is missing or another."""
     manifest = read_manifest(folder) or {}
-    if (path := folder / TOKENIZER).exists():
+    path = folder / TOKENIZER
+    if path.exists():
         reader = import_module("data.file_tokenizer")  # on demand: it imports tokenizers
         spec = reader.read_tokenizer(path, manifest.get("end_of_text"))
         name = manifest.get("tokenizer")
@@ -104,12 +105,12 @@ def folder_tokenizer(folder: Path) -> str:
 def check_together(folders: Sequence[Path]) -> None:
     """Raise UserError for folders that cannot be read together: one that is given twice, and those
     of different --val_fraction, as one may train on the validation text of the other."""
-    given: set[Path] = set()
+    seen: set[Path] = set()
     fractions: dict[float, Path] = {}  # those of folders made by others are not known
     for folder in folders:
-        if folder.resolve() in given:
+        if folder.resolve() in seen:
             raise UserError(f"--data_dir names {folder} twice; a weight gives it a larger share")
-        given.add(folder.resolve())
+        seen.add(folder.resolve())
         manifest = read_manifest(folder) or {}
         if "val_fraction" in manifest:
             fractions[manifest["val_fraction"]] = folder

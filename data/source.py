@@ -81,11 +81,11 @@ def is_binary(path: Path) -> bool:
 
 def walk(folder: str) -> list[Path]:
     """Return the files below a folder in name order, but hidden ones and installed packages."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [x for x in folders if not x.startswith(".") and x != "site-packages"]
-        found += [Path(parent, x) for x in names if not x.startswith(".")]
-    return sorted(found)
+        paths += [Path(parent, x) for x in names if not x.startswith(".")]
+    return sorted(paths)
 
 
 def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
