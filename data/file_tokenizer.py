@@ -243,31 +243,31 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     path = folder / TOKENIZER
     if not path.is_file() and (folder / MERGES).is_file():
         path = folder / VOCABULARY
-    if path.is_file():
-        end_ids = []
-        for name in ("config.json", "generation_config.json"):
-            eos = read_json(folder / name).get("eos_token_id")
-            if eos is not None:
-                end_ids += eos if isinstance(eos, list) else [eos]
-        config = read_json(folder / "tokenizer_config.json")
-        tokens = {}
-        for name in ("bos_token", "eos_token"):
-            token = config.get(name)
-            if token is not None:
-                tokens[name] = token["content"] if isinstance(token, dict) else token
-        template = config.get("chat_template")
-        if isinstance(template, list):  # several templates with names
-            template = {x["name"]: x["template"] for x in template}.get("default")
-        if (folder / "chat_template.jinja").is_file():
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        first = end_ids[0] if end_ids else None
-        spec = read_tokenizer(path, first, template, end_ids, tokens)
-        check_spaces(path, spec)
-        return spec
-    for name, tokens in TOKENIZERS.items():
-        if tokens.vocab_size == vocab_size:
-            return name
-    raise UserError(f"{folder} has no {TOKENIZER} for its {vocab_size:,} tokens")
+    if not path.is_file():
+        for name, tokenizer in TOKENIZERS.items():
+            if tokenizer.vocab_size == vocab_size:
+                return name
+        raise UserError(f"{folder} has no {TOKENIZER} for its {vocab_size:,} tokens")
+    end_ids = []
+    for name in ("config.json", "generation_config.json"):
+        eos = read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            end_ids += eos if isinstance(eos, list) else [eos]
+    config = read_json(folder / "tokenizer_config.json")
+    template_tokens = {}
+    for name in ("bos_token", "eos_token"):
+        token = config.get(name)
+        if token is not None:
+            template_tokens[name] = token["content"] if isinstance(token, dict) else token
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several templates with names
+        template = {x["name"]: x["template"] for x in template}.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    end_of_text = end_ids[0] if end_ids else None
+    spec = read_tokenizer(path, end_of_text, template, end_ids, template_tokens)
+    check_spaces(path, spec)
+    return spec
 
 
 def read_json(path: Path) -> dict:

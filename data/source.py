@@ -189,16 +189,19 @@ def read_column(name: str, column: str) -> Iterator[object]:
                 if number == 0 and row:
                     check_column(name, column, list(row))
                 row = row.get(column)
-            num_undecoded = len(re.findall("[\udc80-\udcff]", row)) if isinstance(row, str) else 0
-            if num_undecoded and encoding is None:
+            undecoded = re.findall("[\udc80-\udcff]", row) if isinstance(row, str) else []
+            if not undecoded:
+                yield row
+                continue
+            if encoding is None:
                 encoding = guess_encoding(row)
                 print(
                     f"warning: {name} is not UTF-8: it looks like {encoding}; a text with "
-                    f"{num_undecoded:,} lost characters is left out, and others like it; convert "
+                    f"{len(undecoded):,} lost characters is left out, and others like it; convert "
                     "the file",
                     file=sys.stderr,
                 )
-            yield Skipped(f"not UTF-8: looks like {encoding}") if num_undecoded else row
+            yield Skipped(f"not UTF-8: looks like {encoding}")
 
 
 def check_column(name: str, column: str, columns: list[str]) -> None:
