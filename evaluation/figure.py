@@ -19,14 +19,24 @@ from utils.metrics import read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 AXIS_LABELS = {"step": "step", "tokens": "training tokens", "hours": "hours of training steps"}
-UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
+UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte", "reward": "reward"}
+TITLES = {
+    "loss": "validation (thick) and training loss",
+    "bits_per_byte": "validation loss",
+    "reward": "mean reward: held out (thick) and sampled",
+}
+COLUMN_LABELS = {
+    "lr": "learning rate",
+    "tokens_per_s": "tokens per second",
+    "completion_tokens": "tokens per completion",
+}
 LINES = ("-", "--", "-.", ":")  # of runs
 DASHES = ((6, 3), (1, 2), (6, 2, 1, 2), (3, 1))  # of published figures
 TASKS = find_tasks()
 SHARES = {name: task.metric for name, task in TASKS.items()}  # metric that is drawn, by split
 SHARES["answers"] = "exact"  # of finetune.py --questions
 MARKS = dict(zip(SHARES, cycle(zip("os^D", DASHES, strict=True)), strict=False))
-SAMPLE_LINES, SAMPLE_WIDTH = 9, 150  # of the newest text of samples.txt that is shown
+SAMPLE_LINES, SAMPLE_WIDTH = 10, 150  # of the newest text of samples.txt that is shown
 
 
 @dataclass(frozen=True)
@@ -38,11 +48,6 @@ class Run:
     log: Log
     tokenizer: str | None
     corpus: str | None
-
-    @property
-    def has_rewards(self) -> bool:
-        """Whether this is a run of GRPO, whose loss says nothing."""
-        return "reward" in self.log["train"][-1]
 
 
 def read_run(path: Path) -> Run:
@@ -84,127 +89,86 @@ def draw(
     columns: tuple[str, ...] = (),
 ) -> None:
     """Draw the runs whose logs are at `paths` over each other into the picture `out`: their losses,
-    in bits per byte if their tokenizers differ, or the rewards of runs of GRPO. `size` (of SIZES)
-    adds OpenAI's GPT-2, `columns` further scalars of training rows."""
+    in bits per byte if their tokenizers differ, or the rewards of runs of GRPO, whose loss says
+    nothing. `size` (of SIZES) adds OpenAI's GPT-2, `columns` further scalars of training rows."""
     runs = [read_run(path) for path in paths]
     if len({run.label for run in runs}) < len(runs):
         runs = [replace(run, label=str(path)) for run, path in zip(runs, paths, strict=True)]
     check_columns(runs, columns)
-    rewarded = all(run.has_rewards for run in runs)
-    figure, panels = make_panels(runs, rewarded, columns)
-    key = "loss" if len({run.tokenizer for run in runs} - {None}) < 2 else "bits_per_byte"
+    key = "loss"
+    if len({run.tokenizer for run in runs} - {None}) > 1:
+        key = "bits_per_byte"
+    if all("reward" in run.log["train"][-1] for run in runs):
+        key = "reward"
+    lower = ["completion_tokens" if key == "reward" else "lr", "tokens_per_s"]
+    more = [column for column in columns if column not in lower]
+    has_shares = any(name in run.log for run in runs for name in SHARES)
+    figure, panels = make_panels(key, lower, more, has_shares)
     for i, run in enumerate(runs):
         style = {"ls": LINES[i % 4], "color": f"C{i}"}
-        draw_run(panels, run, unit, style)
-        if rewarded:
-            draw_rewards(panels, run, unit, style)
-        else:
-            draw_losses(panels["loss"], run, unit, key, style)
-        for column in columns:
-            axes = panels[f"column {column}"]
-            axes.plot(*curve(run.log, unit, "train", column), lw=1, **style)
-            axes.set(ylabel=column)
-    if rewarded:
+        draw_main(panels["main"], run, unit, key, style)
+        for column in (*lower, *more):
+            panels[column].plot(*curve(run.log, unit, "train", column), lw=1, **style)
+        for name, metric in SHARES.items():
+            x, shares = curve(run.log, unit, name, metric)
+            if shares:
+                marker, _ = MARKS[name]
+                label = f"{name}, {run.label}: {shares[-1]:.3f}"
+                panels["shares"].plot(x, shares, marker=marker, ms=4, label=label, **style)
+    if key == "reward":
         show_sample(panels["samples"], runs[-1])
     else:
-        draw_published_loss(panels["loss"], runs, size)
-        scale_losses(panels["loss"], key)
-    if "shares" in panels:
-        for name, task in TASKS.items():
-            if any(name in run.log for run in runs):
-                figures = (task.protocols[0], task.metric, size)
-                draw_published(panels["shares"], task.published, figures, name)
-        panels["shares"].set_ylim(max(0, panels["shares"].get_ylim()[0]), None)
-    panels["speed"].set_ylim(0, None)
+        draw_published_loss(panels["main"], runs, size)
+        scale_losses(panels["main"])
+    for name, task in TASKS.items():
+        if any(name in run.log for run in runs):
+            figures = (task.protocols[0], task.metric, size)
+            draw_published(panels["shares"], task.published, figures, name)
+    panels["tokens_per_s"].set_ylim(0, None)
     save(figure, unit, out)
 
 
 def make_panels(
-    runs: list[Run], rewarded: bool, columns: tuple[str, ...]
+    key: str, lower: list[str], more: list[str], has_shares: bool
 ) -> tuple[Figure, dict[str, Axes]]:
-    """Return a figure and its panels by name: "shares" of right answers only where there are some;
-    for GRPO "reward", "length" and "samples" instead of "loss" and "rate"."""
-    scored = any(name in run.log for run in runs for name in SHARES)
-    first = "reward" if rewarded else "loss"
-    grid = [[first, "shares" if scored else first]]
-    grid.append(["length" if rewarded else "rate", "speed"])
-    if rewarded:
+    """Return a figure and its panels by name: "main" for `key`, "shares" of right answers beside it
+    if there are some, one for each column of training rows in `lower`, side by side, and in `more`,
+    and "samples" if `key` is "reward"."""
+    grid = [["main", "shares" if has_shares else "main"], lower]
+    grid += [[column, column] for column in more]
+    if key == "reward":
         grid.append(["samples", "samples"])
-    for column in columns:
-        grid.append([f"column {column}", f"column {column}"])
-    widths = (3, 2) if scored else (1, 1)
-    heights = [1.4 if "samples" in row else 2 for row in grid]
-    heights[0] = 3
+    widths = (3, 2) if has_shares else (1, 1)
+    heights = (3, *[2] * (len(grid) - 1))
     figure = Figure(figsize=(12, 1.4 * sum(heights)), layout="constrained")
     panels = figure.subplot_mosaic(grid, width_ratios=widths, height_ratios=heights)
-    panels["speed"].set(ylabel="tokens per second")
-    panels["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
-    if scored:
+    for column in (*lower, *more):
+        panels[column].set(ylabel=COLUMN_LABELS.get(column, column))
+    panels["tokens_per_s"].yaxis.set_major_formatter(EngFormatter(sep=""))
+    if has_shares:
         panels["shares"].set(ylabel="accuracy", title="benchmarks and questions")
-    if rewarded:
-        panels["reward"].set(ylabel="reward", title="mean reward: held out (thick), sampled")
-        panels["length"].set(ylabel="tokens per completion")
-    else:
-        panels["rate"].set(ylabel="learning rate")
+    panels["main"].set(ylabel=UNITS[key], title=TITLES[key])
     return figure, panels
 
 
-def draw_run(panels: dict[str, Axes], run: Run, unit: str, style: dict) -> None:
-    """Draw what all kinds of runs have: rate, speed and shares of right answers."""
-    for panel, column in (("rate", "lr"), ("speed", "tokens_per_s")):
-        if panel in panels:
-            panels[panel].plot(*curve(run.log, unit, "train", column), lw=1, **style)
-    for name, metric in SHARES.items():
-        x, shares = curve(run.log, unit, name, metric)
-        if shares:
-            marker, _ = MARKS[name]
-            label = f"{name}, {run.label}: {shares[-1]:.3f}"
-            panels["shares"].plot(x, shares, marker=marker, ms=4, label=label, **style)
-
-
-def draw_losses(axes: Axes, run: Run, unit: str, key: str, style: dict) -> None:
-    """Draw validation loss as a thick line and, in nats per token (`key` "loss", not
-    "bits_per_byte"), training loss as a thin one."""
-    x, losses = curve(run.log, unit, "val", key)
-    label = f"{run.label}: no validation in {UNITS[key]}"
-    if losses:
-        label = f"{run.label}: {losses[-1]:.3f} {UNITS[key]}"
-    first = 0
-    if key == "loss":
-        axes.plot(*curve(run.log, unit, "train", "loss"), lw=0.6, alpha=0.45, **style)
-        if len(x) > 1 and x[0] == 0:
-            # a point: a line from the loss before training to the next validation would lie far
-            # from the training loss between them
-            axes.plot(x[:1], losses[:1], marker="o", ms=5, mfc="none", **style)
-            first = 1
-    axes.plot(x[first:], losses[first:], lw=1.8, marker="o", ms=3, label=label, **style)
-
-
-def draw_rewards(panels: dict[str, Axes], run: Run, unit: str, style: dict) -> None:
-    """Draw the rewards of sampled completions, with that of held-out prompts as a thick line, and
-    the length of the completions."""
-    x, rewards = curve(run.log, unit, "train", "reward")
-    label = f"{run.label}: {rewards[-1]:.3f}"
-    panels["reward"].plot(x, rewards, lw=1, label=label, **style)
-    x, rewards = curve(run.log, unit, "held_out", "reward")
-    if rewards:
-        panels["reward"].plot(x, rewards, lw=1.8, marker="o", ms=3, **style)
-    panels["length"].plot(*curve(run.log, unit, "train", "completion_tokens"), lw=1, **style)
+def draw_main(axes: Axes, run: Run, unit: str, key: str, style: dict) -> None:
+    """Draw losses or rewards: of validation as a thick line, of training as a thin one, which there
+    is none of in bits per byte."""
+    axes.plot(*curve(run.log, unit, "train", key), lw=0.8, alpha=0.6, **style)
+    x, values = curve(run.log, unit, "held_out" if key == "reward" else "val", key)
+    last = f"{values[-1]:.3f}" if values else "no validation"
+    label = f"{run.label}: {last}"
+    axes.plot(x, values, lw=1.8, marker="o", ms=3, label=label, **style)
 
 
 def show_sample(axes: Axes, run: Run) -> None:
     """Show the beginning of the newest text in a run's samples.txt."""
     axes.set_axis_off()
-    path = run.folder / SAMPLES
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    _, mark, newest = text.rpartition("--- step ")
-    if not mark:
-        return
-    step, *lines = newest.splitlines()
-    axes.set_title(f"{run.label}, step {step}: rewards and completions", loc="left")
-    cut = [line[:SAMPLE_WIDTH] for line in lines[:SAMPLE_LINES]]
+    text = (run.folder / SAMPLES).read_text(encoding="utf-8")
+    newest = text[text.rfind("--- step ") :].splitlines()
+    lines = [line[:SAMPLE_WIDTH] for line in newest[:SAMPLE_LINES]]
     style = {"family": "monospace", "fontsize": 8, "va": "top", "parse_math": False}
-    axes.text(0, 1, "\n".join(cut), transform=axes.transAxes, **style)
+    axes.text(0, 1, "\n".join(lines), transform=axes.transAxes, **style)
 
 
 def draw_published_loss(axes: Axes, runs: list[Run], size: str | None) -> None:
@@ -224,11 +188,10 @@ def draw_published(axes: Axes, figures: Published, key: tuple, task: str) -> Non
         axes.axhline(value, color="black", ls=(0, dashes), lw=1, label=label)
 
 
-def scale_losses(axes: Axes, key: str) -> None:
+def scale_losses(axes: Axes) -> None:
     """Set a logarithmic scale of the losses, whose tick labels are enough and have enough digits to
     differ. Steps have a linear one, on which step 0 has a place and the last ones have most."""
-    title = "validation (thick) and training loss" if key == "loss" else "validation loss"
-    axes.set(ylabel=f"loss ({UNITS[key]})", yscale="log", title=title)
+    axes.set_yscale("log")
     low, high = axes.yaxis.get_view_interval()
     locator = AutoLocator() if high < 20 * low else LogLocator(subs=(1, 2, 5))
     axes.yaxis.set(major_locator=locator, minor_locator=NullLocator())

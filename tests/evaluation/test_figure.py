@@ -85,7 +85,7 @@ def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, figur
     draw([a], tmp_path / "bytes.png")
     mixed, same = (found.axes[0] for found in figures)
     assert "bits per byte" in mixed.get_ylabel() and "nats per token" in same.get_ylabel()
-    assert [list(line.get_ydata()) for line in mixed.lines] == [[1, 0.5], [2, 1.75]]
+    assert [list(line.get_ydata()) for line in mixed.lines] == [[], [1, 0.5], [], [2, 1.75]]
     assert [2, 1.75] not in [list(line.get_ydata()) for line in same.lines]
     assert not openai_lines(mixed)
 
@@ -118,19 +118,17 @@ def add_rows(run, *rows):
             file.write(json.dumps(row) + "\n")
 
 
-def test_steps_0_and_1_stand_at_their_places_and_no_line_leaves_the_untrained_model(
-    tmp_path, figures
-):
-    run = write_run(tmp_path / "run", [4, 3, 2, 1.5])
+def test_steps_0_and_1_stand_at_their_places(tmp_path, figures):
+    run = write_run(tmp_path / "run", [4, 3])
     add_rows(run, {"step": 0, "split": "val", "loss": 5.5})
     draw([run], tmp_path / "a.png")
     axes = figures[0].axes[0]
     assert axes.get_xscale() == "linear"
-    training, untrained, validation = (
+    training, validation = (
         list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines
     )
-    assert training == validation == [(2048, 4), (4096, 3), (6144, 2), (8192, 1.5)]
-    assert untrained == [(0, 5.5)]
+    assert training == [(2048, 4), (4096, 3)]
+    assert validation == [(0, 5.5), *training]
 
 
 def test_all_speeds_are_seen(tmp_path, figures):
@@ -159,7 +157,7 @@ def test_a_run_of_grpo_shows_rewards_answers_lengths_and_samples(tmp_path, figur
     assert drawn["reward"] == [[0.25, 0.5], [0.125, 0.25]]
     assert drawn["accuracy"] == [[0.0625, 0.125]]
     assert drawn["tokens per completion"] == [[9, 8]]
-    assert [text.get_text() for text in panels[""].texts] == ["prompt: 'a$b'\n1  '好'"]
+    assert [text.get_text() for text in panels[""].texts] == ["--- step 2\nprompt: 'a$b'\n1  '好'"]
     assert not any(name.startswith("loss") for name in panels)
 
 
@@ -167,6 +165,7 @@ def test_columns_are_drawn_and_one_that_no_row_has_is_named(tmp_path, figures):
     run = write_run(tmp_path / "run", [4, 2])
     draw([run], tmp_path / "a.png", columns=("ms", "loss"))
     assert [axes.get_ylabel() for axes in figures[0].axes][-2:] == ["ms", "loss"]
+    draw([run], tmp_path / "a.png", columns=("lr",))  # is there already
     message = "^--columns has no foo; the logs have loss, lr, ms, tokens, tokens_per_s$"
     with pytest.raises(UserError, match=message):
         draw([run], tmp_path / "b.png", columns=("ms", "foo"))
