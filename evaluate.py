@@ -25,7 +25,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.periodic import read_on_all
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table
-from evaluation.tasks import Item, Result, TaskScores, check_numbers, find_tasks
+from evaluation.tasks import Result, TaskScores, find_tasks
 from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
@@ -136,7 +136,6 @@ def open_validation(config: EvalConfig, scorer: ItemScorer, saved: dict) -> Job:
             corpora.append(("weighted mean", sum(counts), weighted_mean(scores, val.weights)))
         results = []
         for corpus, n, values in corpora:
-            check_numbers([values["loss"]])
             metrics = {**values, "perplexity": math.exp(values["loss"])}
             results += [Result("val", corpus, metric, n, x) for metric, x in metrics.items()]
         return results, []
@@ -160,13 +159,7 @@ def open_task(
     questions = Questions(Path(name), encoder, scorer.process, scorer.dtype, *sizes)
     questions.examples = questions.examples[: config.limit]
     sampling = (config.num_samples, config.temperature, config.seed)
-
-    def score() -> TaskScores:
-        ((text_score,),) = scorer.score([Item("", (" a",))])
-        check_numbers([text_score.logprob])  # a model of NaN would answer, but wrongly
-        return questions.score(scorer.model, *sampling, scorer.progress)
-
-    return score
+    return lambda: questions.score(scorer.model, *sampling, scorer.progress)
 
 
 def main(config: EvalConfig) -> None:
@@ -175,6 +168,8 @@ def main(config: EvalConfig) -> None:
     process = distributed.start(config.device)
     checkpoint = find_checkpoint(name)
     model, tokenizer, saved = open_model(checkpoint or name, exact=True)
+    if any(weights.isnan().any() for weights in model.parameters()):
+        raise UserError(f"{checkpoint or name} has weights that are NaN (not a number)")
     config.chat = config.chat or is_chat(saved, name, tokenizer)
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     scorer = ItemScorer(model, load_tokenizer(tokenizer), process, dtype, config.batch_size)
@@ -187,16 +182,20 @@ def main(config: EvalConfig) -> None:
         if path and process.is_main:
             check_writable(path)
     for_inference(model.to(process.device), process.device, dtype, rows=2048)
-    header = {key: saved[key] for key in ("run_id", "step") if key in saved}
-    header |= {"model": name, "dtype": str(dtype).removeprefix("torch.")}
-    results, examples, left_out = [], [], []
+    header = {
+        "run_id": saved.get("run_id"),
+        "step": saved.get("step"),
+        "model": name,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    results, examples = [], []
     for task, job in jobs.items():
         try:
             with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
                 scorer.progress = bar.update
                 found, more = job()
         except UserError as error:
-            left_out.append(f"{task} is left out: {error}")
+            process.print(f"{task} is left out: {error}")
             continue
         results, examples = results + found, examples + more
         if process.is_main:  # at once, so that an end before the last task loses none
@@ -204,11 +203,11 @@ def main(config: EvalConfig) -> None:
             content = {**header, "results": [row._asdict() for row in rows]}
             outputs[task].write_text(json.dumps(content, indent=1))
     if not results:
-        raise UserError("; ".join(left_out))
+        raise UserError("no task could be scored")
     if process.is_main:
         if config.dump:
             config.dump.write_text("".join(f"{json.dumps(example)}\n" for example in examples))
-        print(format_table(results, model.config.size or "gpt2"), *left_out, sep="\n")
+        print(format_table(results, model.config.size or "gpt2"))
         print(f"wrote {', '.join(map(str, dict.fromkeys(outputs.values())))}")
     distributed.stop()
 

@@ -71,7 +71,7 @@ class Evaluator:
 
     @property
     def validation_text(self) -> str:
-        """What the validation loss is of: losses of other text or tokens cannot be compared."""
+        """Name of the text and tokens that are validated: only losses of the same are compared."""
         stream = self.val.stream
         counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]
         return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
@@ -96,9 +96,7 @@ class Evaluator:
             if self.due(step, task.name):
                 with uncompiled(self.config.use_torch_compile):
                     results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
-                figures = {"n": results[0].n} | {r.metric: r.value for r in results}
-                ties = {f"{r.metric}_ties": r.ties for r in results if r.ties}
-                yield task.name, {**figures, **ties}
+                yield task.name, {"n": results[0].n} | {r.metric: r.value for r in results}
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""

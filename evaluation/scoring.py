@@ -130,7 +130,10 @@ class ItemScorer(Scorer):
                 table[[row.first + i for row in batch for i in range(len(row.choices))]] = scores
             self.progress(len(batch) * self.process.world_size)
         self.model.train()
-        columns = self.process.sum_float64(table).T.tolist()
+        table = self.process.sum_float64(table)
+        if table.isnan().any():
+            raise UserError("the model gives NaN (not a number) instead of a probability")
+        columns = table.T.tolist()
         kinds = Score.__annotations__.values()
         found = map(Score, *(map(kind, x) for kind, x in zip(kinds, columns, strict=True)))
         return [list(islice(found, len(item.choices))) for item in items]

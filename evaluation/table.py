@@ -1,7 +1,7 @@
 """The table of evaluate.py."""
 
 from evaluation.published import VALIDATION
-from evaluation.tasks import Result, find_tasks, takes_first
+from evaluation.tasks import Result, find_tasks
 
 
 def format_table(results: list[Result], size: str) -> str:
@@ -18,21 +18,10 @@ def format_table(results: list[Result], size: str) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     form = "  ".join(f"{{:{'>' if i in (3, 4) else '<'}{w}}}" for i, w in enumerate(widths))
     notes = [f"{mark} {source}" for source, mark in marks.items()]
-    notes += describe_ties(results)
-    return "\n".join([form.format(*line).rstrip() for line in lines] + notes)
-
-
-def describe_ties(results: list[Result]) -> list[str]:
-    """Return a line for each protocol under which examples have several best choices."""
-    counts = {}
     for r in results:
         if r.ties:
-            counts.setdefault((r.task, r.protocol), []).append(f"{r.ties:,} ({r.metric})")
-    lines = []
-    for (task, protocol), ties in counts.items():
-        rule = "the first one counts, as in the harness"
-        if not takes_first(protocol):
-            rule = "each counts as its share"
-        examples = f"examples with several best choices: {', '.join(ties)}"
-        lines.append(f"{task}, {protocol}: {examples}; {rule}")
-    return lines
+            rule = "each best choice counts as its share"
+            if r.protocol.startswith("lm-eval"):
+                rule = "the first best choice counts, as in the harness"
+            notes.append(f"{r.task}, {r.protocol}, {r.metric}: {r.ties:,} ties; {rule}")
+    return "\n".join([form.format(*line).rstrip() for line in lines] + notes)

@@ -55,37 +55,10 @@ ValueOf = Callable[[str, Score], float]  # the continuation with the highest val
 
 
 def mean_result(task: str, protocol: str, metric: str, values: Sequence[float]) -> Result:
-    """Return the mean of values, or the share of hits, and its standard error. Raises UserError for
-    NaN."""
-    check_numbers(values)
+    """Return the mean of values, or the share of hits, and its standard error."""
     n = len(values)
     stderr = float(np.std(values, ddof=1)) / n**0.5 if n > 1 else None
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr)
-
-
-def check_numbers(values: Sequence[float]) -> None:
-    """Raise UserError if a value is NaN: no choice is the best one then."""
-    if np.isnan(values).any():
-        raise UserError("the model gives NaN (not a number) instead of a probability")
-
-
-def takes_first(protocol: str) -> bool:
-    """Return whether a protocol chooses the first of several best choices, as the harness does."""
-    return protocol.startswith("lm-eval")
-
-
-def best_choices(values: Sequence[float]) -> list[int]:
-    """Return the indices of all choices that have the highest value. Raises UserError for NaN."""
-    check_numbers(values)
-    return np.flatnonzero(np.array(values) == np.max(values)).tolist()
-
-
-def credit(best: list[int], label: int, first_alone: bool) -> float:
-    """Return what an example with the best choices `best` adds to an accuracy: the chance that one
-    of them, drawn at random, is right, or with `first_alone` whether the first one is."""
-    if first_alone:
-        return float(best[0] == label)
-    return float(label in best) / len(best)
 
 
 class Task:
@@ -133,16 +106,17 @@ class Task:
             found = [about | {"index": i, "label": item.label} for i, item in enumerate(items)]
             metrics = {"acc": lambda choice, s: s.logprob} | self.values.get(protocol, {})
             for metric, value_of in metrics.items():
-                credits = []
+                credits = []  # of an example: the chance that one of its best choices is right
                 ties = 0
                 for example, item, choices in zip(found, items, scores, strict=True):
                     values = list(map(value_of, item.choices, choices))
                     example.setdefault("logprobs", values)
-                    best = best_choices(values)
-                    example[f"pick_{metric}"] = best[0]
-                    example[f"tied_{metric}"] = len(best)
-                    credits.append(credit(best, item.label, takes_first(protocol)))
+                    best = np.flatnonzero(np.array(values) == max(values))
                     ties += len(best) > 1
+                    example[f"pick_{metric}"] = int(best[0])
+                    if protocol.startswith("lm-eval"):
+                        best = best[:1]  # the harness takes the first
+                    credits.append(float(item.label in best) / len(best))
                 result = mean_result(self.name, protocol, metric, credits)
                 results.append(result._replace(ties=ties))
             examples += found

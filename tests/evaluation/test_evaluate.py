@@ -134,18 +134,15 @@ def test_results_of_a_model_of_others_lie_in_logs():
     ]
 
 
-def test_a_model_of_nan_gets_no_scores(exported, shards, tmp_path):
+def test_a_model_of_nan_gets_no_scores(shards, tmp_path):
     broken = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32))
     broken.transformer.wte.weight.data.fill_(torch.nan)
     save_pretrained(broken, tmp_path / "hf")
     save_tokenizer(load_tokenizer("bytes"), tmp_path / "hf", 128)
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    tasks = ["--tasks", "val", "hellaswag", tmp_path / "sums.jsonl"]
-    tasks += ["--data", exported / "h.jsonl", "--data_dir", shards]
-    out = ["--out", tmp_path / "e.json", "--val_tokens", 128]
-    done = script("evaluate.py", "--model", tmp_path / "hf", *tasks, *out, code=2)
-    assert done.stderr.count("is left out: the model gives NaN") == 3
-    assert not (tmp_path / "e.json").read_text()
+    args = ["--tasks", "val", "--data_dir", shards, "--out", tmp_path / "e.json"]
+    done = script("evaluate.py", "--model", tmp_path / "hf", *args, code=2)
+    assert "hf has weights that are NaN" in done.stderr
+    assert not (tmp_path / "e.json").exists()
 
 
 def test_a_task_that_does_not_fit_the_context_is_left_out(exported, tmp_path):
