@@ -76,9 +76,9 @@ def export(model: GPT, spec: str, saved: dict, checkpoint: Path, out: Path) -> N
 
 def commit_of(folder: Path) -> str | None:
     """Return the commit of a folder's repository, None outside of one or without git."""
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", folder, "rev-parse", "--short", "HEAD"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -94,13 +94,12 @@ def public_name(source: str) -> str:
 
 def read_scores(checkpoint: Path, saved: dict) -> list[Result]:
     """Return the results that evaluate.py has written beside a checkpoint, for its very step."""
-    results = {}
+    results = []
     for path in sorted(checkpoint.parent.glob(f"{checkpoint.stem}_*.json")):
         scores = json.loads(path.read_text() or "{}")  # empty while it is being scored
         if (scores.get("run_id"), scores.get("step")) == (saved["run_id"], saved["step"]):
-            for row in scores["results"]:
-                results[row["task"], row["protocol"], row["metric"]] = Result(**row)
-    return list(results.values())
+            results += [Result(**row) for row in scores["results"]]
+    return results
 
 
 def model_card(model: GPT, tokenizer: str, saved: dict, path: Path, is_chat: bool) -> str:

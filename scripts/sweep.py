@@ -22,7 +22,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
-from evaluation.figure import draw_sweep
+from evaluation.figure import UNITS, draw_sweep
 from utils.cli import run
 from utils.errors import UserError
 from utils.logger import CONFIG, METRICS
@@ -31,7 +31,6 @@ from utils.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 Point = dict[str, str]  # a value for each option of the grid and the seed
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
-TITLES = {"loss": "validation loss", "bits_per_byte": "bits per byte"}
 processes: list[subprocess.Popen] = []
 
 
@@ -125,7 +124,7 @@ def collect(out: Path) -> dict[str, dict[str, Log]]:
 
 
 def comparable_loss(groups: dict[str, dict[str, Log]]) -> str:
-    """Return the loss to compare by, a key of TITLES: bits per byte where tokenizers or texts
+    """Return the loss to compare by, a key of UNITS: bits per byte where tokenizers or texts
     differ and all runs have it."""
     last = [log["val"][-1] for logs in groups.values() for log in logs.values()]
     ratios = [row["loss"] / row["bits_per_byte"] for row in last if row.get("bits_per_byte")]
@@ -141,10 +140,8 @@ def to_markdown(groups: dict[str, dict[str, Log]], key: str) -> str:
         name: {seed: log["val"][-1][key] for seed, log in logs.items()}
         for name, logs in groups.items()
     }
-    lines = [
-        f"| run | {TITLES[key]} | std | to the best | seeds | tokens | tokens/s |",
-        "|---" * 7 + "|",
-    ]
+    title = f"validation loss ({UNITS[key]})"
+    lines = [f"| run | {title} | std | to the best | seeds | tokens | tokens/s |", "|---" * 7 + "|"]
     names = sorted(groups, key=lambda name: fmean(losses[name].values()))
     best = losses[names[0]]
     for name in names:

@@ -90,6 +90,6 @@ def test_the_table_has_means_and_compares_tokenizers_by_bits_per_byte(tmp_path):
         (tmp_path / name / "logs" / "config.json").write_text('{"config": {"max_steps": 9}}')
     done = script("scripts/sweep.py", "--out", tmp_path, "--grid", "data_dir gpt2", "--seeds", 1, 2)
     title, _, first, second, _ = done.stdout.splitlines()
-    assert "| bits per byte |" in title
+    assert "| validation loss (bits per byte) |" in title
     assert first == "| data_dir=gpt2 | 1.9200 | 0.0283 | +0.0000 ± 0.0000 | 2 | 512 | 100 |"
     assert second == "| data_dir=bytes | 2.9000 | - | +1.0000 | 1 | 512 | 100 |"
