@@ -164,7 +164,10 @@ def draw_main(axes: Axes, run: Run, unit: str, key: str, style: dict) -> None:
 def show_sample(axes: Axes, run: Run) -> None:
     """Show the beginning of the newest text in a run's samples.txt."""
     axes.set_axis_off()
-    text = (run.folder / SAMPLES).read_text(encoding="utf-8")
+    path = run.folder / SAMPLES
+    if not path.exists():
+        return  # a log that was copied alone
+    text = path.read_text(encoding="utf-8")
     newest = text[text.rfind("--- step ") :].splitlines()
     lines = [line[:SAMPLE_WIDTH] for line in newest[:SAMPLE_LINES]]
     style = {"family": "monospace", "fontsize": 8, "va": "top", "parse_math": False}

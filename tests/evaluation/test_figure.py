@@ -152,6 +152,8 @@ def test_a_run_of_grpo_shows_rewards_answers_lengths_and_samples(tmp_path, figur
     (run / "samples.txt").write_text("--- step 1\nold\n--- step 2\nprompt: 'a$b'\n1  '好'\n")
     with warnings.catch_warnings(action="error"):
         draw([run], tmp_path / "a.png", unit="step")
+    (run / "samples.txt").unlink()
+    draw([run], tmp_path / "a.png")
     panels = {axes.get_ylabel(): axes for axes in figures[0].axes}
     drawn = {name: [list(line.get_ydata()) for line in x.lines] for name, x in panels.items()}
     assert drawn["reward"] == [[0.25, 0.5], [0.125, 0.25]]
