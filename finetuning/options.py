@@ -46,7 +46,7 @@ class BatchOptions(OptimizerOptions):
 
     batch_size: int | None = None
     """Dialogs (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes; default: 32,
-    with few rows 16, 8 or 4, so that an epoch has 16 steps."""
+    16, 8 or 4, as far as possible at most a sixteenth of the rows."""
     micro_batch_size: int | None = None
     """Most pairs (dpo, reward), completions (grpo) or, into which the dialogs of a step are packed,
     rows of --block_size tokens (sft) per forward pass of a process; lower it where memory runs out.
