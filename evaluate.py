@@ -196,6 +196,7 @@ def main(config: EvalConfig) -> None:
                 found, more = job()
         except UserError as error:
             process.print(f"{task} is left out: {error}")
+            del outputs[task]
             continue
         results, examples = results + found, examples + more
         if process.is_main:  # at once, so that an end before the last task loses none

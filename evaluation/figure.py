@@ -31,11 +31,12 @@ COLUMN_LABELS = {
     "completion_tokens": "tokens per completion",
 }
 LINES = ("-", "--", "-.", ":")  # of runs
-DASHES = ((6, 3), (1, 2), (6, 2, 1, 2), (3, 1))  # of published figures
 TASKS = find_tasks()
 SHARES = {name: task.metric for name, task in TASKS.items()}  # metric that is drawn, by split
 SHARES["answers"] = "exact"  # of finetune.py --questions
-MARKS = dict(zip(SHARES, cycle(zip("os^D", DASHES, strict=True)), strict=False))
+MARKERS = dict(zip(SHARES, cycle("os^D"), strict=False))
+# of published figures, by task
+DASHES = dict(zip(SHARES, cycle([(6, 3), (1, 2), (6, 2, 1, 2), (3, 1)]), strict=False))
 SAMPLE_LINES, SAMPLE_WIDTH = 10, 150  # of the newest text of samples.txt that is shown
 
 
@@ -112,9 +113,9 @@ def draw(
         for name, metric in SHARES.items():
             x, shares = curve(run.log, unit, name, metric)
             if shares:
-                marker, _ = MARKS[name]
                 label = f"{name}, {run.label}: {shares[-1]:.3f}"
-                panels["shares"].plot(x, shares, marker=marker, ms=4, label=label, **style)
+                marks = {"marker": MARKERS[name], "ms": 4, "label": label}
+                panels["shares"].plot(x, shares, **marks, **style)
     if key == "reward":
         show_sample(panels["samples"], runs[-1])
     else:
@@ -187,7 +188,7 @@ def draw_published(axes: Axes, figures: Published, key: tuple, task: str) -> Non
     if key in figures:
         value, source = figures[key]
         label = f"{task}, OpenAI {key[-1]}: {value:g}\n({source.split(',')[0]})"
-        _, dashes = MARKS.get(task, ("", DASHES[0]))
+        dashes = DASHES.get(task, (6, 3))
         axes.axhline(value, color="black", ls=(0, dashes), lw=1, label=label)
 
 
