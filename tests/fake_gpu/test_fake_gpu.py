@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs a build of PyTorch without CUDA, and a C++ compiler",
 )
 ITEM = {"ctx": "the cat", "ctx_a": "the", "ctx_b": "cat", "activity_label": "x", "label": 1}
-SEVERAL_CHUNKS = ("--block_size", 512, "--micro_batch_size", 8, "--total_batch_size", 8192)
+# enough logits that the loss is that of large models
+SIZES = ("--block_size", 512, "--micro_batch_size", 7, "--total_batch_size", 3584)
 
 
 def on_gpu(*args, code=0):
@@ -30,8 +31,8 @@ def hellaswag(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
 def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path, recipe, hellaswag):
-    flags = ("--recipe", recipe, *SEVERAL_CHUNKS, "--hellaswag_every", 3)
-    flags += ("--hellaswag_data", hellaswag, "--sample_every", 3, "--no_use_torch_compile")
+    flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 3)
+    flags += ("--hellaswag_data", hellaswag, "--no_use_torch_compile")
     cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
     script(*train_args(shards, cpu, 5, *flags))
     counted, _ = on_gpu(*train_args(shards, gpu, 5, *flags, "--device", "cuda"))
@@ -45,7 +46,7 @@ def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path,
         assert with_cudnn == (queries == 512 and not has_mask)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tmp_path, method):
     rows = [
         {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no", "answer": i}
