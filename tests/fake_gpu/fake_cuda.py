@@ -70,6 +70,7 @@ def load_hooks() -> None:
 
 load_hooks()
 
+# only here: PyTorch asks the hooks while it is imported
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import (  # noqa: E402

@@ -16,10 +16,10 @@ ITEM = {"ctx": "the cat", "ctx_a": "the", "ctx_b": "cat", "activity_label": "x",
 SIZES = ("--block_size", 512, "--micro_batch_size", 7, "--total_batch_size", 3584)
 
 
-def on_gpu(*args, code=0):
-    """Run a script on the fake GPU; return what it counted, and its output."""
-    done = script("tests/fake_gpu/fake_cuda.py", *args, fork=False, code=code)
-    return json.loads(done.stderr.splitlines()[-1]), done
+def on_gpu(*args):
+    """Run a script on the fake GPU; return what it counted."""
+    done = script("tests/fake_gpu/fake_cuda.py", *args, fork=False)
+    return json.loads(done.stderr.splitlines()[-1])
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path,
     flags += ("--hellaswag_data", hellaswag, "--no_use_torch_compile")
     cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
     script(*train_args(shards, cpu, 5, *flags))
-    counted, _ = on_gpu(*train_args(shards, gpu, 5, *flags, "--device", "cuda"))
+    counted = on_gpu(*train_args(shards, gpu, 5, *flags, "--device", "cuda"))
     assert gap(gpu, cpu) < 1e-5
     in_steps = {line: n for line, n in counted["syncs"].items() if "train.py" in line}
     reads = {line: n for line, n in in_steps.items() if "tolist" in line}
@@ -61,7 +61,7 @@ def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tm
         flags += ("--reward", "exact", "--max_new_tokens", 4, "--group_size", 2)
     cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
     script("finetune.py", *flags, *folders(cpu), "--device", "cpu")
-    counted, _ = on_gpu("finetune.py", *flags, *folders(gpu), "--device", "cuda")
+    counted = on_gpu("finetune.py", *flags, *folders(gpu), "--device", "cuda")
     for step, loss in losses(cpu).items():
         assert losses(gpu)[step] == pytest.approx(loss, abs=1e-5)
     in_steps = {
