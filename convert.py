@@ -13,7 +13,8 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config import DERIVED, Recipe, TrainConfig
+from config.options import DERIVED, TrainConfig
+from config.recipes import Recipe
 from data.file_tokenizer import CHAT_TEMPLATE, save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.table import format_table
@@ -25,7 +26,7 @@ from model.huggingface import save_pretrained
 from training.checkpoint import assemble, find_checkpoint, open_model
 from training.saver import save_checkpoint
 from training.state import TrainState
-from utils.cli import run
+from utils.cli import start_script
 from utils.errors import UserError
 
 CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template
@@ -161,4 +162,4 @@ def main(config: ConvertConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, ConvertConfig)
+    start_script(main, ConvertConfig)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
-from evaluation.periodic import read_on_all
+from evaluation.evaluator import read_on_all
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table
 from evaluation.tasks import Result, TaskScores, find_tasks
@@ -33,7 +33,7 @@ from finetuning.examples import TextEncoder
 from model.packed import for_inference
 from training.checkpoint import find_checkpoint, open_model
 from utils import distributed
-from utils.cli import run
+from utils.cli import start_script
 from utils.devices import pick_dtype
 from utils.errors import UserError
 
@@ -214,4 +214,4 @@ def main(config: EvalConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, EvalConfig)
+    start_script(main, EvalConfig)

@@ -16,19 +16,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from config import Recipe
+from config.recipes import Recipe
 from data.loader import step_sequences
 from data.tokenizer import load_tokenizer
-from evaluation.periodic import is_due
+from evaluation.evaluator import is_due
 from finetuning.answers import Questions
 from finetuning.examples import TextEncoder
 from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardModel, check_reward, load_reward
-from model.empty import with_context
+from model.build import resized
+from model.compile import for_training, uncompiled
 from model.gpt import GPT
-from model.replace import for_training, uncompiled
 from training.checkpoint import BEST, LAST, checksum, find_checkpoint, load_model, open_model
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, sync_gradients, wrap
@@ -37,10 +37,10 @@ from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.state import reason_to_skip, seed_step
 from utils import distributed
-from utils.cli import run_and_exit
+from utils.cli import call_and_exit
 from utils.devices import autocast
+from utils.distributed import Stopped
 from utils.errors import UserError
-from utils.signals import Stopped
 from utils.throughput import StepTimer, peak_flops
 
 METHODS: dict[str, type[Method]] = {"sft": SupervisedTuning, "dpo": DirectPreference}
@@ -190,7 +190,7 @@ def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:
     if config.method != "sft" and learned != config.plain:
         raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
     dropout = config.dropout if config.method in ("sft", "reward") else 0.0
-    model = with_context(model, replace(model.config, block_size=T, dropout=dropout))
+    model = resized(model, replace(model.config, block_size=T, dropout=dropout))
     if rates and not config.resume:
         model = RewardModel.from_gpt(model)
     about = {"tokenizer": tokenizer, "train_tokens": before.get("train_tokens", 0)}
@@ -203,7 +203,7 @@ def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None,
     held_out, questions, reference, reward = None, None, None, None
     encoder = TextEncoder(load_tokenizer(about["tokenizer"]), not config.plain, T)
     if config.method == "dpo" or (config.method == "grpo" and config.kl > 0):
-        reference = with_context(open_model(config.init_from, exact=True)[0], model.config)
+        reference = resized(open_model(config.init_from, exact=True)[0], model.config)
         about["reference"] = checksum(reference.state_dict())
         if run.saved and run.saved.get("reference") != about["reference"]:
             raise UserError(f"{config.init_from} has changed since this run began, which needs it")
@@ -227,4 +227,4 @@ def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None,
 
 
 if __name__ == "__main__":
-    run_and_exit(main, before_exit=finish_writing, explain=distributed.explain)
+    call_and_exit(main, before_exit=finish_writing, explain=distributed.explain)

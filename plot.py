@@ -10,7 +10,7 @@ from typing import Literal
 
 from evaluation.figure import draw
 from model.config import NICKNAMES
-from utils.cli import run
+from utils.cli import start_script
 
 
 @dataclass
@@ -36,4 +36,4 @@ def main(config: PlotConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, PlotConfig)
+    start_script(main, PlotConfig)

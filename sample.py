@@ -27,7 +27,7 @@ from model.generate import Sampling, generate
 from model.gpt import GPT
 from model.packed import for_inference
 from training.checkpoint import open_model
-from utils.cli import run
+from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
 
@@ -195,4 +195,4 @@ def main(config: SampleConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, SampleConfig)
+    start_script(main, SampleConfig)

@@ -20,16 +20,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from config import TrainConfig
+from config.options import TrainConfig
 from data.loader import Slicing, TokenStream, prefetch, train_batches
 from data.mixture import Mixture, parse_corpora
 from data.tokenizer import tokenizer_identity
-from evaluation.periodic import Evaluator, is_due
+from evaluation.evaluator import Evaluator, is_due
 from evaluation.validation import too_few_tokens
+from model.build import resized
+from model.compile import for_training
 from model.config import GPTConfig
-from model.empty import with_context
 from model.gpt import GPT
-from model.replace import for_training
 from training.checkpoint import BEST, LAST, load_weights, open_model, reading
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, sync_gradients, wrap
@@ -39,10 +39,10 @@ from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.state import reason_to_skip, seed_step
 from utils import distributed
-from utils.cli import run_and_exit
+from utils.cli import call_and_exit
 from utils.devices import autocast, seconds_on_cpu
+from utils.distributed import Stopped
 from utils.errors import UserError
-from utils.signals import Stopped
 from utils.throughput import StepTimer, peak_flops
 
 
@@ -182,7 +182,7 @@ def build_model(run: Run, stream: TokenStream) -> GPT:
         check_tokenizer(stream, config.init_from, tokenizer)
         config.adopt_architecture(model.config)
         shape = replace(model.config, block_size=config.block_size, dropout=config.dropout)
-        return with_context(model, shape).train()
+        return resized(model, shape).train()
     vocab_size = saved["model_config"]["vocab_size"] if saved else stream.vocab_size
     model = GPT(config.model_config(vocab_size))
     if saved:
@@ -258,4 +258,4 @@ def describe(run: Run, model: GPT, train: Mixture, slicing: Slicing) -> None:
 
 
 if __name__ == "__main__":
-    run_and_exit(main, before_exit=finish_writing, explain=distributed.explain)
+    call_and_exit(main, before_exit=finish_writing, explain=distributed.explain)

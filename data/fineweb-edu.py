@@ -32,7 +32,7 @@ from data.sharder import PIECES, Document, Sharder
 from data.shards import bytes_per_token
 from data.source import Skipped, Source, list_files
 from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
-from utils.cli import run
+from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 
@@ -277,4 +277,4 @@ def main(config: DataConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, DataConfig)
+    start_script(main, DataConfig)

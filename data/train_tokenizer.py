@@ -21,7 +21,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from data.file_tokenizer import END_OF_TEXT, byte_level, read_tokenizer
 from data.source import Source, list_files
 from data.tokenizer import load_tokenizer
-from utils.cli import run
+from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write
 
@@ -89,4 +89,4 @@ def main(config: TokenizerConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, TokenizerConfig)
+    start_script(main, TokenizerConfig)

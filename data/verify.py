@@ -14,7 +14,7 @@ import numpy as np
 from data.loader import TokenStream
 from data.mixture import Mixture
 from data.shards import read_manifest
-from utils.cli import run
+from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import sha256
 
@@ -74,4 +74,4 @@ def check_shards(stream: TokenStream) -> None:
 
 
 if __name__ == "__main__":
-    run(main, VerifyConfig)
+    start_script(main, VerifyConfig)

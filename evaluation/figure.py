@@ -14,8 +14,7 @@ from evaluation.published import VALIDATION, Published
 from evaluation.tasks import find_tasks
 from utils.errors import UserError
 from utils.files import atomic_write
-from utils.logger import SAMPLES, logged_run
-from utils.metrics import read_metrics
+from utils.logger import SAMPLES, logged_run, read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 AXIS_LABELS = {"step": "step", "tokens": "training tokens", "hours": "hours of training steps"}

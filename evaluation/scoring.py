@@ -53,10 +53,10 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
     return rows
 
 
-def to_tensors(rows: list[PackedItem], with_context: bool) -> tuple:
+def to_tensors(rows: list[PackedItem], resized: bool) -> tuple:
     """Return token ids (B, T), positions (B, T), mask (B, 1, T, T), and spans of tokens to predict,
     each a list of row, column whose output predicts the token, and token: for each row the span of
-    its context, empty unless `with_context`, and those of its continuations. The mask is None, for
+    its context, empty unless `resized`, and those of its continuations. The mask is None, for
     plain causal attention, if every row has one continuation.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row; the last token of a
@@ -73,7 +73,7 @@ def to_tensors(rows: list[PackedItem], with_context: bool) -> tuple:
     for b, row in enumerate(rows):
         end = len(row.context)
         idx[b, :end], positions[b, :end], part[b, :end] = row.context, range(end), 0
-        targets = row.context[1:] if with_context else []
+        targets = row.context[1:] if resized else []
         spans.append([(b, t, token) for t, token in enumerate(targets)])
         for n, choice in enumerate(row.choices, 1):
             start, end = end, end + len(choice) - 1
@@ -109,10 +109,10 @@ class ItemScorer(Scorer):
 
     @torch.no_grad()
     def score(
-        self, items: list[Item], banned: Sequence[str] = (), with_context: bool = False
+        self, items: list[Item], banned: Sequence[str] = (), resized: bool = False
     ) -> list[list[Score]]:
         """Return a Score for each continuation of each item; `banned` are the words of
-        Score.greedy_filtered, `with_context` scores the context too."""
+        Score.greedy_filtered, `resized` scores the context too."""
         self.model.eval()
         rows = pack(items, self.tokenizer, self.model.config.block_size)
         rows.sort(key=lambda row: -row.length)
@@ -125,7 +125,7 @@ class ItemScorer(Scorer):
         n = sum(len(item.choices) for item in items)
         table = torch.zeros(n, len(Score._fields), dtype=torch.float64)
         for _, batch, counts in self.process.share(batches):
-            scores = self.score_batch(batch, ids, with_context)
+            scores = self.score_batch(batch, ids, resized)
             if counts:
                 table[[row.first + i for row in batch for i in range(len(row.choices))]] = scores
             self.progress(len(batch) * self.process.world_size)
@@ -138,10 +138,10 @@ class ItemScorer(Scorer):
         found = map(Score, *(map(kind, x) for kind, x in zip(kinds, columns, strict=True)))
         return [list(islice(found, len(item.choices))) for item in items]
 
-    def score_batch(self, rows: list[PackedItem], banned: list[int], with_context: bool) -> Tensor:
+    def score_batch(self, rows: list[PackedItem], banned: list[int], resized: bool) -> Tensor:
         """Return the fields of Score (choices, 7) for the continuations of a batch, in order."""
         model, device = self.model, self.process.device
-        *inputs, spans = to_tensors(rows, with_context)
+        *inputs, spans = to_tensors(rows, resized)
         idx, positions, mask = (x if x is None else x.to(device) for x in inputs)
         b_index, t_index, targets = torch.tensor([*chain(*spans)], device=device).T  # (N,)
         with autocast(device, self.dtype):

@@ -1,7 +1,8 @@
 """Task, the base class of the benchmarks, its inputs and results, and the function that finds all.
 
 A benchmark is added by one file in evaluation/benchmarks: a subclass of Task, and a list TASKS of
-its instances. train.py scores it if config.py has NAME_every and NAME_data. Imports no PyTorch.
+its instances. train.py scores it if config/options.py has NAME_every and NAME_data. Imports no
+PyTorch.
 """
 
 import json
@@ -71,7 +72,7 @@ class Task:
     protocols: tuple[str, ...]  # ways to score; train.py logs the first
     metric = "acc"  # metric of the first protocol that plot.py draws
     values: dict[str, dict[str, ValueOf]]  # by protocol and metric; acc: logprob
-    with_context = False  # True if values need the score of the context
+    resized = False  # True if values need the score of the context
     published: dict = {}  # evaluation.published.Published
 
     def parse(self, text: str) -> list[dict]:
@@ -101,7 +102,7 @@ class Task:
         for protocol in protocols:
             previous, items = items, self.items(rows, protocol)
             if items != previous:
-                scores = score(items, with_context=self.with_context)
+                scores = score(items, resized=self.resized)
             about = {"task": self.name, "protocol": protocol}
             found = [about | {"index": i, "label": item.label} for i, item in enumerate(items)]
             metrics = {"acc": lambda choice, s: s.logprob} | self.values.get(protocol, {})

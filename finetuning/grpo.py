@@ -14,9 +14,9 @@ from finetuning.examples import Batch, collate_padded
 from finetuning.methods import Method, token_logprobs
 from finetuning.objectives import group_advantages, grpo_losses, kl_estimate, mean_over_tokens
 from finetuning.rewards import Completion
+from model.compile import compile_static
 from model.generate import Sampling, complete, decode_token
 from model.gpt import GPT
-from model.replace import compile_static
 from utils.devices import autocast
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.build import empty_gpt
 from model.config import GPTConfig
-from model.empty import empty_gpt
 from model.gpt import GPT
 from utils.errors import UserError, is_of_machine
 

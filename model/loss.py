@@ -148,7 +148,7 @@ class HeadCrossEntropy(nn.Module):
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.cross_entropy_ = cross_entropy_  # model/replace.py compiles it on GPUs
+        self.cross_entropy_ = cross_entropy_  # model/compile.py compiles it on GPUs
 
     def forward(
         self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"

@@ -26,15 +26,15 @@ import torch._dynamo.utils
 import torch.nn as nn
 from torch import Tensor
 
-from config import MachineOptions, ModelOptions, TrainConfig
+from config.options import MachineOptions, ModelOptions, TrainConfig
 from data.tokenizer import GPT2Tokenizer
+from model.build import empty_gpt
+from model.compile import for_training
 from model.config import GPTConfig
-from model.empty import empty_gpt
 from model.gpt import GPT
-from model.replace import for_training
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm
-from utils.cli import run, to_flags
+from utils.cli import start_script, to_flags
 from utils.devices import autocast, describe, pick_device, pick_dtype
 from utils.errors import UserError
 from utils.throughput import peak_flops
@@ -212,4 +212,4 @@ def main(config: BenchConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, BenchConfig)
+    start_script(main, BenchConfig)

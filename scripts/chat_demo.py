@@ -9,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-from utils.metrics import read_metrics
+from utils.logger import read_metrics
 
 
 def worked_sum(a: int, b: int) -> str:

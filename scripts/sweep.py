@@ -23,10 +23,9 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
 from evaluation.figure import UNITS, draw_sweep
-from utils.cli import run
+from utils.cli import start_script
 from utils.errors import UserError
-from utils.logger import CONFIG, METRICS
-from utils.metrics import read_metrics
+from utils.logger import CONFIG, METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 Point = dict[str, str]  # a value for each option of the grid and the seed
@@ -188,4 +187,4 @@ def main(config: SweepConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(main, SweepConfig)
+    start_script(main, SweepConfig)

@@ -258,7 +258,7 @@ def trained(shards, tmp_path_factory) -> Path:
 
 def losses(run: Path, split: str = "train") -> dict[int, float]:
     """Return the loss by step of a run, as the project's own reader gives them."""
-    from utils.metrics import read_metrics
+    from utils.logger import read_metrics
 
     return {row["step"]: row["loss"] for row in read_metrics(run / "logs")[split]}
 

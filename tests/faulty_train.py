@@ -5,7 +5,7 @@ import os
 
 import train
 from model.gpt import GPT
-from utils.cli import run_and_exit
+from utils.cli import call_and_exit
 
 FAULTS = {tuple(map(int, fault.split(":"))) for fault in os.environ["FAULTS"].split()}
 FACTOR = float(os.environ.get("FACTOR", "nan"))
@@ -24,4 +24,4 @@ class FaultyGPT(GPT):
 
 
 train.GPT = FaultyGPT
-run_and_exit(train.main)
+call_and_exit(train.main)

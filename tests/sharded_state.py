@@ -8,10 +8,11 @@ import sys
 import torch
 from torch.distributed.tensor import DTensor
 
-from config import Recipe, TrainConfig
+from config.options import TrainConfig
+from config.recipes import Recipe
+from model.compile import for_training
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.replace import for_training
 from training import parallel
 from training.optim import make_optimizers
 from utils import distributed

@@ -13,7 +13,7 @@ import sys
 
 from model.generate import CHUNK
 from model.gpt import GPT
-from utils.cli import run_and_exit
+from utils.cli import call_and_exit
 
 RANK, CALL = map(int, os.environ["STOP"].split(":"))
 forward, calls = GPT.hidden, 0
@@ -31,4 +31,4 @@ def hidden(self, *args, **options):
 
 GPT.hidden = hidden
 sys.argv = sys.argv[1:]
-run_and_exit(importlib.import_module(sys.argv[0].removesuffix(".py")).main)
+call_and_exit(importlib.import_module(sys.argv[0].removesuffix(".py")).main)

@@ -6,15 +6,15 @@ import pytest
 import torch
 from conftest import ROOT, bad, script
 
-from config import Recipe, TrainConfig
+from config.options import TrainConfig
+from config.recipes import Recipe
 from finetuning.options import FinetuneConfig
+from model.build import empty_gpt
 from model.config import GPTConfig
-from model.empty import empty_gpt
 from utils.cli import parse
 from utils.devices import pick_device
 from utils.errors import UserError
-from utils.gpus import find_gpu
-from utils.throughput import peak_flops
+from utils.throughput import find_gpu, peak_flops
 
 
 @pytest.mark.parametrize(

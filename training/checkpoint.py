@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import count_tokens
+from model.build import empty_gpt, resized
 from model.config import GPTConfig
-from model.empty import empty_gpt, with_context
 from model.gpt import GPT
 from utils.errors import UserError, is_of_machine
 
@@ -204,5 +204,5 @@ def open_model(name: str | Path, *, exact: bool = False) -> tuple[GPT, str, dict
     if num_tokens > size:
         raise UserError(f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {size:,}")
     if num_tokens < size:  # rows of padding, as GPT-2's 50,257 tokens have in a table of 50,304
-        model = with_context(model, replace(model.config, vocab_size=num_tokens))
+        model = resized(model, replace(model.config, vocab_size=num_tokens))
     return model.eval(), tokenizer, {}

@@ -2,11 +2,11 @@
 
 import os
 
-from config import TrainConfig
+from config.options import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import TOKENIZERS
+from model.build import empty_gpt
 from model.config import GPTConfig
-from model.empty import empty_gpt
 from training.checkpoint import open_model
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
 from utils.devices import seconds_on_cpu

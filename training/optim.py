@@ -8,7 +8,8 @@ from collections import defaultdict
 import torch
 import torch.nn as nn
 
-from config import OptimizerOptions, Recipe
+from config.options import OptimizerOptions
+from config.recipes import Recipe
 from model.gpt import GPT
 from training.muon import Muon
 from utils.errors import UserError

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from config import TrainConfig
+from config.options import TrainConfig
 from model import loss
+from model.build import empty_gpt
 from model.config import GPTConfig
-from model.empty import empty_gpt
 from model.gpt import GPT
 from training.optim import MOMENTS
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.distributed import Process, free_memory, launched, num_nodes
 from utils.errors import UserError
-from utils.gpus import GPU, NAMED_GPUS
+from utils.throughput import GPU, NAMED_GPUS
 
 GPUS_PER_MACHINE = 8
 USABLE = 0.9  # share of the free memory that a micro-batch is chosen for

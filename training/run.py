@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from config import DERIVED, RunOptions, log_folder
+from config.options import DERIVED, RunOptions, log_folder
 from data.tokenizer import tokenizer_identity
 from model.gpt import GPT
 from training import checkpoint as ckpt
@@ -28,13 +28,11 @@ from training.state import TrainState
 from utils import distributed
 from utils.cli import flag_value, named_flags, parse, to_flags
 from utils.devices import compile_problem, describe, pick_device, pick_dtype
-from utils.distributed import Process
+from utils.distributed import Process, StopSignal
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, lock_folder
-from utils.gpus import NAMED_GPUS
-from utils.logger import CONFIG, PICTURE, Logger, Tracker, logged_run
-from utils.metrics import copy_log
-from utils.signals import StopSignal
+from utils.logger import CONFIG, PICTURE, Logger, Tracker, copy_log, logged_run
+from utils.throughput import NAMED_GPUS
 
 Options = TypeVar("Options", bound=RunOptions)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from config import RunOptions
+from config.options import RunOptions
 from model.gpt import GPT
 from training.checkpoint import BEST, LAST, NUMBERED, assemble, first_line, numbered
 from training.parallel import gather_state

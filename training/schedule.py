@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from config import OptimizerOptions
+from config.options import OptimizerOptions
 from utils.errors import UserError, did_you_mean
 
 # name: share of the learning rate that is left, by progress of the decay from 0 to 1; share of all

@@ -76,12 +76,12 @@ def flag_value(flags: list[str], name: str) -> str | None:
     return dict(named_flags(flags)).get(name)
 
 
-def run(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
+def start_script(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
     """Run a script: parse the command line, call `main`, exit."""
-    run_and_exit(lambda: main(parse(config_class)))
+    call_and_exit(lambda: main(parse(config_class)))
 
 
-def run_and_exit(
+def call_and_exit(
     work: Callable[[], None],
     before_exit: Callable[[], None] = lambda: None,
     explain: Callable[[Exception], str | None] = lambda error: None,

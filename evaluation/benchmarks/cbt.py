@@ -16,7 +16,7 @@ class CBT(Task):
             "acc": lambda _, s: (s.context_logprob + s.logprob) / (s.context_tokens + s.tokens)
         }
     }
-    with_context = True
+    resized = True
 
     def __init__(self, name: str, order: int, configuration: str, *figures: float) -> None:
         self.name, self.order = name, order  # the split is that of PAPER, section 3.2

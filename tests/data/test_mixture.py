@@ -13,7 +13,7 @@ from data.mixture import Corpus, Mixture, assign_places, parse_corpora
 from data.shards import write_manifest
 from utils.errors import UserError
 from utils.files import sha256
-from utils.metrics import read_metrics
+from utils.logger import read_metrics
 
 
 @pytest.fixture(scope="module")

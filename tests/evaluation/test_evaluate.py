@@ -14,7 +14,7 @@ from pyarrow import parquet
 from record_harness import with_all_fields
 
 import evaluate
-from config import TrainConfig
+from config.options import TrainConfig
 from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.tasks import find_tasks

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from config import parse_recipe
+from config.recipes import parse_recipe
 from data.loader import Sequences, TokenStream
 from data.shards import read_manifest, write_manifest
 from data.tokenizer import load_tokenizer
@@ -70,7 +70,7 @@ def test_a_context_too_long_loses_its_start(scorer):
 
 @torch.no_grad()
 def test_the_context_is_scored_where_asked(scorer):
-    (found,) = scorer.score(ITEMS[:1], with_context=True)
+    (found,) = scorer.score(ITEMS[:1], resized=True)
     ids = torch.tensor([list(b"The cat sat")])
     mean = F.cross_entropy(scorer.model(ids)[0, :-1], ids[0, 1:])
     assert found[0].context_tokens == 10

@@ -21,14 +21,14 @@ from conftest import (
 )
 from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
-from config import parse_recipe
+from config.recipes import parse_recipe
 from finetuning.answers import pass_at_k
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from training.checkpoint import checksum, load_checkpoint
 from training.saver import save_checkpoint
-from utils.metrics import read_metrics
+from utils.logger import read_metrics
 
 SMALL = "--batch_size 4 --micro_batch_size 2 --max_lr 1e-3 --dtype float32 --device cpu --seed 3"
 METHODS = {

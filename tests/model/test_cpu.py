@@ -8,10 +8,10 @@ import torch
 from tiny import RECIPES, tiny_gpt
 
 from model import loss as loss_module
+from model.compile import for_training
 from model.gpt import GPT
 from model.loss import HeadCrossEntropy, cross_entropy_, cross_entropy_on_cpu_
 from model.packed import PackedLinear, for_inference
-from model.replace import for_training
 from utils.devices import autocast, has_onednn
 
 CPU = torch.device("cpu")

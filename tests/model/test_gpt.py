@@ -7,9 +7,9 @@ from conftest import script
 from tiny import RECIPES, tiny_gpt
 
 from model.cache import KVCache
+from model.compile import for_training
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
-from model.replace import for_training
 from utils.errors import UserError
 
 TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]

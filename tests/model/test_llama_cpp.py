@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import SHARED, script
 
-from config import parse_recipe
+from config.recipes import parse_recipe
 from data.file_tokenizer import read_tokenizer, save_tokenizer
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig

@@ -2,7 +2,7 @@
 
 import torch
 
-from config import parse_recipe
+from config.recipes import parse_recipe
 from model.config import GPTConfig
 from model.gpt import GPT
 

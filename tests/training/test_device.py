@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from conftest import losses, script, train_args
 from torch.distributed.tensor import DTensor
 
-from config import TrainConfig
+from config.options import TrainConfig
 from model import loss as loss_module
+from model.compile import for_training
 from model.gpt import GPT
-from model.replace import for_training
 from training.parallel import wrap
 from utils.devices import autocast, pick_device
 from utils.distributed import Process

@@ -4,7 +4,7 @@ import pytest
 from conftest import ROOT, environment, gap, losses, script, torchrun, train_args
 
 from training.checkpoint import load_checkpoint
-from utils.metrics import read_metrics
+from utils.logger import read_metrics
 
 FLOAT16 = ("--dtype", "float16", "--save_every", 6, "--keep_last", 2)
 # the third of 4 micro-steps of step 3: a loss that is finite, its scaled gradients are not

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import bad, folders, kill, losses, rows_written, run_until, script, start, train_args
 
-from config import TrainConfig
+from config.options import TrainConfig
 from data.mixture import Mixture
 from data.shards import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig

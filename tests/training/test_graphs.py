@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import TrainConfig
+from config.options import TrainConfig
 from model import loss
+from model.compile import compile_static, for_training
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.replace import compile_static, for_training
 from training import parallel
 from training.optim import make_optimizers
 from training.parallel import sync_gradients

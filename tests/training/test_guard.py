@@ -5,7 +5,7 @@ from conftest import ROOT, environment, losses, script, torchrun, train_args, we
 
 from training.checkpoint import load_checkpoint
 from training.state import PATIENCE, TrainState, reason_to_skip
-from utils.metrics import read_metrics
+from utils.logger import read_metrics
 
 
 def with_faults(faults):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from config import Recipe, TrainConfig, parse_recipe
+from config.options import TrainConfig
+from config.recipes import Recipe, parse_recipe
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.muon import Muon

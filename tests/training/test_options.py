@@ -8,8 +8,9 @@ import pytest
 import torch
 from conftest import ROOT, bad, folders, losses, script, train_args
 
-import config as config_py
-from config import RECIPES, TrainConfig
+from config import recipes as recipes_py
+from config.options import TrainConfig
+from config.recipes import RECIPES
 from training import run
 from training.checkpoint import load_checkpoint
 from training.run import read_options, resolve
@@ -88,7 +89,7 @@ def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
     saved = TrainConfig(recipe="modern", max_lr=0.02).to_dict()
     model = RECIPES["modern"].model | {"qk_norm": False}
     later = replace(RECIPES["modern"], model=model, max_lr=1.0, momentum=0.5)
-    monkeypatch.setitem(config_py.RECIPES, "modern", later)
+    monkeypatch.setitem(recipes_py.RECIPES, "modern", later)
     again = parse(TrainConfig, to_flags(saved))
     recipe = again.parsed_recipe
     assert recipe.model["qk_norm"] and recipe.momentum == 0.9 and again.max_lr == 0.02

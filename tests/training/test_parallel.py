@@ -6,10 +6,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from config import Recipe, TrainConfig, parse_recipe
+from config.options import TrainConfig
+from config.recipes import Recipe, parse_recipe
+from model.compile import for_training
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.replace import for_training
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, gather_state, load_optimizer_state, sync_gradients
 from utils.devices import autocast

@@ -8,10 +8,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import TrainConfig, parse_recipe
+from config.options import TrainConfig
+from config.recipes import parse_recipe
+from model.compile import for_training
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.replace import for_training
 from training.optim import make_optimizers
 from training.plan import Hardware, choose_micro_batch, forecast_memory, halve_until_it_fits
 from utils.devices import autocast

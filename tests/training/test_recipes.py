@@ -4,12 +4,13 @@ import pytest
 import torch
 from conftest import bad, gap, losses, script, torchrun, train_args, weights
 
-from config import RECIPES, Recipe, TrainConfig, parse_recipe
+from config.options import TrainConfig
+from config.recipes import RECIPES, Recipe, parse_recipe
 from train import build_model
 from training.run import Run
 from training.state import TrainState
 from utils.errors import UserError
-from utils.metrics import read_metrics
+from utils.logger import read_metrics
 
 MODERN = ("--recipe", "modern", "--max_lr", 0.02)
 

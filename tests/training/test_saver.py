@@ -3,7 +3,8 @@ import threading
 import pytest
 import torch
 
-from config import Recipe, TrainConfig
+from config.options import TrainConfig
+from config.recipes import Recipe
 from model.config import GPTConfig
 from model.gpt import GPT
 from training import checkpoint as ckpt

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from config import TrainConfig
+from config.options import TrainConfig
 from training.schedule import SCHEDULES, learning_rate
 
 

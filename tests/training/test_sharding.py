@@ -4,7 +4,7 @@ import pytest
 from conftest import ROOT, environment, gap, launch, losses, script, torchrun, train_args
 
 from training.checkpoint import load_checkpoint
-from utils.metrics import read_metrics
+from utils.logger import read_metrics
 
 MODES = ("none", "zero1", "zero2", "zero3")
 

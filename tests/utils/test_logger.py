@@ -4,12 +4,11 @@ import types
 import pytest
 from conftest import bad
 
-from config import TrainConfig
+from config.options import TrainConfig
 from training.run import open_trackers
 from training.state import TrainState
 from utils.errors import UserError
-from utils.logger import Logger, logged_run
-from utils.metrics import read_metrics
+from utils.logger import Logger, logged_run, read_metrics
 
 ROW = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "ms": 1.0, "mfu": None}
 

@@ -3,16 +3,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from config import TrainConfig
+from config.options import TrainConfig
 from data.mixture import Mixture
-from evaluation import periodic
-from evaluation.periodic import Evaluator, read_on_all
+from evaluation import evaluator
+from evaluation.evaluator import Evaluator, read_on_all
 from model.config import GPTConfig
 from model.generate import CHUNK
 from model.gpt import GPT
-from utils.distributed import Process
+from utils.distributed import Process, Stopped
 from utils.errors import UserError
-from utils.signals import Stopped
 
 ALONE = Process(0, 1, torch.device("cpu"))
 
@@ -81,7 +80,7 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
     def load_tokenizer(name):
         raise UserError("no vocabulary")
 
-    monkeypatch.setattr(periodic, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(evaluator, "load_tokenizer", load_tokenizer)
     bare = make()
     assert "no vocabulary; so there are no samples" in capsys.readouterr().out
     assert set(bare.validate()) == {"loss", "bits_per_byte"}
@@ -89,7 +88,7 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
 
 
 def test_benchmarks_are_evenly_spaced_subsets_unless_full(make, monkeypatch):
-    monkeypatch.setattr(periodic, "SUBSET", 5)
+    monkeypatch.setattr(evaluator, "SUBSET", 5)
     ((_, subset),), ((_, every),) = make().benchmarked, make(eval_full=True).benchmarked
     assert [row["text"][8:] for row in subset] == ["0", "2", "5", "8", "11"] and len(every) == 12
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from config import TrainConfig
+from config.options import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.validation import Scorer, weighted_mean
+from model.compile import uncompiled
 from model.generate import Sampling, complete
 from model.gpt import GPT
-from model.replace import uncompiled
 from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError

@@ -8,7 +8,7 @@ from tiny import tiny_gpt
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.replace import for_training
+from model.compile import for_training
 from utils.devices import autocast
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_recomputed_blocks_have_the_gradients_of_kept_ones(mode, dtype, recipe):
 def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(mode, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     options = {"fullgraph": True, "dynamic": False, "backend": counter}
-    monkeypatch.setattr("model.replace.compile_static", partial(torch.compile, **options))
+    monkeypatch.setattr("model.compile.compile_static", partial(torch.compile, **options))
     torch._dynamo.reset()
     idx = torch.randint(0, 257, (2, 16))
     monkeypatch.setattr("model.loss.PLAIN_BYTES", 0)

@@ -22,7 +22,7 @@ def empty_gpt(config: GPTConfig, kind: type[GPT] = GPT) -> GPT:
         return kind(config)
 
 
-def with_context(model: GPT, config: GPTConfig) -> GPT:
+def resized(model: GPT, config: GPTConfig) -> GPT:
     """Return a GPT of `config`, with fewer positions or tokens, or another dropout, and the weights
     of `model`."""
     state = model.state_dict()
