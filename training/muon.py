@@ -1,10 +1,19 @@
-"""Muon (Jordan et al. 2024): momentum, orthogonalized by Newton-Schulz, for the blocks' matrices.
+"""Muon, the optimizer of the blocks' weight matrices (Jordan et al. 2024).
 
-N matrices of one shape (R, C) are stacked. Each of W processes collects whole matrices, about N / W
-of them, orthogonalizes these, and spreads the result, also where parameters are sharded by rows.
+Muon replaces the momentum of a matrix by the nearest orthogonal matrix, so that the update has
+about the same size in every direction. The orthogonal matrix is found by five Newton-Schulz
+iterations, which are matmuls. Embeddings, heads and vectors are AdamW's: training/optim.py divides
+them.
+
+An iteration needs a whole matrix, and there are many. Every process therefore orthogonalizes only a
+part of the matrices: it collects these whole (from all processes, where parameters are sharded by
+rows), and then spreads the result. Matrices of one shape travel and are multiplied together.
+
+Shapes: N matrices of one group, R rows and C columns each, W processes; n = N / W and S = R / W,
+both rounded up. A process holds r rows: R without sharding, else at most S.
 """
 
-from collections import defaultdict
+import math
 
 import torch
 import torch.distributed as dist
@@ -14,188 +23,205 @@ from torch.distributed.tensor import DTensor
 
 from config.recipes import Recipe
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0
-STEPS = 5
+# Jordan et al. 2024: the polynomial a s + b s^3 + c s^5 of a singular value s, chosen steep at 0
+# so that small singular values grow to about 1 in five iterations.
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum and decoupled weight decay; the caller sets the learning rate,
-    which is that of the first group for all.
+    """Muon with Nesterov momentum and decoupled weight decay.
 
-    The parameters of a group have one shape. "split_sizes" of a group are the row counts of the
-    matrices that one parameter stacks, as queries, keys and values: each is orthogonalized alone.
-    The recipe says momentum, cautious decay and NorMuon. Matmuls run in `dtype`. A step takes few
-    kernels for any number of layers: torch._foreach_* work on all matrices at once.
+    All parameters of a group must have one shape. "split_sizes" of a group are the row counts of
+    the matrices that one parameter stacks, as queries, keys and values do: each of these is
+    orthogonalized alone. The caller sets the "lr" of every group before a step. The recipe gives
+    the momentum, cautious weight decay and NorMuon. Newton-Schulz runs in `dtype`.
     """
 
     def __init__(
-        self,
-        groups: list[dict],
-        recipe: Recipe,
-        weight_decay: float,
-        dtype: torch.dtype,
-        compiled: bool = False,
+        self, groups: list[dict], recipe: Recipe, weight_decay: float, dtype: torch.dtype
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
-        self.momentum, self.cautious = recipe.momentum, recipe.cautious
-        self.normuon = recipe.normuon
-        self.dtype = torch.float32 if dtype is torch.float16 else dtype  # keeps small gradients
-        for name in ("add_momentum", "normalize_rows") if compiled else ():
-            setattr(self, name, torch.compile(getattr(self, name)))  # apply: anew for each rate
+        self.recipe = recipe
+        # Momenta are cast before they are normalized, and float16 would round small ones to zero.
+        self.dtype = torch.float32 if dtype is torch.float16 else dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters; their gradients are overwritten. Every process must call it."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        gradients = [local_shard(p.grad) for p in parameters]  # (R / W, C) each
-        self.add_momentum(parameters, gradients)
+        """Update all parameters, and overwrite their gradients.
 
-        shardings, stacks, num_matrices = [], [], 0
-        remaining = iter(gradients)
+        Every process must call it: it exchanges matrices where there are several.
+        """
         for group in self.param_groups:
-            sharding = MatrixSharding(group["params"], num_matrices)
-            rows = torch.stack([next(remaining) for _ in group["params"]])  # (N, R / W, C)
-            stacks.append(sharding.collect(rows.to(self.dtype)))  # (N / W, R, C)
-            shardings.append(sharding)
-            num_matrices += len(group["params"])
+            parameters = group["params"]
 
-        stacks = orthogonalize(stacks, [group["split_sizes"] for group in self.param_groups])
+            # Momentum first, in float32 and on each process's rows alone.
+            momenta = [self.nesterov_momentum(p).to(self.dtype) for p in parameters]
 
-        pairs = zip(shardings, stacks, strict=True)
-        updates = [sharding.spread(stack) for sharding, stack in pairs]  # (N, R / W, C)
-        if self.normuon:
-            updates = self.normalize_rows(updates)
-        torch._foreach_copy_(gradients, [x for stack in updates for x in stack])
-        self.apply([local_shard(p) for p in parameters], gradients)
+            # Orthogonalize this process's part of the matrices.
+            sharding = MatrixSharding(parameters)
+            matrices = sharding.collect(torch.stack(momenta))  # (N, r, C) -> (n, R, C)
+            matrices = orthogonalize(matrices, group["split_sizes"])
+            updates = sharding.spread(matrices)  # (n, R, C) -> (N, r, C)
 
-    def add_momentum(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Update the momentum buffers; overwrite the gradients with Nesterov momentum."""
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
-        torch._foreach_lerp_(gradients, buffers, self.momentum)
+            # Decay and update each weight.
+            for p, update in zip(parameters, updates, strict=True):
+                if self.recipe.normuon > 0:
+                    update = self.normalize_rows(p, update)
+                self.update_weight(p, update, group["lr"], group["weight_decay"])
 
-    def normalize_rows(self, updates: list[Tensor]) -> list[Tensor]:
-        """Divide each row of the updates (N, R / W, C) by the root of its running mean square norm,
-        which is about 1 (NorMuon: Li et al. 2025, without its rescaling of the whole matrix)."""
-        normalized = []
-        for group, x in zip(self.param_groups, updates, strict=True):
-            for p in group["params"]:
-                if "row_squares" not in self.state[p]:
-                    self.state[p]["row_squares"] = torch.ones_like(p.sum(1, keepdim=True))
-            squares = [local_shard(self.state[p]["row_squares"]) for p in group["params"]]
-            torch._foreach_lerp_(
-                squares, list(x.float().square().sum(-1, keepdim=True)), 1 - self.normuon
-            )
-            normalized.append(x * torch.stack(squares).rsqrt())
-        return normalized
+    def nesterov_momentum(self, parameter: Tensor) -> Tensor:
+        """Add the gradient to the momentum; return Nesterov's momentum (r, C).
 
-    def apply(self, weights: list[Tensor], updates: list[Tensor]) -> None:
-        """Decay the weights, then subtract the updates."""
-        lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
-        if self.cautious:
-            decaying = torch._foreach_mul(weights, updates)
-            torch._foreach_sign_(decaying)
-            torch._foreach_clamp_min_(decaying, 0.0)  # 1 where the update shrinks the weight
-            torch._foreach_mul_(decaying, weights)
-            torch._foreach_add_(weights, decaying, alpha=-lr * decay)
+        The result overwrites the gradient, whose memory would be needed a second time otherwise.
+        """
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            # a DTensor where the parameter is one, as checkpoints gather it like the parameter
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer = local_shard(state["momentum_buffer"])
+        gradient = local_shard(parameter.grad)
+        buffer.lerp_(gradient, 1 - self.recipe.momentum)
+        return gradient.lerp_(buffer, self.recipe.momentum)
+
+    def normalize_rows(self, parameter: Tensor, update: Tensor) -> Tensor:
+        """Divide each row of the update (r, C) by the root of the running mean of its square norm.
+
+        This is NorMuon (Li et al. 2025) without its rescaling of the whole matrix. All neurons then
+        learn at about the same rate.
+        """
+        state = self.state[parameter]
+        if "row_squares" not in state:
+            # Rows of an orthogonalized matrix have a square norm of about 1. The sum gives the
+            # shape (R, 1), sharded as the parameter is.
+            state["row_squares"] = torch.ones_like(parameter.sum(1, keepdim=True))
+        row_squares = local_shard(state["row_squares"])  # (r, 1)
+        square_norms = update.float().square().sum(1, keepdim=True)
+        row_squares.lerp_(square_norms, 1 - self.recipe.normuon)
+        return update * row_squares.rsqrt()
+
+    def update_weight(
+        self, parameter: Tensor, update: Tensor, lr: float, weight_decay: float
+    ) -> None:
+        """Decay a weight, then subtract lr times the update (r, C)."""
+        weight = local_shard(parameter)
+        if self.recipe.cautious:
+            # Chen et al. 2025: decay only the entries that the update makes smaller anyway
+            shrinking = weight * update > 0
+            weight.sub_(weight * shrinking, alpha=lr * weight_decay)
         else:
-            torch._foreach_mul_(weights, 1 - lr * decay)
-        torch._foreach_add_(weights, updates, alpha=-lr)
+            weight.mul_(1 - lr * weight_decay)
+        weight.sub_(update, alpha=lr)
 
 
-def orthogonalize(stacks: list[Tensor], split_sizes: list[tuple[int, ...]]) -> list[Tensor]:
-    """Return the stacks (N, R, C) with each matrix of split_sizes rows orthogonalized, scaled by
-    sqrt(rows / columns) where that is above 1 (Jordan et al. 2024)."""
-    matrices = [m for x, rows in zip(stacks, split_sizes, strict=True) for m in x.split(rows, 1)]
-    wide = [m.mT if m.size(1) > m.size(2) else m for m in matrices]  # (N, short, long side)
-    indices_by_shape = defaultdict(list)
-    for i, m in enumerate(wide):
-        indices_by_shape[m.shape[1:]].append(i)
-    for indices in indices_by_shape.values():  # one batch for a shape: few large matmuls are faster
-        batch = newton_schulz(torch.cat([wide[i] for i in indices]))  # (sum of N, short, long side)
-        for i, m in zip(indices, batch.split([len(wide[i]) for i in indices]), strict=True):
-            _, rows, columns = matrices[i].shape
-            matrices[i] = m.mT * (rows / columns) ** 0.5 if rows > columns else m
-    remaining = iter(matrices)
-    parts = [[next(remaining) for _ in rows] for rows in split_sizes]
-    return [torch.cat(x, dim=1) if len(x) > 1 else x[0].contiguous() for x in parts]
+def orthogonalize(matrices: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
+    """Orthogonalize matrices (n, R, C), each split into matrices of `split_sizes` rows.
+
+    Tall ones are scaled by sqrt(rows / columns), so that an update changes the output of a layer by
+    about as much for any shape (Jordan et al. 2024).
+    """
+    orthogonalized = []
+    for matrix in matrices.split(split_sizes, dim=1):  # (n, rows, C)
+        num_rows, num_columns = matrix.shape[1:]
+        if num_rows > num_columns:
+            # X X^T of the transpose is the smaller of the two Gram matrices
+            tall = newton_schulz(matrix.mT).mT
+            orthogonalized.append(tall * math.sqrt(num_rows / num_columns))
+        else:
+            orthogonalized.append(newton_schulz(matrix))
+    return torch.cat(orthogonalized, dim=1)
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Return x (N, rows <= columns) about orthogonalized: its singular values become 0.7 to 1.2."""
-    a, b, c = COEFFICIENTS
+    """Return matrices (n, rows <= columns) made nearly orthogonal.
+
+    With x = U S V^T the result is U S' V^T, where all of S' lies between about 0.7 and 1.2.
+    """
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    # The iteration converges for singular values up to 1; none is larger than the Frobenius norm.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(STEPS):
-        gram = x @ x.mT  # (N, rows, rows)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # (N, rows, rows)
-        x = torch.baddbmm(x, polynomial, x, beta=a)  # (N, rows, columns)
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
+        gram = x @ x.mT  # A = X X^T, (n, rows, rows)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # B = b A + c A A
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # X = a X + B X
     return x
 
 
 class MatrixSharding:
-    """Distribution of N matrices (R, C) over W processes: by rows in a sharded parameter, by whole
-    matrices for Newton-Schulz. Round-robin after `num_before` matrices of other groups."""
+    """Two ways to divide N matrices (R, C) of one shape among W processes.
 
-    def __init__(self, parameters: list[Tensor], num_before: int) -> None:
+    By rows: FSDP2 gives each process S rows of every matrix (the last ones fewer, or none). Without
+    FSDP2 every process holds all rows. By matrices: each process has n whole ones, for
+    Newton-Schulz. `collect` goes from the first to the second, `spread` back. Both fill up with
+    zeros, so that all processes exchange equally much; a matrix of zeros stays one.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
         first = parameters[0]
-        self.sharded = isinstance(first, DTensor)
-        self.group = process_group(first)
-        self.world = dist.get_world_size(self.group) if self.group else 1
-        self.rank = dist.get_rank(self.group) if self.group else 0
-        turns = [(rank - num_before) % self.world for rank in range(self.world)]
-        self.matrices = [len(range(turn, len(parameters), self.world)) for turn in turns]
-        self.num_rows, self.columns = first.shape
-        chunk = -(-self.num_rows // self.world)  # as torch.chunk: the last ones may be smaller
-        self.rows = [max(0, min(chunk, self.num_rows - i * chunk)) for i in range(self.world)]
+        self.num_matrices = len(parameters)
+        self.num_rows = first.size(0)
+        self.is_sharded = isinstance(first, DTensor)
+        self.group: dist.ProcessGroup | None = None  # None: a process alone
+        self.world_size = 1
+        self.rank = 0
+        if self.is_sharded:
+            # Several machines have a mesh ("replicate", "shard"): each machine does all matrices.
+            mesh = first.device_mesh
+            self.group = mesh.get_group(mesh.ndim - 1)
+        elif dist.is_initialized():
+            self.group = dist.group.WORLD
+        if self.group is not None:
+            self.world_size = dist.get_world_size(self.group)
+            self.rank = dist.get_rank(self.group)
+        self.matrices_per_process = math.ceil(self.num_matrices / self.world_size)
+        self.rows_per_process = math.ceil(self.num_rows / self.world_size)
 
     def collect(self, x: Tensor) -> Tensor:
-        """Return this process's matrices (N / W, R, C) from x, which has its rows (N, R / W, C) of
-        all matrices, or all rows where parameters are not sharded."""
+        """Return this process's whole matrices (n, R, C) from its rows (N, r, C) of all."""
         if self.group is None:
             return x
-        pieces = x.split(self.matrices)
-        if not self.sharded:
-            return pieces[self.rank]
-        shapes = [(self.matrices[self.rank], rows, self.columns) for rows in self.rows]
-        return torch.cat(all_to_all(pieces, shapes, self.group), dim=1)
+        padded_matrices = self.world_size * self.matrices_per_process
+        if not self.is_sharded:
+            x = pad(x, padded_matrices, self.num_rows)
+            return x.chunk(self.world_size)[self.rank]
 
-    def spread(self, x: Tensor) -> Tensor:
-        """Return this process's rows (N, R / W, C) of all matrices, or all rows where parameters
-        are not sharded, from the matrices x (N / W, R, C) of each process."""
+        # Part i of the N matrices goes to process i; part i of what arrives are the rows of process
+        # i.
+        x = pad(x, padded_matrices, self.rows_per_process)  # (W n, S, C)
+        pieces = torch.empty_like(x)
+        dist.all_to_all_single(pieces, x, group=self.group)
+        pieces = pieces.unflatten(0, (self.world_size, -1))  # (W, n, S, C)
+        matrices = pieces.transpose(0, 1).flatten(1, 2)  # (n, W S, C)
+        return matrices[:, : self.num_rows]
+
+    def spread(self, matrices: Tensor) -> Tensor:
+        """Return this process's rows (N, r, C) of all matrices from the whole ones (n, R, C)."""
         if self.group is None:
-            return x
-        if self.sharded:
-            shapes = [(n, self.rows[self.rank], self.columns) for n in self.matrices]
-            return torch.cat(all_to_all(x.split(self.rows, dim=1), shapes, self.group))
-        most = max(self.matrices)  # all-gather takes equal sizes
-        padded = F.pad(x, (0, 0, 0, 0, 0, most - len(x)))
-        gathered = x.new_empty(self.world * most, self.num_rows, self.columns)
-        dist.all_gather_into_tensor(gathered, padded, self.group)
-        parts = zip(gathered.split(most), self.matrices, strict=True)
-        return torch.cat([part[:n] for part, n in parts])
+            return matrices
+        if not self.is_sharded:
+            shape = (self.world_size * len(matrices), *matrices.shape[1:])
+            gathered = matrices.new_empty(shape)  # (W n, R, C)
+            dist.all_gather_into_tensor(gathered, matrices.contiguous(), self.group)
+            return gathered[: self.num_matrices]
+
+        padded_rows = self.world_size * self.rows_per_process
+        x = pad(matrices, len(matrices), padded_rows)  # (n, W S, C)
+        pieces = x.unflatten(1, (self.world_size, -1)).transpose(0, 1)  # (W, n, S, C)
+        pieces = pieces.flatten(0, 1).contiguous()  # (W n, S, C)
+        x = torch.empty_like(pieces)
+        dist.all_to_all_single(x, pieces, group=self.group)
+        first_row = self.rank * self.rows_per_process
+        num_local_rows = min(self.rows_per_process, max(0, self.num_rows - first_row))
+        return x[: self.num_matrices, :num_local_rows]
+
+
+def pad(x: Tensor, num_matrices: int, num_rows: int) -> Tensor:
+    """Return x (N, R, C) filled up with zeros to (num_matrices, num_rows, C)."""
+    missing_matrices = num_matrices - x.size(0)
+    missing_rows = num_rows - x.size(1)
+    return F.pad(x, (0, 0, 0, missing_rows, 0, missing_matrices))  # pairs, last dimension first
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Return this process's rows of a sharded tensor, or the tensor itself."""
+    """Return this process's rows of a sharded tensor; a plain tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def process_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """Return the processes that a parameter is sharded over, else all; None if there is one."""
-    if isinstance(parameter, DTensor):
-        return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
-    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-
-
-def all_to_all(
-    pieces: list[Tensor], shapes: list[tuple[int, ...]], group: dist.ProcessGroup
-) -> list[Tensor]:
-    """Send piece i to process i; return the piece from each process, in the given shapes."""
-    flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(received, flat, sizes, [p.numel() for p in pieces], group=group)
-    return [x.view(shape) for x, shape in zip(received.split(sizes), shapes, strict=True)]

@@ -1,12 +1,13 @@
-"""Parameter groups and optimizers.
+"""Which optimizer trains which parameter.
 
-An optimizer of the blocks' matrices is an entry of MOMENTS, a branch here and a file of its own.
+AdamW trains everything, or a recipe's other optimizer trains the blocks' weight matrices and AdamW
+the rest. Another optimizer is a file of its own, as training/muon.py, an entry of MOMENTS and a
+branch in make_optimizers. The learning rate is set by training/schedule.py, step by step.
 """
 
 from collections import defaultdict
 
 import torch
-import torch.nn as nn
 
 from config.options import OptimizerOptions
 from config.recipes import Recipe
@@ -14,54 +15,73 @@ from model.gpt import GPT
 from training.muon import Muon
 from utils.errors import UserError
 
-MOMENTS = {"adamw": 2, "muon": 1}  # float32 numbers of state for each weight of a matrix
+# Float32 numbers of state that an optimizer keeps for each entry of a matrix: two moments of AdamW,
+# the momentum of Muon. training/plan.py forecasts memory by them.
+MOMENTS = {"adamw": 2, "muon": 1}
 
 
 def make_optimizers(
     model: GPT, options: OptimizerOptions, recipe: Recipe, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW (Loshchilov and Hutter 2019), with the recipe's optimizer for the blocks'
-    matrices if that is another.
+    """Return AdamW (Loshchilov and Hutter 2019), and Muon if the recipe asks for it.
 
-    The caller sets the "lr" of every group before each step: the learning rate times the group's
-    "lr_scale". AdamW alone decays matrices and embeddings, as in nanoGPT and llm.c; beside Muon,
-    which decays its matrices, nothing. Muon's matmuls run in `dtype`, and on a GPU the rest of its
-    step is compiled as the model is.
+    Before each step the caller sets the "lr" of every group to the learning rate times the group's
+    "lr_scale". Muon's matmuls run in `dtype`. Raises UserError for an optimizer that there is not.
     """
     if recipe.optimizer not in MOMENTS:
         raise UserError(f"a recipe's optimizer is one of {', '.join(MOMENTS)}")
-    alone, decay = recipe.optimizer == "adamw", options.weight_decay
-    adamw_decay = decay if alone else 0.0
-    matrices = [p for p in model.transformer.h.parameters() if p.dim() >= 2]
-    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    known = {id(p) for p in [*matrices, *embeddings]}
-    heads = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in known]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = []  # of attention and MLP
+    embeddings = []
+    heads = []  # an untied head, or that of a reward model
+    vectors = []  # biases and gains
+    for name, p in model.named_parameters():
+        if p.dim() < 2:
+            vectors.append(p)
+        elif name.startswith("transformer.h."):
+            matrices.append(p)
+        elif name.startswith("transformer."):
+            embeddings.append(p)
+        else:
+            heads.append(p)
+
+    # AdamW alone decays matrices and embeddings, as in nanoGPT and llm.c. Beside Muon, which decays
+    # its matrices, it decays nothing. Vectors never decay.
+    has_muon = recipe.optimizer == "muon"
+    adamw_decay = 0.0 if has_muon else options.weight_decay
     groups = [
-        {"params": matrices if alone else [], "lr_scale": 1.0, "weight_decay": adamw_decay},
         {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
         {"params": heads, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
         {"params": vectors, "lr_scale": 1.0, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    adamw = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), fused=True)
-    if alone:
-        return [adamw]
-    compiled = options.use_torch_compile and matrices[0].is_cuda and options.sharding == "none"
-    return [adamw, Muon(stacked_matrices(model), recipe, decay, dtype, compiled)]
+    if not has_muon:
+        groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
+    groups = [group for group in groups if group["params"]]  # a tied head is an embedding
+    betas = (options.beta1, options.beta2)
+    optimizers = [torch.optim.AdamW(groups, betas=betas, fused=True)]
+    if has_muon:
+        optimizers.append(Muon(muon_groups(model), recipe, options.weight_decay, dtype))
+    return optimizers
 
 
-def stacked_matrices(model: GPT) -> list[dict]:
-    """Return the blocks' matrices, grouped by shape and by the rows of the matrices that a weight
-    stacks: queries, keys and values; both halves of SwiGLU."""
+def muon_groups(model: GPT) -> list[dict]:
+    """Return the blocks' matrices in groups of one shape, for Muon.
+
+    "split_sizes" of a group are the row counts of the matrices that a weight stacks: queries, keys
+    and values in c_attn, gate and value of SwiGLU in c_fc.
+    """
     config = model.config
     kv_rows = config.kv_heads * config.head_size
-    split_sizes = {"c_attn": (config.n_embd, kv_rows, kv_rows)}
+    stacked = {"c_attn": (config.n_embd, kv_rows, kv_rows)}
     if config.activation == "swiglu":
-        split_sizes["c_fc"] = (config.inner, config.inner)
-    groups = defaultdict(list)
+        stacked["c_fc"] = (config.inner, config.inner)
+
+    parameters_by_layout = defaultdict(list)
     for name, p in model.transformer.h.named_parameters():
         if p.dim() >= 2:
-            rows = split_sizes.get(name.split(".")[-2], (p.size(0),))  # "0.attn.c_attn.weight"
-            groups[p.shape, rows].append(p)
-    return [{"params": p, "lr_scale": 1.0, "split_sizes": rows} for (_, rows), p in groups.items()]
+            layer_name = name.split(".")[-2]  # "c_attn" of "0.attn.c_attn.weight"
+            split_sizes = stacked.get(layer_name, (p.size(0),))
+            parameters_by_layout[p.shape, split_sizes].append(p)
+    return [
+        {"params": parameters, "lr_scale": 1.0, "split_sizes": split_sizes}
+        for (_, split_sizes), parameters in parameters_by_layout.items()
+    ]

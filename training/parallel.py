@@ -1,12 +1,16 @@
-"""Parallelism, applied to a plain model from outside.
+"""Data parallelism, applied to a plain model from outside: DDP, or FSDP2 for sharded state.
 
-    none    DistributedDataParallel: every process holds everything
-    zero1   shards optimizer state and float32 weights; reduces gradients once a step
-    zero2   shards gradients as well: reduce-scatter at every micro-step
-    zero3   shards the weights for compute as well: all-gather per block, forward and backward
+Every process trains on its own part of the batch, and gradients are averaged. What a process holds:
+
+    none    DistributedDataParallel: everything
+    zero1   a shard of optimizer state and float32 weights; gradients are reduced once a step
+    zero2   a shard of the gradients, too: they are reduced in every micro-step
+    zero3   a shard of the weights for compute, too: each block is gathered before it runs, in the
+            forward and in the backward pass, and freed after it
 
 zero1 to zero3 are FSDP2 (torch.distributed.fsdp.fully_shard), named as in Rajbhandari et al. 2020,
-"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". FSDP2 keeps each parameter
+as a DTensor, of which a process holds some rows. Tensor and pipeline parallelism are not here.
 """
 
 import warnings
@@ -38,66 +42,115 @@ from utils.errors import UserError
 
 
 def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.Module:
-    """Return the module to train, on the process's device: the model itself without process group.
-    Sharding turns the parameters into shards, in place; weights are gathered in `dtype`, gradients
-    reduced in float32. Several machines shard within each and replicate across them."""
+    """Move a model to its device, make it data-parallel, and return the module to train.
+
+    A process alone gets the model itself. DDP returns a module around it; FSDP2 turns its
+    parameters into DTensors in place. Under FSDP2 blocks are gathered in `dtype`, and gradients are
+    reduced in float32. Several machines shard within each machine and replicate across machines.
+    """
     if not dist.is_initialized():
         return model.to(process.device)
     if sharding == "none":
-        device_ids = [process.device.index] if process.device.type == "cuda" else None
         model.to(process.device)
+        device_ids = [process.device.index] if process.device.type == "cuda" else None
+        # gradients are views of the buckets that DDP reduces, so they are not held twice
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    shape, names = (process.nodes, process.world_size // process.nodes), ("replicate", "shard")
-    first = 0 if process.nodes > 1 else 1  # one machine shards alone
-    mesh = init_device_mesh(process.device.type, shape[first:], mesh_dim_names=names[first:])
-    # embeddings and the residual stream stay float32, as under autocast
-    low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
+    # there, and all-reduces the shards along the first one (HSDP): only these leave a machine.
+    processes_per_node = process.world_size // process.nodes
+    if process.nodes > 1:
+        shape = (process.nodes, processes_per_node)
+        names = ("replicate", "shard")
+    else:
+        shape = (processes_per_node,)
+        names = ("shard",)
+    mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
+
+    # FSDP2 casts the weights of a block when it gathers them, which sends half of the bytes. It
+    # leaves the inputs alone: the residual stream stays float32, as under autocast.
+    mixed_precision = MixedPrecisionPolicy(
+        dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    # Each call makes one unit, whose parameters are gathered together just before its forward.
+    # zero3 frees them after the forward and gathers them again for the backward; the others keep
+    # them.
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, mp_policy=low, reshard_after_forward=sharding == "zero3")
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=mixed_precision,
+            reshard_after_forward=sharding == "zero3",
+        )
+    # The root takes what no block has: embeddings, final norm and head, in float32. They are needed
+    # at both ends of the forward, and first in the backward, so they are not freed between.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    register_fsdp_forward_method(model, "hidden")  # the entry of evaluation and sampling
+    # Only `forward` gathers the root's parameters; evaluation and sampling enter by `hidden`.
+    register_fsdp_forward_method(model, "hidden")
+    # FSDP2 warns where a module returns a view, as an in-place operation on it would lose a hook.
+    # The loss is one; nothing changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
     return model
 
 
 def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
-    """Return the context of a micro-step; zero2 and zero3 reduce always, others in the `last`."""
+    """Return the context in which forward and backward of a micro-step run.
+
+    Without it, gradients would be reduced in every micro-step. Only zero2 and zero3 need that, to
+    hold no whole gradients; the others reduce in the `last` micro-step of a step.
+    """
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if last else module.no_sync()
     if isinstance(module, FSDPModule):
+        # on the last backward FSDP2 waits for the reductions that are still under way
         module.set_is_last_backward(last)
         if sharding == "zero1":
+            # accumulate whole gradients on every process until then
             module.set_requires_gradient_sync(last)
         else:
-            module.set_requires_all_reduce(last)  # across machines, which replicate
-        # embeddings are kept between micro-steps, and blocks where memory has room for all
+            # reduce-scatter within a machine always, all-reduce across machines at the end
+            module.set_requires_all_reduce(last)
+        # Weights change with the next optimizer step only, so what was gathered is kept until then:
+        # under zero3 just the root's (recurse=False), as its blocks are to be freed.
         module.set_reshard_after_backward(last, recurse=sharding != "zero3")
     return nullcontext()
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients to a norm of at most `max_norm`, unless it is 0; return the norm before."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if max_norm and (whole.device.type != "cpu" or whole > max_norm):  # no host sync on a GPU
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    # of DTensors it is a DTensor, too: full_tensor adds up the shards of all processes
+    full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # A comparison would make the host wait for a GPU, where multiplying by 1 is cheaper. On a CPU
+    # it saves a pass over the gradients.
+    is_gpu = full_norm.device.type != "cpu"
+    if max_norm > 0 and (is_gpu or full_norm > max_norm):
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return whole
+    return full_norm
 
 
 def gather_state(
     model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return copies of weights and optimizer state of the whole model by parameter name, on the CPU
-    of the main process; empty on others where state is sharded. Every process must call it."""
+    """Return copies of the whole model's weights and optimizer state, by parameter name, on the
+    CPU.
+
+    Under FSDP2 the main process gets them, the others get empty dicts. Every process must call it.
+    """
+    # full_state_dict gathers the shards, one parameter after another, so that a GPU holds one whole
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     moments = {}
-    if optimizers[0].state:  # else PyTorch would create it by a step
-        state = get_optimizer_state_dict(model, optimizers, options=options)
-        moments = state.get("state", {})
-    if next(model.parameters()).device.type == "cpu":  # these are the model's own tensors
-        weights = {name: weight.clone() for name, weight in weights.items()}
-        moments = {n: {k: v.clone() for k, v in values.items()} for n, values in moments.items()}
+    # Before the first step there is no state, and PyTorch would make some by a step of its own.
+    if optimizers[0].state:
+        optimizer_state = get_optimizer_state_dict(model, optimizers, options=options)
+        moments = optimizer_state.get("state", {})
+
+    # On a CPU these are the tensors that training goes on to change while a thread writes them.
+    if next(model.parameters()).device.type == "cpu":
+        weights = clone_all(weights)
+        moments = {name: clone_all(values) for name, values in moments.items()}
     return weights, moments
 
 
@@ -106,20 +159,43 @@ def load_optimizer_state(
     optimizers: list[torch.optim.Optimizer],
     state: dict[str, dict[str, Tensor]],
 ) -> None:
-    """Load what gather_state returned, under any sharding; names and shapes must be the model's.
-    Raises UserError for the state of another optimizer."""
-    if not state:  # of a converted checkpoint
+    """Load the optimizer state that gather_state returned, under any sharding.
+
+    Names and shapes must be the model's; the empty state of a converted checkpoint loads nothing.
+    Raises UserError for the state of another optimizer.
+    """
+    if not state:
         return
-    new = get_optimizer_state_dict(model, optimizers)
-    groups, keys = new["param_groups"], {name: set(x) for name, x in new["state"].items()}
-    del new  # frees the moments that the loaded ones replace
-    if {name: set(x) for name, x in state.items()} != keys:
+    # PyTorch makes new optimizers' state by a step with a learning rate of 0. Its names and groups
+    # are needed to check and load the other; its tensors are freed before that is read.
+    new_state = get_optimizer_state_dict(model, optimizers)
+    param_groups = new_state["param_groups"]
+    expected_names = value_names(new_state["state"])
+    del new_state
+    if value_names(state) != expected_names:
         raise UserError(
             "the optimizer state is of another optimizer: resume without --recipe, or start from "
             "the weights alone with --init_from"
         )
-    loaded, options = {"state": state, "param_groups": groups}, {"full_state_dict": True}
-    set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(**options))
-    for optimizer in optimizers:  # a copy, so that the mapped file can be closed
+    # full_state_dict: each process takes its shard of every tensor
+    set_optimizer_state_dict(
+        model,
+        optimizers,
+        {"state": state, "param_groups": param_groups},
+        options=StateDictOptions(full_state_dict=True),
+    )
+    # The loaded tensors are views of the checkpoint, which is mapped from disk: copy them, so that
+    # the file can be closed.
+    for optimizer in optimizers:
         for values in optimizer.state.values():
-            values.update({key: value.clone() for key, value in values.items()})
+            values.update(clone_all(values))
+
+
+def clone_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a dict with a copy of each tensor."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def value_names(state: dict[str, dict[str, Tensor]]) -> dict[str, set[str]]:
+    """Return the names of the values that an optimizer keeps of each parameter."""
+    return {name: set(values) for name, values in state.items()}

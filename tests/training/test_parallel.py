@@ -16,7 +16,7 @@ from training.parallel import clip_grad_norm, gather_state, load_optimizer_state
 from utils.devices import autocast
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 X = 37 * torch.arange(16).view(2, 8) % 64
 
 
@@ -71,26 +71,25 @@ def test_gradients_are_reduced_on_the_last_micro_step_alone(tmp_path):
     assert set(reductions) == {3, 7}
 
 
-@pytest.mark.parametrize("device", [CPU, GPU])  # the modules for CPUs, and the plain ones
-@pytest.mark.parametrize("what", ["cheap", "block"])
+@pytest.mark.parametrize("checkpointing", ["cheap", "block"])
 @pytest.mark.parametrize(("dtype", "dropout"), [(torch.float32, 0.2), (torch.bfloat16, 0.0)])
-@pytest.mark.parametrize("recipe", ("gpt2", "modern", "speedrun", "llama,n_kv_head=1"))
-def test_what_is_computed_again_changes_no_gradient(device, what, dtype, dropout, recipe):
-    found, flops = {}, {}
+@pytest.mark.parametrize("recipe", ["gpt2", "speedrun,ngram_rows=1000", "llama,n_kv_head=1"])
+def test_recomputation_changes_no_gradient(checkpointing, dtype, dropout, recipe):
+    gradients, flops = {}, {}
     idx = torch.randint(0, 257, (2, 16))
     shape = GPTConfig(n_layer=2, n_head=2, **parse_recipe(recipe).shape(32, 16, 257))
-    for again in ("none", what):
+    for mode in ("none", checkpointing):
         torch.manual_seed(0)
-        model = for_training(GPT(replace(shape, dropout=dropout)), device, again)
+        model = for_training(GPT(replace(shape, dropout=dropout)), CPU, mode)
         with FlopCounterMode(display=False) as counter:
             with autocast(CPU, dtype, keep_weights=False):
                 loss = model(idx, idx)
             loss.backward()
-        found[again] = {name: p.grad for name, p in model.named_parameters()}
-        flops[again] = counter.get_total_flops()
-    for name, grad in found["none"].items():
-        assert torch.equal(grad, found[what][name]), name
-    if what == "block":
-        assert flops[what] > flops["none"]
+        gradients[mode] = {name: p.grad for name, p in model.named_parameters()}
+        flops[mode] = counter.get_total_flops()
+    for name, gradient in gradients["none"].items():
+        assert torch.equal(gradient, gradients[checkpointing][name]), name
+    if checkpointing == "block":
+        assert flops["block"] > flops["none"]
     elif not dropout:  # no matmul is done twice; attention with dropout has no kernel to keep
-        assert flops[what] == flops["none"]
+        assert flops["cheap"] == flops["none"]
