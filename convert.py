@@ -13,19 +13,18 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config.options import DERIVED, TrainConfig
+from config.options import DERIVED, TrainConfig, resolve_from_recipe
 from config.recipes import Recipe
 from data.file_tokenizer import CHAT_TEMPLATE, save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.table import format_table
 from evaluation.tasks import Result
 from finetuning.chat import is_chat
-from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
 from training.checkpoint import assemble, find_checkpoint, open_model
+from training.run import TrainState
 from training.saver import save_checkpoint
-from training.state import TrainState
 from utils.cli import start_script
 from utils.errors import UserError
 
@@ -134,15 +133,17 @@ def import_model(config: ConvertConfig) -> None:
     if config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt with --model")
     model, tokenizer, _ = open_model(config.model, exact=True)
-    sizes = {k: getattr(model.config, k) for k in ("n_layer", "n_head", "n_embd", "block_size")}
-    recipe = Recipe(model=model.config.differences(GPTConfig()))
-    options = TrainConfig(recipe=str(recipe), **sizes)
+    recipe = Recipe()
+    # init_from: a run that resumes the file takes the architecture of its weights
+    options = TrainConfig(init_from=config.model, block_size=model.config.block_size)
+    options = resolve_from_recipe(options, recipe)
     state = assemble(
         model.state_dict(),
         optimizer={},
         script="train.py",
         config=options.to_dict(),
         derived=DERIVED,
+        recipe=asdict(recipe),
         model_config=asdict(model.config),
         tokenizer=tokenizer,
         train_tokens=0,

@@ -7,6 +7,7 @@
 docs/FINETUNING.md has the formats and formulas; checkpoints and --resume are as in train.py.
 """
 
+import sys
 import zlib
 from collections import Counter
 from dataclasses import replace
@@ -31,11 +32,11 @@ from model.compile import for_training, uncompiled
 from model.gpt import GPT
 from training.checkpoint import BEST, LAST, checksum, find_checkpoint, load_model, open_model
 from training.optim import make_optimizers
+from training.options import read_options, resolve_compile, resolve_dtype
 from training.parallel import clip_grad_norm, sync_gradients, wrap
-from training.run import Run, resolve
+from training.run import Run, claim_folders, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.state import reason_to_skip, seed_step
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -48,25 +49,31 @@ METHODS |= {"reward": RewardModeling, "grpo": GroupRelativePolicy}
 
 
 def main() -> None:
-    config, saved = resolve(FinetuneConfig, "finetune.py")
+    config, derived, saved = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
+    config = resolve_compile(config, derived)
     config.init_from = str(find_checkpoint(config.init_from) or config.init_from)
-    run = Run.start(config, saved)
+    process = distributed.start(config.device, catch_signals=True)
+    config = resolve_dtype(config, process, is_new=saved is None)
+    claim_folders(config, saved, process)
+    run = Run.start(config, saved, process)
     process, state, dtype = run.process, run.state, run.dtype
 
     model, about = build_model(config)
+    about |= {"derived": derived, "command": sys.argv}
     config.resolve_batches(process)  # ends the run if they do not divide
-    method, held_out, questions = open_rows(run, model, about)
+    method, held_out, questions = open_rows(run, model, about, saved)
     config.resolve_training(len(method), model.num_parameters())
     compiled = config.use_torch_compile and config.method != "grpo"  # whose shapes vary
     for_training(model, process.device, config.activation_checkpointing, compiled)
     wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
     optimizers = make_optimizers(model, config, Recipe(), dtype)
-    run.load_state(model, optimizers)
+    if saved is not None:
+        run.resume_optimizers(model, optimizers, saved)
     saved = None  # closes the file, which is mapped from disk
     run.open_log(model, about)
     if held_out and state.validate_on(str(zlib.crc32(config.eval_data.read_bytes()))):
         run.logger.print("--eval_data has changed: the lowest loss is counted anew")
-    saver = Saver(config, model, optimizers, about, process, run.logger.print, state.step)
+    saver = Saver(run, model, optimizers, about)
     process.print(
         f"{config.method} of {config.init_from} on {config.data}; {method.unit}: {len(method):,}, "
         f"in a step: {config.batch_size}; steps: {config.max_steps:,}"
@@ -80,7 +87,7 @@ def main() -> None:
             # once in a while: save, evaluate, answer questions; every process takes part
             step, tokens = state.step, state.tokens
             if step > saver.last_step and (run.ended or is_due(config.save_every, step)):
-                saver.save(LAST, state)
+                saver.save(LAST)
             if run.ended or is_due(config.eval_every, step):
                 if held_out:
                     with uncompiled(compiled):
@@ -88,7 +95,7 @@ def main() -> None:
                     split = "val" if method.selects_best_by_loss else "held_out"
                     run.logger.log_scores(split, scores, step)
                     if method.selects_best_by_loss and state.record_validation(scores["loss"]):
-                        saver.save(BEST, state)
+                        saver.save(BEST)
                 if questions:
                     with uncompiled(compiled):
                         (exact,), answers = questions.score(model)
@@ -108,13 +115,13 @@ def main() -> None:
                 run.logger.log_skip(skip_reason, ids.tolist(), state.step)
             if method.sample is not None and is_due(config.sample_every, state.step):
                 run.logger.log_sample(method.sample, state.step)
-            saver.end_after_patience(state)
+            saver.end_after_patience()
             if run.stopping:
                 raise Stopped
     except Stopped:  # by a signal; an evaluation that it interrupts is done again by a resumed run
         run.stopping = True
         if state.step > saver.last_step:
-            saver.save(LAST, state)
+            saver.save(LAST)
 
     saver.finish()
     run.finish(f"done: see {config.checkpoint_dir}")
@@ -177,8 +184,9 @@ def train_step(
 
 def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:
     """Return the model, resumed or of --init_from, and the entries of its checkpoints."""
-    name, rates = config.resume or config.init_from, config.method == "reward"
-    if config.resume:
+    name = config.resume if config.resumes else config.init_from
+    rates = config.method == "reward"
+    if config.resumes:
         model, before = load_model(Path(name), RewardModel if rates else GPT, exact=True)
         tokenizer = before["tokenizer"]
     else:
@@ -191,13 +199,15 @@ def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:
         raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
     dropout = config.dropout if config.method in ("sft", "reward") else 0.0
     model = resized(model, replace(model.config, block_size=T, dropout=dropout))
-    if rates and not config.resume:
+    if rates and not config.resumes:
         model = RewardModel.from_gpt(model)
     about = {"tokenizer": tokenizer, "train_tokens": before.get("train_tokens", 0)}
     return model.train(), {"script": "finetune.py", **about}
 
 
-def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None, Questions | None]:
+def open_rows(
+    run: Run, model: GPT, about: dict, saved: dict | None
+) -> tuple[Method, Method | None, Questions | None]:
     """Return the method on the rows of --data, that on those of --eval_data, and the questions."""
     config, process, T = run.config, run.process, model.config.block_size
     held_out, questions, reference, reward = None, None, None, None
@@ -205,7 +215,7 @@ def open_rows(run: Run, model: GPT, about: dict) -> tuple[Method, Method | None,
     if config.method == "dpo" or (config.method == "grpo" and config.kl > 0):
         reference = resized(open_model(config.init_from, exact=True)[0], model.config)
         about["reference"] = checksum(reference.state_dict())
-        if run.saved and run.saved.get("reference") != about["reference"]:
+        if saved and saved.get("reference") != about["reference"]:
             raise UserError(f"{config.init_from} has changed since this run began, which needs it")
         reference.eval().requires_grad_(False).to(process.device)
         compiled = config.use_torch_compile and config.method == "dpo"

@@ -8,12 +8,16 @@ The global batch is --total_batch_size tokens for any number of processes: gradi
 follows from it. SIGTERM, SIGINT and SIGUSR1 end the step or the evaluation, save and exit; SIGKILL
 costs the steps since the last checkpoint. On CPUs a resumed run equals one that was never stopped
 to the bit.
+
+Every process runs this file from top to bottom, and all of them take part in evaluation and saves;
+the main process alone writes. What a run is besides its steps (folders, log, signals) stands in
+training/run.py.
 """
 
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,83 +25,87 @@ import torch.nn as nn
 from torch import Tensor
 
 from config.options import TrainConfig
+from config.recipes import Recipe
 from data.loader import Slicing, TokenStream, prefetch, train_batches
-from data.mixture import Mixture, parse_corpora
-from data.tokenizer import tokenizer_identity
+from data.mixture import Mixture
 from evaluation.evaluator import Evaluator, is_due
-from evaluation.validation import too_few_tokens
 from model.build import resized
 from model.compile import for_training
-from model.config import GPTConfig
 from model.gpt import GPT
-from training.checkpoint import BEST, LAST, load_weights, open_model, reading
+from training.checkpoint import BEST, LAST, open_model
 from training.optim import make_optimizers
+from training.options import (
+    model_shape,
+    read_options,
+    resolve_dtype,
+    resolve_micro_batch,
+    resolve_options,
+)
 from training.parallel import clip_grad_norm, sync_gradients, wrap
-from training.plan import resolve_micro_batch
-from training.run import Run, resolve
+from training.run import Run, StepResult, claim_folders, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.state import reason_to_skip, seed_step
+from training.summary import check_tokenizer, print_summary, warn_of_data
 from utils import distributed
 from utils.cli import call_and_exit
-from utils.devices import autocast, seconds_on_cpu
+from utils.devices import autocast
 from utils.distributed import Stopped
-from utils.errors import UserError
 from utils.throughput import StepTimer, peak_flops
 
 
 def main() -> None:
-    config, saved = resolve(TrainConfig, "train.py")
-    if config.dry_run:
-        return import_module("training.dry_run").dry_run(config, saved)
-    run = Run.start(config, saved)
-    process, state, dtype = run.process, run.state, run.dtype
+    # options: flags, then what follows from recipe and device; nothing changes them later
+    options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
+    options, recipe = resolve_options(options, derived, checkpoint)
+    if options.dry_run:
+        dry_run = import_module("training.dry_run")  # on demand: a run does without it
+        return dry_run.print_forecast(options, recipe, checkpoint)
+    process = distributed.start(options.device, catch_signals=True)
+    options = resolve_dtype(options, process, is_new=checkpoint is None)
+    claim_folders(options, checkpoint, process)
 
     # data: the batch of a step is a pure function of (seed, step)
-    train = Mixture(config.data_dir, "train", config.block_size)
-    val = Mixture(config.data_dir, "val", config.block_size)
-    warn_of_data(run, train, val)
+    train_data = Mixture(options.data_dir, "train", options.block_size)
+    val_data = Mixture(options.data_dir, "val", options.block_size)
 
-    # model and optimizers: new, pre-trained or resumed
-    model = build_model(run, train.stream).to(process.device)
-    recompute, compiled = config.activation_checkpointing, config.use_torch_compile
-    for_training(model, process.device, recompute, compiled)
-    resolve_micro_batch(config, saved, model, process)
-    wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
-    optimizers = make_optimizers(model, config, config.parsed_recipe, dtype)
-    run.load_state(model, optimizers)
-    saved = None  # closes the file, which is mapped from disk
+    # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
+    model = build_model(options, recipe, train_data.stream)
+    options = resolve_micro_batch(options, recipe, model.config, process, checkpoint)
+    run = Run.start(options, checkpoint, process)
+    state = run.state
+    model.to(process.device)
+    for_training(model, process.device, options.activation_checkpointing, options.use_torch_compile)
+    wrapped = wrap(model, process, options.sharding, run.dtype)
+    optimizers = make_optimizers(model, options, recipe, run.dtype)
+    if checkpoint is not None:
+        run.resume_optimizers(model, optimizers, checkpoint)
+    warn_of_data(run, checkpoint, train_data, val_data)
+    checkpoint = None  # closes the file, from which its tensors are mapped
 
-    # batches, evaluation, log and checkpoints; unreadable data ends the run before it writes
-    batch = config.sequences_per_step(process.world_size)
-    steps = range(state.step, config.max_steps)
-    slicing = Slicing(batch, config.micro_batch_size, process.rank, process.world_size)
-    val.batch(np.arange(1))
-    next(train_batches(train, slicing, config.seed, steps), None)
-    batches = prefetch(process.to_device(train_batches(train, slicing, config.seed, steps)))
-    evaluator = Evaluator(config, model, val, process, dtype)
-    about = {"script": "train.py", "tokenizer": train.stream.tokenizer}
-    about |= {"train_tokens": len(train.stream), "data_digest": train.stream.digest}
-    about |= {"corpus": train.title}
-    run.open_log(model, about)
-    if state.validate_on(evaluator.validation_text):
-        run.logger.print("the validation text has changed: the lowest loss is counted anew")
-    describe(run, model, train, slicing)
-    saver = Saver(config, model, optimizers, about, process, run.logger.print, state.step)
-    peak = peak_flops(process.device, dtype)
+    # batches, evaluation, log, checkpoints
+    num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
+    slicing = Slicing(num_sequences, options.micro_batch_size, process.rank, process.world_size)
+    batches = open_batches(run, slicing, train_data, val_data)
+    evaluator = Evaluator(options, model, val_data, process, run.dtype)
+    entries = checkpoint_entries(derived, recipe, train_data)
+    run.open_log(model, entries)
+    saver = Saver(run, model, optimizers, entries)
+    run.validate_on(evaluator.validation_text)
+    print_summary(run, model, train_data, slicing)
+    peak = peak_flops(process.device, run.dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
     try:
         while True:
             # once in a while: save, evaluate, score and sample; every process takes part
             step = state.step
-            if step > saver.last_step and (run.ended or is_due(config.save_every, step)):
-                saver.save(LAST, state)
+            if step > saver.last_step and (run.ended or is_due(options.save_every, step)):
+                saver.save(LAST)
             if evaluator.due(step):
                 scores = evaluator.validate()
                 run.logger.log_scores("val", scores, step)
                 if state.record_validation(scores["loss"]):
-                    saver.save(BEST, state)
+                    saver.save(BEST)
             for task, scores in evaluator.benchmarks(step):
                 run.logger.log_scores(task, scores, step)
             text = evaluator.sample(step) if step > 0 else None
@@ -107,24 +115,25 @@ def main() -> None:
                 break
 
             # one step, then its log
-            row, skip_reason = train_step(
-                run, wrapped, optimizers, batches, slicing.micro_steps, timer
-            )
-            if skip_reason is None:
-                run.logger.log_train(row, state.step)
+            timer.start()
+            result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
+            figures = result.figures | timer.stop(options.total_batch_size)
+            if result.skip_reason is None:
+                run.logger.log_train(figures, state.step)
             else:
-                ids = train.order(step * batch + np.arange(batch), config.seed)
-                run.logger.log_skip(skip_reason, ids.tolist(), state.step)
-            saver.end_after_patience(state)
-            if run.stopping:
+                positions = step * num_sequences + np.arange(num_sequences)
+                sequences = train_data.order(positions, options.seed).tolist()
+                run.logger.log_skip(result.skip_reason, sequences, state.step)
+            saver.end_after_patience()
+            if result.got_signal:
                 raise Stopped
-    except Stopped:  # by a signal: what the evaluation of this step lacks, a resumed run does again
+    except Stopped:  # what the evaluation of this step lacks, a resumed run does again
         run.stopping = True
         if state.step > saver.last_step:
-            saver.save(LAST, state)
+            saver.save(LAST)
 
     saver.finish()
-    run.finish(f"done: best validation loss {state.best_loss:.4f}, see {config.checkpoint_dir}")
+    run.finish(f"done: best validation loss {state.best_loss:.4f}, see {options.checkpoint_dir}")
 
 
 def train_step(
@@ -133,128 +142,102 @@ def train_step(
     optimizers: list[torch.optim.Optimizer],
     batches: Iterator[tuple[Tensor, Tensor]],
     micro_steps: int,
-    timer: StepTimer,
-) -> tuple[dict, str | None]:
-    """Run and count one optimizer step; return the row for the log, and why it was skipped. Raises
-    Stopped between micro-steps where no other process has to agree: the step is not taken."""
-    config, process, state = run.config, run.process, run.state
-    timer.start()
-    lr = set_rates(optimizers, config, state.step)
-    seed_step(config.seed, state.step, process.rank)  # of dropout
-    total = torch.zeros((), device=process.device)
+) -> StepResult:
+    """Run and count one optimizer step on the next `micro_steps` of the batches. Raises Stopped
+    between micro-steps where no other process has to agree: the step is not taken."""
+    options = run.config
+    process = run.process
+    state = run.state
+    lr = set_rates(optimizers, options, state.step)
+    seed_step(options.seed, state.step, process.rank)  # of dropout
+
+    # forward and backward, micro-batch by micro-batch: the gradients add up
+    loss_sum = torch.zeros((), device=process.device)
     for micro_step in range(micro_steps):
         if process.world_size == 1:
-            process.end_if_stopped()
-        with timer.waiting():
-            idx, targets = next(batches)
-        with sync_gradients(model, config.sharding, last=micro_step == micro_steps - 1):
+            process.end_if_stopped()  # with more processes one alone must not leave the step
+        idx, targets = next(batches)  # (B, T) each
+        is_last = micro_step == micro_steps - 1
+        with sync_gradients(model, options.sharding, last=is_last):
+            # cast weights are kept for one forward pass only: the next one sees the new weights
             with autocast(process.device, run.dtype, keep_weights=False):
+                # divided, so that the sum of the gradients is that of the mean over the step
                 loss = model(idx, targets) / micro_steps
             state.scaler.scale(loss).backward()
-        total += loss.detach()
+        loss_sum += loss.detach()  # stays on the device: no wait for a GPU
+
+    # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
-        state.scaler.unscale_(optimizer)  # in float16; else this does nothing
-    grad_norm = clip_grad_norm(model, config.grad_clip)
-    # means over ranks, and the one host sync of a step
-    stopped = torch.full_like(total, float(process.stop.signal != 0))
-    sums = process.sum(torch.stack([total, grad_norm, stopped]))
-    mean_loss, grad_norm, stopped = (sums / process.world_size).tolist()
-    run.stopping = stopped > 0  # a process got a signal
-    row = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm}
+        state.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
+    grad_norm = clip_grad_norm(model, options.grad_clip)
+
+    # means over processes; `tolist` is the one time in a step at which the CPU waits for the GPU
+    signals = torch.full_like(loss_sum, float(process.stop.signal != 0))
+    sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
+    mean_loss, mean_norm, share_of_signals = (sums / process.world_size).tolist()
+
+    # update, unless a loss or gradient is not finite: then no process updates
+    skip_reason = reason_to_skip(mean_loss, mean_norm)
+    figures = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
     if state.scaler.is_enabled():
-        row["scale"] = state.scaler.get_scale()
-    skip_reason = reason_to_skip(mean_loss, grad_norm)
+        figures["scale"] = state.scaler.get_scale()
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    state.scaler.update()
-    state.advance(config.total_batch_size, skip_reason)
-    return row | {"tokens": state.tokens} | timer.stop(config.total_batch_size), skip_reason
+    state.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
+    state.advance(options.total_batch_size, skip_reason)
+    figures["tokens"] = state.tokens
+    return StepResult(figures, skip_reason, got_signal=share_of_signals > 0)
 
 
-def build_model(run: Run, stream: TokenStream) -> GPT:
-    """Return the model of the run on the CPU: resumed, pre-trained or from the seed."""
-    config, saved = run.config, run.saved
-    torch.manual_seed(config.seed)
-    if saved is None and config.init_from:
-        model, tokenizer, _ = open_model(config.init_from, exact=True)
-        check_tokenizer(stream, config.init_from, tokenizer)
-        config.adopt_architecture(model.config)
-        shape = replace(model.config, block_size=config.block_size, dropout=config.dropout)
+def build_model(options: TrainConfig, recipe: Recipe, stream: TokenStream) -> GPT:
+    """Return the model of the run on the CPU: resumed, pre-trained or new, from the seed. Raises
+    UserError for weights of another architecture or tokenizer than the run's."""
+    torch.manual_seed(options.seed)
+    weights_from = options.init_from
+    if options.resumes:
+        weights_from = options.resume
+    if weights_from is not None:
+        model, tokenizer, _ = open_model(weights_from, exact=True)
+        check_tokenizer(stream, weights_from, tokenizer)
+        shape = model_shape(options, recipe, stream.vocab_size, model.config)
         return resized(model, shape).train()
-    vocab_size = saved["model_config"]["vocab_size"] if saved else stream.vocab_size
-    model = GPT(config.model_config(vocab_size))
-    if saved:
-        check_tokenizer(stream, config.resume, saved["tokenizer"])
-        shape = replace(GPTConfig(**saved["model_config"]), dropout=config.dropout)
-        if shape != model.config:
-            theirs, ours = vars(shape), vars(model.config)
-            changes = [f"{x} {theirs[x]} (here {ours[x]})" for x in ours if ours[x] != theirs[x]]
-            raise UserError(
-                f"{config.resume} holds a model of another shape: {', '.join(changes)}; leave out "
-                "the options that change it, or start a new run in another --checkpoint_dir"
-            )
-        with reading(Path(config.resume)):
-            load_weights(model, saved, exact=True)
-    elif config.parsed_recipe.zero_init:  # each block begins as the identity
+
+    model = GPT(model_shape(options, recipe, stream.vocab_size, None))
+    if recipe.zero_init:  # each block begins as the identity
         for block in model.transformer.h:
             nn.init.zeros_(block.attn.c_proj.weight)
             nn.init.zeros_(block.mlp.c_proj.weight)
     return model
 
 
-def check_tokenizer(stream: TokenStream, name: str, tokenizer: str) -> None:
-    """Raise UserError unless the shards have the tokens of a model; keep its chat template."""
-    identity = tokenizer_identity(tokenizer)
-    if identity != stream.tokenizer_identity:
-        raise UserError(
-            f"{name} takes tokens of {identity}, the shards hold those of "
-            f"{stream.tokenizer_identity}"
-        )
-    stream.tokenizer = tokenizer
+def open_batches(
+    run: Run, slicing: Slicing, train_data: Mixture, val_data: Mixture
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the micro-batches (inputs, targets), (B, T) each, of this process from the current
+    step on, read ahead by a thread. Raises UserError for data that cannot be read, before the run
+    has written anything."""
+    seed = run.config.seed
+    steps = range(run.state.step, run.config.max_steps)
+    val_data.batch(np.arange(1))
+    next(train_batches(train_data, slicing, seed, steps), None)
+    batches = train_batches(train_data, slicing, seed, steps)
+    return prefetch(run.process.to_device(batches))
 
 
-def warn_of_data(run: Run, train: Mixture, val: Mixture) -> None:
-    """Warn where the order of the data changes, it is seen often, or validation is rough."""
-    config, saved, warn = run.config, run.saved, run.process.print
-    for folder in train.stream.unfinished:
-        warn(f"warning: {folder} holds a part of its text: run the sharding to its end")
-    for name, part in zip(val.names, val.parts, strict=True):
-        if len(part) * part.block_size < config.val_tokens:
-            warn(too_few_tokens(name, part, config.val_tokens))
-    train_tokens = config.max_steps * config.total_batch_size
-    if train.epochs(train_tokens)[0] > 100:
-        smaller = "--max_steps, --total_batch_size and perhaps --n_layer, --n_head, --n_embd"
-        warn(f"warning: {train.describe_epochs(train_tokens)} are many: see {smaller}")
-    if saved and saved["optimizer"]:
-        for name in ("total_batch_size", "seed"):
-            before, now = saved["config"][name], getattr(config, name)
-            if before != now:
-                warn(f"warning: {name} was {before}, is {now}: the data order changes")
-        weights = [float(x.weight) for x in parse_corpora(saved["config"]["data_dir"])]
-        if weights != train.weights:
-            warn(f"warning: weights were {weights}, are {train.weights}: the data order changes")
-        if saved["data_digest"] != train.stream.digest:
-            warn("warning: --data_dir has other shards, or another order: the data order changes")
-
-
-def describe(run: Run, model: GPT, train: Mixture, slicing: Slicing) -> None:
-    """Print a summary of the run."""
-    config, process = run.config, run.process
-    tokens, batch = len(train.stream), config.total_batch_size
-    epochs = train.describe_epochs(config.max_steps * batch)
-    run.logger.print(
-        f"{model.num_parameters():,} parameters; {tokens:,} train tokens; "
-        f"{epochs}: {config.max_steps:,} steps of {batch:,} "
-        f"tokens = {config.block_size} x micro-batch {config.micro_batch_size} x micro-steps "
-        f"{slicing.micro_steps} x processes {process.world_size}"
-        + (f"; resumed at step {run.start_step}" if run.start_step else "")
-        + ("; the first step compiles" if config.use_torch_compile else "")
-    )
-    on_cpu, flops = process.device.type == "cpu", batch * model.flops_per_token()
-    if on_cpu and (seconds := seconds_on_cpu(flops, run.dtype)) > 20:
-        run.logger.print(f"a step takes about {seconds:,.0f} s on this processor")
+def checkpoint_entries(derived: tuple[str, ...], recipe: Recipe, train_data: Mixture) -> dict:
+    """Return what checkpoints and config.json hold of a run beside options, model and progress."""
+    return {
+        "script": "train.py",
+        "command": sys.argv,
+        "derived": derived,
+        "recipe": asdict(recipe),
+        "tokenizer": train_data.stream.tokenizer,
+        "train_tokens": len(train_data.stream),
+        "data_digest": train_data.stream.digest,
+        "corpus": train_data.title,
+    }
 
 
 if __name__ == "__main__":

@@ -1,27 +1,43 @@
-"""Options of train.py as dataclasses.
+"""Options of train.py as dataclasses: the command line is made from them.
 
-An option is declared once: the command line is made from its default, type and docstring. The
-groups RunOptions, OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too. The
-other scripts declare their options themselves.
+An option is declared once, as a field with its type, default, unit and help. The groups RunOptions,
+OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too; other scripts declare their
+options themselves. This file is not about files, checkpoints or processes.
+
+Options are frozen, and go one way: flags -> options, in which None stands for what nobody gave ->
+resolved options, which training/start.py completes from the recipe and the machine.
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from config.recipes import Recipe, parse_recipe
+from config.recipes import Recipe
 from model.config import SIZES, GPTConfig
 from utils.cli import flag_value
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
 
-# options of one start of a script, which the next start does not take over
-PER_LAUNCH = ("config", "resume", "overwrite", "dry_run")
-# options that follow from others where nobody gives them; the next start derives them again
-DERIVED = ("log_dir", "max_lr", "min_lr", "weight_decay", "schedule", "warmup_steps")
-DERIVED += ("micro_batch_size", "use_torch_compile")  # from the device
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
+
+# Options of one start of a script: a resumed run does not take them over.
+PER_LAUNCH = ("config", "resume", "overwrite", "dry_run")
+
+# Options that follow from others, from the recipe or from the device where nobody gives them. A
+# resumed run derives them again: another --max_lr brings its --min_lr, another device its compiler.
+DERIVED = (
+    "log_dir",
+    "max_lr",
+    "min_lr",
+    "weight_decay",
+    "schedule",
+    "warmup_steps",
+    "micro_batch_size",
+    "use_torch_compile",
+)
+
+Options = TypeVar("Options", bound="RunOptions")
 
 
 @dataclass
@@ -42,7 +58,11 @@ class RunOptions:
     overwrite: bool = False
     """Replace the checkpoints and logs of another run, or of later steps."""
 
-    derived = ()  # options of DERIVED that nobody gave; no option itself, set by training/run.py
+    @property
+    def resumes(self) -> bool:
+        """True if `resume` is a checkpoint: training/options.py puts its path there, and leaves
+        "auto" where there is none to continue."""
+        return self.resume not in (None, "auto")
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
@@ -51,13 +71,15 @@ class RunOptions:
 
     def to_dict(self) -> dict:
         """Return the resolved options as plain values, for checkpoints and config.json."""
-        names = [f.name for f in fields(self) if f.init and f.name not in PER_LAUNCH]
-        values = {name: getattr(self, name) for name in names}
-        for name, value in values.items():
+        values: dict[str, object] = {}
+        for option in fields(self):
+            value = getattr(self, option.name)
             if isinstance(value, Path):
-                values[name] = str(value)
-            elif isinstance(value, tuple):
-                values[name] = list(map(str, value))
+                value = str(value)
+            elif isinstance(value, tuple):  # --data_dir
+                value = [str(folder) for folder in value]
+            if option.name not in PER_LAUNCH:
+                values[option.name] = value
         return values
 
 
@@ -191,24 +213,9 @@ class TrainConfig(
     DataOptions,
     RunOptions,
 ):
-    """Train a GPT-2. With --resume, options that are not given come from the checkpoint. Options
-    that are None are resolved from the recipe as soon as they are parsed; `recipe` becomes text
-    that names every field. Raises UserError for the first option out of range."""
-
-    parsed_recipe: Recipe = field(init=False, repr=False, compare=False)
+    """Train a GPT-2. With --resume, options that are not given come from the checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.log_dir is None:
-            self.log_dir = log_folder(self.checkpoint_dir)
-        self.parsed_recipe = recipe = parse_recipe(self.recipe)
-        self.recipe = str(recipe)
-        for name in ("max_lr", "weight_decay", "schedule"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(recipe, name))
-        if self.min_lr is None:
-            self.min_lr = 0.0 if recipe.to_zero else self.max_lr / 10
-        if self.warmup_steps is None:
-            self.warmup_steps = min(WARMUP_STEPS, self.max_steps // 10)
         check_ranges(self, "max_steps total_batch_size micro_batch_size block_size val_tokens", 1)
         check_ranges(self, "hellaswag_every lambada_every", 0)
         check_run_options(self)
@@ -225,65 +232,72 @@ class TrainConfig(
         """Benchmarks that can be scored during training: those with options NAME_data."""
         return [f.name.removesuffix("_data") for f in fields(self) if f.name.endswith("_data")]
 
-    def model_config(self, vocab_size: int) -> GPTConfig:
+    def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's, the named size and the options over it."""
-        named = SIZES[self.model_type]
-        size = named | {k: getattr(self, k) for k in named if getattr(self, k) is not None}
-        shape = self.parsed_recipe.shape(size["n_embd"], self.block_size, vocab_size)
+        size = dict(SIZES[self.model_type])
+        for name in size:
+            if getattr(self, name) is not None:
+                size[name] = getattr(self, name)
+        shape = recipe.shape(size["n_embd"], self.block_size, vocab_size)
         return GPTConfig(**size | shape, dropout=self.dropout)
-
-    def adopt_architecture(self, pretrained: GPTConfig) -> None:
-        """Take the architecture of the model of --init_from; raise UserError if the options name
-        another one, or a longer context."""
-        if self.block_size > (context := pretrained.block_size):
-            raise UserError(f"{self.init_from} has a context of {context}: give a --block_size")
-        sizes = {name: getattr(pretrained, name) for name in ("n_layer", "n_head", "n_embd")}
-        asked = self.model_config(pretrained.vocab_size)
-        default = GPTConfig(self.block_size, pretrained.vocab_size, dropout=self.dropout)
-        differs = list(asked.differences(pretrained))
-        differs += [name for name in sizes if getattr(asked, name) != sizes[name]]
-        if asked != default and differs:
-            raise UserError(
-                f"{self.init_from} has another {', '.join(differs)}: leave out --recipe, "
-                "--model_type and the sizes, which follow from it"
-            )
-        model = pretrained.differences(GPTConfig())
-        architecture = {"model": model, "mlp_ratio": 4.0, "ngram_bits": 0.0}
-        self.parsed_recipe = replace(self.parsed_recipe, **architecture)
-        vars(self).update(sizes, recipe=str(self.parsed_recipe))
 
     def sequences_per_step(self, world_size: int) -> int:
         """Return the sequences in a global batch; UserError where the batch does not divide."""
-        micro = self.micro_batch_size * self.block_size * world_size
-        if self.total_batch_size % micro:
-            fitting = max(1, round(self.total_batch_size / micro)) * micro
+        tokens_together = self.micro_batch_size * self.block_size * world_size
+        if self.total_batch_size % tokens_together:
+            nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
                 f"{self.micro_batch_size} x {self.block_size} tokens x {world_size} processes = "
-                f"{micro:,}: give {fitting:,}, or another --micro_batch_size"
+                f"{tokens_together:,}: give {nearest:,}, or another --micro_batch_size"
             )
         return self.total_batch_size // self.block_size
 
 
+def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> TrainConfig:
+    """Return the options with the learning rates, the schedule and the folder of the log, as far as
+    nobody gave them, from the recipe and from other options."""
+    options = with_defaults(
+        options,
+        log_dir=log_folder(options.checkpoint_dir),
+        max_lr=recipe.max_lr,
+        weight_decay=recipe.weight_decay,
+        schedule=recipe.schedule,
+        warmup_steps=min(WARMUP_STEPS, options.max_steps // 10),
+    )
+    # after --max_lr, of which it is a tenth
+    min_lr = 0.0 if recipe.to_zero else options.max_lr / 10
+    return with_defaults(options, min_lr=min_lr)
+
+
+def with_defaults(options: Options, **defaults: object) -> Options:
+    """Return the options with these values in place of those that are None, checked anew."""
+    missing = {name: x for name, x in defaults.items() if getattr(options, name) is None}
+    return replace(options, **missing)
+
+
 def log_folder(checkpoint_dir: Path) -> Path:
-    """Return the folder of the log that belongs to a folder of checkpoints."""
-    inside = checkpoint_dir.name != "checkpoints"
-    return (checkpoint_dir if inside else checkpoint_dir.parent) / "logs"
+    """Return the folder of the log of a folder of checkpoints: X/logs for X/checkpoints, else logs
+    in the folder itself."""
+    if checkpoint_dir.name == "checkpoints":
+        return checkpoint_dir.parent / "logs"
+    return checkpoint_dir / "logs"
 
 
 def check_run_options(options: OptimizerOptions) -> None:
     """Raise UserError for the first option that train.py and finetune.py share and is wrong."""
     check_ranges(options, "warmup_steps eval_every save_every keep_last sample_every seed", 0)
     check_ranges(options, "max_lr min_lr weight_decay grad_clip", 0)
-    if options.max_lr is not None and options.min_lr > options.max_lr:
+    if None not in (options.max_lr, options.min_lr) and options.min_lr > options.max_lr:
         raise UserError(f"--min_lr {options.min_lr} is above --max_lr {options.max_lr}")
     if not (0 <= options.beta1 < 1 and 0 <= options.beta2 < 1):
         raise UserError("--beta1 and --beta2 must be at least 0 and below 1")
 
 
 def check_ranges(options: object, names: str, least: int) -> None:
-    """Raise UserError for the first of the named options that is a number below `least`."""
+    """Raise UserError for the first of the named options that is a number below `least`, infinite
+    or NaN; None and "auto" stand for values that are found later."""
     for name in names.split():
         value = getattr(options, name)
-        if value is not None and value != "auto" and not least <= value < math.inf:
+        if value not in (None, "auto") and not least <= value < math.inf:
             raise UserError(f"--{name} {value} must be at least {least}")

@@ -1,8 +1,12 @@
-"""Recipes: named ways to build and train a model."""
+"""Recipes: named ways to build and train a model.
 
-import ast
+A recipe says what --model_type and the options of sizes do not: the architecture beside its sizes,
+the optimizer, the learning rates and their schedule. docs/RECIPES.md says what each part gives.
+This file is not about options: config/options.py lets the user choose a recipe and override it.
+"""
+
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from model.config import SIZED, GPTConfig
 from utils.errors import UserError, did_you_mean
@@ -13,7 +17,7 @@ class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule."""
 
     model: dict = field(default_factory=dict)
-    """Fields of GPTConfig that differ from GPT-2's."""
+    """Fields of GPTConfig that differ from GPT-2's, by name."""
     mlp_ratio: float = 4.0
     """Width of the MLP over that of the residual stream, rounded up to 64 unless it is 4."""
     ngram_bits: float = 0.0
@@ -42,26 +46,27 @@ class Recipe:
     """Decay to 0 instead of a tenth of max_lr."""
 
     def shape(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
-        """Return the fields of GPTConfig that differ from GPT-2's, for a model of these sizes."""
+        """Return the fields of GPTConfig that the recipe gives a model of these sizes."""
         shape = {"block_size": block_size, "vocab_size": vocab_size, "n_embd": n_embd}
+
+        # GPTConfig's own default is 4 x n_embd. Other widths are rounded up to 64, as matmuls are
+        # slow at odd ones.
         inner = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
-        if self.mlp_ratio != 4 and inner != 4 * n_embd:  # the default
+        if self.mlp_ratio != 4 and inner != 4 * n_embd:
             shape["n_inner"] = inner
-        if (ngrams := int(self.ngram_bits / math.log2(vocab_size + 1))) > 1:
+
+        # + 1, because the logarithm of a vocabulary of one token would be 0
+        ngrams = int(self.ngram_bits / math.log2(vocab_size + 1))
+        if ngrams > 1:
             shape["ngrams"] = ngrams
         return shape | self.model
 
-    def __str__(self) -> str:
-        """Return it as text that parse_recipe reads, which later changes of RECIPES leave alone."""
-        default, own = asdict(Recipe()), asdict(self)
-        changed = {name: x for name, x in own.items() if x != default[name]} | self.model
-        return ",".join(["gpt2", *(f"{k}={x}" for k, x in changed.items() if k != "model")])
-
 
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
+# The values are those that won in the searches of docs/RECIPES.md.
 MODERN = Recipe(
     model=LLAMA | {"qk_norm": True},
-    mlp_ratio=8 / 3,
+    mlp_ratio=8 / 3,  # SwiGLU has three matrices where GPT-2's MLP has two: equally many weights
     zero_init=True,
     optimizer="muon",
     max_lr=0.012,
@@ -76,32 +81,42 @@ MODERN = Recipe(
 RECIPES = {
     "gpt2": Recipe(),
     "modern": MODERN,
-    # n-grams of up to 5 bytes, or 2 of GPT-2's tokens
+    # 42 bits are n-grams of up to 5 bytes, or of 2 of GPT-2's tokens
     "speedrun": replace(MODERN, model=MODERN.model | {"ngram_rows": 65_000}, ngram_bits=42.0),
     "llama": Recipe(model=LLAMA),
 }
 
 
 def parse_recipe(text: str) -> Recipe:
-    """Return the recipe of NAME,FIELD=VALUE,...; raise UserError for an unknown name or value."""
-    name, *changes = (part.strip() for part in text.split(","))
+    """Return the recipe of --recipe, NAME or NAME,FIELD=VALUE,...; a FIELD is one of Recipe or one
+    of GPTConfig that is no option of its own. Raises UserError for an unknown name or value."""
+    name, *changes = text.split(",")
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    kinds = {f.name: type(getattr(recipe, f.name)) for f in fields(Recipe) if f.name != "model"}
-    of_model = [f.name for f in fields(GPTConfig) if f.name not in SIZED]
-    for key, _, value in (change.partition("=") for change in changes):
-        try:
-            parsed = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed = value
-        if key in of_model:
-            recipe = replace(recipe, model={**recipe.model, key: parsed})
-        elif key in kinds:
-            parsed = float(parsed) if kinds[key] is float and type(parsed) is int else parsed
-            if type(parsed) is not kinds[key]:
-                raise UserError(f"{key}={value} in a recipe must be a {kinds[key].__name__}")
-            recipe = replace(recipe, **{key: parsed})
+    recipe_fields = {f.name: getattr(recipe, f.name) for f in fields(Recipe) if f.name != "model"}
+    model_fields = {f.name: f.default for f in fields(GPTConfig) if f.name not in SIZED}
+    for change in changes:
+        key, _, value = change.strip().partition("=")
+        if key in recipe_fields:
+            recipe = replace(recipe, **{key: parse_value(key, value, recipe_fields[key])})
+        elif key in model_fields:
+            model = recipe.model | {key: parse_value(key, value, model_fields[key])}
+            recipe = replace(recipe, model=model)
         else:
-            raise UserError(f"a recipe has no {key!r}{did_you_mean(key, [*kinds, *of_model])}")
+            hint = did_you_mean(key, [*recipe_fields, *model_fields])
+            raise UserError(f"a recipe has no {key!r}{hint}")
     return recipe
+
+
+def parse_value(key: str, text: str, default: object) -> object:
+    """Return the value of a field that a text stands for; it has the type of the field's default,
+    int where that is None. Raises UserError for other text."""
+    value_type = int if default is None else type(default)
+    try:
+        if value_type is bool:
+            return {"True": True, "False": False}[text]
+        return value_type(text)
+    except (ValueError, KeyError) as error:
+        expected = "True or False" if value_type is bool else value_type.__name__
+        raise UserError(f"{key}={text} in a recipe must be {expected}") from error

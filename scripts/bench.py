@@ -26,7 +26,8 @@ import torch._dynamo.utils
 import torch.nn as nn
 from torch import Tensor
 
-from config.options import MachineOptions, ModelOptions, TrainConfig
+from config.options import MachineOptions, ModelOptions, TrainConfig, resolve_from_recipe
+from config.recipes import parse_recipe
 from data.tokenizer import GPT2Tokenizer
 from model.build import empty_gpt
 from model.compile import for_training
@@ -70,12 +71,13 @@ class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
     def training(self) -> TrainConfig:
         """The options of train.py that these stand for."""
         shared = [f.name for f in fields(TrainConfig) if hasattr(self, f.name)]
-        return TrainConfig(**{name: getattr(self, name) for name in shared})
+        options = TrainConfig(**{name: getattr(self, name) for name in shared})
+        return resolve_from_recipe(options, parse_recipe(self.recipe))
 
     @property
     def shape(self) -> GPTConfig:
         """Architecture of the model."""
-        return self.training.model_config(VOCABULARY)
+        return self.training.model_config(parse_recipe(self.recipe), VOCABULARY)
 
     @property
     def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
@@ -89,7 +91,7 @@ def train(config: BenchConfig) -> Work:
     device, dtype = config.device_and_dtype
     model = GPT(config.shape).to(device)
     for_training(model, device, config.activation_checkpointing, config.use_torch_compile)
-    optimizers = make_optimizers(model, config.training, config.training.parsed_recipe, dtype)
+    optimizers = make_optimizers(model, config.training, parse_recipe(config.recipe), dtype)
     return training_step(config, model, partial(clip_grad_norm, model, 1.0), optimizers)
 
 

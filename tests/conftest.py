@@ -31,6 +31,15 @@ SMALL = (
 ).split()
 
 
+def train_options(**options: object):
+    """Return resolved options of train.py."""
+    from config.options import TrainConfig, resolve_from_recipe
+    from config.recipes import parse_recipe
+
+    given = TrainConfig(**options)
+    return resolve_from_recipe(given, parse_recipe(given.recipe))
+
+
 def environment() -> dict:
     """Return the environment of a user without network and without a launcher around the tests."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}

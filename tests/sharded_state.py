@@ -6,9 +6,9 @@ import os
 import sys
 
 import torch
+from conftest import train_options
 from torch.distributed.tensor import DTensor
 
-from config.options import TrainConfig
 from config.recipes import Recipe
 from model.compile import for_training
 from model.config import GPTConfig
@@ -32,7 +32,7 @@ def measure(process, sharding):
     model = GPT(CONFIG)
     whole = held(model.parameters())
     wrapped = parallel.wrap(model, process, sharding, torch.float32)
-    (optimizer,) = make_optimizers(model, TrainConfig(), Recipe())
+    (optimizer,) = make_optimizers(model, train_options(), Recipe())
     x = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(1))
     x = x.chunk(process.world_size)[process.rank]
     for number, part in enumerate(x.chunk(2)):

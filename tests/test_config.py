@@ -1,16 +1,17 @@
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from conftest import ROOT, bad, script
+from conftest import ROOT, bad, script, train_options
 
 from config.options import TrainConfig
-from config.recipes import Recipe
+from config.recipes import parse_recipe
 from finetuning.options import FinetuneConfig
 from model.build import empty_gpt
 from model.config import GPTConfig
+from training.options import model_shape
 from utils.cli import parse
 from utils.devices import pick_device
 from utils.errors import UserError
@@ -58,32 +59,41 @@ def test_an_option_that_is_not_finite_is_named_as_the_user_gave_it(name):
 
 
 def test_warmup_and_the_last_rate_follow_the_length_and_the_recipe_of_the_run():
-    assert TrainConfig().warmup_steps == 715 and TrainConfig(max_steps=500).warmup_steps == 50
-    assert TrainConfig(max_lr=1e-3).min_lr == pytest.approx(1e-4)
-    assert (TrainConfig(recipe="modern").max_lr, TrainConfig(recipe="modern").min_lr) == (0.012, 0)
+    assert train_options().warmup_steps == 715 and train_options(max_steps=500).warmup_steps == 50
+    assert train_options(max_lr=1e-3).min_lr == pytest.approx(1e-4)
+    modern = train_options(recipe="modern")
+    assert (modern.max_lr, modern.min_lr) == (0.012, 0)
 
 
 def test_a_speedrun_has_shorter_ngrams_where_tokens_are_longer():
-    bytewise = TrainConfig(recipe="speedrun").model_config(257)
-    assert (bytewise.ngrams, TrainConfig(recipe="speedrun").model_config(50257).ngrams) == (5, 2)
-    assert TrainConfig(recipe="speedrun,ngrams=3").model_config(50257).ngrams == 3
-    same = TrainConfig(recipe=str(Recipe(model=bytewise.differences(GPTConfig())))).model_config(
-        257
-    )
-    assert same == bytewise
+    for recipe, vocab_size, ngrams in (
+        ("speedrun", 257, 5),
+        ("speedrun", 50257, 2),
+        ("speedrun,ngrams=3", 50257, 3),
+    ):
+        assert TrainConfig().model_config(parse_recipe(recipe), vocab_size).ngrams == ngrams
 
 
 def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named():
-    modern = TrainConfig(recipe="modern", n_layer=2, n_head=2, n_embd=32, block_size=32)
-    pretrained = modern.model_config(257)
-    config = TrainConfig(init_from="x", block_size=16)
-    config.adopt_architecture(pretrained)
-    assert config.model_config(257) == GPTConfig(**{**vars(pretrained), "block_size": 16})
-    assert config.parsed_recipe.optimizer == "adamw" and config.max_lr == 6e-4
-    with pytest.raises(UserError, match="x has another .*n_layer.*: leave out"):
-        TrainConfig(init_from="x", block_size=16, n_layer=3).adopt_architecture(pretrained)
-    with pytest.raises(UserError, match="x has a context of 32: give a --block_size"):
-        TrainConfig(init_from="x", block_size=64).adopt_architecture(pretrained)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32}
+    modern = parse_recipe("modern")
+    weights = TrainConfig(**sizes, block_size=32).model_config(modern, 257)
+
+    def shape(recipe="gpt2", **options):
+        return model_shape(TrainConfig(**options), parse_recipe(recipe), 257, weights)
+
+    short = replace(weights, block_size=16)
+    assert shape(init_from="x", block_size=16) == short
+    assert shape("modern", init_from="x", block_size=16, **sizes) == short
+    assert shape("modern", resume="x", block_size=32, **sizes) == weights
+    for options, message in (
+        ({"init_from": "x", "block_size": 16, "n_layer": 3}, "x holds .* n_layer 2 .here 3."),
+        ({"init_from": "x", "block_size": 64}, "x has a context of 32: give that --block_size"),
+        ({"resume": "y", "block_size": 16}, "y holds a model of another shape: block_size 32"),
+        ({"resume": "y", "block_size": 32}, "y holds a model of another shape: n_layer 2 "),
+    ):
+        with pytest.raises(UserError, match=message):
+            shape(**options)
 
 
 def test_devices_that_are_not_here_are_named():

@@ -5,10 +5,11 @@
     optimizer     state by parameter name
     step, tokens, best_loss, run_id, ... (with the seed, all random state there is)
     script, config (options, resolved), model_config, tokenizer, train_tokens, versions
-    checksums     of the tensors of model, model_low and optimizer
+    checksums     CRC-32 of the tensors of model, model_low and optimizer
 
 Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. The state is
-that of the whole model: a file resumes on any number of processes.
+that of the whole model: a file resumes on any number of processes. Writing stands in
+training/saver.py.
 """
 
 import contextlib
@@ -30,13 +31,19 @@ from model.gpt import GPT
 from utils.errors import UserError, is_of_machine
 
 FORMAT_VERSION = 3
-LAST, BEST, NUMBERED = "model_last.pt", "model_best.pt", "model_step_{:06d}.pt"
+LAST = "model_last.pt"
+BEST = "model_best.pt"
+NUMBERED = "model_step_{:06d}.pt"
+PARTS = ("model", "model_low", "optimizer")  # those that hold tensors
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 into bfloat16, rounded half up, and the int16 difference of the bits. Rounding
-    them as an integer keeps the difference within int16. Every NaN becomes the same one, as some
-    would round to infinity."""
+    """Split float32 into bfloat16, the upper half of its bits, and an int16 that restores the rest.
+
+    The bits are rounded half up as an integer, and the int16 is the difference to the rounded ones:
+    so it always fits, from -2^15 to 2^15 - 1. Every NaN becomes the same one, as rounding would
+    turn some into infinity.
+    """
     bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
     high = ((bits + 0x8000) >> 16).to(torch.int16)
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
@@ -44,44 +51,48 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
-    """Join what split_float32 split, bit for bit."""
+    """Join the two halves of split_float32, bit for bit."""
     bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
-def assemble(weights: dict[str, Tensor], optimizer: dict, **rest: object) -> dict:
-    """Return the content of a file from float32 `weights` and the optimizer state, on the CPU."""
-    halves = {name: split_float32(weight) for name, weight in weights.items()}
-    state = {
+def assemble(weights: dict[str, Tensor], optimizer: dict, **entries: object) -> dict:
+    """Return the content of a file from float32 `weights` and the optimizer state, on the CPU, and
+    further entries."""
+    model: dict[str, Tensor] = {}
+    model_low: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        model[name], model_low[name] = split_float32(weight)
+    content = {
         "format_version": FORMAT_VERSION,
         "versions": {"torch": str(torch.__version__)},
-        "model": {name: high for name, (high, _) in halves.items()},
-        "model_low": {name: low for name, (_, low) in halves.items()},
+        "model": model,
+        "model_low": model_low,
         "optimizer": optimizer,
-        **rest,
+        **entries,
     }
-    parts = ("model", "model_low", "optimizer")
-    return state | {"checksums": {part: checksum(state[part]) for part in parts}}
+    content["checksums"] = {part: checksum(content[part]) for part in PARTS}
+    return content
 
 
 def checksum(tensors: dict) -> int:
-    """Return the CRC-32 of the names and the bytes of tensors on the CPU. An optimizer's state is a
-    dict of dicts."""
+    """Return the CRC-32 of the names and the bytes of tensors on the CPU. Optimizer state is a dict
+    of such dicts."""
     crc = 0
     for name, x in tensors.items():
         crc = zlib.crc32(name.encode(), crc)
         if isinstance(x, dict):
             crc = zlib.crc32(checksum(x).to_bytes(4, "little"), crc)
         else:
-            data = x.detach().contiguous().view(-1).view(torch.uint8)
-            crc = zlib.crc32(data.numpy(), crc)
+            x_bytes = x.detach().contiguous().view(-1).view(torch.uint8)
+            crc = zlib.crc32(x_bytes.numpy(), crc)
     return crc
 
 
-def verify(saved: dict, *parts: str) -> None:
+def verify(checkpoint: dict, *parts: str) -> None:
     """Raise ValueError if the tensors of a part are not those that were written."""
     for part in parts:
-        if saved["checksums"][part] != checksum(saved[part]):
+        if checkpoint["checksums"][part] != checksum(checkpoint[part]):
             raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
 
@@ -100,7 +111,7 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint {path}; give another path") from error
-    except Exception as error:
+    except Exception as error:  # torch.load raises what its unpickler and zip reader raise
         if is_of_machine(error):
             raise
         raise UserError(
@@ -112,37 +123,44 @@ def load_checkpoint(path: Path) -> dict:
     """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
     UserError for a file that is absent, damaged or not a checkpoint of this project."""
     with reading(path):
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        version = saved["format_version"]
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        version = checkpoint["format_version"]
         if version != FORMAT_VERSION:
             raise UserError(
                 f"{path} has format {version}, and this code reads {FORMAT_VERSION}: use the code "
                 "that wrote it, or train anew"
             )
-    return saved
+    return checkpoint
 
 
-def load_weights(model: GPT, saved: dict, *, exact: bool) -> None:
+def load_weights(model: GPT, checkpoint: dict, *, exact: bool) -> None:
     """Load the weights: float32 if `exact`, else their bfloat16 half, still mapped from disk."""
-    weights, low = saved["model"], saved["model_low"]
-    verify(saved, "model", *(["model_low"] if exact else []))
+    verify(checkpoint, "model")
+    weights = checkpoint["model"]
     if exact:
+        verify(checkpoint, "model_low")
+        low = checkpoint["model_low"]
         weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
+    # assign: the model is on the device "meta", and takes these tensors for its own
     model.load_state_dict(weights, strict=True, assign=True)
 
 
-def load_model(path: Path, kind: type[GPT] = GPT, *, exact: bool = False) -> tuple[GPT, dict]:
-    """Return the model of a checkpoint to evaluate, bfloat16 unless `exact`, and the file."""
-    saved = load_checkpoint(path)
+def load_model(
+    path: Path, model_class: type[GPT] = GPT, *, exact: bool = False
+) -> tuple[GPT, dict]:
+    """Return the model of a checkpoint to evaluate, bfloat16 unless `exact`, and the content of the
+    file. Raises UserError for a reward model unless `model_class` is one, and the other way round.
+    """
+    checkpoint = load_checkpoint(path)
     with reading(path):
-        is_reward_model = "reward_head.weight" in saved["model"]
-        if kind is GPT and is_reward_model:
+        is_reward_model = "reward_head.weight" in checkpoint["model"]
+        if model_class is GPT and is_reward_model:
             raise UserError(f"{path} is a reward model, which rates text and writes none")
-        if kind is not GPT and not is_reward_model:
+        if model_class is not GPT and not is_reward_model:
             raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
-        model = empty_gpt(GPTConfig(**saved["model_config"]), kind)
-        load_weights(model, saved, exact=exact)
-    return model.eval(), saved
+        model = empty_gpt(GPTConfig(**checkpoint["model_config"]), model_class)
+        load_weights(model, checkpoint, exact=exact)
+    return model.eval(), checkpoint
 
 
 # the checkpoints of a folder
@@ -169,40 +187,53 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of checkpoints that a folder is, or that it holds."""
-    folders = [path, path / "checkpoints", *sorted(path.glob("*/"))]
-    return next((folder for folder in folders if list(folder.glob("model_*.pt"))), path)
+    """Return the folder of checkpoints that a folder is, or that it holds: that of a run, too."""
+    for folder in (path, path / "checkpoints", *sorted(path.glob("*/"))):
+        if list(folder.glob("model_*.pt")):
+            return folder
+    return path
 
 
 def find_checkpoint(name: str | Path) -> Path | None:
     """Return the checkpoint that a name stands for: a file, or the best, else the newest one of a
     folder; None for a Hugging Face folder or the name of a model on the hub."""
     path = Path(name)
+    if path.is_file() or (path.suffix == ".pt" and not path.is_dir()):
+        return path
     if not path.is_dir():
-        return path if path.is_file() or path.suffix == ".pt" else None
+        return None
     folder = checkpoint_folder(path)
-    found = folder / BEST if (folder / BEST).exists() else find_newest(folder)
-    if found is None and not (path / "config.json").exists():
+    best_or_newest = find_newest(folder)
+    if (folder / BEST).exists():
+        best_or_newest = folder / BEST
+    if best_or_newest is None and not (path / "config.json").exists():
         raise UserError(f"{folder} holds no checkpoint and no model of Hugging Face's format")
-    if found and os.environ.get("RANK", "0") == "0":
-        print(f"reading {found}", file=sys.stderr)
-    return found
+    if best_or_newest is not None and os.environ.get("RANK", "0") == "0":
+        print(f"reading {best_or_newest}", file=sys.stderr)
+    return best_or_newest
 
 
 def open_model(name: str | Path, *, exact: bool = False) -> tuple[GPT, str, dict]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a Hugging Face model. `name` is a checkpoint, a run's folder, or a Hugging Face folder or
     name; `exact` takes all bits of the weights."""
-    if path := find_checkpoint(name):
-        model, saved = load_model(path, exact=exact)
-        return model, saved["tokenizer"], saved
-    huggingface = import_module("model.huggingface")  # on demand: most runs do without
-    model, folder = huggingface.load_pretrained(name), huggingface.find_folder(str(name))
-    size, reader = model.config.vocab_size, import_module("data.file_tokenizer")
-    tokenizer = reader.pretrained_tokenizer(folder, size)
+    path = find_checkpoint(name)
+    if path is not None:
+        model, checkpoint = load_model(path, exact=exact)
+        return model, checkpoint["tokenizer"], checkpoint
+
+    # on demand: most runs do without these two, and safetensors and tokenizers are slow to import
+    huggingface = import_module("model.huggingface")
+    file_tokenizer = import_module("data.file_tokenizer")
+    model = huggingface.load_pretrained(name)
+    vocab_size = model.config.vocab_size
+    folder = huggingface.find_folder(str(name))
+    tokenizer = file_tokenizer.pretrained_tokenizer(folder, vocab_size)
     num_tokens = count_tokens(tokenizer)
-    if num_tokens > size:
-        raise UserError(f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {size:,}")
-    if num_tokens < size:  # rows of padding, as GPT-2's 50,257 tokens have in a table of 50,304
+    if num_tokens > vocab_size:
+        raise UserError(
+            f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {vocab_size:,}"
+        )
+    if num_tokens < vocab_size:  # rows of padding, as 50,304 for GPT-2's 50,257 tokens
         model = resized(model, replace(model.config, vocab_size=num_tokens))
     return model.eval(), tokenizer, {}

@@ -1,13 +1,16 @@
 """The forecast of a run that --dry_run prints: shape, memory, time and cost."""
 
 import os
+from dataclasses import replace
 
 from config.options import TrainConfig
+from config.recipes import Recipe
 from data.mixture import Mixture
 from data.tokenizer import TOKENIZERS
 from model.build import empty_gpt
 from model.config import GPTConfig
 from training.checkpoint import open_model
+from training.options import model_shape
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
 from utils.devices import seconds_on_cpu
 from utils.errors import UserError
@@ -17,14 +20,16 @@ MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nano
 DOLLARS_PER_GPU_HOUR = 2.50
 
 
-def dry_run(config: TrainConfig, saved: dict | None) -> None:
+def print_forecast(config: TrainConfig, recipe: Recipe, saved: dict | None) -> None:
     """Print what would be trained and its forecast; on the main process, for all."""
     if os.environ.get("RANK", "0") != "0":
         return
-    hardware, shape = Hardware.of(config), planned_shape(config, saved)
+    hardware, shape = Hardware.of(config), planned_shape(config, recipe, saved)
     world_size, model, gpu = hardware.world_size, empty_gpt(shape), hardware.gpu
     if config.micro_batch_size == "auto":
-        print(choose_micro_batch(config, saved, shape, hardware))
+        size, sentence = choose_micro_batch(config, recipe, shape, hardware, saved)
+        print(sentence)
+        config = replace(config, micro_batch_size=size)
     micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
     print(
         f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
@@ -32,7 +37,7 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
         f"{config.micro_batch_size} sequences x {config.block_size} tokens x {world_size} on "
         f"{gpu.name if gpu else hardware.device.type}, {hardware.dtype}"
     )
-    parts = forecast_memory(config, shape, hardware)
+    parts = forecast_memory(config, recipe, shape, hardware)
     print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
     for name, value in parts.items():
         print(f"  {value / 1e9:8.2f}  {name}")
@@ -59,15 +64,13 @@ def dry_run(config: TrainConfig, saved: dict | None) -> None:
     print("This was a dry run: nothing was trained or written.")
 
 
-def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
+def planned_shape(config: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> GPTConfig:
     """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
-    vocab_size = TOKENIZERS["gpt2"].vocab_size
-    if saved:
-        vocab_size = saved["model_config"]["vocab_size"]
+    weights, vocab_size = None, TOKENIZERS["gpt2"].vocab_size
+    if checkpoint:
+        weights = GPTConfig(**checkpoint["model_config"])
     elif config.init_from:
-        pretrained = open_model(config.init_from)[0].config
-        config.adopt_architecture(pretrained)
-        vocab_size = pretrained.vocab_size
+        weights = open_model(config.init_from)[0].config
     else:
         try:
             data = Mixture(config.data_dir, "train", config.block_size)
@@ -75,4 +78,4 @@ def planned_shape(config: TrainConfig, saved: dict | None) -> GPTConfig:
             print(data.describe_epochs(config.max_steps * config.total_batch_size))
         except UserError as error:
             print(error)
-    return config.model_config(vocab_size)
+    return model_shape(config, recipe, vocab_size, weights)

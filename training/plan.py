@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from config.options import TrainConfig
+from config.recipes import Recipe
 from model import loss
 from model.build import empty_gpt
 from model.config import GPTConfig
-from model.gpt import GPT
 from training.optim import MOMENTS
-from utils.devices import autocast, pick_device, pick_dtype
-from utils.distributed import Process, free_memory, launched, num_nodes
+from utils.devices import pick_device, pick_dtype
+from utils.distributed import free_memory, launched, num_nodes
 from utils.errors import UserError
 from utils.throughput import GPU, NAMED_GPUS
 
@@ -61,13 +61,15 @@ def block_activations(shape: GPTConfig, e: int, checkpointing: str) -> int:
     return 8 * C + e * (attention + 2 * C + fc + inner * (1 + gates))
 
 
-def forecast_memory(config: TrainConfig, shape: GPTConfig, hardware: Hardware) -> dict[str, int]:
+def forecast_memory(
+    config: TrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+) -> dict[str, int]:
     """Return the bytes of one process by part. Sharding divides state among the processes of each
     machine; a CPU also holds a copy of the state while it is saved."""
     e, world_size, model = hardware.dtype.itemsize, hardware.world_size, empty_gpt(shape)
     total = sum(p.numel() for p in model.parameters())
     matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
-    moments = 2 * total - (2 - MOMENTS[config.parsed_recipe.optimizer]) * matrices
+    moments = 2 * total - (2 - MOMENTS[recipe.optimizer]) * matrices
     shards = world_size // hardware.nodes if config.sharding != "none" else 1
     micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
     whole_gradients = config.sharding == "zero1" and micro_steps > 1
@@ -98,15 +100,19 @@ def forecast_memory(config: TrainConfig, shape: GPTConfig, hardware: Hardware) -
 
 
 def choose_micro_batch(
-    config: TrainConfig, saved: dict | None, shape: GPTConfig, hardware: Hardware
-) -> str:
-    """Replace --micro_batch_size auto in the options by that of the checkpoint, where it divides a
-    process's share of a step, else by the largest divisor whose forecast is within USABLE of the
-    free memory; return a sentence on it. Raises UserError where there is none."""
+    config: TrainConfig,
+    recipe: Recipe,
+    shape: GPTConfig,
+    hardware: Hardware,
+    checkpoint: dict | None,
+) -> tuple[int, str]:
+    """Return the micro-batch for --micro_batch_size auto: that of the checkpoint, where it divides
+    a process's share of a step, else the largest divisor whose forecast is within USABLE of the
+    free memory; and a sentence on it. Raises UserError where there is none."""
 
     def need(size: int) -> int:
         trial = replace(config, micro_batch_size=size)
-        return sum(forecast_memory(trial, shape, hardware).values())
+        return sum(forecast_memory(trial, recipe, shape, hardware).values())
 
     one = replace(config, micro_batch_size=1)
     share = one.sequences_per_step(hardware.world_size) // hardware.world_size
@@ -118,46 +124,7 @@ def choose_micro_batch(
             f"one sequence needs {need(1) / 1e9:.2f} GB, but a process has {free}: see "
             "--activation_checkpointing and --sharding"
         )
-    was = saved["config"]["micro_batch_size"] if saved else None
-    config.micro_batch_size = size = was if was in sizes else fitting[-1]
-    return f"--micro_batch_size auto: {size}, by forecast {need(size) / 1e9:.2f} GB of {free}"
-
-
-def resolve_micro_batch(
-    config: TrainConfig, saved: dict | None, model: GPT, process: Process
-) -> None:
-    """Replace --micro_batch_size auto by choose_micro_batch, on GPUs halved until it fits."""
-    if config.micro_batch_size == "auto":
-        hardware = Hardware.of(config)
-        there = sum(p.nbytes for p in model.parameters() if p.is_cuda)  # the forecast counts them
-        hardware = replace(hardware, free=process.min(hardware.free + there))
-        process.print(choose_micro_batch(config, saved, model.config, hardware))
-        if process.device.type == "cuda" and config.sharding == "none":
-            halve_until_it_fits(config, model, process, hardware.dtype)
-
-
-def halve_until_it_fits(
-    config: TrainConfig, model: GPT, process: Process, dtype: torch.dtype
-) -> None:
-    """Halve the micro-batch until forward and backward fit the memory of every process."""
-    while not process.all_agree(fits_memory(config, model, process.device, dtype)):
-        if config.micro_batch_size % 2:
-            raise UserError("out of memory: see --activation_checkpointing and --sharding")
-        config.micro_batch_size //= 2
-        process.print(f"out of memory: --micro_batch_size {config.micro_batch_size}")
-
-
-def fits_memory(config: TrainConfig, model: GPT, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a micro-batch fits a GPU, beside optimizer state and the buckets of DDP."""
-    size = (config.micro_batch_size, config.block_size)
-    try:
-        room = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]
-        idx = torch.zeros(size, dtype=torch.long, device=device)
-        with autocast(device, dtype, keep_weights=False):
-            nats = model(idx, idx)
-        nats.backward()
-        return len(room) > 0
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        model.zero_grad(set_to_none=True)
+    size = fitting[-1]
+    if checkpoint and checkpoint["config"]["micro_batch_size"] in sizes:
+        size = checkpoint["config"]["micro_batch_size"]
+    return size, f"--micro_batch_size auto: {size}, by forecast {need(size) / 1e9:.2f} GB of {free}"

@@ -1,136 +1,195 @@
-"""Life of a run, for train.py and finetune.py: resolve its options (of the checkpoint, then of
---config, then of the command line), lock its folders, open its log, resume, finish."""
+"""A run of train.py or finetune.py: its progress, its folders, its log, its end.
+
+One run at a time holds a checkpoint folder and a log folder. A folder that holds another run, or a
+later step than the one that is resumed, is refused unless --overwrite. This file is not about the
+options of a run (training/options.py), its steps (train.py) or its checkpoints' format
+(training/checkpoint.py).
+"""
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
-import tomllib
+import uuid
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 import torch
+from torch.amp import GradScaler
 
-from config.options import DERIVED, RunOptions, log_folder
+from config.options import RunOptions, log_folder
 from data.tokenizer import tokenizer_identity
 from model.gpt import GPT
-from training import checkpoint as ckpt
-from training.checkpoint import find_newest, load_checkpoint, newest_first
+from training.checkpoint import load_checkpoint, newest_first, reading, verify
 from training.parallel import load_optimizer_state
-from training.saver import finish_writing
-from training.schedule import check_schedule, warmup_length
-from training.state import TrainState
+from training.schedule import warmup_length
 from utils import distributed
-from utils.cli import flag_value, named_flags, parse, to_flags
-from utils.devices import compile_problem, describe, pick_device, pick_dtype
-from utils.distributed import Process, StopSignal
+from utils.devices import describe
+from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, lock_folder
 from utils.logger import CONFIG, PICTURE, Logger, Tracker, copy_log, logged_run
-from utils.throughput import NAMED_GPUS
 
-Options = TypeVar("Options", bound=RunOptions)
-
-
-def resolve(config_class: type[Options], script: str) -> tuple[Options, dict | None]:
-    """Return the options of a run of `script`, and the checkpoint that it resumes, if any."""
-    flags = sys.argv[1:]
-    if file := flag_value(flags, "config"):
-        flags = [*to_flags(read_options(Path(file).expanduser())), *flags]
-    path, saved = find_resumed(config_class, flags), None
-    if path:
-        saved = load_checkpoint(path)
-        if saved["script"] != script:
-            raise UserError(f"{path} is of {saved['script']}: begin from it by --init_from {path}")
-        # its folders are not taken over: it may have been copied or moved
-        folders = {"checkpoint_dir": path.parent, "log_dir": None}
-        flags = [*to_flags(given_options(saved) | folders), *flags]
-    config = parse(config_class, flags)
-    config.resume = str(path) if path else None
-    check_schedule(config.schedule)
-    for package in ("trackio", "wandb"):
-        if getattr(config, package, False) and find_spec(package) is None:
-            raise UserError(f"--{package} needs a package: pip install {package}")
-    if config.overwrite and config.init_from:
-        start = ckpt.checkpoint_folder(Path(config.init_from)).resolve()
-        if start.is_relative_to(config.checkpoint_dir.resolve()):
-            raise UserError(
-                "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
-            )
-    given = {name.removeprefix("no_") for name, _ in named_flags(flags)}
-    config.derived = tuple(name for name in DERIVED if name not in given)
-    on_gpu = config.device in NAMED_GPUS or pick_device(config.device).type == "cuda"
-    if "use_torch_compile" in config.derived:
-        config.use_torch_compile = on_gpu
-    if config.use_torch_compile and on_gpu and config.device not in NAMED_GPUS:
-        problem = compile_problem(pick_device(config.device))
-        if problem:
-            config.use_torch_compile = False
-            if distributed.launched("RANK") == 0:
-                print(f"warning: training is not compiled: {problem}", flush=True)
-    if "micro_batch_size" in config.derived and on_gpu and script == "train.py":
-        config.micro_batch_size = "auto"
-    if saved and saved["step"] > config.max_steps:
-        raise UserError(f"{path} is at step {saved['step']}, after --max_steps {config.max_steps}")
-    return config, saved
+PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
+# Options that may differ between the machines of a run: their own folders, files and devices.
+PER_MACHINE = ("_dir", "_data", "device", "init_from")  # ends of their names
+# Loss scaling of float16, whose small gradients would become 0; other dtypes need none.
+NO_SCALING = GradScaler("cpu", enabled=False)
+FIRST_LOSS_SCALE = 2.0**10  # low: from PyTorch's 2^16 the first steps overflow, and are skipped
 
 
-def given_options(content: dict) -> dict:
-    """Return the options in a checkpoint or config.json, without those to be derived again."""
-    derived = content["derived"]
-    return {name: value for name, value in content["config"].items() if name not in derived}
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one training step, the same on every process."""
+
+    figures: dict[str, float]
+    """Row for the log: loss, lr, grad_norm, ...; empty if no update was applied."""
+    skip_reason: str | None
+    """Why an update was not applied: a loss or gradient that is not finite. None if all were."""
+    got_signal: bool
+    """True if a process was told to stop."""
 
 
-def read_options(path: Path) -> dict:
-    """Return the options in a .toml file, or those of a run in its config.json."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        return tomllib.loads(text) if path.suffix == ".toml" else given_options(json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"--config {path} is no .toml and no run's config.json: {reason}"
-        ) from error
+@dataclass
+class TrainState:
+    """Progress of a run: what changes from step to step beside weights and optimizer state. A
+    checkpoint holds it, and a resumed run continues from it."""
+
+    step: int = 0
+    """Steps done, skipped ones included."""
+    tokens: int = 0
+    """Tokens of these steps."""
+    best_loss: float = math.inf
+    """Lowest validation loss in nats per token."""
+    best_of: str | None = None
+    """Name of the text and tokens that best_loss is the loss of."""
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Name of the run, which a resumed run keeps."""
+    bad_steps: int = 0
+    """Newest steps in a row without finite loss and gradient."""
+    scaler: GradScaler = NO_SCALING
+    """Scales the loss up in float16, and gradients down again."""
+
+    SAVED = ("step", "tokens", "best_loss", "best_of", "run_id", "bad_steps")
+
+    @classmethod
+    def start(cls, checkpoint: dict | None, scaler: GradScaler = NO_SCALING) -> "TrainState":
+        """Return the state of a new run, or that in the checkpoint that is resumed."""
+        if checkpoint is None:
+            return cls(scaler=scaler)
+        if checkpoint["scaler"]:
+            scaler.load_state_dict(checkpoint["scaler"])
+        progress = {name: checkpoint[name] for name in cls.SAVED}
+        return cls(**progress, scaler=scaler)
+
+    def to_checkpoint(self) -> dict:
+        """Return plain values for a checkpoint."""
+        progress = {name: getattr(self, name) for name in self.SAVED}
+        return progress | {"scaler": self.scaler.state_dict()}
+
+    def advance(self, tokens: int, skip_reason: str | None) -> None:
+        """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
+        self.step += 1
+        self.tokens += tokens
+        self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
+
+    def validate_on(self, text: str) -> bool:
+        """Forget the lowest loss if it is that of another validation text; return whether it is."""
+        is_other_text = self.best_of not in (None, text)
+        if is_other_text:
+            self.best_loss = math.inf
+        self.best_of = text
+        return is_other_text
+
+    def record_validation(self, loss: float) -> bool:
+        """Remember a new lowest validation loss; return whether it is one. An untrained model is
+        never the best."""
+        is_best = loss < self.best_loss and self.step > 0
+        if is_best:
+            self.best_loss = loss
+        return is_best
 
 
-def find_resumed(config_class: type[RunOptions], flags: list[str]) -> Path | None:
-    """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
-    resume = flag_value(flags, "resume")
-    if resume is None:
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make dropout a pure function of (seed, step, rank), so that no random state is saved."""
+    # hashed, because PyTorch's generator for CPUs keeps 32 bits of a seed: sums of the three would
+    # meet again
+    torch.manual_seed(zlib.crc32(f"{seed} {step} {rank}".encode()))
+
+
+def reason_to_skip(loss: float, grad_norm: float) -> str | None:
+    """Return why an update is not applied, None for a finite loss and gradient."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
         return None
-    if resume == "auto":
-        folder = config_class.checkpoint_folder(flags)
-        newest = find_newest(folder)
-        if newest is None and distributed.launched("RANK") == 0:
-            print(f"no checkpoint in {folder}: a new run", flush=True)
-        return newest
-    path = Path(resume).expanduser()
-    if path.is_dir() and not (path := find_newest(ckpt.checkpoint_folder(path))):
-        raise UserError(f"--resume {resume}: the folder holds no checkpoint")
-    return path
+    return f"loss {loss}, gradient norm {grad_norm}"
 
 
-def check_folders(config: RunOptions, saved: dict | None) -> None:
+# the folders of a run
+
+
+def claim_folders(options: RunOptions, checkpoint: dict | None, process: Process) -> None:
+    """Keep other runs out of the folders of this one until its process ends. Raises UserError on
+    every process if the folders hold another run, or if the processes differ in their options or
+    checkpoints. Every process must call it."""
+    problem: Exception | None = None
+    if process.is_main:
+        try:
+            # a set, as both may be one folder, which is locked once
+            for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:
+                lock_folder(folder, "writing to")
+            check_folders(options, checkpoint)
+        except (OSError, UserError) as error:
+            problem = error
+    if not process.all_agree(problem is None):
+        raise problem or UserError("the main process cannot write to its folders")
+
+    # Processes that begin with different weights or options would average nonsense.
+    common: dict[str, object] = {}
+    for name, value in options.to_dict().items():
+        if not name.endswith(PER_MACHINE):
+            common[name] = value
+    if checkpoint is not None:
+        common |= {"step": checkpoint["step"], "run_id": checkpoint["run_id"]}
+    if not process.all_equal(zlib.crc32(json.dumps(common).encode())):
+        raise UserError(
+            "the processes have different options or checkpoints; is --checkpoint_dir a folder "
+            "that all machines share?"
+        )
+
+
+def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
     """Raise UserError if the run would write over another's files, or over its own later ones."""
-    run_id, step = (saved["run_id"], saved["step"]) if saved else (None, 0)
-    folder, log, name = config.checkpoint_dir, logged_run(config.log_dir), "checkpoint_dir"
-    held = newest_readable(folder)
-    if held and held["run_id"] != run_id:
-        found = f"{folder} holds the checkpoints of another run"
-    elif held and held["step"] > step:
-        found = f"{folder} holds a checkpoint of step {held['step']}, after step {step}"
-    elif log is not None and log.get("run_id", "") != run_id and not begins_anew(config, log):
-        found, name = f"{config.log_dir} holds the log of another run", "log_dir"
-    else:
+    if options.overwrite:
         return
-    if not config.overwrite:
-        ways = f"give another --{name}, or --overwrite it"
-        raise UserError(f"{found}; continue it with --resume auto, {ways}")
+    run_id = checkpoint["run_id"] if checkpoint else None
+    step = checkpoint["step"] if checkpoint else 0
+
+    folder = options.checkpoint_dir
+    newest = newest_readable(folder)
+    if newest is not None and newest["run_id"] != run_id:
+        raise UserError(refusal(f"{folder} holds the checkpoints of another run", "checkpoint_dir"))
+    if newest is not None and newest["step"] > step:
+        later = f"{folder} holds a checkpoint of step {newest['step']}, after step {step}"
+        raise UserError(refusal(later, "checkpoint_dir"))
+
+    log = logged_run(options.log_dir)
+    if log is None or log.get("run_id", "") == run_id:
+        return
+    # With --resume auto, a run that ended before its first checkpoint begins anew, in its folder.
+    its_checkpoints = log.get("config", {}).get("checkpoint_dir")
+    begins_anew = options.resume == "auto" and its_checkpoints == str(folder)
+    if not begins_anew:
+        raise UserError(refusal(f"{options.log_dir} holds the log of another run", "log_dir"))
+
+
+def refusal(reason: str, option: str) -> str:
+    """Return the sentence that refuses to write over a run."""
+    return f"{reason}; continue it with --resume auto, give another --{option}, or --overwrite it"
 
 
 def newest_readable(folder: Path) -> dict | None:
@@ -145,154 +204,144 @@ def remove_checkpoints(folder: Path, state: TrainState) -> None:
     """Remove the checkpoints of other runs and of later steps, and damaged ones."""
     for path in newest_first(folder):
         try:
-            saved = load_checkpoint(path)
-            keep = saved["run_id"] == state.run_id and saved["step"] <= state.step
+            checkpoint = load_checkpoint(path)
+            is_earlier = checkpoint["run_id"] == state.run_id and checkpoint["step"] <= state.step
         except UserError:
-            keep = False
-        if not keep:
+            is_earlier = False
+        if not is_earlier:
             path.unlink()
 
 
-def find_log(config: RunOptions, saved: dict) -> Path | None:
-    """Return the folder with the log of the run that is resumed, None without one: it belongs to
+def find_log(options: RunOptions, checkpoint: dict) -> Path | None:
+    """Return the folder with the log of the run that is resumed, None without one. It belongs to
     the folder of the checkpoint, unless that was moved alone or --log_dir was given."""
-    beside = log_folder(Path(config.resume).parent)
-    for folder in (config.log_dir, beside, Path(saved["config"]["log_dir"])):
+    beside_checkpoint = log_folder(Path(options.resume).parent)
+    where_it_was = Path(checkpoint["config"]["log_dir"])
+    for folder in (options.log_dir, beside_checkpoint, where_it_was):
         log = logged_run(folder)
-        if log and log.get("run_id") == saved["run_id"]:
+        if log and log.get("run_id") == checkpoint["run_id"]:
             return folder
     return None
 
 
-def begins_anew(config: RunOptions, log: dict) -> bool:
-    """Return whether this run replaces that of a log: with --resume auto, if it ended before its
-    first checkpoint in the same folder."""
-    auto = flag_value(sys.argv[1:], "resume") == "auto" and config.resume is None
-    return auto and log.get("config", {}).get("checkpoint_dir") == str(config.checkpoint_dir)
+# a run
 
 
 @dataclass
 class Run:
-    """State that all stages of a run share."""
+    """What all parts of a run share."""
 
     config: RunOptions
-    saved: dict | None
-    """Checkpoint that is resumed, until `load_state`."""
+    """Resolved options."""
     process: Process
     dtype: torch.dtype
     """Dtype of matmuls."""
     state: TrainState
     start_step: int
-    log_before: Path | None = None
+    """Step at which this start of the run begins."""
+    earlier_log: Path | None
     """Folder with the log of the run that is resumed; None without one, or for a new run."""
     stopping: bool = False
     """True once a process was told to stop."""
     logger: Logger = field(init=False)
+    """Log of the run, once it is open."""
 
     @classmethod
-    def start(cls, config: RunOptions, saved: dict | None) -> "Run":
-        """Join the process group, and keep other runs out of the folders of this one until its
-        process ends. Raises UserError on every process if they hold another run, or if the
-        processes differ in their options or checkpoints."""
-        process = distributed.start(config.device, before_exit=finish_writing)
-        process = replace(process, stop=StopSignal(announce=process.is_main))
-        faster = pick_dtype("auto", process.device, process.all_agree)
-        dtype = faster if config.dtype == "auto" else pick_dtype(config.dtype, process.device)
-        # from a low scale, as a few overflows in a row end a run
-        scaler = torch.amp.GradScaler(process.device.type, 2.0**10, enabled=dtype is torch.float16)
-        state = TrainState.start(saved, scaler)
-        problem: Exception | None = None
-        if process.is_main:
-            try:
-                for folder in {config.checkpoint_dir.resolve(), config.log_dir.resolve()}:
-                    lock_folder(folder, "writing to")
-                check_folders(config, saved)
-            except (OSError, UserError) as error:
-                problem = error
-        if not process.all_agree(problem is None):
-            raise problem or UserError("the main process cannot write to its folders")
-        own = ("_dir", "_data", "device", "init_from")  # a machine's own
-        told = {k: v for k, v in config.to_dict().items() if not k.endswith(own)}
-        told |= {"step": state.step, "run": state.run_id if saved else None}
-        if not process.all_equal(zlib.crc32(json.dumps(told).encode())):
-            raise UserError(
-                "the processes have different options or checkpoints; is --checkpoint_dir a folder "
-                "that all machines share?"
-            )
-        if dtype is not faster and not saved:
-            process.print(f"warning: --dtype {config.dtype}, where auto would take {faster}")
-        about = ", ".join(f"{k} {v}" for k, v in describe(process.device).items())
-        process.print(f"{about}, matmuls {dtype}")
-        config.dtype = str(dtype).removeprefix("torch.")  # kept by a resumed run
-        log_before = find_log(config, saved) if saved else None
-        return cls(config, saved, process, dtype, state, state.step, log_before)
+    def start(cls, options: RunOptions, checkpoint: dict | None, process: Process) -> "Run":
+        """Begin a run, or go on with that of a checkpoint, in the folders of claim_folders."""
+        dtype = getattr(torch, options.dtype)
+        scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
+        state = TrainState.start(checkpoint, scaler)
+        earlier_log = find_log(options, checkpoint) if checkpoint else None
+        machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
+        process.print(f"{machine}, matmuls {dtype}")
+        return cls(options, process, dtype, state, state.step, earlier_log)
 
     @property
     def ended(self) -> bool:
         """True after the last step."""
         return self.state.step == self.config.max_steps
 
-    def load_state(self, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Load the optimizer state of the checkpoint that is resumed, and close the file."""
-        if self.saved:
-            with ckpt.reading(Path(self.config.resume)):
-                ckpt.verify(self.saved, "optimizer")
-            load_optimizer_state(model, optimizers, self.saved["optimizer"])
-        self.saved = None  # it is mapped from disk
+    def resume_optimizers(
+        self, model: GPT, optimizers: list[torch.optim.Optimizer], checkpoint: dict
+    ) -> None:
+        """Load the optimizer state of the checkpoint that is resumed. Every process must call it;
+        raises UserError for a damaged file, or for the state of another optimizer."""
+        with reading(Path(self.config.resume)):
+            verify(checkpoint, "optimizer")
+        load_optimizer_state(model, optimizers, checkpoint["optimizer"])
 
-    def open_log(self, model: GPT, about: dict) -> None:
-        """Open the log and write config.json with the entries `about`; first remove the checkpoints
-        that --overwrite replaces, and see that the disk has room for three. In another folder a
-        resumed run begins with a copy of its log up to its step."""
-        config, state, trackers = self.config, self.state, []
-        warmup = warmup_length(config)
-        if warmup < config.warmup_steps:
+    def validate_on(self, text: str) -> None:
+        """Count the lowest loss anew, with a word, if the validation text is another one now."""
+        if self.state.validate_on(text):
+            self.logger.print("the validation text has changed: the lowest loss is counted anew")
+
+    def open_log(self, model: GPT, entries: dict) -> None:
+        """Open the log and write config.json, with the entries that checkpoints hold, too.
+
+        Before, the checkpoints that --overwrite replaces are removed, and the disk has to have room
+        for three. In another folder a resumed run begins with a copy of its log up to its step.
+        """
+        options = self.config
+        state = self.state
+        trackers: list[Tracker] = []
+        warmup_steps = warmup_length(options)
+        if warmup_steps < options.warmup_steps:
             self.process.print(
-                f"warning: --warmup_steps {config.warmup_steps} is more than half of the "
-                f"{config.max_steps} steps: the learning rate rises for {warmup}"
+                f"warning: --warmup_steps {options.warmup_steps} is more than half of the "
+                f"{options.max_steps} steps: the learning rate rises for {warmup_steps}"
             )
         if self.process.is_main:
-            if config.overwrite:
-                remove_checkpoints(config.checkpoint_dir, state)
-            if self.log_before not in (None, config.log_dir):
-                copy_log(self.log_before, config.log_dir, state.step)
-            held = sum(path.stat().st_size for path in config.checkpoint_dir.glob("model_*.pt"))
-            need = 3 * 12 * model.num_parameters() - held
-            check_space(config.checkpoint_dir, need, "saving this run")
-            trackers = open_trackers(config, state)
+            if options.overwrite:
+                remove_checkpoints(options.checkpoint_dir, state)
+            if self.earlier_log not in (None, options.log_dir):
+                copy_log(self.earlier_log, options.log_dir, state.step)
+            # the last, the best and one that is being written, of 12 bytes a parameter: float32
+            # weights and the two moments of AdamW
+            existing = options.checkpoint_dir.glob("model_*.pt")
+            existing_bytes = sum(path.stat().st_size for path in existing)
+            needed_bytes = 3 * 12 * model.num_parameters() - existing_bytes
+            check_space(options.checkpoint_dir, needed_bytes, "saving this run")
+            trackers = open_trackers(options, state)
         self.logger = Logger(
-            config.log_dir,
+            options.log_dir,
             start=state.step,
-            total=config.max_steps,
+            total=options.max_steps,
             is_main=self.process.is_main,
-            overwrite=self.log_before is None,  # that of another run, which check_folders allows
+            overwrite=self.earlier_log is None,  # another run's, which check_folders has allowed
             trackers=trackers,
         )
         if self.process.is_main:
-            content = {"command": sys.argv, "run_id": state.run_id, **about}
-            content["tokenizer"] = tokenizer_identity(about["tokenizer"])
-            content["config"], content["derived"] = config.to_dict(), config.derived
-            content["model_config"] = asdict(model.config)
-            content["versions"] = describe(self.process.device)
-            with atomic_write(config.log_dir / CONFIG) as file:
+            content = {
+                "run_id": state.run_id,
+                **entries,
+                "tokenizer": tokenizer_identity(entries["tokenizer"]),  # not its megabytes of JSON
+                "config": options.to_dict(),
+                "model_config": asdict(model.config),
+                "versions": describe(self.process.device),
+            }
+            with atomic_write(options.log_dir / CONFIG) as file:
                 file.write(json.dumps(content, indent=1).encode())
 
     def finish(self, message: str) -> None:
         """Print how the run ended, draw its picture, and exit with 128 + the signal if one came."""
-        if self.stopping:
+        if self.stopping and self.state.step > self.start_step:
             message = f"stopped; saved at step {self.state.step}: continue with --resume auto"
-            if self.state.step == self.start_step:
-                message = f"stopped at step {self.start_step}, before a new checkpoint"
+        elif self.stopping:
+            message = f"stopped at step {self.start_step}, before a new checkpoint"
         self.logger.print(message)
         self.logger.close()
-        folder = self.config.log_dir
         if self.process.is_main and not self.stopping and find_spec("matplotlib"):
-            with contextlib.suppress(UserError):  # a run without a step
-                # on demand: matplotlib takes a second
-                import_module("evaluation.figure").draw([folder], folder / PICTURE)
+            figure = import_module("evaluation.figure")  # on demand: matplotlib takes a second
+            folder = self.config.log_dir
+            with contextlib.suppress(UserError):  # a run without a step has nothing to draw
+                figure.draw([folder], folder / PICTURE)
         distributed.stop()
         if self.stopping:
             sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))
+
+
+# services that chart the metrics of a run
 
 
 class WandbTracker:
@@ -300,7 +349,7 @@ class WandbTracker:
     own step only grows: it would drop the rows of steps that a resumed run does again."""
 
     def __init__(self, **options: object) -> None:
-        self.run = import_module("wandb").init(**options)
+        self.run = import_module("wandb").init(**options)  # an optional package
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -311,17 +360,25 @@ class WandbTracker:
         self.run.finish()
 
 
-def open_trackers(config: RunOptions, state: TrainState) -> list[Tracker]:
+def open_trackers(options: RunOptions, state: TrainState) -> list[Tracker]:
     """Open Weights & Biases and trackio as far as asked for. WANDB_PROJECT and TRACKIO_PROJECT in
     the environment name the project."""
     trackers: list[Tracker] = []
-    shared = {"config": config.to_dict(), "resume": "allow"}
-    if getattr(config, "wandb", False):  # it reads WANDB_NAME itself
+    values = options.to_dict()
+    if getattr(options, "wandb", False):  # finetune.py has no such option; wandb reads WANDB_NAME
         project = os.environ.get("WANDB_PROJECT", "gpt2")
-        options = {"project": project, "id": state.run_id, "dir": str(config.log_dir), **shared}
-        trackers.append(WandbTracker(**options))
-    if getattr(config, "trackio", False):
+        trackers.append(
+            WandbTracker(
+                project=project,
+                id=state.run_id,
+                dir=str(options.log_dir),
+                config=values,
+                resume="allow",
+            )
+        )
+    if getattr(options, "trackio", False):
         project = os.environ.get("TRACKIO_PROJECT", "gpt2")
-        options = {"project": project, "name": state.run_id, **shared}
-        trackers.append(import_module("trackio").init(**options))
+        trackio = import_module("trackio")  # an optional package
+        tracker = trackio.init(project=project, name=state.run_id, config=values, resume="allow")
+        trackers.append(tracker)
     return trackers

@@ -1,47 +1,52 @@
-"""Saver: gathers the state of a run and writes checkpoints in a thread."""
+"""Saver: gathers the state of a run, and writes its checkpoints in a thread.
+
+A step waits only until its state is copied to the host's memory; the file is written while training
+goes on. The format of the file stands in training/checkpoint.py.
+"""
 
 import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from config.options import RunOptions
 from model.gpt import GPT
 from training.checkpoint import BEST, LAST, NUMBERED, assemble, first_line, numbered
 from training.parallel import gather_state
-from training.state import PATIENCE, TrainState
-from utils.distributed import Process
+from training.run import PATIENCE, Run
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, link_or_copy, sync_folder
 
-THREAD = "saver"
+THREAD = "saver"  # name of the thread that writes
+BYTES_OF_NAMES = 1000  # per tensor in a file: its name, shape and padding, generously
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
+def save_checkpoint(path: Path, content: dict) -> None:
     """Write a file atomically: `path` is the old file or the whole new one. Raises UserError if it
     cannot be written; a disk that is too full is found before."""
-    moments = [x for values in state["optimizer"].values() for x in values.values()]
-    tensors = [*state["model"].values(), *state["model_low"].values(), *moments]
+    tensors = [*content["model"].values(), *content["model_low"].values()]
+    for moments in content["optimizer"].values():
+        tensors += moments.values()
+    needed_bytes = sum(BYTES_OF_NAMES + tensor.nbytes for tensor in tensors)
     try:
         path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # left by a killed run
-        check_space(path.parent, sum(1000 + x.nbytes for x in tensors), path.name)
+        check_space(path.parent, needed_bytes, path.name)
         with atomic_write(path) as file:
-            torch.save(state, file)
+            torch.save(content, file)
     except Exception as error:  # a full disk is a RuntimeError to torch
-        kept = "; the one before it is untouched" if path.exists() else ""
-        raise UserError(f"{path} could not be written: {first_line(error)}{kept}") from error
+        unharmed = "; the one before it is untouched" if path.exists() else ""
+        raise UserError(f"{path} could not be written: {first_line(error)}{unharmed}") from error
 
 
 def keep_numbered(folder: Path, step: int, keep: int) -> None:
-    """Link model_last.pt as model_step_{step}.pt, and keep the newest `keep` of these."""
-    if keep:
-        # model_last.pt is replaced, never rewritten
-        link_or_copy(folder / LAST, folder / NUMBERED.format(step))
-        for path in numbered(folder)[keep:]:
-            path.unlink()
-        sync_folder(folder)
+    """Give model_last.pt the second name model_step_{step}.pt; keep the newest `keep` of these."""
+    if keep == 0:
+        return
+    # a link costs no space, and stays when model_last.pt is replaced by a new file
+    link_or_copy(folder / LAST, folder / NUMBERED.format(step))
+    for path in numbered(folder)[keep:]:
+        path.unlink()
+    sync_folder(folder)
 
 
 def finish_writing(seconds: float = 20) -> None:
@@ -53,75 +58,87 @@ def finish_writing(seconds: float = 20) -> None:
 
 @dataclass
 class Saver:
-    """Write checkpoints of a run in a thread of the main process, one at a time. A step waits for
-    the copy of its state to the host, and for the write before it. A failed write is logged and the
-    run continues: the older file is whole, and the next save tries again."""
+    """Write checkpoints of a run in a thread of the main process, one at a time.
 
-    config: RunOptions
+    A failed write is logged and the run goes on: the older file is whole, and the next save tries
+    again. If none of them succeeds, `finish` ends the run with the error.
+    """
+
+    run: Run
     model: GPT
     optimizers: list[torch.optim.Optimizer]
-    about: dict  # further entries of the file: script, tokenizer, train_tokens
-    process: Process
-    log: Callable[[str], None]
-    last_step: int  # of the newest model_last.pt, at the start of the checkpoint that is resumed
-    thread: threading.Thread = field(default_factory=threading.Thread)
-    errors: dict[str, Exception] = field(default_factory=dict)  # newest save, by file name
+    entries: dict
+    """Further entries of the file: script, tokenizer, ..."""
+    last_step: int = field(init=False)
+    """Step of the newest model_last.pt; at the start that of the checkpoint that is resumed."""
+    thread: threading.Thread = field(init=False, default_factory=threading.Thread)
+    errors: dict[str, Exception] = field(init=False, default_factory=dict)
+    """What went wrong with the newest write of each file, by its name."""
 
-    def save(self, name: str, state: TrainState) -> None:
-        """Copy the state of the run and have it written as `name`; every process must call it."""
-        self.wait()  # one copy of the state at a time
+    def __post_init__(self) -> None:
+        self.last_step = self.run.start_step
+
+    def save(self, name: str) -> None:
+        """Copy the state of the run and have it written as `name`. Every process must call it, as
+        sharded state is gathered from all."""
+        self.wait()  # one copy of the state at a time, or memory would grow on a slow disk
         weights, moments = gather_state(self.model, self.optimizers)
+        state = self.run.state
         if name == LAST:
             self.last_step = state.step
-        if self.process.is_main:
-            entries = {
-                "config": self.config.to_dict(),
-                "derived": self.config.derived,
-                "model_config": asdict(self.model.config),
-                **self.about,
-                **state.to_checkpoint(),
-            }
-            self.thread = threading.Thread(
-                target=self.write, args=(name, weights, moments, entries), name=THREAD, daemon=True
-            )
-            self.thread.start()
+        if not self.run.process.is_main:
+            return
+        entries = {
+            "config": self.run.config.to_dict(),
+            "model_config": asdict(self.model.config),
+            **self.entries,
+            **state.to_checkpoint(),
+        }
+        arguments = (name, weights, moments, entries)
+        # daemon: a process that ends on an error does not wait for it without end, see THREAD
+        self.thread = threading.Thread(target=self.write, args=arguments, name=THREAD, daemon=True)
+        self.thread.start()
 
     def write(self, name: str, weights: dict, moments: dict, entries: dict) -> None:
-        """Write a file, and the numbered one beside it if it is the last checkpoint. The last one
-        is saved before its validation: if that makes it the best, which is saved after, it becomes
-        the same file, so that it knows its own loss."""
-        folder, step = self.config.checkpoint_dir, entries["step"]
+        """Write a file, and give the last checkpoint its numbered name. Runs in the thread."""
+        folder = self.run.config.checkpoint_dir
+        step = entries["step"]
         try:
             save_checkpoint(folder / name, assemble(weights, moments, **entries))
             self.errors.pop(name, None)
+            # model_last.pt is saved before the validation of its step. Where that makes it the
+            # best, it becomes the same file as model_best.pt, which knows its validation loss: a
+            # resumed run would take a worse model for the best otherwise.
+            if name == BEST and step == self.last_step:
+                link_or_copy(folder / BEST, folder / LAST)
+                self.errors.pop(LAST, None)
             if step == self.last_step:
-                if name == BEST:
-                    link_or_copy(folder / BEST, folder / LAST)
-                    self.errors.pop(LAST, None)
-                keep_numbered(folder, step, self.config.keep_last)
+                keep_numbered(folder, step, self.run.config.keep_last)
         except Exception as error:  # an exception of a thread would get lost
             self.errors[name] = error
-            self.log(f"{error}; the run continues, and the next save tries again")
+            self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
         if self.thread.is_alive():
             self.thread.join()
 
-    def end_after_patience(self, state: TrainState) -> None:
+    def end_after_patience(self) -> None:
         """If PATIENCE steps in a row had no finite loss and gradient, save and raise UserError."""
-        if state.bad_steps >= PATIENCE:
-            state.bad_steps = 0  # for a run that goes on
-            self.save(LAST, state)
-            self.finish()
-            raise UserError(
-                f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
-                "resume an earlier checkpoint with a lower --max_lr and --overwrite"
-            )
+        state = self.run.state
+        if state.bad_steps < PATIENCE:
+            return
+        state.bad_steps = 0  # a run that resumes this checkpoint has its patience again
+        self.save(LAST)
+        self.finish()
+        raise UserError(
+            f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
+            "resume an earlier checkpoint with a lower --max_lr and --overwrite"
+        )
 
     def finish(self) -> None:
         """Wait on all processes for the last write; raise UserError for a file that failed."""
         self.wait()
         problem = next(iter(self.errors.values()), None)
-        if not self.process.all_agree(problem is None):
+        if not self.run.process.all_agree(problem is None):
             raise UserError(str(problem or "the main process could not save")) from problem

@@ -149,12 +149,15 @@ def num_nodes(default_per_node: int = 1) -> int:
     return world // per_node if per_node > 1 and world % per_node == 0 else 1
 
 
-def start(device: str, before_exit: Callable[[], None] = lambda: None) -> Process:
+def start(
+    device: str, before_exit: Callable[[], None] = lambda: None, *, catch_signals: bool = False
+) -> Process:
     """Join the process group if torchrun started this process: NCCL on CUDA, gloo elsewhere.
     `before_exit` runs when the loss of another process ends this one."""
     global monitor
     rank, local_rank, world = launched("RANK"), launched("LOCAL_RANK"), launched("WORLD_SIZE", 1)
-    process = Process(rank, world, pick_device(device, local_rank), num_nodes())
+    stop = StopSignal(announce=rank == 0) if catch_signals else None
+    process = Process(rank, world, pick_device(device, local_rank), num_nodes(), stop)
     if world > 1 and (process.device.type == "mps" or ":" in device):
         raise UserError(f"--device {device} is one device, which several processes cannot share")
     if process.device.type == "cuda":

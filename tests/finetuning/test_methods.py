@@ -25,7 +25,7 @@ from finetuning.options import FinetuneConfig
 from finetuning.rewards import Completion, RewardModel, load_reward, rate
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.state import TrainState
+from training.run import TrainState
 from utils.distributed import Process
 
 BYTES = ByteTokenizer()

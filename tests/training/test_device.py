@@ -8,6 +8,7 @@ from conftest import losses, script, train_args
 from torch.distributed.tensor import DTensor
 
 from config.options import TrainConfig
+from config.recipes import parse_recipe
 from model import loss as loss_module
 from model.compile import for_training
 from model.gpt import GPT
@@ -31,7 +32,7 @@ def chunks_of_logits(monkeypatch):
 
 def models(recipe, device, **options):
     """Return a model in float64 on the CPU, and its copy made ready to train on a device."""
-    config = TrainConfig(recipe=recipe, **SMALL).model_config(1009)
+    config = TrainConfig(**SMALL).model_config(parse_recipe(recipe), 1009)
     generator = torch.Generator().manual_seed(0)
     exact = GPT(config).to("cpu")
     for p in exact.parameters():

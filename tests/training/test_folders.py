@@ -7,14 +7,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import bad, folders, kill, losses, rows_written, run_until, script, start, train_args
+from conftest import (
+    bad,
+    folders,
+    kill,
+    losses,
+    rows_written,
+    run_until,
+    script,
+    start,
+    train_args,
+    train_options,
+)
 
-from config.options import TrainConfig
 from data.mixture import Mixture
 from data.shards import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig
-from train import warn_of_data
 from training.checkpoint import load_checkpoint
+from training.summary import warn_of_data
 
 
 def test_a_second_run_in_the_same_folders_is_refused_and_a_dead_one_blocks_nobody(shards, tmp_path):
@@ -78,7 +88,7 @@ def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, t
     [("checkpoints", "logs"), ("a/checkpoints", "a/logs"), ("/a/b", "/a/b/logs")],
 )
 def test_the_log_follows_the_checkpoints(checkpoints, logs):
-    assert TrainConfig(checkpoint_dir=Path(checkpoints)).log_dir == Path(logs)
+    assert train_options(checkpoint_dir=Path(checkpoints)).log_dir == Path(logs)
     options = {"method": "sft", "init_from": "x", "data": "y"}
     assert FinetuneConfig(**options, checkpoint_dir=Path(checkpoints)).log_dir == Path(logs)
     assert FinetuneConfig(**options).log_dir == Path("runs/sft/logs")
@@ -184,12 +194,12 @@ def test_another_order_of_the_folders_is_warned_of_and_another_place_is_not(
 
     def warnings(*names):
         sizes = {"block_size": 32, "total_batch_size": 512, "max_steps": 10, "val_tokens": 1024}
-        config = TrainConfig(data_dir=names, **sizes)
+        config = train_options(data_dir=names, **sizes)
         train, val = (Mixture(names, split, 32) for split in ("train", "val"))
         options = {**config.to_dict(), "data_dir": [str(first), str(second)]}
-        saved = {"optimizer": {"": {}}, "config": options, "data_digest": digest}
+        checkpoint = {"optimizer": {"": {}}, "config": options, "data_digest": digest}
         process = SimpleNamespace(print=print)
-        warn_of_data(SimpleNamespace(config=config, saved=saved, process=process), train, val)
+        warn_of_data(SimpleNamespace(config=config, process=process), checkpoint, train, val)
         return capsys.readouterr().out
 
     digest = Mixture([first, second], "train", 32).stream.digest

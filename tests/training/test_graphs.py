@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from conftest import train_options
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config.options import TrainConfig
+from config.recipes import parse_recipe
 from model import loss
 from model.compile import compile_static, for_training
 from model.config import GPTConfig
@@ -94,7 +95,7 @@ def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(
     graphs, tokens = compile_with(Graphs()), 64 * 1024
     compiled_loss = compile_static(loss.cross_entropy_)
     monkeypatch.setattr(loss, "cross_entropy_on_cpu_", compiled_loss)
-    shape = TrainConfig(recipe=recipe).model_config(VOCABULARY)
+    shape = train_options(recipe=recipe).model_config(parse_recipe(recipe), VOCABULARY)
     with FakeTensorMode():
         model = for_training(GPT(shape), GPU, checkpointing, compiled=True)
         idx = torch.zeros(64, 1024, dtype=torch.long)
@@ -170,16 +171,16 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("replicate", "shard"))
     monkeypatch.setattr(parallel, "init_device_mesh", lambda *_, **__: mesh)
     batch, accumulation, layers = 8, 3, 4
-    config = TrainConfig(
+    config = train_options(
         n_layer=layers, sharding=sharding, micro_batch_size=batch,
         total_batch_size=64 * 1024 * batch * accumulation,
     )  # fmt: skip
-    shape = config.model_config(VOCABULARY)
+    shape = config.model_config(parse_recipe(config.recipe), VOCABULARY)
     sent, memory = Collectives(), MemTracker()
     with FakeTensorMode():
         model = GPT(shape)  # the plain one, as on a GPU
         parallel.wrap(model, Process(0, 64, CPU, nodes=8), sharding, torch.bfloat16)
-        optimizers = make_optimizers(model, config, config.parsed_recipe, torch.bfloat16)
+        optimizers = make_optimizers(model, config, parse_recipe(config.recipe), torch.bfloat16)
         idx = torch.zeros(batch, 1024, dtype=torch.long)
 
         def step(before_forward=lambda: None):

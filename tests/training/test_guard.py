@@ -4,7 +4,7 @@ import torch
 from conftest import ROOT, environment, losses, script, torchrun, train_args, weights
 
 from training.checkpoint import load_checkpoint
-from training.state import PATIENCE, TrainState, reason_to_skip
+from training.run import PATIENCE, TrainState, reason_to_skip
 from utils.logger import read_metrics
 
 

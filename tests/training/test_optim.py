@@ -1,7 +1,7 @@
 import pytest
 import torch
+from conftest import train_options
 
-from config.options import TrainConfig
 from config.recipes import Recipe, parse_recipe
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -19,20 +19,20 @@ def group_of_each_parameter(model, optimizer):
 
 def test_adamw_decays_matrices_and_no_vectors():
     model = GPT(GPTConfig(**SHAPE))
-    (optimizer,) = make_optimizers(model, TrainConfig(), Recipe())
+    (optimizer,) = make_optimizers(model, train_options(), Recipe())
     groups = group_of_each_parameter(model, optimizer)
     for name, p in model.named_parameters():
         assert groups[name]["lr_scale"] == 1.0
         assert groups[name]["weight_decay"] == (0.1 if p.dim() == 2 else 0.0)
     with pytest.raises(UserError, match="optimizer is one of adamw, muon"):
-        make_optimizers(model, TrainConfig(), Recipe(optimizer="sgd"))
+        make_optimizers(model, train_options(), Recipe(optimizer="sgd"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "modern", "speedrun", "llama,n_kv_head=1"])
 def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(name):
     recipe = parse_recipe(f"{name},optimizer=muon,embedding_rate=0.3,head_rate=0.2")
     model = GPT(GPTConfig(**SHAPE | recipe.shape(16, 8, 64)))
-    adamw, muon = make_optimizers(model, TrainConfig(), recipe)
+    adamw, muon = make_optimizers(model, train_options(), recipe)
     of_muon = group_of_each_parameter(model, muon)
     of_adamw = group_of_each_parameter(model, adamw)
     assert not set(of_muon) & set(of_adamw)

@@ -1,20 +1,18 @@
 """Options are flags, wherever they come from; the last one wins."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, bad, folders, losses, script, train_args
 
-from config import recipes as recipes_py
 from config.options import TrainConfig
 from config.recipes import RECIPES
-from training import run
+from training import options as options_module
 from training.checkpoint import load_checkpoint
-from training.run import read_options, resolve
-from utils.cli import parse, to_flags
+from training.options import find_recipe, read_file, read_options, resolve_options
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -28,6 +26,12 @@ sample_every = 0
 val_tokens = 4096
 device = "cpu"
 """
+
+
+def resolve(*flags):
+    """Return the resolved options of train.py, and the checkpoint that it resumes."""
+    options, derived, checkpoint = read_options(TrainConfig, "train.py", [str(x) for x in flags])
+    return resolve_options(options, derived, checkpoint)[0], checkpoint
 
 
 def logged(run):
@@ -77,23 +81,19 @@ def test_a_file_with_a_wrong_option_is_named(tmp_path, name, text, message):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
-def test_the_worked_files_are_valid(path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(path), "--device", "cpu"])
-    config, _ = resolve(TrainConfig, "train.py")
+def test_the_worked_files_are_valid(path):
+    config, _ = resolve("--config", path, "--device", "cpu")
     world = {"gpt2-124M.toml": 8, "gpt2-1558M.toml": 32}.get(path.name, 1)
     assert config.sequences_per_step(world) % (config.micro_batch_size * world) == 0
-    assert set(read_options(path)) <= set(TrainConfig.__dataclass_fields__)
+    assert set(read_file(path)) <= set(TrainConfig.__dataclass_fields__)
 
 
 def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
-    saved = TrainConfig(recipe="modern", max_lr=0.02).to_dict()
-    model = RECIPES["modern"].model | {"qk_norm": False}
-    later = replace(RECIPES["modern"], model=model, max_lr=1.0, momentum=0.5)
-    monkeypatch.setitem(recipes_py.RECIPES, "modern", later)
-    again = parse(TrainConfig, to_flags(saved))
-    recipe = again.parsed_recipe
-    assert recipe.model["qk_norm"] and recipe.momentum == 0.9 and again.max_lr == 0.02
-    assert again.to_dict() == saved
+    began = RECIPES["modern"]
+    checkpoint = {"config": {"recipe": "modern"}, "recipe": asdict(began)}
+    monkeypatch.setitem(RECIPES, "modern", replace(began, max_lr=1.0, momentum=0.5))
+    assert find_recipe(TrainConfig(recipe="modern"), checkpoint) == began
+    assert find_recipe(TrainConfig(recipe="modern,momentum=0.8"), checkpoint).momentum == 0.8
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,11 @@ def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
 def test_training_compiles_on_cuda_unless_told_otherwise(
     tmp_path, monkeypatch, device, args, expected
 ):
-    monkeypatch.setattr(run, "compile_problem", lambda device: None)
+    monkeypatch.setattr(options_module, "compile_problem", lambda device: None)
     (tmp_path / "off.toml").write_text("use_torch_compile = false")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "pick_device", torch.device)
-    monkeypatch.setattr("sys.argv", ["train.py", "--device", device, *args])
-    config, _ = resolve(TrainConfig, "train.py")
+    monkeypatch.setattr(options_module, "pick_device", torch.device)
+    config, _ = resolve("--device", device, *args)
     assert config.use_torch_compile == expected
     assert config.micro_batch_size == (16 if device == "cpu" else "auto")
 
@@ -124,10 +123,11 @@ def test_a_gpu_that_triton_refuses_trains_without_compile_with_a_word(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "pick_device", torch.device)
-    monkeypatch.setattr(run, "compile_problem", lambda device: "Triton needs a C compiler")
-    monkeypatch.setattr("sys.argv", ["train.py", "--device", "cuda", "--use_torch_compile"])
-    config, _ = resolve(TrainConfig, "train.py")
+    monkeypatch.setattr(options_module, "pick_device", torch.device)
+    monkeypatch.setattr(
+        options_module, "compile_problem", lambda device: "Triton needs a C compiler"
+    )
+    config, _ = resolve("--device", "cuda", "--use_torch_compile")
     assert not config.use_torch_compile
     assert "training is not compiled: Triton needs a C compiler" in capsys.readouterr().out
 
@@ -148,14 +148,13 @@ def test_a_resumed_run_derives_again_what_nobody_gave(
 ):
     """The flags of a run were --max_lr 3e-3, --warmup_steps 5 and --micro_batch_size 4."""
     last = trained / "checkpoints/model_last.pt"
-    monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(last), *flags])
-    config, saved = resolve(TrainConfig, "train.py")
+    config, saved = resolve("--resume", last, *flags)
     for name, value in expected.items():
         assert getattr(config, name) == (pytest.approx(value) if type(value) is float else value)
     assert saved["config"]["min_lr"] == pytest.approx(3e-4)  # resolved in the file
-    monkeypatch.setattr(run, "pick_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(run, "compile_problem", lambda device: None)
-    on_gpu, _ = resolve(TrainConfig, "train.py")
+    monkeypatch.setattr(options_module, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(options_module, "compile_problem", lambda device: None)
+    on_gpu, _ = resolve("--resume", last, *flags)
     assert on_gpu.use_torch_compile
     assert on_gpu.micro_batch_size == (2 if "2" in flags else 4)
 

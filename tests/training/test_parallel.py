@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import train_options
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from config.options import TrainConfig
 from config.recipes import Recipe, parse_recipe
 from model.compile import for_training
 from model.config import GPTConfig
@@ -24,7 +24,7 @@ def stepped(seed=0):
     """Return a model and its optimizer after one step."""
     torch.manual_seed(seed)
     model = GPT(CONFIG)
-    (optimizer,) = make_optimizers(model, TrainConfig(), Recipe())
+    (optimizer,) = make_optimizers(model, train_options(), Recipe())
     model(X, X).backward()
     optimizer.param_groups[0]["lr"] = 1e-3
     optimizer.step()
@@ -43,7 +43,7 @@ def test_gradients_are_clipped_as_by_pytorch(max_norm):
 
 def test_saving_before_the_first_update_leaves_the_optimizer_as_it_was():
     model = GPT(CONFIG)
-    optimizers = make_optimizers(model, TrainConfig(), Recipe())
+    optimizers = make_optimizers(model, train_options(), Recipe())
     weights, state = gather_state(model, optimizers)
     assert state == {} and not optimizers[0].state
     load_optimizer_state(model, optimizers, state)

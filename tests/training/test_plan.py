@@ -3,20 +3,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import environment, script
+from conftest import environment, script, train_options
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config.options import TrainConfig
-from config.recipes import parse_recipe
+from config.recipes import Recipe, parse_recipe
 from model.compile import for_training
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.optim import make_optimizers
-from training.plan import Hardware, choose_micro_batch, forecast_memory, halve_until_it_fits
+from training.plan import Hardware, choose_micro_batch, forecast_memory
 from utils.devices import autocast
-from utils.distributed import Process
 from utils.errors import UserError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -29,7 +27,9 @@ def need(recipe="gpt2", accumulation=2, world_size=1, nodes=1, **changes):
     tokens = 16 * 256 * accumulation * world_size
     run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
     hardware = Hardware(GPU, torch.bfloat16, 0, world_size, nodes)
-    return forecast_memory(TrainConfig(recipe=recipe, **run), shape, hardware)
+    return forecast_memory(
+        train_options(recipe=recipe, **run), parse_recipe(recipe), shape, hardware
+    )
 
 
 class Allocations(TorchDispatchMode):
@@ -57,8 +57,8 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype, checkpointing,
     monkeypatch.setattr("model.loss.PLAIN_BYTES", 0)
     for_training(model, CPU, checkpointing)
     run = {"micro_batch_size": 2, "block_size": 512, "total_batch_size": 1024}
-    config = TrainConfig(activation_checkpointing=checkpointing, **run)
-    parts = forecast_memory(config, shape, Hardware(CPU, dtype, 0, 1))
+    config = train_options(activation_checkpointing=checkpointing, **run)
+    parts = forecast_memory(config, Recipe(), shape, Hardware(CPU, dtype, 0, 1))
     head = 4 * (256 + 1024) * 128  # gradients of the head, another part of the forecast
     cast = parts["weights cast or gathered for compute"]
     own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
@@ -76,11 +76,11 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype, checkpointing,
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(recipe, optimizer):
     name = f"{recipe},optimizer={optimizer},normuon=0"
-    config, parts = TrainConfig(recipe=name), need(name)
-    model = GPT(GPTConfig(n_layer=4, n_head=4, **config.parsed_recipe.shape(256, 256, 300)))
+    config, chosen, parts = train_options(recipe=name), parse_recipe(name), need(name)
+    model = GPT(GPTConfig(n_layer=4, n_head=4, **chosen.shape(256, 256, 300)))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    optimizers = make_optimizers(model, config, config.parsed_recipe)
+    optimizers = make_optimizers(model, config, chosen)
     for made in optimizers:
         made.step()
     weights = list(model.parameters())
@@ -159,21 +159,23 @@ def test_a_dry_run_shards_within_machines_as_the_run_would(monkeypatch, world, l
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    hardware = Hardware.of(TrainConfig(device="h100", dry_run=True))
+    hardware = Hardware.of(train_options(device="h100", dry_run=True))
     assert (hardware.world_size, hardware.nodes, hardware.free) == (world, nodes, 80 * 10**9)
 
 
 def test_the_largest_micro_batch_is_the_last_within_the_forecast():
-    options = TrainConfig(total_batch_size=48 * 1024, micro_batch_size="auto")
-    shape = options.model_config(50257)
+    options = train_options(total_batch_size=48 * 1024, micro_batch_size="auto")
+    shape = options.model_config(Recipe(), 50257)
 
     def choose(gigabytes, processes=1, before=None, **changes):
         saved = {"config": {"micro_batch_size": before}} if before else None
         config = replace(options, **changes)
         hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes)
-        choose_micro_batch(config, saved, shape, hardware)
-        assert before or sum(forecast_memory(config, shape, hardware).values()) <= 0.9e9 * gigabytes
-        return config.micro_batch_size
+        size, _ = choose_micro_batch(config, Recipe(), shape, hardware, saved)
+        config = replace(config, micro_batch_size=size)
+        need = sum(forecast_memory(config, Recipe(), shape, hardware).values())
+        assert before or need <= 0.9e9 * gigabytes
+        return size
 
     found = [choose(size) for size in (4, 8, 16, 80)]
     assert found == sorted(set(found)) and found[-1] == 48
@@ -183,25 +185,6 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
     assert (choose(80, before=16), choose(80, 4, before=16)) == (16, 12)  # kept, if it divides
     with pytest.raises(UserError, match="one sequence needs .* GB, but a process has 1.00 GB"):
         choose(1)
-
-
-def test_the_micro_batch_is_halved_until_it_fits(capsys):
-    class Full(GPT):
-        def forward(self, idx, targets=None):
-            if len(idx) > room:
-                raise torch.OutOfMemoryError("no memory")
-            return super().forward(idx, targets)
-
-    config = TrainConfig(micro_batch_size=8, block_size=16)
-    model = Full(GPTConfig(16, 257, 1, 1, 8))
-    alone, room = Process(0, 1, CPU), 3
-    halve_until_it_fits(config, model, alone, torch.float32)
-    assert config.micro_batch_size == 2
-    assert "out of memory: --micro_batch_size 2" in capsys.readouterr().out
-    assert all(p.grad is None for p in model.parameters())
-    room = 0
-    with pytest.raises(UserError, match="out of memory: see --activation_checkpointing"):
-        halve_until_it_fits(config, model, alone, torch.float32)
 
 
 def test_a_gpu_without_bfloat16_trains_in_float16(tmp_path):

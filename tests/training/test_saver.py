@@ -1,9 +1,10 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import train_options
 
-from config.options import TrainConfig
 from config.recipes import Recipe
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -11,8 +12,8 @@ from training import checkpoint as ckpt
 from training import saver as saver_module
 from training.checkpoint import BEST, LAST
 from training.optim import make_optimizers
+from training.run import Run, TrainState
 from training.saver import Saver
-from training.state import TrainState
 from utils.distributed import Process
 from utils.errors import UserError
 
@@ -27,15 +28,18 @@ def said():
 @pytest.fixture
 def saver(tmp_path, said):
     torch.manual_seed(0)
-    config = TrainConfig(checkpoint_dir=tmp_path, keep_last=2)
+    config = train_options(checkpoint_dir=tmp_path, keep_last=2)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
-    about = {"script": "train.py", "tokenizer": "gpt2", "train_tokens": 100}
+    entries = {"script": "train.py", "tokenizer": "gpt2", "train_tokens": 100}
     optimizers = make_optimizers(model, config, Recipe())
-    return Saver(config, model, optimizers, about, ALONE, said.append, last_step=0)
+    run = Run(config, ALONE, torch.float32, TrainState(), 0, None)
+    run.logger = SimpleNamespace(print=said.append)
+    return Saver(run, model, optimizers, entries)
 
 
 def save(saver, step):
-    saver.save(LAST, TrainState(step=step))
+    saver.run.state.step = step
+    saver.save(LAST)
 
 
 def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypatch):
@@ -57,17 +61,17 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
 
 def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
     """What is saved before a validation knows its loss after it."""
-    state = TrainState(step=4)
-    saver.save(LAST, state)
+    state = saver.run.state
+    save(saver, 4)
     assert state.record_validation(2.5)
-    saver.save(BEST, state)
+    saver.save(BEST)
     saver.finish()
     for name in (LAST, "model_step_000004.pt"):
         assert ckpt.load_checkpoint(tmp_path / name)["best_loss"] == 2.5
         assert (tmp_path / name).samefile(tmp_path / BEST)
     state.step = 5
     state.record_validation(2.0)
-    saver.save(BEST, state)  # of a step that is not saved otherwise
+    saver.save(BEST)  # of a step that is not saved otherwise
     saver.finish()
     assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 4
     assert not list(tmp_path.glob("*.tmp"))

@@ -1,18 +1,18 @@
 from types import SimpleNamespace
 
 import pytest
+from conftest import train_options
 
-from config.options import TrainConfig
 from training.schedule import SCHEDULES, learning_rate
 
 
 def options(**changes):
-    return TrainConfig(**{"max_lr": 1.0, "min_lr": 0.0, "warmup_steps": 0, **changes})
+    return train_options(**{"max_lr": 1.0, "min_lr": 0.0, "warmup_steps": 0, **changes})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_first_peak_and_last_rates_are_exact_and_the_rest_monotonic(schedule):
-    default = TrainConfig(schedule=schedule, min_lr=6e-5)  # 19,073 steps, 715 of them warmup
+    default = train_options(schedule=schedule, min_lr=6e-5)  # 19,073 steps, 715 of them warmup
     rates = [learning_rate(step, default) for step in range(19_073)]
     assert 0 < rates[0] < 1e-6 and rates[715] == 6e-4 and rates[-1] == 6e-5
     assert all(a < b for a, b in zip(rates[:715], rates[1:716], strict=True))

@@ -28,7 +28,7 @@ from conftest import (
 )
 
 from training.checkpoint import load_checkpoint
-from training.state import seed_step
+from training.run import seed_step
 from utils.logger import read_metrics
 
 GOLDEN_LOSS = 3.102  # of step 50, on the fixed documents of conftest.py

@@ -2,11 +2,9 @@ import sys
 import types
 
 import pytest
-from conftest import bad
+from conftest import bad, train_options
 
-from config.options import TrainConfig
-from training.run import open_trackers
-from training.state import TrainState
+from training.run import TrainState, open_trackers
 from utils.errors import UserError
 from utils.logger import Logger, logged_run, read_metrics
 
@@ -95,7 +93,7 @@ def test_a_tracker_gets_every_number_also_of_steps_that_are_done_again(
 
     monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(init=init))
     monkeypatch.setenv(f"{package.upper()}_PROJECT", "mine")
-    config = TrainConfig(log_dir=tmp_path, **{package: True})
+    config = train_options(log_dir=tmp_path, **{package: True})
     state = TrainState.start(None)
     write(tmp_path, 0, range(1, 4), 1.5, trackers=open_trackers(config, state))
     write(tmp_path, 1, range(2, 4), 2.5, trackers=open_trackers(config, state))

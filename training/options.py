@@ -1,0 +1,217 @@
+"""The options of a run, in one direction: flags -> options -> resolved options.
+
+Options are a list of flags wherever they come from: a resumed checkpoint, a --config file, the
+command line. They are parsed together, and the last of equal flags wins. What nobody gave is then
+resolved once from the recipe, the device and the memory; nothing later changes an option.
+
+This file is not about single options (config/options.py) or about a run's files (training/run.py).
+"""
+
+import json
+import os
+import tomllib
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from config.options import DERIVED, Options, TrainConfig, resolve_from_recipe
+from config.recipes import Recipe, parse_recipe
+from model.config import GPTConfig
+from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
+from training.plan import Hardware, choose_micro_batch
+from training.schedule import check_schedule
+from utils.cli import flag_value, named_flags, parse, to_flags
+from utils.devices import compile_problem, pick_device, pick_dtype
+from utils.distributed import Process
+from utils.errors import UserError
+from utils.throughput import NAMED_GPUS
+
+
+def read_options(
+    config_class: type[Options], script: str, command_line: list[str]
+) -> tuple[Options, tuple[str, ...], dict | None]:
+    """Return what the flags of a script say: the options, the names of those in DERIVED that nobody
+    gave, and the checkpoint that is resumed, None for a new run.
+
+    --resume becomes the path of that checkpoint; "auto" where there is none to continue. Raises
+    UserError for options that cannot be used together.
+    """
+    flags = list(command_line)
+    file = flag_value(flags, "config")
+    if file is not None:
+        flags = [*to_flags(read_file(Path(file).expanduser())), *flags]
+
+    checkpoint = None
+    resume = flag_value(flags, "resume")
+    path = find_resumed(config_class, resume, flags)
+    if path is not None:
+        checkpoint = load_checkpoint(path)
+        if checkpoint["script"] != script:
+            raise UserError(
+                f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
+            )
+        # Folders are not taken over: the checkpoint may have been copied or moved.
+        options = given_options(checkpoint) | {"checkpoint_dir": path.parent, "log_dir": None}
+        flags = [*to_flags(options), *flags]
+        resume = str(path)
+
+    options = replace(parse(config_class, flags), resume=resume)
+    for package in ("trackio", "wandb"):
+        if getattr(options, package, False) and find_spec(package) is None:
+            raise UserError(f"--{package} needs a package: pip install {package}")
+    if options.overwrite and options.init_from:
+        start = checkpoint_folder(Path(options.init_from)).resolve()
+        if start.is_relative_to(options.checkpoint_dir.resolve()):
+            raise UserError(
+                "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
+            )
+    if checkpoint and checkpoint["step"] > options.max_steps:
+        step = checkpoint["step"]
+        raise UserError(f"{path} is at step {step}, after --max_steps {options.max_steps}")
+
+    given = {name.removeprefix("no_") for name, _ in named_flags(flags)}
+    derived = tuple(name for name in DERIVED if name not in given)
+    return options, derived, checkpoint
+
+
+def given_options(content: dict) -> dict:
+    """Return the options in a checkpoint or config.json, without those to be derived again."""
+    options = content["config"]
+    return {name: options[name] for name in options if name not in content["derived"]}
+
+
+def read_file(path: Path) -> dict:
+    """Return the options in a .toml file, or those of a run in its config.json."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        return given_options(json.loads(text))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"--config {path} is no .toml and no run's config.json: {reason}"
+        ) from error
+
+
+def find_resumed(config_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:
+    """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
+    if resume is None:
+        return None
+    if resume == "auto":
+        folder = config_class.checkpoint_folder(flags)
+        newest = find_newest(folder)
+        if newest is None and os.environ.get("RANK", "0") == "0":
+            print(f"no checkpoint in {folder}: a new run", flush=True)
+        return newest
+    path = Path(resume).expanduser()
+    if path.is_dir():
+        newest = find_newest(checkpoint_folder(path))
+        if newest is None:
+            raise UserError(f"--resume {resume}: the folder holds no checkpoint")
+        return newest
+    return path
+
+
+def resolve_options(
+    options: TrainConfig, derived: tuple[str, ...], checkpoint: dict | None
+) -> tuple[TrainConfig, Recipe]:
+    """Return the options of train.py with what follows from the recipe and the kind of device, and
+    the recipe."""
+    recipe = find_recipe(options, checkpoint)
+    options = resolve_from_recipe(options, recipe)
+    check_schedule(options.schedule)
+    options = resolve_compile(options, derived)
+    if "micro_batch_size" in derived and is_on_gpu(options.device):
+        options = replace(options, micro_batch_size="auto")
+    return options, recipe
+
+
+def find_recipe(options: TrainConfig, checkpoint: dict | None) -> Recipe:
+    """Return the recipe of a run. A resumed run keeps the one that it began with, also where its
+    name stands for another one by now, unless --recipe is given anew."""
+    if checkpoint and "recipe" in checkpoint and options.recipe == checkpoint["config"]["recipe"]:
+        return Recipe(**checkpoint["recipe"])
+    return parse_recipe(options.recipe)
+
+
+def is_on_gpu(device: str) -> bool:
+    """Return whether --device means a CUDA GPU, of this machine or one of --dry_run."""
+    return device in NAMED_GPUS or pick_device(device).type == "cuda"
+
+
+def resolve_compile(options: Options, derived: tuple[str, ...]) -> Options:
+    """Return the options with --use_torch_compile: by default on CUDA alone, and nowhere that
+    Triton, PyTorch's compiler for GPUs, does not work."""
+    on_gpu = is_on_gpu(options.device)
+    compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
+    if compiled and on_gpu and options.device not in NAMED_GPUS:
+        problem = compile_problem(pick_device(options.device))
+        if problem is not None:
+            compiled = False
+            if os.environ.get("RANK", "0") == "0":
+                print(f"warning: training is not compiled: {problem}", flush=True)
+    return replace(options, use_torch_compile=compiled)
+
+
+def resolve_dtype(options: Options, process: Process, *, is_new: bool) -> Options:
+    """Return the options with the dtype that all processes multiply in for auto; warn of a slower
+    one. Every process must call it."""
+    fastest = pick_dtype("auto", process.device, process.all_agree)
+    if options.dtype == "auto":
+        return replace(options, dtype=str(fastest).removeprefix("torch."))
+    dtype = pick_dtype(options.dtype, process.device)
+    if dtype is not fastest and is_new:  # a resumed run was told when it began
+        process.print(f"warning: --dtype {options.dtype}, where auto would take {fastest}")
+    return options
+
+
+def resolve_micro_batch(
+    options: TrainConfig,
+    recipe: Recipe,
+    shape: GPTConfig,
+    process: Process,
+    checkpoint: dict | None,
+) -> TrainConfig:
+    """Return the options with a number for --micro_batch_size auto. Every process must call it."""
+    if options.micro_batch_size != "auto":
+        return options
+    hardware = Hardware.of(options)
+    # The process with the least memory decides for all, as they need equal micro-batches.
+    hardware = replace(hardware, free=process.min(hardware.free))
+    size, sentence = choose_micro_batch(options, recipe, shape, hardware, checkpoint)
+    process.print(sentence)
+    return replace(options, micro_batch_size=size)
+
+
+def model_shape(
+    options: TrainConfig, recipe: Recipe, vocab_size: int, weights: GPTConfig | None
+) -> GPTConfig:
+    """Return the architecture of a run: that of the options for a new model, else that of
+    `weights`, which are resumed or those of --init_from. Raises UserError for options that ask for
+    another one."""
+    if weights is None:
+        return options.model_config(recipe, vocab_size)
+
+    source = options.resume if options.resumes else options.init_from
+    if options.block_size > weights.block_size:
+        raise UserError(
+            f"{source} has a context of {weights.block_size}: give that --block_size, or a smaller"
+        )
+    shape = replace(weights, dropout=options.dropout)
+    if options.init_from:  # may have a longer context than this run
+        shape = replace(shape, block_size=options.block_size)
+
+    wanted_shape = options.model_config(recipe, shape.vocab_size)
+    gpt2_shape = GPTConfig(options.block_size, shape.vocab_size, dropout=options.dropout)
+    nothing_was_given = options.init_from is not None and wanted_shape == gpt2_shape
+    if wanted_shape == shape or nothing_was_given:
+        return shape
+    changes: list[str] = []
+    for name, value in vars(shape).items():
+        if getattr(wanted_shape, name) != value:
+            changes.append(f"{name} {value} (here {getattr(wanted_shape, name)})")
+    raise UserError(
+        f"{source} holds a model of another shape: {', '.join(changes)}; leave out --recipe, "
+        "--model_type and the sizes, or begin a new model in another --checkpoint_dir"
+    )

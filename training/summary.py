@@ -1,0 +1,82 @@
+"""What train.py tells the user before the first step: warnings, and a summary of the run."""
+
+from config.options import TrainConfig
+from data.loader import Slicing, TokenStream
+from data.mixture import Mixture, parse_corpora
+from data.tokenizer import tokenizer_identity
+from evaluation.validation import too_few_tokens
+from model.gpt import GPT
+from training.run import Run
+from utils.devices import seconds_on_cpu
+from utils.errors import UserError
+
+MANY_EPOCHS = 100  # a small text is learned by heart long before
+SLOW_STEP_SECONDS = 20  # a step that takes longer is announced
+
+
+def check_tokenizer(stream: TokenStream, weights_from: str, tokenizer: str) -> None:
+    """Raise UserError unless the shards hold the tokens of a model; `tokenizer` is the spec of the
+    model's. The shards' tokenizer takes over its chat template, which checkpoints save."""
+    identity = tokenizer_identity(tokenizer)
+    if identity != stream.tokenizer_identity:
+        raise UserError(
+            f"{weights_from} takes tokens of {identity}, the shards hold those of "
+            f"{stream.tokenizer_identity}"
+        )
+    stream.tokenizer = tokenizer
+
+
+def warn_of_data(run: Run, checkpoint: dict | None, train_data: Mixture, val_data: Mixture) -> None:
+    """Warn where shards are unfinished, text is seen often, validation is rough, or the order of
+    the data is not that of the checkpoint that is resumed."""
+    options: TrainConfig = run.config
+    warn = run.process.print
+    for folder in train_data.stream.unfinished:
+        warn(f"warning: {folder} holds a part of its text: run the sharding to its end")
+    for name, part in zip(val_data.names, val_data.parts, strict=True):
+        if len(part) * part.block_size < options.val_tokens:
+            warn(too_few_tokens(name, part, options.val_tokens))
+    train_tokens = options.max_steps * options.total_batch_size
+    if train_data.epochs(train_tokens)[0] > MANY_EPOCHS:
+        smaller = "--max_steps, --total_batch_size and perhaps --n_layer, --n_head, --n_embd"
+        warn(f"warning: {train_data.describe_epochs(train_tokens)} are many: see {smaller}")
+
+    # The batch of a step follows from these. A converted checkpoint has no optimizer state and no
+    # order of data to go on with.
+    if checkpoint is None or not checkpoint["optimizer"]:
+        return
+    earlier_options = checkpoint["config"]
+    corpora = parse_corpora(earlier_options["data_dir"])
+    changes = [
+        ("total_batch_size", earlier_options["total_batch_size"], options.total_batch_size),
+        ("seed", earlier_options["seed"], options.seed),
+        ("weights", [float(corpus.weight) for corpus in corpora], train_data.weights),
+    ]
+    for name, before, after in changes:
+        if before != after:
+            warn(f"warning: {name} was {before}, is {after}: the data order changes")
+    if checkpoint["data_digest"] != train_data.stream.digest:
+        warn("warning: --data_dir has other shards, or another order: the data order changes")
+
+
+def print_summary(run: Run, model: GPT, train_data: Mixture, slicing: Slicing) -> None:
+    """Print the size of model and data, the steps, and how a step is cut into micro-batches."""
+    options: TrainConfig = run.config
+    tokens_per_step = options.total_batch_size
+    epochs = train_data.describe_epochs(options.max_steps * tokens_per_step)
+    text = (
+        f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
+        f"{epochs}: {options.max_steps:,} steps of {tokens_per_step:,} tokens = "
+        f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps "
+        f"{slicing.micro_steps} x processes {run.process.world_size}"
+    )
+    if run.start_step > 0:
+        text += f"; resumed at step {run.start_step}"
+    if options.use_torch_compile:
+        text += "; the first step compiles"
+    run.logger.print(text)
+
+    if run.process.device.type == "cpu":
+        step_seconds = seconds_on_cpu(tokens_per_step * model.flops_per_token(), run.dtype)
+        if step_seconds > SLOW_STEP_SECONDS:
+            run.logger.print(f"a step takes about {step_seconds:,.0f} s on this processor")
