@@ -13,6 +13,7 @@ from config.recipes import RECIPES
 from training import options as options_module
 from training.checkpoint import load_checkpoint
 from training.options import find_recipe, read_file, read_options, resolve_options
+from utils.errors import UserError
 
 SMALL_FILE = """# a comment
 n_layer = 2
@@ -159,7 +160,29 @@ def test_a_resumed_run_derives_again_what_nobody_gave(
     assert on_gpu.micro_batch_size == (2 if "2" in flags else 4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "cuda:7"], "is not available"),
+        (["--device", "h100"], "--device h100 is for --dry_run"),
+        (["--min_lr", 1], "--min_lr 1.0 is above --max_lr"),
+        (["--max_lr", "nan"], "--max_lr nan must be at least 0"),
+        (["--schedule", "wds"], "did you mean wsd?"),
+        (["--resume", "no.pt"], "there is no checkpoint"),
+        (["--resume", ROOT / "tests"], "the folder holds no checkpoint"),
+        (["--resume", ROOT / "README.md"], "damaged or not a checkpoint"),
+    ],
+)
+def test_a_wrong_option_is_a_sentence(flags, message):
+    with pytest.raises(UserError) as raised:
+        resolve(*flags)
+    assert message in str(raised.value)
+
+
 def test_the_checkpoint_of_another_script_is_not_resumed(trained, tmp_path):
     state = load_checkpoint(trained / "checkpoints/model_last.pt")
     torch.save({**state, "script": "finetune.py"}, tmp_path / "a.pt")
-    bad(["train.py", "--resume", tmp_path / "a.pt"], "is of finetune.py: begin from it by --init")
+    with pytest.raises(UserError, match="is of finetune.py: begin from it by --init"):
+        resolve("--resume", tmp_path / "a.pt")
+    with pytest.raises(UserError, match="is at step 20, after --max_steps 9"):
+        resolve("--resume", trained, "--max_steps", 9)

@@ -77,8 +77,8 @@ def evaluated(shards, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("processes", "call"),
-    [(1, 82), (2, 82), (1, 112), (1, 152)],
-    ids=["validation", "validation of two processes", "benchmark", "sample"],
+    [(2, 82), (1, 112), pytest.param(1, 152, marks=pytest.mark.slow)],
+    ids=["validation", "benchmark", "sample"],
 )
 def test_sigterm_ends_an_evaluation_which_a_resumed_run_does_again(
     shards, evaluated, tmp_path, processes, call
@@ -103,22 +103,18 @@ def test_sigterm_ends_an_evaluation_which_a_resumed_run_does_again(
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize(("processes", "micro"), [(1, 16), (2, 2)])
-def test_resumed_with_other_slicing_goes_on_alike(
-    shards, trained, halfway, tmp_path, processes, micro
-):
+def test_resumed_with_other_slicing_goes_on_alike(shards, trained, halfway, tmp_path):
     shutil.copytree(halfway, tmp_path / "run")
-    args = train_args(shards, tmp_path / "run", 20, "--micro_batch_size", micro)
-    torchrun(processes, *args, "--resume", "auto")
+    args = train_args(shards, tmp_path / "run", 20, "--micro_batch_size", 16)
+    script(*args, "--resume", "auto")
     assert gap(tmp_path / "run", trained) < 1e-4 and len(losses(tmp_path / "run")) == 20
 
 
 def test_two_processes_under_torchrun_equal_one(shards, trained, tmp_path):
-    torchrun(2, *train_args(shards, tmp_path, 20, "--micro_batch_size", 2), fork=False)
+    torchrun(2, *train_args(shards, tmp_path, 20, "--micro_batch_size", 2))
     assert gap(tmp_path, trained) < 1e-4
     val, expected = losses(tmp_path, "val"), losses(trained, "val")
     assert max(abs(val[s] - expected[s]) for s in expected) < 1e-4
-    assert (tmp_path / "logs" / "log_plot.png").stat().st_size > 10_000
 
 
 def test_golden_run_reaches_the_recorded_loss(shards, tmp_path):
@@ -162,7 +158,8 @@ def test_seeds_have_other_dropout():
     assert masks[0] == masks[4] and len({str(mask) for mask in masks}) == 4
 
 
-def test_rows_tell_what_happened(trained):
+def test_rows_and_a_picture_tell_what_happened(trained):
+    assert (trained / "logs" / "log_plot.png").stat().st_size > 10_000
     rows = [json.loads(line) for line in (trained / "logs" / "metrics.jsonl").open()]
     train = [row for row in rows if row["split"] == "train"]
     keys = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms", "data_ms"}
@@ -183,20 +180,11 @@ def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
     bad(args("--total_batch_size", 500), "does not divide by")
     bad(args("--max_step", 5), "--max_steps")
     bad(args("--n_head", 5), "does not divide by")
-    bad(args("--device", "cuda:7"), "is not available")
-    bad(args("--device", "h100"), "--device h100 is for --dry_run")
-    bad(args("--min_lr", 1), "--min_lr")
-    bad(args("--max_lr", "nan"), "--max_lr nan must be at least 0")
-    bad(args("--schedule", "wds"), "did you mean wsd?")
-    bad(args("--resume", tmp_path / "no.pt"), "there is no checkpoint")
-    bad(args("--resume", tmp_path), "the folder holds no checkpoint")
-    bad(args("--resume", shards / "manifest.json"), "damaged or not a checkpoint")
     last = trained / "checkpoints" / "model_last.pt"
     bad(
         args("--max_steps", 30, "--resume", last, "--n_layer", 3),
         "another shape: n_layer 2 (here 3); leave",
     )
-    bad([*args("--resume", last, "--max_steps", 9)], "is at step 20, after --max_steps 9")
     bad(args("--checkpoint_dir", shards / "manifest.json" / "x"), "x: Not a directory")
     assert not list(new.rglob("m*"))
 
