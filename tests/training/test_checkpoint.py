@@ -170,18 +170,19 @@ def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, p
     path, name = tmp_path / "model_last.pt", "transformer.h.1.mlp.c_fc.weight"
     data = bytearray((trained / "checkpoints/model_last.pt").read_bytes())
     x = load_checkpoint(trained / "checkpoints/model_last.pt")[part][name]
-    x = x["exp_avg"] if part == "optimizer" else x
+    if part == "optimizer":
+        x = x["exp_avg"]
     data[data.index(x.flatten()[:64].view(torch.uint8).numpy().tobytes()) + 37] ^= 4
     path.write_bytes(data)
-    found = f"tensors of '{part}' do not have their checksum"
-    bad(train_args(shards, tmp_path, 30, "--resume", path), found)
-    convert = ["convert.py", "--checkpoint", path, "--out", tmp_path / "out"]
-    sample = ["sample.py", "--checkpoint", path, "--max_new_tokens", 2, "--dtype", "bfloat16"]
-    if part == "optimizer":
-        script(*convert)
-    else:
-        bad(convert, found)
-    script(*sample, code=2 if part == "model" else 0)  # which reads the first half alone
+    problem = f"tensors of '{part}' do not have their checksum"
+    if part == "optimizer":  # a resumed run alone reads it
+        load_model(path, exact=True)
+        bad(train_args(shards, tmp_path, 30, "--resume", path), problem)
+        return
+    with pytest.raises(UserError, match=problem):
+        load_model(path, exact=True)
+    if part == "model_low":  # sampling reads the first half alone
+        load_model(path)
 
 
 def test_newest_is_the_last_else_the_highest_number_else_the_best(tmp_path):
