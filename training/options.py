@@ -11,6 +11,7 @@ import json
 import os
 import tomllib
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from config.options import DERIVED, Options, TrainConfig, resolve_from_recipe
 from config.recipes import Recipe, parse_recipe
 from model.config import GPTConfig
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
-from training.plan import Hardware, choose_micro_batch
 from training.schedule import check_schedule
 from utils.cli import flag_value, named_flags, parse, to_flags
 from utils.devices import compile_problem, pick_device, pick_dtype
@@ -176,10 +176,11 @@ def resolve_micro_batch(
     """Return the options with a number for --micro_batch_size auto. Every process must call it."""
     if options.micro_batch_size != "auto":
         return options
-    hardware = Hardware.of(options)
+    plan = import_module("training.plan")  # on demand: a run with a given size does without it
+    hardware = plan.Hardware.of(options)
     # The process with the least memory decides for all, as they need equal micro-batches.
     hardware = replace(hardware, free=process.min(hardware.free))
-    size, sentence = choose_micro_batch(options, recipe, shape, hardware, checkpoint)
+    size, sentence = plan.choose_micro_batch(options, recipe, shape, hardware, checkpoint)
     process.print(sentence)
     return replace(options, micro_batch_size=size)
 

@@ -9,7 +9,6 @@ options of a run (training/options.py), its steps (train.py) or its checkpoints'
 import contextlib
 import json
 import math
-import os
 import signal
 import sys
 import uuid
@@ -302,7 +301,9 @@ class Run:
             existing_bytes = sum(path.stat().st_size for path in existing)
             needed_bytes = 3 * 12 * model.num_parameters() - existing_bytes
             check_space(options.checkpoint_dir, needed_bytes, "saving this run")
-            trackers = open_trackers(options, state)
+            if getattr(options, "wandb", False) or getattr(options, "trackio", False):
+                services = import_module("training.trackers")  # on demand: few runs use them
+                trackers = services.open_trackers(options, state.run_id)
         self.logger = Logger(
             options.log_dir,
             start=state.step,
@@ -339,46 +340,3 @@ class Run:
         distributed.stop()
         if self.stopping:
             sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))
-
-
-# services that chart the metrics of a run
-
-
-class WandbTracker:
-    """Run of Weights & Biases whose charts have the step of training as their axis. The service's
-    own step only grows: it would drop the rows of steps that a resumed run does again."""
-
-    def __init__(self, **options: object) -> None:
-        self.run = import_module("wandb").init(**options)  # an optional package
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values | {"step": step})
-
-    def finish(self) -> None:
-        self.run.finish()
-
-
-def open_trackers(options: RunOptions, state: TrainState) -> list[Tracker]:
-    """Open Weights & Biases and trackio as far as asked for. WANDB_PROJECT and TRACKIO_PROJECT in
-    the environment name the project."""
-    trackers: list[Tracker] = []
-    values = options.to_dict()
-    if getattr(options, "wandb", False):  # finetune.py has no such option; wandb reads WANDB_NAME
-        project = os.environ.get("WANDB_PROJECT", "gpt2")
-        trackers.append(
-            WandbTracker(
-                project=project,
-                id=state.run_id,
-                dir=str(options.log_dir),
-                config=values,
-                resume="allow",
-            )
-        )
-    if getattr(options, "trackio", False):
-        project = os.environ.get("TRACKIO_PROJECT", "gpt2")
-        trackio = import_module("trackio")  # an optional package
-        tracker = trackio.init(project=project, name=state.run_id, config=values, resume="allow")
-        trackers.append(tracker)
-    return trackers

@@ -4,7 +4,7 @@ import types
 import pytest
 from conftest import bad, train_options
 
-from training.run import TrainState, open_trackers
+from training.trackers import open_trackers
 from utils.errors import UserError
 from utils.logger import Logger, logged_run, read_metrics
 
@@ -94,9 +94,8 @@ def test_a_tracker_gets_every_number_also_of_steps_that_are_done_again(
     monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(init=init))
     monkeypatch.setenv(f"{package.upper()}_PROJECT", "mine")
     config = train_options(log_dir=tmp_path, **{package: True})
-    state = TrainState.start(None)
-    write(tmp_path, 0, range(1, 4), 1.5, trackers=open_trackers(config, state))
-    write(tmp_path, 1, range(2, 4), 2.5, trackers=open_trackers(config, state))
+    write(tmp_path, 0, range(1, 4), 1.5, trackers=open_trackers(config, "run"))
+    write(tmp_path, 1, range(2, 4), 2.5, trackers=open_trackers(config, "run"))
     rows = [row for row in rows if "train/loss" in row]
     assert [row["train/loss"] for row in rows] == 3 * [1.5] + 2 * [2.5]
     assert [row["step"] for row in rows] == [1, 2, 3, 2, 3] and "train/mfu" not in rows[0]
