@@ -4,17 +4,19 @@
     python finetune.py --method dpo --init_from runs/sft --data pairs.jsonl
     python finetune.py --method grpo --init_from runs/sft --data questions.jsonl --reward exact
 
-docs/FINETUNING.md has the formats and formulas; checkpoints and --resume are as in train.py.
+docs/FINETUNING.md has the formats of rows and the formulas. Folders, checkpoints, signals and
+--resume are those of train.py. What differs between the methods is in finetuning/: a method makes
+the batches of a step from its rows, and computes their loss.
 """
 
 import sys
 import zlib
-from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from config.recipes import Recipe
@@ -22,19 +24,26 @@ from data.loader import step_sequences
 from data.tokenizer import load_tokenizer
 from evaluation.evaluator import is_due
 from finetuning.answers import Questions
-from finetuning.examples import TextEncoder
+from finetuning.examples import TextEncoder, count_rows
 from finetuning.grpo import GroupRelativePolicy
-from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
-from finetuning.options import FinetuneConfig
+from finetuning.methods import (
+    DirectPreference,
+    Method,
+    PreparedStep,
+    RewardModeling,
+    SupervisedTuning,
+)
+from finetuning.options import FinetuneConfig, resolve_options
 from finetuning.rewards import RewardModel, check_reward, load_reward
 from model.build import resized
 from model.compile import for_training, uncompiled
+from model.config import GPTConfig
 from model.gpt import GPT
 from training.checkpoint import BEST, LAST, checksum, find_checkpoint, load_model, open_model
 from training.optim import make_optimizers
 from training.options import read_options, resolve_compile, resolve_dtype
 from training.parallel import clip_grad_norm, sync_gradients, wrap
-from training.run import Run, claim_folders, reason_to_skip, seed_step
+from training.run import Run, StepResult, claim_folders, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from utils import distributed
@@ -44,196 +53,282 @@ from utils.distributed import Stopped
 from utils.errors import UserError
 from utils.throughput import StepTimer, peak_flops
 
-METHODS: dict[str, type[Method]] = {"sft": SupervisedTuning, "dpo": DirectPreference}
-METHODS |= {"reward": RewardModeling, "grpo": GroupRelativePolicy}
+METHODS: dict[str, type[Method]] = {
+    "sft": SupervisedTuning,
+    "dpo": DirectPreference,
+    "reward": RewardModeling,
+    "grpo": GroupRelativePolicy,
+}
+
+
+@dataclass
+class Data:
+    """The rows of a run, encoded."""
+
+    method: Method
+    """Rows of --data."""
+    held_out: Method | None = None
+    """Rows of --eval_data."""
+    questions: Questions | None = None
+    """Rows of --questions."""
 
 
 def main() -> None:
-    config, derived, saved = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    config = resolve_compile(config, derived)
-    config.init_from = str(find_checkpoint(config.init_from) or config.init_from)
-    process = distributed.start(config.device, catch_signals=True)
-    config = resolve_dtype(config, process, is_new=saved is None)
-    claim_folders(config, saved, process)
-    run = Run.start(config, saved, process)
-    process, state, dtype = run.process, run.state, run.dtype
+    # options: flags, then what follows from the machine, the rows and the model
+    options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
+    options = resolve_compile(options, derived)
+    # the path of a checkpoint: a resumed run reads the same one, not the best or newest by then
+    init_from = str(find_checkpoint(options.init_from) or options.init_from)
+    options = replace(options, init_from=init_from)
+    process = distributed.start(options.device, catch_signals=True)
+    options = resolve_dtype(options, process, is_new=checkpoint is None)
+    claim_folders(options, checkpoint, process)
+    model, entries = build_model(options)
+    num_rows = count_rows(options.data)
+    options = resolve_options(options, num_rows, model.num_parameters(), process.world_size)
+    entries |= {"derived": derived, "command": sys.argv}
 
-    model, about = build_model(config)
-    about |= {"derived": derived, "command": sys.argv}
-    config.resolve_batches(process)  # ends the run if they do not divide
-    method, held_out, questions = open_rows(run, model, about, saved)
-    config.resolve_training(len(method), model.num_parameters())
-    compiled = config.use_torch_compile and config.method != "grpo"  # whose shapes vary
-    for_training(model, process.device, config.activation_checkpointing, compiled)
-    wrapped = wrap(model, process, config.sharding, dtype)  # shares the weights of `model`
-    optimizers = make_optimizers(model, config, Recipe(), dtype)
-    if saved is not None:
-        run.resume_optimizers(model, optimizers, saved)
-    saved = None  # closes the file, which is mapped from disk
-    run.open_log(model, about)
-    if held_out and state.validate_on(str(zlib.crc32(config.eval_data.read_bytes()))):
-        run.logger.print("--eval_data has changed: the lowest loss is counted anew")
-    saver = Saver(run, model, optimizers, about)
-    process.print(
-        f"{config.method} of {config.init_from} on {config.data}; {method.unit}: {len(method):,}, "
-        f"in a step: {config.batch_size}; steps: {config.max_steps:,}"
-        + (f"; resumed at step {state.step}" if state.step else "")
-    )
-    peak = peak_flops(process.device, dtype)
+    # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
+    run = Run.start(options, checkpoint, process)
+    state = run.state
+    reference = open_reference(run, model.config, entries, checkpoint)
+    data = open_data(run, model.config.block_size, entries["tokenizer"], reference)
+    method = data.method
+    # for grpo, whose completions have many shapes, sampling is compiled instead
+    is_compiled = options.use_torch_compile and options.method != "grpo"
+    for_training(model, process.device, options.activation_checkpointing, is_compiled)
+    wrapped = wrap(model, process, options.sharding, run.dtype)
+    optimizers = make_optimizers(model, options, Recipe(), run.dtype)
+    if checkpoint is not None:
+        run.resume_optimizers(model, optimizers, checkpoint)
+    checkpoint = None  # closes the file, from which its tensors are mapped
+
+    # log and checkpoints: whatever is wrong above has removed and written nothing
+    run.open_log(model, entries)
+    if options.eval_data:
+        run.validate_on(str(zlib.crc32(options.eval_data.read_bytes())))
+    saver = Saver(run, model, optimizers, entries)
+    print_summary(run, method)
+    peak = peak_flops(process.device, run.dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
     try:
         while True:
             # once in a while: save, evaluate, answer questions; every process takes part
-            step, tokens = state.step, state.tokens
-            if step > saver.last_step and (run.ended or is_due(config.save_every, step)):
+            step = state.step
+            if step > saver.last_step and (run.ended or is_due(options.save_every, step)):
                 saver.save(LAST)
-            if run.ended or is_due(config.eval_every, step):
-                if held_out:
-                    with uncompiled(compiled):
-                        scores = held_out.evaluate(model)
-                    split = "val" if method.selects_best_by_loss else "held_out"
-                    run.logger.log_scores(split, scores, step)
-                    if method.selects_best_by_loss and state.record_validation(scores["loss"]):
-                        saver.save(BEST)
-                if questions:
-                    with uncompiled(compiled):
-                        (exact,), answers = questions.score(model)
-                    scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
-                    scores["cut"] = sum(answer["cut"] for answer in answers) / exact.n
-                    run.logger.log_scores("answers", scores, step)
+            if run.ended or is_due(options.eval_every, step):
+                with uncompiled(is_compiled):  # batches of other shapes than those of training
+                    evaluate(run, model, data, saver)
             if run.ended:
                 break
 
+            # one step, then its log
+            tokens_before = state.tokens
             timer.start()
-            row, skip_reason = train_step(run, model, wrapped, optimizers, method)
-            speed = timer.stop(state.tokens - tokens)
-            if row:
-                run.logger.log_train(row | speed, state.step)
+            ids = step_sequences(step, options.batch_size, len(method), options.seed)
+            prepared = method.prepare(model, step, ids)  # with grpo, it samples completions
+            result = train_step(run, wrapped, optimizers, method, prepared)
+            speed = timer.stop(state.tokens - tokens_before)
+            if result.figures:
+                run.logger.log_train(result.figures | speed, state.step)
             else:
-                ids = step_sequences(step, config.batch_size, len(method), config.seed)
-                run.logger.log_skip(skip_reason, ids.tolist(), state.step)
-            if method.sample is not None and is_due(config.sample_every, state.step):
-                run.logger.log_sample(method.sample, state.step)
+                run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
+            if prepared.sample is not None and is_due(options.sample_every, state.step):
+                run.logger.log_sample(prepared.sample, state.step)
             saver.end_after_patience()
-            if run.stopping:
+            if result.got_signal:
                 raise Stopped
-    except Stopped:  # by a signal; an evaluation that it interrupts is done again by a resumed run
+    except Stopped:  # a resumed run does the evaluation or the roll-out of this step again
         run.stopping = True
         if state.step > saver.last_step:
             saver.save(LAST)
 
     saver.finish()
-    run.finish(f"done: see {config.checkpoint_dir}")
+    run.finish(f"done: see {options.checkpoint_dir}")
+
+
+def print_summary(run: Run, method: Method) -> None:
+    """Print what is trained, on which rows, and how long."""
+    options = run.config
+    summary = f"{options.method} of {options.init_from} on {options.data}; {method.unit}: "
+    summary += f"{len(method):,}, in a step: {options.batch_size}; steps: {options.max_steps:,}"
+    if run.start_step:
+        summary += f"; resumed at step {run.start_step}"
+    run.process.print(summary)
 
 
 def train_step(
-    run: Run, model: GPT, wrapped: nn.Module, optimizers: list[Optimizer], method: Method
-) -> tuple[dict, str | None]:
-    """Run and count one step, of several updates with grpo's --updates. Return the row for the log,
-    of the last update that was applied, {} if none was, and why one was skipped, which ends a step.
-    Raises Stopped before the first update, also while GRPO writes texts: the step is not taken."""
-    config, process, state = run.config, run.process, run.state
-    lr = set_rates(optimizers, config, state.step)
-    seed_step(config.seed, state.step, process.rank)  # of dropout
-    ids = step_sequences(state.step, config.batch_size, len(method), config.seed)
-    batches, figures = method.micro_batches(model, state.step, ids)
-    divisor = method.divisor(ids)
-    row, skip_reason, updates, trained_tokens = {}, None, 0, 0
-    for update in range(config.updates if config.method == "grpo" else 1):
-        sums: Counter = Counter()
-        for number, batch in enumerate(batches, 1):
-            if update == 0 and process.world_size == 1:
-                process.end_if_stopped()
-            with sync_gradients(wrapped, config.sharding, last=number == len(batches)):
-                with autocast(process.device, run.dtype, keep_weights=False):
-                    parts = method.partial_means(wrapped, batch, divisor)
-                # gradients are averaged
-                state.scaler.scale(parts["loss"] * process.world_size).backward()
-            sums.update({name: part.detach().float() for name, part in parts.items()})
-        for optimizer in optimizers:
-            state.scaler.unscale_(optimizer)  # in float16; else this does nothing
-        sums["grad_norm"] = clip_grad_norm(wrapped, config.grad_clip) / process.world_size
-        num_tokens = sum(batch["idx"].numel() for batch in batches)
-        for name, number in (("tokens", num_tokens), ("stopped", process.stop.signal != 0)):
-            sums[name] = torch.full_like(sums["grad_norm"], number)  # fills, without a copy
-        # sums over processes, and the one host sync of an update
-        totals = process.sum(torch.stack(list(sums.values()))).tolist()
-        means = dict(zip(sums, totals, strict=True))
-        run.stopping = means.pop("stopped") > 0  # a process got a signal
+    run: Run,
+    wrapped: nn.Module,
+    optimizers: list[Optimizer],
+    method: Method,
+    prepared: PreparedStep,
+) -> StepResult:
+    """Run and count one step on prepared batches; with grpo's --updates it has several updates.
+
+    The figures for the log are those of the last update that was applied. An update that is not
+    finite ends the step.
+    """
+    options, state = run.config, run.state
+    lr = set_rates(optimizers, options, state.step)
+    seed_step(options.seed, state.step, run.process.rank)  # for dropout
+    max_updates = options.updates if options.method == "grpo" else 1
+    figures: dict[str, float] = {}  # stays empty if no update is applied
+    skip_reason = None
+    got_signal = False
+    num_updates = 0
+    num_tokens = 0
+    while num_updates < max_updates and skip_reason is None:
+        means = backward(run, wrapped, optimizers, method, prepared)
+        got_signal = got_signal or means.pop("signals") > 0
         if state.scaler.is_enabled():
             means["scale"] = state.scaler.get_scale()
+        # no update from a loss or gradient that is not finite, on all processes alike
         skip_reason = reason_to_skip(means["loss"], means["grad_norm"])
         for optimizer in optimizers:
             if skip_reason is None:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        state.scaler.update()
-        if skip_reason is not None:
-            break
-        updates += 1
-        trained_tokens += round(means["tokens"])
-        row = means | figures | {"lr": lr}
-    state.advance(trained_tokens, skip_reason)
-    if updates > 0:
-        row["tokens"] = state.tokens
-        if config.method == "grpo":
-            row["updates"] = updates
-    return row, skip_reason
+        state.scaler.update()  # a lower scale after infinities
+        if skip_reason is None:
+            num_updates += 1
+            # of all processes; padding counts, as it takes the same time
+            num_tokens += round(means["tokens"])
+            figures = means | prepared.metrics | {"lr": lr}
+    state.advance(num_tokens, skip_reason)
+    if figures:
+        figures["tokens"] = state.tokens
+        if options.method == "grpo":
+            figures["updates"] = num_updates
+    return StepResult(figures, skip_reason, got_signal)
 
 
-def build_model(config: FinetuneConfig) -> tuple[GPT, dict]:
-    """Return the model, resumed or of --init_from, and the entries of its checkpoints."""
-    name = config.resume if config.resumes else config.init_from
-    rates = config.method == "reward"
-    if config.resumes:
-        model, before = load_model(Path(name), RewardModel if rates else GPT, exact=True)
-        tokenizer = before["tokenizer"]
+def backward(
+    run: Run,
+    wrapped: nn.Module,
+    optimizers: list[Optimizer],
+    method: Method,
+    prepared: PreparedStep,
+) -> dict[str, float]:
+    """Compute the gradients of one update from the batches of all processes, and clip them.
+
+    Return the means of the method's metrics over the step, "grad_norm" before clipping, the number
+    of "tokens", padding included, and "signals", the number of processes that were told to stop.
+    """
+    process, scaler, sharding = run.process, run.state.scaler, run.config.sharding
+    sums: dict[str, Tensor] = {}  # of this process, by name of the metric
+    num_tokens = 0
+    for number, batch in enumerate(prepared.batches, 1):
+        with sync_gradients(wrapped, sharding, last=number == len(prepared.batches)):
+            # cast weights are kept for one forward pass only: the next one sees the new weights
+            with autocast(process.device, run.dtype, keep_weights=False):
+                means = method.partial_means(wrapped, batch, prepared.divisor)
+            # DDP and FSDP2 average gradients over processes; the parts of the mean are to be added
+            scaler.scale(means["loss"] * process.world_size).backward()
+        for name, mean in means.items():
+            sums[name] = sums.get(name, 0.0) + mean.detach().float()
+        num_tokens += batch.idx.numel()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)  # records infinities for scaler.update; float16 alone needs it
+    grad_norm = clip_grad_norm(wrapped, run.config.grad_clip)
+    sums["grad_norm"] = grad_norm / process.world_size  # each process has the norm of the whole
+    # full_like fills a tensor on the device, without a copy from the host
+    sums["tokens"] = torch.full_like(grad_norm, num_tokens)
+    sums["signals"] = torch.full_like(grad_norm, process.stop.signal != 0)
+    # `tolist` is the one time in an update at which the CPU waits for the GPU
+    totals = process.sum(torch.stack(list(sums.values()))).tolist()
+    return dict(zip(sums, totals, strict=True))
+
+
+def evaluate(run: Run, model: GPT, data: Data, saver: Saver) -> None:
+    """Score the model on --eval_data, of which the lowest loss is saved, and on --questions."""
+    step = run.state.step
+    if data.held_out:
+        scores = data.held_out.evaluate(model)
+        if data.held_out.selects_best_by_loss:
+            run.logger.log_scores("val", scores, step)
+            # before the questions: a signal while they are answered would lose the best model
+            if run.state.record_validation(scores["loss"]):
+                saver.save(BEST)
+        else:
+            run.logger.log_scores("held_out", scores, step)
+    if data.questions:
+        (exact,), answers = data.questions.score(model)
+        num_cut = sum(answer["cut"] for answer in answers)
+        scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
+        run.logger.log_scores("answers", scores | {"cut": num_cut / exact.n}, step)
+
+
+def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
+    """Return the model, resumed or of --init_from, on the CPU, and the entries of its checkpoints
+    beside weights, options and progress."""
+    is_reward = options.method == "reward"
+    if options.resumes:
+        name = options.resume
+        model, checkpoint = load_model(Path(name), RewardModel if is_reward else GPT, exact=True)
+        tokenizer = checkpoint["tokenizer"]
     else:
-        model, tokenizer, before = open_model(name, exact=True)
-    T = config.block_size or model.config.block_size
+        name = options.init_from
+        model, tokenizer, checkpoint = open_model(name, exact=True)
+    T = options.block_size or model.config.block_size
     if T > model.config.block_size:
         raise UserError(f"--block_size {T} exceeds {name}'s context of {model.config.block_size}")
-    learned = before.get("config", {}).get("plain", config.plain)
-    if config.method != "sft" and learned != config.plain:
+    learned_plain = checkpoint.get("config", {}).get("plain", options.plain)
+    if options.method != "sft" and learned_plain != options.plain:
         raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
-    dropout = config.dropout if config.method in ("sft", "reward") else 0.0
+    # dpo and grpo compare log-probabilities of two passes, which dropout would make random
+    dropout = options.dropout if options.method in ("sft", "reward") else 0.0
     model = resized(model, replace(model.config, block_size=T, dropout=dropout))
-    if rates and not config.resumes:
+    if is_reward and not options.resumes:
         model = RewardModel.from_gpt(model)
-    about = {"tokenizer": tokenizer, "train_tokens": before.get("train_tokens", 0)}
-    return model.train(), {"script": "finetune.py", **about}
+    entries = {
+        "script": "finetune.py",
+        "tokenizer": tokenizer,
+        "train_tokens": checkpoint.get("train_tokens", 0),
+    }
+    return model.train(), entries
 
 
-def open_rows(
-    run: Run, model: GPT, about: dict, saved: dict | None
-) -> tuple[Method, Method | None, Questions | None]:
-    """Return the method on the rows of --data, that on those of --eval_data, and the questions."""
-    config, process, T = run.config, run.process, model.config.block_size
-    held_out, questions, reference, reward = None, None, None, None
-    encoder = TextEncoder(load_tokenizer(about["tokenizer"]), not config.plain, T)
-    if config.method == "dpo" or (config.method == "grpo" and config.kl > 0):
-        reference = resized(open_model(config.init_from, exact=True)[0], model.config)
-        about["reference"] = checksum(reference.state_dict())
-        if saved and saved.get("reference") != about["reference"]:
-            raise UserError(f"{config.init_from} has changed since this run began, which needs it")
-        reference.eval().requires_grad_(False).to(process.device)
-        compiled = config.use_torch_compile and config.method == "dpo"
-        for_training(reference, process.device, compiled=compiled)  # rounds as the model does
-    if config.method == "grpo":
-        reward = load_reward(config.reward, encoder, process.device, run.dtype)
-    method = METHODS[config.method](run, encoder, config.data, reference, reward)
-    if reward:
-        row, prompt = method.examples[0]
-        check_reward(config.reward, reward, row, prompt, encoder.tokenizer.eot)
-    if config.eval_data:
-        held_out = type(method)(run, encoder, config.eval_data, reference, reward)
-    if config.questions:
-        sizes = (config.max_new_tokens, config.micro_batch_size)
-        questions = Questions(config.questions, encoder, process, run.dtype, *sizes)
+def open_reference(
+    run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None
+) -> GPT | None:
+    """Return the model of --init_from, which dpo and grpo compare the trained one with; None where
+    nothing is compared. Its checksum is added to the entries of checkpoints: raise UserError if a
+    resumed run began with other weights."""
+    options, process = run.config, run.process
+    if options.method not in ("dpo", "grpo") or (options.method == "grpo" and options.kl == 0):
+        return None
+    reference = resized(open_model(options.init_from, exact=True)[0], shape)
+    entries["reference"] = checksum(reference.state_dict())
+    if checkpoint is not None and checkpoint.get("reference") != entries["reference"]:
+        raise UserError(f"{options.init_from} has changed since this run began, which needs it")
+    reference.eval().requires_grad_(False).to(process.device)
+    is_compiled = options.use_torch_compile and options.method == "dpo"  # to round as the model
+    return for_training(reference, process.device, compiled=is_compiled)
+
+
+def open_data(run: Run, block_size: int, tokenizer: str, reference: GPT | None) -> Data:
+    """Read and encode the rows of a run."""
+    options, process = run.config, run.process
+    encoder = TextEncoder(load_tokenizer(tokenizer), not options.plain, block_size)
+    reward = None
+    if options.method == "grpo":
+        reward = load_reward(options.reward, encoder, process, run.dtype)
+    method_class = METHODS[options.method]
+    open_rows = partial(method_class, options, process, run.dtype, encoder, reference, reward)
+    data = Data(open_rows(options.data))
+    if reward is not None:
+        check_reward(options.reward, reward, data.method.examples[0], encoder.tokenizer.eot)
+    if options.eval_data:
+        data.held_out = open_rows(options.eval_data)
+    if options.questions:
+        sizes = (options.max_new_tokens, options.micro_batch_size)
+        data.questions = Questions(options.questions, encoder, process, run.dtype, *sizes)
     if encoder.num_cut:
-        process.print(f"warning: {encoder.num_cut:,} texts are cut to {T} tokens")
-    return method, held_out, questions
+        process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
+    return data
 
 
 if __name__ == "__main__":

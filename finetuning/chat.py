@@ -1,12 +1,15 @@
-"""Dialogs, prompts and completions as token ids with a loss mask.
+"""Dialogs, prompts and completions as token ids, and which of these ids are learned.
 
-End of text precedes each turn of a dialog, as it precedes each document of the shards, and closes
-the last one; the model learns what the assistant says and the end of text after it:
+Not about reading rows or building batches: see finetuning/examples.py.
+
+The project's own format puts end of text before each turn, as the shards have it before each
+document, and after the last one. The model learns what the assistant says and the end of text
+after it, which are underlined here:
 
     <|endoftext|>User: What is 2 + 3?<|endoftext|>Assistant: 5<|endoftext|>
                                                              ~~~~~~~~~~~~~~  (with the space)
 
-A model of others that comes with a chat template keeps its own format.
+A Hugging Face model whose tokenizer has a chat template keeps that template instead.
 """
 
 import json
@@ -17,145 +20,188 @@ import numpy as np
 
 from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
-Messages = list[dict[str, str]]
-ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
+Messages = list[dict[str, str]]  # each with "role" and "content"
+ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}  # role: its name in a text
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive token ids (n,) of a text, all of which count in the loss or none."""
+
+    tokens: np.ndarray | list[int]
+    is_learned: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Token ids (T,) of a text, uint16, and a mask (T,), true where they count in the loss."""
+    """Token ids (T,) of a text, uint16, and a bool mask (T,), true where they count in the loss."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
 
     @classmethod
-    def join(cls, *parts: tuple[np.ndarray | list[int], bool]) -> "Example":
-        """Join token ids, each with a flag: True if they count in the loss."""
-        tokens = np.concatenate([tokens for tokens, _ in parts]).astype(np.uint16)
-        return cls(tokens, np.repeat([counts for _, counts in parts], [len(x) for x, _ in parts]))
+    def join(cls, segments: list[Segment]) -> "Example":
+        """Join the segments of a text."""
+        tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.uint16)
+        lengths = [len(segment.tokens) for segment in segments]
+        loss_mask = np.repeat([segment.is_learned for segment in segments], lengths)
+        return cls(tokens, loss_mask)
 
 
-def encode_rendered(
-    messages: Messages, tokenizer: Tokenizer, open_turn: bool = False
-) -> list[tuple[np.ndarray, bool]]:
-    """Encode a dialog by the chat template; return its parts, each with True if it is an answer.
+def own_segments(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
+    """Encode a dialog in the project's own format; `open_turn` begins an answer after it."""
+    segments = [Segment([tokenizer.eot], False)]  # before the first turn
+    for message in messages:
+        role = ROLES[message["role"]]
+        # Role and content are encoded apart: a merge of ":" with a letter would give ids in
+        # training that sampling, which continues after the ":", never sees.
+        segments.append(Segment(tokenizer.encode(f"{role}:"), False))
+        # a continuation: tokenizers that put a space before a text must not add a second one
+        content = tokenizer.encode_continuation(f" {message['content']}")
+        is_answer = message["role"] == "assistant"
+        segments.append(Segment([*content, tokenizer.eot], is_answer))
+    if open_turn:
+        segments.append(Segment(tokenizer.encode(f"{ROLES['assistant']}:"), False))
+    return segments
 
-    Parts begin where an answer begins or ends and are encoded apart, so that no token spans two of
-    them: what is sampled follows the same ids as in training. Where the template writes an earlier
-    turn in another way once later ones follow, that turn is no part of its own.
+
+def template_segments(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
+    """Encode a dialog by the tokenizer's chat template; `open_turn` begins an answer after it.
+
+    A segment begins where an answer begins and where it ends, so that no token spans the two: what
+    is sampled follows the same ids as in training. Some templates write an earlier answer in
+    another way once later turns follow. Such an answer becomes part of an unlearned segment.
     """
-    whole = tokenizer.render(messages, open_turn)
-    parts = []
-    encode, start = tokenizer.encode, 0
+    text = tokenizer.render(messages, open_turn)
+    segments: list[Segment] = []
+    start = 0  # characters of `text` that are encoded already
+    encode = tokenizer.encode
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        opened = tokenizer.render(messages[:i], open_turn=True)
-        answered = tokenizer.render(messages[: i + 1])
-        if whole.startswith(answered) and answered.startswith(opened):
-            parts.append((encode(whole[start : len(opened)], special=True), False))
-            answer, rest = split_answer(answered[len(opened) :], message["content"], tokenizer)
-            parts += [(answer, True), (rest, False)]
-            encode, start = tokenizer.encode_continuation, len(answered)
-    parts.append((encode(whole[start:], special=True), False))
-    return parts
+        before_answer = tokenizer.render(messages[:i], open_turn=True)  # what sampling begins with
+        after_answer = tokenizer.render(messages[: i + 1])
+        if text.startswith(after_answer) and after_answer.startswith(before_answer):
+            # what others say since the last answer, and how the template opens this one
+            prompt_ids = encode(text[start : len(before_answer)], special=True)
+            answer = after_answer[len(before_answer) :]
+            segments.append(Segment(prompt_ids, False))
+            segments += split_answer(answer, message["content"], tokenizer)
+            start = len(after_answer)
+            # `encode` of some tokenizers would put a space in front of each further segment
+            encode = tokenizer.encode_continuation
+    # the turns after the last answer, and with open_turn the beginning of the next one
+    segments.append(Segment(encode(text[start:], special=True), False))
+    return segments
 
 
-def split_answer(text: str, content: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Encode what a chat template writes for an answer of this content: up to the token that ends
-    it, and the rest, as a line break. End of text ends an answer where the template has no token
-    for that."""
+def split_answer(text: str, content: str, tokenizer: Tokenizer) -> list[Segment]:
+    """Encode the text that a chat template writes for an answer of this content.
+
+    Return two segments: up to the token that ends an answer, which is learned, and what follows, as
+    a line break. Where the template has no such token, end of text follows the content.
+    """
     ids = tokenizer.encode_continuation(text, special=True)
-    for place, token in enumerate(ids.tolist(), 1):
-        if token in tokenizer.end_ids:
-            return ids[:place], ids[place:]
-    content = content.strip()
+    for i, token in enumerate(ids.tolist()):
+        if token in tokenizer.end_ids:  # as <|im_end|>
+            return [Segment(ids[: i + 1], True), Segment(ids[i + 1 :], False)]
+    content = content.strip()  # as many templates do
     end = text.find(content) + len(content)
     answer = tokenizer.encode_continuation(text[:end], special=True)
-    rest = tokenizer.encode_continuation(text[end:], special=True)
-    return np.append(answer, np.uint16(tokenizer.eot)), rest
+    after_answer = tokenizer.encode_continuation(text[end:], special=True)
+    return [Segment([*answer, tokenizer.eot], True), Segment(after_answer, False)]
 
 
 def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
-    """Encode a dialog; the assistant's turns count in the loss."""
-    if tokenizer.chat_template:
-        parts = encode_rendered(messages, tokenizer)
-        num_answers = sum(message["role"] == "assistant" for message in messages)
-        if sum(is_answer for _, is_answer in parts) < num_answers:
-            raise ValueError("the chat template changes earlier turns with later ones")
-        return Example.join(*parts)
-    parts, counts = [], False
-    for message in messages:
-        parts.append(([tokenizer.eot], counts))  # closes the turn before
-        counts = message["role"] == "assistant"
-        parts.append((tokenizer.encode(f"{ROLES[message['role']]}:"), False))
-        parts.append((tokenizer.encode_continuation(f" {message['content']}"), counts))
-    return Example.join(*parts, ([tokenizer.eot], counts))
+    """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
+    chat template does not let one of them be found."""
+    if not tokenizer.chat_template:
+        return Example.join(own_segments(messages, tokenizer, open_turn=False))
+    segments = template_segments(messages, tokenizer, open_turn=False)
+    # An answer in an unlearned segment would be lost for training without a word.
+    num_answers = sum(message["role"] == "assistant" for message in messages)
+    if sum(segment.is_learned for segment in segments) < num_answers:
+        raise ValueError("the chat template changes earlier turns with later ones")
+    return Example.join(segments)
 
 
 def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> list[int]:
-    """Return the token ids that a completion follows: up to "Assistant:" in a chat, in which a text
-    is a turn of the user, else the text of the prompt after end of text."""
+    """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
+    `chat` false of the prompt's text after end of text."""
     if not chat:
         return [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
-    messages = as_messages(prompt)
-    if tokenizer.chat_template:
-        parts = encode_rendered(messages, tokenizer, open_turn=True)
-        return np.concatenate([ids for ids, _ in parts]).tolist()
-    dialog = encode_messages(messages, tokenizer).tokens
-    return [*dialog.tolist(), *tokenizer.encode(f"{ROLES['assistant']}:").tolist()]
-
-
-def as_messages(prompt: str | Messages) -> Messages:
-    """Return a dialog, in which a text is a turn of the user."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def fit_history(
-    messages: Messages, tokenizer: Tokenizer, block_size: int, max_new_tokens: int
-) -> list[int]:
-    """Return the token ids that the assistant's next turn follows, without the oldest questions and
-    their answers where `max_new_tokens`, or half of the context, would not fit after them."""
-    room = block_size - min(max_new_tokens, block_size // 2)
-    while len(tokens := encode_prompt(messages, tokenizer, chat=True)) > room:
-        turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if len(turns) < 2:
-            break
-        messages = messages[: turns[0]] + messages[turns[1] :]
-    return tokens
+    to_segments = template_segments if tokenizer.chat_template else own_segments
+    segments = to_segments(as_messages(prompt), tokenizer, open_turn=True)
+    return Example.join(segments).tokens.tolist()
 
 
 def encode_completion(
     prompt: str | Messages, completion: str, tokenizer: Tokenizer, chat: bool
 ) -> Example:
-    """Encode a prompt and a completion up to the token that ends it; the prompt does not count."""
-    before = encode_prompt(prompt, tokenizer, chat)
+    """Encode a prompt, which does not count in the loss, and a completion with the token that ends
+    it, which do. Nothing of what a chat template writes after that token is part of it."""
+    prompt_segment = Segment(encode_prompt(prompt, tokenizer, chat), False)
     if chat and tokenizer.chat_template:
         messages = as_messages(prompt)
-        opened = tokenizer.render(messages, open_turn=True)
-        answered = tokenizer.render([*messages, {"role": "assistant", "content": completion}])
-        if not answered.startswith(opened):
+        before_answer = tokenizer.render(messages, open_turn=True)
+        answer_message = {"role": "assistant", "content": completion}
+        after_answer = tokenizer.render([*messages, answer_message])
+        if not after_answer.startswith(before_answer):
             raise ValueError("the chat template changes earlier turns with later ones")
-        answer, _ = split_answer(answered[len(opened) :], completion, tokenizer)
-        return Example.join((before, False), (answer, True))
-    answer = tokenizer.encode_continuation(f" {completion}" if chat else completion)
-    return Example.join((before, False), (answer, True), ([tokenizer.eot], True))
+        answer = after_answer[len(before_answer) :]
+        return Example.join([prompt_segment, split_answer(answer, completion, tokenizer)[0]])
+    if chat:
+        completion = f" {completion}"  # after "Assistant:"
+    ids = tokenizer.encode_continuation(completion)
+    return Example.join([prompt_segment, Segment([*ids, tokenizer.eot], True)])
+
+
+def as_messages(prompt: str | Messages) -> Messages:
+    """Return a prompt as a dialog; a text is one turn of the user."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def fit_history(
+    messages: Messages, tokenizer: Tokenizer, block_size: int, max_new_tokens: int
+) -> list[int]:
+    """Return the token ids that the assistant's next turn follows. The oldest questions are left
+    out, each with its answer, until `max_new_tokens`, or half of the context, fit after them."""
+    longest_prompt = block_size - min(max_new_tokens, block_size // 2)
+    while True:
+        prompt_ids = encode_prompt(messages, tokenizer, chat=True)
+        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if len(prompt_ids) <= longest_prompt or len(questions) < 2:
+            return prompt_ids
+        # a message of the system before the first question stays
+        messages = messages[: questions[0]] + messages[questions[1] :]
 
 
 def decode_completion(tokens: list[int], tokenizer: Tokenizer, chat: bool) -> str:
-    """Return the text of a completion, without the space after "Assistant:"."""
+    """Return the text of a completion's ids without the space after "Assistant:"."""
     text = tokenizer.decode_bytes(tokens).decode(errors="replace")
-    return text.removeprefix(" ") if chat and not tokenizer.chat_template else text
+    if chat and not tokenizer.chat_template:
+        return text.removeprefix(" ")
+    return text
 
 
-def is_chat(saved: dict, name: str, tokenizer: str) -> bool:
-    """Return True if a model has learned to chat: by its checkpoint `saved`, else by the chat
-    template of its tokenizer or in the Hugging Face folder `name`."""
-    if saved and "plain" in saved["config"]:
-        return not saved["config"]["plain"]
+def is_chat(checkpoint: dict, name: str, tokenizer: str) -> bool:
+    """Return True if a model has learned to chat.
+
+    A checkpoint of finetune.py tells it. Else a chat template does: that of the tokenizer, given by
+    its spec, or one in the Hugging Face folder `name`. `checkpoint` is {} for such a folder.
+    """
+    options = checkpoint.get("config", {})
+    if "plain" in options:  # an option of finetune.py alone
+        return not options["plain"]
     if tokenizer not in TOKENIZERS and load_tokenizer(tokenizer).chat_template:
         return True
-    about, jinja = Path(name) / "tokenizer_config.json", Path(name) / "chat_template.jinja"
-    if about.is_file() and json.loads(about.read_text(encoding="utf-8")).get("chat_template"):
-        return True
-    return jinja.is_file()
+    # The spec of GPT-2's tokenizer is its name alone. Where convert.py has exported a chat model
+    # with it, the template stands in this file, or in the second one if transformers saved it anew.
+    tokenizer_config = Path(name, "tokenizer_config.json")
+    if tokenizer_config.is_file():
+        content = json.loads(tokenizer_config.read_text(encoding="utf-8"))
+        if content.get("chat_template"):
+            return True
+    return Path(name, "chat_template.jinja").is_file()

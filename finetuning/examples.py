@@ -1,4 +1,8 @@
-"""Rows of .jsonl files, in the formats of docs/FINETUNING.md, as examples and batches."""
+"""Rows of .jsonl files, in the formats of docs/FINETUNING.md, as examples and as batches of them.
+
+Not about what a row's text becomes: see finetuning/chat.py. A batch is made in NumPy on the CPU
+and copied to the device as a whole.
+"""
 
 import json
 from bisect import bisect_left, insort
@@ -12,151 +16,239 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from finetuning.chat import ROLES, Example, encode_completion, encode_messages, encode_prompt
+from finetuning.chat import (
+    ROLES,
+    Example,
+    Messages,
+    encode_completion,
+    encode_messages,
+    encode_prompt,
+)
+from utils.distributed import Process
 from utils.errors import UserError
 
-Batch = dict[str, Tensor]  # on the CPU until a method copies it to its device
+NO_TARGET = -1  # the loss of model/gpt.py leaves out targets of this value
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a file of UTF-8 text, of which some can be empty."""
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def count_rows(path: Path) -> int:
+    """Return the number of rows of a .jsonl file."""
+    return sum(line.strip() != "" for line in read_lines(path))
 
 
 def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
-    """Encode each row of a .jsonl file; raise UserError with file and line if one is wrong."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
-    found = []
-    for number, line in enumerate(lines, 1):
+    """Return what `encode` makes of each row of a .jsonl file; raise UserError with file and line
+    for a row that it raises for."""
+    examples = []
+    for number, line in enumerate(read_lines(path), 1):  # as editors count lines
         try:
             if line.strip():
-                found.append(encode(json.loads(line)))
-        except Exception as error:
+                examples.append(encode(json.loads(line)))
+        except Exception as error:  # a row can be wrong in any way
             raise UserError(f"{path}, line {number}: {error}") from error
-    if not found:
+    if not examples:
         raise UserError(f"{path} holds no rows; give one JSON object per line")
-    return found
+    return examples
 
 
-def field(row: dict, name: str, *kinds: type) -> Any:
-    """Return a field of a row; raise ValueError unless it is there and of one of the kinds."""
-    if not isinstance(row.get(name), kinds):
-        types = " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f'there is no "{name}" of type {types}, but fields {", ".join(row)}')
+def get_field(row: dict, name: str, *types: type) -> Any:
+    """Return a field of a row; raise ValueError unless it is there and of one of the types."""
+    if not isinstance(row.get(name), types):
+        type_names = " or ".join(one.__name__ for one in types)
+        raise ValueError(f'there is no "{name}" of type {type_names}, but fields {", ".join(row)}')
     return row[name]
 
 
 @dataclass
+class Question:
+    """A row with a "prompt", and the token ids that a completion of it follows."""
+
+    row: dict
+    prompt_ids: list[int]
+
+
+@dataclass
 class TextEncoder:
-    """Encodes rows of a chat or of plain text, cut to a context; counts the cuts, and raises
-    ValueError for a row that it cannot encode."""
+    """Encodes rows of chats, or of plain text, for a model with a context of `block_size` tokens.
+    Each method raises ValueError for a row that it cannot encode."""
 
     tokenizer: Tokenizer
     chat: bool
     block_size: int
     num_cut: int = 0
+    """Examples so far that were longer than the context."""
 
-    def example(self, row: dict, name: str = "completion") -> Example:
-        """Return a row's messages, or its prompt and field `name`, cut to the context; a row may
-        have the fields of Alpaca instead: instruction, input and output."""
-        if "instruction" in row:
-            prompt = "\n".join(filter(None, (row["instruction"], row.get("input"))))
-            row = {"prompt": prompt, "completion": row.get("output")}
-        if self.chat and "messages" in row and name == "completion":
-            whole = encode_messages(self.text(row, "messages"), self.tokenizer)
-        else:
-            texts = self.text(row, "prompt"), field(row, name, str)
-            whole = encode_completion(*texts, self.tokenizer, self.chat)
-        cut = Example(whole.tokens[: self.block_size], whole.loss_mask[: self.block_size])
-        if not cut.loss_mask.any():
-            raise ValueError(f"the first {self.block_size} tokens, the context, have no answer")
-        self.num_cut += len(cut.tokens) < len(whole.tokens)
-        return cut
+    def dialog(self, row: dict) -> Example:
+        """Encode the "messages" of a row, or its "prompt" and "completion"."""
+        # plain text has no turns to write messages with: there, such a row needs a prompt
+        if self.chat and "messages" in row:
+            messages = self.get_text(row, "messages")
+            return self.cut(encode_messages(messages, self.tokenizer))
+        return self.completion(row, "completion")
 
-    def question(self, row: dict, room: int, *, answered: bool) -> tuple[dict, list[int]]:
-        """Return a row, which has an answer if `answered`, and its prompt; `room` tokens fit."""
-        if answered:
-            field(row, "answer", str, int, float)
-        tokens = encode_prompt(self.text(row, "prompt"), self.tokenizer, self.chat)
-        if len(tokens) + room > self.block_size:
-            asked = f"a prompt of {len(tokens)} tokens and --max_new_tokens {room}"
-            raise ValueError(f"{asked} exceed the context of {self.block_size}")
-        return row, tokens
+    def completion(self, row: dict, name: str) -> Example:
+        """Encode the "prompt" of a row and the completion in its field `name`."""
+        prompt = self.get_text(row, "prompt")
+        completion = get_field(row, name, str)
+        return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat))
 
-    def text(self, row: dict, name: str) -> str | list[dict]:
-        """Return a field with a text or, in a chat, messages."""
-        found = field(row, name, *([str, list] if self.chat else [str]))
-        for message in found if isinstance(found, list) else ():
-            field(message, "content", str)
-            if (role := field(message, "role", str)) not in ROLES:
-                raise ValueError(f"{role} is none of the roles {', '.join(ROLES)}")
-        return found
+    def cut(self, example: Example) -> Example:
+        """Return the beginning of an example that fits into the context, and count it if it is
+        not the whole; raise ValueError if nothing in it counts in the loss."""
+        T = self.block_size
+        # such a row would teach nothing, and a mean over its targets would be NaN
+        if not example.loss_mask[:T].any():
+            raise ValueError(f"the first {T} tokens, the context, have no answer")
+        if len(example.tokens) > T:
+            self.num_cut += 1
+        return Example(example.tokens[:T], example.loss_mask[:T])
+
+    def question(self, row: dict, max_new_tokens: int, *, has_answer: bool) -> Question:
+        """Encode the "prompt" of a row, after which `max_new_tokens` must fit into the context.
+        With `has_answer` the row must have an "answer" to compare with."""
+        if has_answer:
+            get_field(row, "answer", str, int, float)
+        prompt_ids = encode_prompt(self.get_text(row, "prompt"), self.tokenizer, self.chat)
+        # sampling would drop the beginning of the prompt where the context is full
+        if len(prompt_ids) + max_new_tokens > self.block_size:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens and --max_new_tokens {max_new_tokens} "
+                f"exceed the context of {self.block_size}"
+            )
+        return Question(row, prompt_ids)
+
+    def get_text(self, row: dict, name: str) -> str | Messages:
+        """Return a field that holds a text or, in a chat, messages."""
+        if not self.chat:  # without turns there is nothing to write messages with
+            return get_field(row, name, str)
+        value = get_field(row, name, str, list)
+        if isinstance(value, list):
+            for message in value:
+                get_field(message, "content", str)
+                role = get_field(message, "role", str)
+                if role not in ROLES:
+                    raise ValueError(f"{role} is none of the roles {', '.join(ROLES)}")
+        return value
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return indices of `lengths` in few groups of at most `capacity` in all: the longest first,
-    each into the group with the least room that suffices (best-fit decreasing)."""
-    groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, group), sorted
+    """Distribute texts of the given lengths over few rows of at most `capacity` tokens.
+
+    Best-fit decreasing: the longest text comes first, each goes into the fullest row that has room
+    for it. Return the indices of the texts in each row.
+    """
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens that are free, index of the row), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect_left(rooms, (lengths[i], -1))
-        room, group = rooms.pop(place) if place < len(rooms) else (capacity, len(groups))
-        if group == len(groups):
-            groups.append([])
-        groups[group].append(i)
-        insort(rooms, (room - lengths[i], group))
-    return groups
+        # the row with the least room that is enough; (n, 0) sorts before every row of room n
+        place = bisect_left(rooms, (lengths[i], 0))
+        if place < len(rooms):
+            room, row = rooms.pop(place)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(i)
+        insort(rooms, (room - lengths[i], row))
+    return rows
+
+
+@dataclass
+class Batch:
+    """Texts in B rows of T tokens. Fields that a method does not need are None."""
+
+    idx: Tensor
+    """Token ids (B, T)."""
+    targets: Tensor
+    """Next token (B, T) of each token; NO_TARGET where it does not count in the loss."""
+    positions: Tensor | None = None
+    """sft: place (B, T) of each token in its dialog, several of which share a row."""
+    dialog: Tensor | None = None
+    """sft: number (B, T) of the dialog within the row, from 1; 0 is padding."""
+    num_targets: Tensor | None = None
+    """sft: number () of targets that count, float32."""
+    last: Tensor | None = None
+    """Index (B,) of the last token of each text, for rows of one text."""
+    advantages: Tensor | None = None
+    """grpo: advantage (B,) of each completion."""
+    old_logprobs: Tensor | None = None
+    """grpo: log-probabilities (B, T) of the targets when they were sampled; None: the current."""
+    ref_logprobs: Tensor | None = None
+    """Log-probabilities under the reference model: of targets (B, T) for grpo, of texts (B,) for
+    dpo."""
+
+    def to_device(self, process: Process) -> "Batch":
+        """Copy all tensors to the process's device, without waiting for a copy to a GPU."""
+        tensors = {name: x for name, x in vars(self).items() if x is not None}
+        return Batch(**{name: process.copy(x) for name, x in tensors.items()})
 
 
 def collate_packed(rows: list[list[Example]], block_size: int, compiled: bool = False) -> Batch:
-    """Return inputs, targets and positions (B, T) of packed examples, the `part` (B, T) of its row
-    that each token belongs to, and the number of targets () that count, float32.
+    """Put the dialogs of each row one after another.
 
-    The examples "a b c" and "d e", of which the first tokens do not count in the loss, become
+    The dialogs "a b c" and "d e", of which the first tokens do not count in the loss, become
 
         idx        a  b  d  0        targets    b  c  e -1
-        positions  0  1  0  0        part       1  1  2  0
+        positions  0  1  0  0        dialog     1  1  2  0
     """
-    lengths = [sum(len(example.tokens) - 1 for example in row) for row in rows]
-    shape = (len(rows), padded_length(max(lengths), block_size, compiled))
-    idx, positions, part = np.zeros((3, *shape), np.int64)
-    targets = np.full(shape, -1)
+    # Only inputs need a column: the last token of a dialog is a target alone.
+    row_lengths = [sum(len(example.tokens) - 1 for example in row) for row in rows]
+    shape = (len(rows), padded_length(max(row_lengths), block_size, compiled))
+    idx = np.zeros(shape, np.int64)
+    targets = np.full(shape, NO_TARGET)
+    positions = np.zeros(shape, np.int64)
+    dialog = np.zeros(shape, np.int64)
     for b, examples in enumerate(rows):
         start = 0
         for number, example in enumerate(examples, 1):
-            end = start + len(example.tokens) - 1
-            idx[b, start:end], part[b, start:end] = example.tokens[:-1], number
+            end = start + len(example.tokens) - 1  # of the row's columns for this dialog
+            idx[b, start:end] = example.tokens[:-1]
             targets[b, start:end] = targets_of(example)
-            positions[b, start:end] = np.arange(end - start)
+            positions[b, start:end] = np.arange(end - start)  # as if it stood alone
+            dialog[b, start:end] = number
             start = end
-    count = np.array((targets >= 0).sum(), np.float32)
-    arrays = {"idx": idx, "targets": targets, "positions": positions, "part": part, "count": count}
-    return {name: torch.from_numpy(x) for name, x in arrays.items()}
+    return Batch(
+        torch.from_numpy(idx),
+        torch.from_numpy(targets),
+        positions=torch.from_numpy(positions),
+        dialog=torch.from_numpy(dialog),
+        num_targets=torch.from_numpy(np.array((targets >= 0).sum(), np.float32)),
+    )
 
 
-def packed_mask(part: Tensor) -> Tensor:
-    """Return the causal mask (B, 1, T, T) that hides the parts (B, T) of a row from each other."""
-    return (part[:, None, :, None] == part[:, None, None, :]).tril()
+def dialog_mask(dialog: Tensor) -> Tensor:
+    """Return the causal mask (B, 1, T, T) that hides the dialogs of a row from each other, by the
+    number (B, T) of each token's dialog."""
+    same_dialog = dialog[:, None, :, None] == dialog[:, None, None, :]  # (B, 1, T, T)
+    return same_dialog.tril()  # no token sees later ones; padding sees padding, and no NaN arises
 
 
 def collate_padded(examples: list[Example], block_size: int, compiled: bool = False) -> Batch:
-    """Return tokens and targets (B, T) of examples, one per row, and the index (B,) of the last
-    token of each. Causal attention never sees padding on the right."""
+    """Give each example a row of its own, with padding on the right, which no token attends to."""
     last = np.array([len(example.tokens) - 1 for example in examples])
-    T = padded_length(int(last.max()) + 1, block_size, compiled)
-    idx, targets = np.zeros((len(examples), T), np.int64), np.full((len(examples), T), -1)
+    shape = (len(examples), padded_length(int(last.max()) + 1, block_size, compiled))
+    idx = np.zeros(shape, np.int64)
+    targets = np.full(shape, NO_TARGET)
     for b, example in enumerate(examples):
+        # The whole text is input: a reward model reads its value at the last token.
         idx[b, : last[b] + 1] = example.tokens
         targets[b, : last[b]] = targets_of(example)
-    arrays = {"idx": idx, "targets": targets, "last": last}
-    return {name: torch.from_numpy(x) for name, x in arrays.items()}
+    return Batch(torch.from_numpy(idx), torch.from_numpy(targets), last=torch.from_numpy(last))
 
 
-def padded_length(tokens: int, block_size: int, compiled: bool) -> int:
-    """Return the length of the rows of a batch whose longest has so many tokens: a multiple of 8,
-    and if each shape is `compiled` a power of 2, but at most `block_size`."""
-    length = max(8, -(-tokens // 8) * 8)
+def padded_length(longest: int, block_size: int, compiled: bool) -> int:
+    """Return the T of a batch whose longest row has `longest` tokens: a multiple of 8, at most
+    `block_size`. With `compiled` it is a power of 2, as each shape costs a compilation."""
+    padded = 8 * max(1, -(-longest // 8))  # sizes that suit tensor cores
     if compiled:
-        length = power_of_2(length)
-    return min(length, block_size)
+        padded = power_of_2(padded)
+    return min(padded, block_size)
 
 
 def power_of_2(least: int) -> int:
@@ -165,5 +257,6 @@ def power_of_2(least: int) -> int:
 
 
 def targets_of(example: Example) -> np.ndarray:
-    """Return the token after each but the last, -1 where it does not count in the loss."""
-    return np.where(example.loss_mask[1:], example.tokens[1:].astype(np.int64), -1)
+    """Return the next token (T - 1,) of each token but the last, as int64."""
+    next_tokens = example.tokens[1:].astype(np.int64)  # from uint16, which has no -1
+    return np.where(example.loss_mask[1:], next_tokens, NO_TARGET)

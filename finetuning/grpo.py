@@ -1,4 +1,9 @@
-"""GRPO: completions that the model samples itself, rewarded and compared within groups."""
+"""GRPO (Shao et al. 2024): completions that the model samples itself, compared within groups.
+
+A step takes `batch_size` prompts and samples `group_size` completions of each. Completion p of the
+step, its place, belongs to prompt p // group_size. The processes share the places, so that a group
+can be spread over several of them.
+"""
 
 import time
 import zlib
@@ -9,111 +14,120 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from finetuning.chat import Example, decode_completion
-from finetuning.examples import Batch, collate_padded
-from finetuning.methods import Method, token_logprobs
+from finetuning.completions import Completion, complete_questions
+from finetuning.examples import Batch, Question, collate_padded
+from finetuning.methods import Method, PreparedStep, token_logprobs
 from finetuning.objectives import group_advantages, grpo_losses, kl_estimate, mean_over_tokens
-from finetuning.rewards import Completion
 from model.compile import compile_static
-from model.generate import Sampling, complete, decode_token
+from model.generate import Sampling, decode_token
 from model.gpt import GPT
 from utils.devices import autocast
 
 
 class GroupRelativePolicy(Method):
-    """GRPO: completions of a prompt become likelier the more their reward is above the mean of
-    their group. Without a reference there is no KL term."""
+    """Completions become likelier the more their reward is above the mean of their group. The
+    reference model, if there is one, adds a KL divergence to the loss."""
 
     unit = "prompts"
     selects_best_by_loss = False
 
     @property
     def decode(self) -> Callable[..., Tensor] | None:
-        """Step of sampling: compiled if asked for, unless forward passes are collectives."""
-        compiled = self.options.use_torch_compile and self.options.sharding == "none"
-        return compile_static(decode_token) if compiled else None
+        """Function that samples a token: compiled with --use_torch_compile, unless sharding makes
+        forward passes collectives, which cannot be part of one graph."""
+        if self.config.use_torch_compile and self.config.sharding == "none":
+            return compile_static(decode_token)
+        return None
 
-    def encode(self, row: dict) -> tuple[dict, list[int]]:
-        exact = self.options.reward == "exact"
-        return self.encoder.question(row, self.options.max_new_tokens, answered=exact)
+    def encode(self, row: dict) -> Question:
+        has_answer = self.config.reward == "exact"
+        return self.encoder.question(row, self.config.max_new_tokens, has_answer=has_answer)
 
-    def divisor(self, ids: np.ndarray) -> int:
-        return len(ids) * self.options.group_size
+    def roll_out(self, model: GPT, ids: np.ndarray, sampling: Sampling) -> list[Completion]:
+        """Return a completion of the prompt of each of the examples `ids`."""
+        questions = [self.examples[i] for i in ids]
+        with autocast(self.process.device, self.dtype):
+            return complete_questions(
+                model, questions, self.encoder, sampling, self.process.all_done, self.decode
+            )
 
-    def micro_batches(
-        self, model: GPT, step: int, ids: np.ndarray
-    ) -> tuple[list[Batch], dict[str, float]]:
-        """Return sampled completions as batches, with advantages and log-probabilities."""
-        began, size = time.perf_counter(), self.options.group_size
-        # places of this process's completions in the step: (micro-steps, micro-batch)
-        grid = self.options.slice_steps(self.process).rank_ids(np.arange(len(ids) * size))
-        seed = zlib.crc32(f"{self.options.seed} {step}".encode())
-        groups = [
-            self.roll_out(model, ids[places // size], seed=seed, first_row=int(places[0]))
-            for places in grid
-        ]
-        seconds = time.perf_counter() - began
-        measured = torch.zeros(3, len(ids) * size, dtype=torch.float64)
-        for places, group in zip(grid, groups, strict=True):
-            lengths = [c.example.loss_mask.sum() for c in group]
-            are_cut = [c.is_cut for c in group]
-            values = [self.reward(group), lengths, are_cut]
-            measured[:, places] = torch.tensor(values, dtype=torch.float64)
-        rewards, lengths, are_cut = self.process.sum_float64(measured)
-        advantages = group_advantages(rewards.view(-1, size)).flatten().float()
+    def prepare(self, model: GPT, step: int, ids: np.ndarray) -> PreparedStep:
+        group_size = self.config.group_size
+        num_completions = len(ids) * group_size
+        # places of this process, (micro-steps, micro-batch)
+        places = self.slice(num_completions, self.config.micro_batch_size)
+
+        # Sample the completions. The random numbers of one depend on seed, step and place alone,
+        # so that any number of processes samples the same.
+        start_time = time.perf_counter()
+        seed = zlib.crc32(f"{self.config.seed} {step}".encode())
+        completions: list[list[Completion]] = []  # for each micro-step
+        for micro_places in places:
+            first_row = int(micro_places[0])
+            sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=first_row)
+            row_ids = ids[micro_places // group_size]
+            completions.append(self.roll_out(model, row_ids, sampling))
+        rollout_seconds = time.perf_counter() - start_time
+
+        # Reward them. Each process leaves zeros at the places of others, for the sum.
+        values = torch.zeros(3, num_completions, dtype=torch.float64)
+        for micro_places, written in zip(places, completions, strict=True):
+            lengths = [completion.example.loss_mask.sum() for completion in written]
+            are_cut = [completion.is_cut for completion in written]
+            columns = [self.reward(written), lengths, are_cut]
+            values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
+        rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
+        groups = rewards.view(-1, group_size)
+        advantages = group_advantages(groups).flatten().float()
+
+        # The batches, and the first group of the main process as a sample
         batches = []
-        for places, group in zip(grid, groups, strict=True):
-            examples = [c.example for c in group]
-            batch = collate_padded(examples, self.encoder.block_size)
-            batch = self.on_device(batch | {"advantages": advantages[places]})
-            with torch.no_grad(), autocast(self.process.device, self.dtype):
-                if self.reference is not None:  # None without a KL term
-                    batch["reference"] = token_logprobs(self.reference, batch)
-                if self.options.updates > 1:
-                    batch["old"] = token_logprobs(model, batch)
-            batches.append(batch)
-        self.sample = f"prompt: {groups[0][0].row['prompt']!r}"
-        for place, completion in list(zip(grid[0], groups[0], strict=True))[:size]:
-            self.sample += f"\n{rewards[place].item():g}  {completion.text!r}"
-        figures = {
+        for micro_places, written in zip(places, completions, strict=True):
+            batches.append(self.batch(model, written, advantages[micro_places]))
+        sample = f"prompt: {completions[0][0].row['prompt']!r}"
+        for place, completion in list(zip(places[0], completions[0], strict=True))[:group_size]:
+            sample += f"\n{rewards[place].item():g}  {completion.text!r}"
+        metrics = {
             "reward": rewards.mean().item(),
-            "reward_std": rewards.view(-1, size).std(dim=1).mean().item(),
+            "reward_std": groups.std(dim=1).mean().item(),
             "completion_tokens": lengths.mean().item(),
             "cut": are_cut.mean().item(),
-            "rollout_ms": 1000 * seconds,
+            "rollout_ms": 1000 * rollout_seconds,
         }
-        return batches, figures
+        return PreparedStep(batches, num_completions, metrics, sample)
 
-    def roll_out(self, model: GPT, ids: np.ndarray, **options) -> list[Completion]:
-        """Return a completion of the prompt of each of the examples `ids`; options of Sampling."""
-        tokenizer, longest = self.encoder.tokenizer, self.options.max_new_tokens
-        rows, prompts = zip(*(self.examples[i] for i in ids), strict=True)
-        sampling, all_done = Sampling(longest, **options), self.process.all_done
-        completions = []
-        model.eval()
+    @torch.no_grad()
+    def batch(self, model: GPT, completions: list[Completion], advantages: Tensor) -> Batch:
+        """Return completions (N) and their advantages (N,) as a batch."""
+        examples = [completion.example for completion in completions]
+        batch = collate_padded(examples, self.encoder.block_size)
+        batch.advantages = advantages
+        batch = batch.to_device(self.process)  # all that the micro-step needs
         with autocast(self.process.device, self.dtype):
-            ends = tokenizer.end_ids
-            texts = complete(model, list(prompts), ends, sampling, all_done, self.decode)
-        model.train()
-        for row, prompt, written in zip(rows, prompts, texts, strict=True):
-            text = decode_completion(written.tokens, tokenizer, self.encoder.chat)
-            is_cut = written.end_id is None
-            tokens = written.tokens if is_cut else [*written.tokens, written.end_id]
-            example = Example.join((prompt, False), (tokens, True))
-            completions.append(Completion(row, text, example, is_cut))
-        return completions
+            if self.reference is not None:
+                batch.ref_logprobs = token_logprobs(self.reference, batch)
+            if self.config.updates > 1:  # else the model is still the one that sampled
+                batch.old_logprobs = token_logprobs(model, batch)
+        return batch
 
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
-        logprobs, loss_mask = token_logprobs(model, batch), batch["targets"] >= 0
-        old = batch.get("old", logprobs.detach())  # equal in the first update
-        reference = batch.get("reference", logprobs.detach())
-        factors = {"clip": self.options.clip, "kl": self.options.kl}
-        figures = {"loss": grpo_losses(logprobs, old, reference, batch["advantages"], **factors)}
-        if "reference" in batch:
-            figures["kl"] = kl_estimate(logprobs.detach(), reference)
-        return {k: mean_over_tokens(x, loss_mask).sum() / divisor for k, x in figures.items()}
+        logprobs = token_logprobs(model, batch)  # (N, T), 0 at the prompt and at padding
+        current = logprobs.detach()
+        old = current if batch.old_logprobs is None else batch.old_logprobs
+        ref = current if batch.ref_logprobs is None else batch.ref_logprobs
+        clip, kl = self.config.clip, self.config.kl
+        # the ratio of equal models is 1 and their KL divergence 0: then only advantages are left
+        metrics = {"loss": grpo_losses(logprobs, old, ref, batch.advantages, clip=clip, kl=kl)}
+        if batch.ref_logprobs is not None:
+            metrics["kl"] = kl_estimate(current, ref)
+        loss_mask = batch.targets >= 0
+        return {
+            name: mean_over_tokens(values, loss_mask).sum() / divisor
+            for name, values in metrics.items()
+        }
 
-    def held_out_means(self, model: GPT, ids: np.ndarray, divisor: int) -> dict[str, Tensor]:
+    def held_out_means(self, model: GPT, items: np.ndarray, divisor: int) -> dict[str, Tensor]:
         """Return the reward of the likeliest completions."""
-        rewards = self.reward(self.roll_out(model, ids, temperature=0))
-        return {"reward": torch.tensor(rewards, dtype=torch.float64).sum() / len(self)}
+        sampling = Sampling(self.config.max_new_tokens, temperature=0)  # no random numbers
+        rewards = self.reward(self.roll_out(model, items, sampling))
+        return {"reward": torch.tensor(rewards, dtype=torch.float64).sum() / divisor}

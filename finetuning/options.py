@@ -14,10 +14,10 @@ from config.options import (
     check_ranges,
     check_run_options,
     log_folder,
+    with_defaults,
 )
-from data.loader import Slicing
+from training.schedule import check_schedule
 from utils.cli import flag_value
-from utils.distributed import Process
 from utils.errors import UserError
 
 
@@ -103,6 +103,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
                 raise UserError(f"give --{name}; --help says what it takes")
         if self.method == "grpo" and self.reward is None:
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
+        # folders at once, before anything is read: --overwrite and --resume auto look into them
         self.checkpoint_dir = self.checkpoint_dir or Path(f"runs/{self.method}/checkpoints")
         self.log_dir = self.log_dir or log_folder(self.checkpoint_dir)
         check_ranges(self, "group_size", 2)
@@ -121,48 +122,43 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
         """Update, counted from 0, at which the learning rate is --min_lr."""
         return self.max_steps
 
-    def resolve_batches(self, process: Process) -> None:
-        """Set --batch_size and --micro_batch_size, if not given; UserError where a step does not
-        divide into micro-batches. Those of sft are filled up with empty rows."""
-        if self.batch_size is None:
-            num_rows = self.data.read_bytes().count(b"\n")
-            self.batch_size = 32
-            while self.batch_size > max(4, process.world_size, num_rows // 16):
-                self.batch_size //= 2
-        if self.method == "sft":
-            self.micro_batch_size = self.micro_batch_size or 8
-            return
-        items = self.items_per_step
-        if self.micro_batch_size is None:
-            self.micro_batch_size = math.gcd(8, items // process.world_size)
-        together = self.micro_batch_size * process.world_size
-        if items % together:
+
+def resolve_options(
+    options: FinetuneConfig, num_rows: int, num_parameters: int, world_size: int
+) -> FinetuneConfig:
+    """Return the options with the defaults that follow from the rows of --data, the model's number
+    of parameters and the number of processes. Raise UserError where a step does not divide into
+    micro-batches."""
+    check_schedule(options.schedule)
+    # at least 16 steps an epoch, if that leaves a batch for each process
+    batch_size = 32
+    while batch_size > max(4, world_size, num_rows // 16):
+        batch_size //= 2
+    options = with_defaults(options, batch_size=batch_size)
+
+    if options.method == "sft":
+        options = with_defaults(options, micro_batch_size=8)  # empty rows fill the last one up
+    else:
+        num_items = options.batch_size  # pairs or completions in a step
+        if options.method == "grpo":
+            num_items *= options.group_size
+        divisor = math.gcd(8, num_items // world_size)
+        options = with_defaults(options, micro_batch_size=divisor)
+        num_together = options.micro_batch_size * world_size
+        if num_items % num_together:
             raise UserError(
-                f"the {items} examples of a step do not divide by {together}, --micro_batch_size x "
-                "processes; change it, or --batch_size"
+                f"the {num_items} examples of a step do not divide by {num_together}, "
+                "--micro_batch_size x processes; change it, or --batch_size"
             )
 
-    @property
-    def items_per_step(self) -> int:
-        """Pairs, or completions of grpo, in a step of all processes."""
-        return self.batch_size * (self.group_size if self.method == "grpo" else 1)
+    num_epochs = 1 if options.method == "grpo" else 3
+    max_steps = math.ceil(num_epochs * num_rows / options.batch_size)
+    if options.method == "sft":
+        max_steps = max(max_steps, 200)  # enough to learn a few dialogs
+    options = with_defaults(options, max_steps=max_steps)
 
-    def slice_steps(self, process: Process) -> Slicing:
-        """Return the division of a step of pairs or completions into micro-batches."""
-        return Slicing(self.items_per_step, self.micro_batch_size, process.rank, process.world_size)
-
-    def resolve_training(self, num_examples: int, num_parameters: int) -> None:
-        """Set --max_steps, --warmup_steps and --max_lr, if not given."""
-        if self.max_steps is None:
-            passes = 1 if self.method == "grpo" else 3
-            self.max_steps = math.ceil(passes * num_examples / self.batch_size)
-            if self.method == "sft":
-                self.max_steps = max(self.max_steps, 200)  # teaches a few dialogs, too
-        if self.warmup_steps is None:
-            self.warmup_steps = min(WARMUP_STEPS, self.max_steps // 10)
-        if self.max_lr is None:
-            rates = {"dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # those of trl
-            # trl's 2e-5 for large models; small ones need more
-            rates["sft"] = min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters))
-            self.max_lr = rates[self.method]
-        check_run_options(self)
+    rates = {"dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # of trl 1.16
+    # trl's 2e-5 suits models of 1B parameters; small models need more
+    rates["sft"] = min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters))
+    warmup_steps = min(WARMUP_STEPS, options.max_steps // 10)
+    return with_defaults(options, warmup_steps=warmup_steps, max_lr=rates[options.method])

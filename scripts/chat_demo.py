@@ -1,4 +1,4 @@
-"""Data and picture of scripts/chat_demo.sh.
+"""Data and picture of scripts/chat_demo.sh, which says what the demo teaches.
 
 python -m scripts.chat_demo data FOLDER SEED
 python -m scripts.chat_demo picture FOLDER
@@ -9,7 +9,8 @@ import random
 import sys
 from pathlib import Path
 
-from utils.logger import read_metrics
+# a stage of the demo, and its name in the picture
+STAGES = {"sums": "trained on sums", "sft": "8 dialogs", "grpo": "rewards"}
 
 
 def worked_sum(a: int, b: int) -> str:
@@ -20,56 +21,58 @@ def worked_sum(a: int, b: int) -> str:
     return f"{a % 10}+{b % 10}={units}, {a // 10}+{b // 10}+{carry}={tens}, {a + b}"
 
 
+def question_rows(
+    pairs: list[tuple[int, int]], form: str = "What is {}+{}?", answer_field: str = "answer"
+) -> list[dict]:
+    """Return a row of prompt and worked sum for each pair of numbers."""
+    return [{"prompt": form.format(a, b), answer_field: worked_sum(a, b)} for a, b in pairs]
+
+
 def write_data(folder: Path, seed: int) -> None:
     """Write texts, dialogs and questions; no stage sees the sums of the held-out questions."""
-    sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(seed).shuffle(sums)
-    held_out, known = sums[:200], sums[200:]
-
-    def questions(some: list[tuple[int, int]], form: str = "What is {}+{}?") -> list[dict]:
-        return [{"prompt": form.format(a, b), "answer": worked_sum(a, b)} for a, b in some]
-
-    dialogs = [{"prompt": x["prompt"], "completion": x["answer"]} for x in questions(known[:8])]
-    files = {
-        "sums": [{"text": f"{a}+{b}: {worked_sum(a, b)}"} for _ in range(6) for a, b in known],
-        "dialogs": dialogs,
-        "questions": questions(known[400:]),
-        "held_out": questions(held_out),
-        "held_out_sums": questions(held_out, "{}+{}: "),
-    }
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(pairs)
+    held_out = pairs[:200]
+    known = pairs[200:]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Training reads less than the six copies. Each has a sum at another place of a sequence.
+    texts = [{"text": f"{a}+{b}: {worked_sum(a, b)}"} for a, b in known]
+    write_rows(folder / "sums.jsonl", 6 * texts)
+    write_rows(folder / "dialogs.jsonl", question_rows(known[:8], answer_field="completion"))
+    write_rows(folder / "questions.jsonl", question_rows(known[400:]))
+    write_rows(folder / "held_out.jsonl", question_rows(held_out))
+    write_rows(folder / "held_out_sums.jsonl", question_rows(held_out, "{}+{}: "))
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Write a .jsonl file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def summarize(out: Path) -> None:
-    """Print ten answers and the accuracy after each stage; draw it, and the rewards of the last."""
-    import matplotlib.pyplot as plt
+    """Print ten answers and the accuracy after each stage, and draw the latter. The picture of the
+    rewards is the one that finetune.py draws beside its log."""
+    import matplotlib.pyplot as plt  # takes a second, which the data does without
 
-    names = {"trained on sums": "sums", "8 dialogs": "sft", "rewards": "grpo"}
-    results = {}
-    for name, stage in names.items():
-        rows = json.loads((out / f"{stage}_held_out.json").read_text())["results"]
-        results[name] = next(row for row in rows if row["metric"] == "exact match")
     print("\nTen held-out questions and the model's answers:")
     for line in (out / "grpo_held_out.jsonl").read_text().splitlines()[:10]:
         row = json.loads(line)
         print(f"  {row['prompt']}  {row['completion']}  {'right' if row['exact'] else 'wrong'}")
-    print("\nHeld-out questions that are answered exactly:")
-    for name, row in results.items():
-        print(f"  {name:16} {row['value']:6.1%} ± {row['stderr']:.1%}")
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    values, errors = ([100 * r[key] for r in results.values()] for key in ("value", "stderr"))
-    bars = left.bar(list(results), values, yerr=errors, color=["0.7", "tab:blue", "tab:orange"])
-    left.bar_label(bars, fmt="%.0f %%", padding=3)
-    left.set(ylabel="answered exactly (%)", ylim=(0, 112), title="200 held-out sums")
-    rows = read_metrics(out / "grpo/logs")["train"]
-    right.plot([r["step"] for r in rows], [100 * r["reward"] for r in rows], color="tab:orange")
-    right.set(xlabel="step of grpo", ylabel="sampled answers that are right (%)", ylim=(0, 100))
-    right.set_title("reward during the last stage")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+    print("\nHeld-out questions that are answered exactly:")
+    percents, errors = [], []  # of the stages, in percent
+    for stage, name in STAGES.items():
+        results = json.loads((out / f"{stage}_held_out.json").read_text())["results"]
+        exact = results[0]  # pass@k follows
+        print(f"  {name:16} {exact['value']:6.1%} ± {exact['stderr']:.1%}")
+        percents.append(100 * exact["value"])
+        errors.append(100 * exact["stderr"])
+
+    figure, axes = plt.subplots(figsize=(4.5, 3.5), layout="constrained")
+    bars = axes.bar(list(STAGES.values()), percents, yerr=errors)
+    axes.bar_label(bars, fmt="%.0f %%", padding=3)
+    axes.set(ylabel="answered exactly (%)", ylim=(0, 112), title="200 held-out sums")
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out / "accuracy.png", dpi=150)
 
 

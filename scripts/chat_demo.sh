@@ -44,6 +44,6 @@ score grpo held_out
 
 run -m scripts.chat_demo picture "$out"
 echo "
-The picture is $out/accuracy.png. What to try next:
+The picture is $out/accuracy.png, that of the rewards $out/grpo/logs/log_plot.png. What to try next:
   python sample.py --checkpoint $out/grpo --chat           talk to it: What is 27+58?
   python finetune.py --method sft --init_from gpt2 --data chat.jsonl    a chat of your own"

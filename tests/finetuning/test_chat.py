@@ -1,3 +1,5 @@
+"""Dialogs and completions as token ids, rows of files, and what ends a text of a chat."""
+
 import json
 
 import numpy as np
@@ -17,6 +19,7 @@ from data.file_tokenizer import (
 from data.tokenizer import ByteTokenizer, load_tokenizer
 from finetuning.chat import (
     Example,
+    Segment,
     decode_completion,
     encode_completion,
     encode_messages,
@@ -31,8 +34,8 @@ from model.huggingface import save_pretrained
 from utils.errors import UserError
 
 BYTES = ByteTokenizer()
-ASKED = [{"role": "user", "content": "2+3?"}]
-ANSWERED = [*ASKED, {"role": "assistant", "content": "5"}]
+QUESTION = [{"role": "user", "content": "2+3?"}]
+DIALOG = [*QUESTION, {"role": "assistant", "content": "5"}]
 
 
 def text(tokens: list[int]) -> str:
@@ -45,14 +48,14 @@ def masked(example: Example) -> str:
 
 
 def test_of_a_dialog_the_assistants_turns_count_in_the_loss():
-    example = encode_messages([*ANSWERED, *ANSWERED], BYTES)
+    example = encode_messages([*DIALOG, *DIALOG], BYTES)
     assert text(example.tokens) == "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant: 5|"
     assert masked(example) == "~" * 22 + " 5|" + "~" * 21 + " 5|"
 
 
 def test_prompt_and_completion_are_the_dialog_of_both_or_plain_text():
-    dialog = encode_messages(ANSWERED, BYTES)
-    for prompt in ("2+3?", ASKED):
+    dialog = encode_messages(DIALOG, BYTES)
+    for prompt in ("2+3?", QUESTION):
         example = encode_completion(prompt, "5", BYTES, chat=True)
         assert (text(example.tokens), masked(example)) == (text(dialog.tokens), masked(dialog))
     assert text(encode_prompt("2+3?", BYTES, chat=True)) == "|User: 2+3?|Assistant:"
@@ -62,7 +65,7 @@ def test_prompt_and_completion_are_the_dialog_of_both_or_plain_text():
 
 def test_old_turns_make_room_for_the_answer():
     """A question goes with its answer, and what the system said stays."""
-    history = [*ANSWERED] * 4 + ASKED
+    history = [*DIALOG] * 4 + QUESTION
     assert text(fit_history(history, BYTES, 1000, 10)).count("User") == 5
     short = text(fit_history(history, BYTES, 64, 10))
     assert short == "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
@@ -72,20 +75,19 @@ def test_old_turns_make_room_for_the_answer():
     assert text(fit_history(history, BYTES, 16, 10)) == "|User: 2+3?|Assistant:"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_packs_hold_each_example_once_and_waste_little(seed):
-    lengths = np.random.default_rng(seed).integers(1, 33, 500).tolist()
-    packs = pack(lengths, 64)
-    assert sorted(i for group in packs for i in group) == list(range(500))
-    assert all(sum(lengths[i] for i in group) <= 64 for group in packs)
-    assert len(packs) <= 1.03 * np.ceil(sum(lengths) / 64)
+def test_packed_rows_hold_each_example_once_and_waste_little():
+    lengths = np.random.default_rng(0).integers(1, 33, 500).tolist()
+    rows = pack(lengths, 64)
+    assert sorted(sum(rows, [])) == list(range(500))
+    assert all(sum(lengths[i] for i in row) <= 64 for row in rows)
+    assert len(rows) <= 1.03 * np.ceil(sum(lengths) / 64)
 
 
 CHAT, PLAIN = TextEncoder(BYTES, True, 64), TextEncoder(BYTES, False, 16)
 
 
 def ask(row: dict) -> object:
-    return CHAT.question(row, 5, answered=True)
+    return CHAT.question(row, 5, has_answer=True)
 
 
 @pytest.mark.parametrize(
@@ -93,26 +95,18 @@ def ask(row: dict) -> object:
     [
         ("{", ask, "Expecting property name"),
         ("[1]", ask, "has no attribute 'get'"),
-        ('{"text": "a"}', CHAT.example, 'no "prompt" of type str or list, but fields text'),
+        ('{"text": "a"}', CHAT.dialog, 'no "prompt" of type str or list, but fields text'),
         ('{"prompt": "a"}', ask, 'no "answer"'),
         ('{"prompt": 3, "answer": "a"}', ask, 'no "prompt" of type str or list'),
         ('{"prompt": "a", "answer": null}', ask, 'no "answer" of type str or int'),
         ('{"prompt": "\\ud800", "answer": "a"}', ask, "surrogates not allowed"),
-        ('{"messages": "a"}', CHAT.example, "string indices must be integers"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.example, "bot is none of"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.example, "have no answer"),
-        (
-            '{"messages": [{"role": "user"}]}',
-            CHAT.example,
-            'no "content" of type str, but',
-        ),
-        (
-            '{"prompt": [{"role": "user", "content": "a"}]}',
-            PLAIN.example,
-            'no "prompt" of type str',
-        ),
-        ('{"messages": []}', PLAIN.example, 'no "prompt"'),
-        (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.example, "first 16 tokens"),
+        ('{"messages": "a"}', CHAT.dialog, "string indices must be integers"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.dialog, "bot is none of"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
+        ('{"messages": [{"role": "user"}]}', CHAT.dialog, 'no "content" of type str, but'),
+        ('{"prompt": [{"role": "user"}]}', PLAIN.dialog, 'no "prompt" of type str'),
+        ('{"messages": []}', PLAIN.dialog, 'no "prompt"'),
+        (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.dialog, "first 16 tokens"),
         (f'{{"prompt": "{"a" * 60}", "answer": 1}}', ask, "a prompt of 78 tokens and --max_new"),
     ],
 )
@@ -138,16 +132,16 @@ def test_files_without_rows_are_refused(tmp_path, content, problem):
 
 def test_a_long_example_is_cut():
     encoder = TextEncoder(BYTES, False, 16)
-    example = encoder.example({"prompt": "ab", "completion": "c" * 30})
+    example = encoder.dialog({"prompt": "ab", "completion": "c" * 30})
     assert len(example.tokens) == 16 and encoder.num_cut == 1
 
 
 def test_the_chat_template_gives_the_same_tokens():
     template = pytest.importorskip("jinja2").Template(CHAT_TEMPLATE)
-    written = template.render(messages=ANSWERED, eos_token="|")
-    assert written == text(encode_messages(ANSWERED, BYTES).tokens)
-    opened = template.render(messages=ASKED, eos_token="|", add_generation_prompt=True)
-    assert opened == text(encode_prompt(ASKED, BYTES, chat=True))
+    whole = template.render(messages=DIALOG, eos_token="|")
+    assert whole == text(encode_messages(DIALOG, BYTES).tokens)
+    opened = template.render(messages=QUESTION, eos_token="|", add_generation_prompt=True)
+    assert opened == text(encode_prompt(QUESTION, BYTES, chat=True))
 
 
 def test_a_model_of_others_keeps_its_chat_template(tmp_path):
@@ -161,17 +155,15 @@ def test_a_model_of_others_keeps_its_chat_template(tmp_path):
     spec = read_tokenizer(tmp_path / "tokenizer.json", "<|im_end|>", template)
     tokenizer = load_tokenizer(spec)
     start, end = 257, 258
-    asked = [start, *b"user: 2+2?", end, start, *b"assistant: "]
-    assert encode_prompt("2+2?", tokenizer, chat=True) == asked
+    prompt_ids = [start, *b"user: 2+2?", end, start, *b"assistant: "]
+    assert encode_prompt("2+2?", tokenizer, chat=True) == prompt_ids
     whole = encode_completion("2+2?", "4", tokenizer, chat=True)
-    assert whole.tokens.tolist() == [*asked, *b"4", end]
-    assert whole.loss_mask.tolist() == [False] * len(asked) + [True, True]
+    assert whole.tokens.tolist() == [*prompt_ids, *b"4", end]
+    assert whole.loss_mask.tolist() == [False] * len(prompt_ids) + [True, True]
     assert is_chat({}, "some/name", spec) and not is_chat({}, "some/name", "gpt2")
     odd = load_tokenizer(spec.replace("assistant: {%", "assistant:  {%"))
     with pytest.raises(ValueError, match="changes earlier turns"):
         encode_completion("2+2?", "4", odd, chat=True)
-    row = {"instruction": "2+2?", "input": "", "output": "4"}  # of Alpaca
-    assert TextEncoder(tokenizer, True, 64).example(row).tokens.tolist() == whole.tokens.tolist()
 
 
 def folder_with_tokenizer(folder, engine, template, **config):
@@ -239,17 +231,17 @@ LLAMA2 = (  # with a space before the end
 def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
     """What is sampled follows the ids of training, whatever merges the tokenizer has."""
     tokenizer = folder_with_tokenizer(tmp_path, engine(), template)
-    for prompt, chat in ((ASKED, True), ([*ANSWERED, *ASKED], True), ("2+3:", False)):
-        before = encode_prompt(prompt, tokenizer, chat)
+    for prompt, chat in ((QUESTION, True), ([*DIALOG, *QUESTION], True), ("2+3:", False)):
+        prompt_ids = encode_prompt(prompt, tokenizer, chat)
         whole = encode_completion(prompt, "44", tokenizer, chat)
-        said = whole.tokens[whole.loss_mask].tolist()
-        assert whole.tokens.tolist() == [*before, *said] and said[-1] in tokenizer.end_ids
-        assert decode_completion(said[:-1], tokenizer, chat).rstrip(" ") == "44"
-    dialog = [*ANSWERED, *ANSWERED]
+        answer = whole.tokens[whole.loss_mask].tolist()
+        assert whole.tokens.tolist() == [*prompt_ids, *answer] and answer[-1] in tokenizer.end_ids
+        assert decode_completion(answer[:-1], tokenizer, chat).rstrip(" ") == "44"
+    dialog = [*DIALOG, *DIALOG]
     tokens = encode_messages(dialog, tokenizer).tokens.tolist()
     for end in (1, 3):
-        before = encode_prompt(dialog[:end], tokenizer, chat=True)
-        assert tokens[: len(before)] == before
+        prompt_ids = encode_prompt(dialog[:end], tokenizer, chat=True)
+        assert tokens[: len(prompt_ids)] == prompt_ids
 
 
 @pytest.mark.parametrize(
@@ -270,7 +262,7 @@ def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, tem
     again = folder_with_tokenizer(tmp_path, byte_level_engine(), named, eos_token_id=256)
     assert again.chat_template == template and again.end_ids == tokenizer.end_ids
     if "raise" not in template:
-        example = encode_messages(ANSWERED, tokenizer)
+        example = encode_messages(DIALOG, tokenizer)
         assert example.tokens[example.loss_mask].tolist()[-1] == vocab[end]
 
 
@@ -301,11 +293,11 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path, added, config, generation, 
 
 
 def test_targets_are_the_tokens_after_and_padding_has_none():
-    examples = [Example.join(([5], False), ([6, 7], True)), Example.join(([5], False))]
-    batch = collate_padded(examples, 64)
-    assert batch["idx"].shape == (2, 8) and batch["last"].tolist() == [2, 0]
-    assert batch["targets"].tolist() == [[6, 7, *[-1] * 6], [-1] * 8]
-    assert collate_padded(examples, 5)["idx"].shape == (2, 5)
-    long = [Example.join(([5] * 17, True))]
-    shapes = [collate_padded(long, 64, compiled)["idx"].shape for compiled in (False, True)]
+    learned = Example.join([Segment([5], False), Segment([6, 7], True)])
+    batch = collate_padded([learned, Example.join([Segment([5], False)])], 64)
+    assert batch.idx.shape == (2, 8) and batch.last.tolist() == [2, 0]
+    assert batch.targets.tolist() == [[6, 7, *[-1] * 6], [-1] * 8]
+    assert collate_padded([learned], 5).idx.shape == (1, 5)
+    long = [Example.join([Segment([5] * 17, True)])]
+    shapes = [collate_padded(long, 64, compiled).idx.shape for compiled in (False, True)]
     assert shapes == [(1, 24), (1, 32)]  # a compiler sees few shapes

@@ -3,19 +3,18 @@ trl.json, and numbers computed by hand."""
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from record_trl import BLOCK_SIZE, FILE, OLD, POLICY, REFERENCE, SHAPE, filled
 from torch import Tensor
 
-from finetuning.objectives import (
-    dpo_margin,
-    group_advantages,
-    grpo_losses,
-    mean_over_tokens,
-)
+from finetuning.examples import Batch
+from finetuning.grpo import GroupRelativePolicy
+from finetuning.methods import DirectPreference, Method, RewardModeling, token_logprobs
+from finetuning.objectives import group_advantages, grpo_losses
+from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardModel
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -30,7 +29,7 @@ def make_model(phase: float, kind: type[GPT] = GPT) -> GPT:
     config = GPTConfig(block_size=BLOCK_SIZE, **SHAPE)
     shapes = {name: x.shape for name, x in weights_to_hf(GPT(config).state_dict(), config).items()}
     if kind is RewardModel:
-        shapes |= {"score.weight": (1, config.n_embd)}
+        shapes["score.weight"] = (1, config.n_embd)
     weights = filled(shapes, phase)
     head = {"reward_head.weight": weights.pop("score.weight")} if kind is RewardModel else {}
     model = kind(config)
@@ -38,80 +37,73 @@ def make_model(phase: float, kind: type[GPT] = GPT) -> GPT:
     return model
 
 
-def tensor(values: list, dtype: torch.dtype | None = None) -> Tensor:
-    """Return recorded values as a tensor."""
-    return torch.tensor(values, dtype=dtype)
-
-
-def batch(recorded: dict) -> tuple[Tensor, Tensor]:
-    """Return token ids and targets (N, T) of a recorded batch; the target of a token is the next
-    one, -1 where that does not count."""
-    idx, loss_mask = tensor(recorded["input_ids"]), tensor(recorded["learned"], torch.bool)
-    targets = idx.masked_fill(~loss_mask, -1).roll(-1, 1)
+def make_batch(recorded: dict) -> Batch:
+    """Return a recorded batch of N texts, padded on the right or, of grpo, on both sides."""
+    idx = torch.tensor(recorded["input_ids"])
+    targets = idx.masked_fill(torch.tensor(recorded["learned"]) == 0, -1).roll(-1, 1)
     targets[:, -1] = -1
-    return idx, targets
+    return Batch(idx, targets, last=torch.tensor(recorded["attention_mask"]).sum(1) - 1)
 
 
-def logprobs(model: GPT, recorded: dict) -> Tensor:
-    """Return log-probabilities (N, T) of the tokens that count, 0 elsewhere."""
-    return -model(*batch(recorded), reduction="none")
+def loss_of(kind: type[Method], model: GPT, batch: Batch, divisor: int, **options) -> Tensor:
+    """Return the loss of a method, which reads no rows for it, on one batch."""
+    method = object.__new__(kind)
+    paths = {"init_from": "", "data": Path(), "reward": "exact"}
+    method.config = FinetuneConfig(method="grpo", **paths, **options)
+    return method.partial_means(model, batch, divisor)["loss"]
 
 
-def largest_difference(ours: Tensor, theirs: Tensor | list | float) -> float:
-    """Return the largest absolute difference of two tensors of the same shape."""
+def assert_close(ours: Tensor, theirs: Tensor | list | float) -> None:
+    """Compare tensors of the same shape."""
     theirs = torch.as_tensor(theirs, dtype=ours.dtype)
-    assert ours.shape == theirs.shape
-    return (ours.detach() - theirs).abs().max().item()
+    torch.testing.assert_close(ours.detach(), theirs, atol=TOLERANCE, rtol=0)
 
 
 def assert_equal(model: GPT, loss: Tensor, recorded: dict) -> None:
     """Compare the loss and its gradients with those of trl."""
+    assert_close(loss, recorded["loss"])
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
-    norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
-    found = {"loss": largest_difference(loss, recorded["loss"])}
-    found["norm"] = largest_difference(norm, recorded["norm"])
+    assert_close(torch.nn.utils.get_total_norm(grads.values()), recorded["norm"])
     head = grads.pop("reward_head.weight", None)
     ours = weights_to_hf(grads, model.config) | {"score.weight": head}
     for name, theirs in recorded["gradients"].items():
-        found[name] = largest_difference(ours[name], theirs)
-    assert max(found.values()) < TOLERANCE, found
+        assert_close(ours[name], theirs)
 
 
 def test_supervised_tuning_is_that_of_trl():
-    model = make_model(POLICY)
-    assert_equal(model, model(*batch(TRL["sft"])), TRL["sft"])
+    model, batch = make_model(POLICY), make_batch(TRL["sft"])
+    assert_equal(model, model(batch.idx, batch.targets), TRL["sft"])
 
 
 def test_dpo_is_that_of_trl():
     model, recorded = make_model(POLICY), TRL["dpo"]
-    with torch.no_grad():
-        reference = logprobs(make_model(REFERENCE), recorded).sum(1).chunk(2)
-    current = logprobs(model, recorded).sum(1).chunk(2)
-    margin = dpo_margin(*current, *reference, recorded["beta"])
-    assert_equal(model, -F.logsigmoid(margin).mean(), recorded)
+    batch = make_batch(recorded)
+    batch.ref_logprobs = token_logprobs(make_model(REFERENCE), batch).sum(1).detach()
+    loss = loss_of(DirectPreference, model, batch, len(batch.idx) // 2, beta=recorded["beta"])
+    assert_equal(model, loss, recorded)
 
 
 def test_reward_modeling_is_that_of_trl():
-    model, recorded = make_model(POLICY, RewardModel), TRL["reward"]
-    last = tensor(recorded["attention_mask"]).sum(1) - 1
-    rewards = model(tensor(recorded["input_ids"]))[torch.arange(len(last)), last, 0]
-    chosen, rejected = rewards.chunk(2)
-    assert_equal(model, -F.logsigmoid(chosen - rejected).mean(), recorded)
+    model, batch = make_model(POLICY, RewardModel), make_batch(TRL["reward"])
+    loss = loss_of(RewardModeling, model, batch, len(batch.idx) // 2)
+    assert_equal(model, loss, TRL["reward"])
 
 
 def test_grpo_is_that_of_trl():
     recorded, model = TRL["grpo"], make_model(POLICY)
     assert 0 < recorded["clipped"] < 1  # the share of tokens whose ratio is clipped
-    advantages = group_advantages(tensor(recorded["rewards"])).flatten()
-    assert largest_difference(advantages, recorded["advantages"]) < TOLERANCE
-    loss_mask, scores = batch(recorded)[1] >= 0, {}
-    for name, phase in (("old", OLD), ("ref", REFERENCE)):
-        scores[name] = logprobs(make_model(phase), recorded).detach()
-        assert largest_difference(scores[name][loss_mask], recorded[f"{name}_logprobs"]) < TOLERANCE
-    compared = (logprobs(model, recorded), scores["old"], scores["ref"], advantages)
-    losses = grpo_losses(*compared, clip=recorded["clip"], kl=recorded["kl"])
-    assert_equal(model, mean_over_tokens(losses, loss_mask).mean(), recorded)
+    batch = make_batch(recorded)
+    batch.advantages = group_advantages(torch.tensor(recorded["rewards"])).flatten()
+    assert_close(batch.advantages, recorded["advantages"])
+    batch.old_logprobs = token_logprobs(make_model(OLD), batch).detach()
+    batch.ref_logprobs = token_logprobs(make_model(REFERENCE), batch).detach()
+    loss_mask = batch.targets >= 0
+    assert_close(batch.old_logprobs[loss_mask], recorded["old_logprobs"])
+    assert_close(batch.ref_logprobs[loss_mask], recorded["ref_logprobs"])
+    options = {"clip": recorded["clip"], "kl": recorded["kl"]}
+    loss = loss_of(GroupRelativePolicy, model, batch, len(batch.idx), **options)
+    assert_equal(model, loss, recorded)
 
 
 @pytest.mark.parametrize("reward", [0.1, 1e8 + 0.1])
@@ -119,8 +111,8 @@ def test_equal_rewards_have_no_advantage(reward):
     """Also where their mean is rounded to another number."""
     rewards = torch.full((2, 7), reward, dtype=torch.float64)
     rewards[1] += torch.arange(7)
-    found = group_advantages(rewards)
-    assert not found[0].any() and found[1, 0] < 0 < found[1, -1]
+    equal, growing = group_advantages(rewards)
+    assert not equal.any() and growing[0] < 0 < growing[-1]
 
 
 @pytest.mark.parametrize(
@@ -130,5 +122,5 @@ def test_equal_rewards_have_no_advantage(reward):
 def test_ratios_are_clipped_by_hand(ratio, advantage, expected):
     old = torch.full((1, 1), -3.0)
     new = old + math.log(ratio)
-    loss = grpo_losses(new, old, new, tensor([float(advantage)]), clip=0.2, kl=0.5)
+    loss = grpo_losses(new, old, new, torch.tensor([float(advantage)]), clip=0.2, kl=0.5)
     assert loss.tolist() == [pytest.approx([expected])]
