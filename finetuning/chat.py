@@ -48,8 +48,10 @@ class Example:
         return cls(tokens, loss_mask)
 
 
-def own_segments(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
-    """Encode a dialog in the project's own format; `open_turn` begins an answer after it."""
+def encode_turns(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
+    """Encode a dialog; `open_turn` begins an answer after it. The assistant's turns are learned."""
+    if tokenizer.chat_template:
+        return encode_by_template(messages, tokenizer, open_turn)
     segments = [Segment([tokenizer.eot], False)]  # before the first turn
     for message in messages:
         role = ROLES[message["role"]]
@@ -65,7 +67,7 @@ def own_segments(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> l
     return segments
 
 
-def template_segments(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
+def encode_by_template(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
     """Encode a dialog by the tokenizer's chat template; `open_turn` begins an answer after it.
 
     A segment begins where an answer begins and where it ends, so that no token spans the two: what
@@ -115,9 +117,7 @@ def split_answer(text: str, content: str, tokenizer: Tokenizer) -> list[Segment]
 def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
     chat template does not let one of them be found."""
-    if not tokenizer.chat_template:
-        return Example.join(own_segments(messages, tokenizer, open_turn=False))
-    segments = template_segments(messages, tokenizer, open_turn=False)
+    segments = encode_turns(messages, tokenizer, open_turn=False)
     # An answer in an unlearned segment would be lost for training without a word.
     num_answers = sum(message["role"] == "assistant" for message in messages)
     if sum(segment.is_learned for segment in segments) < num_answers:
@@ -130,8 +130,7 @@ def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> l
     `chat` false of the prompt's text after end of text."""
     if not chat:
         return [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
-    to_segments = template_segments if tokenizer.chat_template else own_segments
-    segments = to_segments(as_messages(prompt), tokenizer, open_turn=True)
+    segments = encode_turns(as_messages(prompt), tokenizer, open_turn=True)
     return Example.join(segments).tokens.tolist()
 
 

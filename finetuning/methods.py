@@ -231,7 +231,8 @@ class DirectPreference(RewardModeling):
                 # super: the batch method of this class would look up what is computed here
                 batch = super().batch(ids)
                 text_logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
-            logprobs[:, ids] = text_logprobs.view(2, -1).cpu().double()  # row 0: the chosen
+            pair_logprobs = text_logprobs.view(2, -1)  # (2, N): of the chosen, of the rejected
+            logprobs[:, ids] = pair_logprobs.cpu().double()
         self.ref_logprobs = self.process.sum_float64(logprobs).float()  # (2, pairs)
         self.reference = None  # frees its memory
 

@@ -4,6 +4,7 @@ python -m scripts.chat_demo data FOLDER SEED
 python -m scripts.chat_demo picture FOLDER
 """
 
+import itertools
 import json
 import random
 import sys
@@ -30,7 +31,8 @@ def question_rows(
 
 def write_data(folder: Path, seed: int) -> None:
     """Write texts, dialogs and questions; no stage sees the sums of the held-out questions."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    two_digits = range(10, 100)
+    pairs = list(itertools.product(two_digits, two_digits))
     random.Random(seed).shuffle(pairs)
     held_out = pairs[:200]
     known = pairs[200:]
@@ -46,38 +48,42 @@ def write_data(folder: Path, seed: int) -> None:
 
 def write_rows(path: Path, rows: list[dict]) -> None:
     """Write a .jsonl file."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
 
 
-def summarize(out: Path) -> None:
+def summarize(folder: Path) -> None:
     """Print ten answers and the accuracy after each stage, and draw the latter. The picture of the
     rewards is the one that finetune.py draws beside its log."""
     import matplotlib.pyplot as plt  # takes a second, which the data does without
 
     print("\nTen held-out questions and the model's answers:")
-    for line in (out / "grpo_held_out.jsonl").read_text().splitlines()[:10]:
+    for line in (folder / "grpo_held_out.jsonl").read_text().splitlines()[:10]:
         row = json.loads(line)
-        print(f"  {row['prompt']}  {row['completion']}  {'right' if row['exact'] else 'wrong'}")
+        verdict = "right" if row["exact"] else "wrong"
+        print(f"  {row['prompt']}  {row['completion']}  {verdict}")
 
     print("\nHeld-out questions that are answered exactly:")
-    percents, errors = [], []  # of the stages, in percent
+    percents: list[float] = []  # of each stage
+    errors: list[float] = []
     for stage, name in STAGES.items():
-        results = json.loads((out / f"{stage}_held_out.json").read_text())["results"]
-        exact = results[0]  # pass@k follows
-        print(f"  {name:16} {exact['value']:6.1%} ± {exact['stderr']:.1%}")
+        scores = json.loads((folder / f"{stage}_held_out.json").read_text())
+        exact = scores["results"][0]  # pass@k follows
         percents.append(100 * exact["value"])
         errors.append(100 * exact["stderr"])
+        print(f"  {name:16} {percents[-1]:5.1f}% ± {errors[-1]:.1f}%")
 
-    figure, axes = plt.subplots(figsize=(4.5, 3.5), layout="constrained")
+    figure, axes = plt.subplots(layout="constrained")
     bars = axes.bar(list(STAGES.values()), percents, yerr=errors)
     axes.bar_label(bars, fmt="%.0f %%", padding=3)
     axes.set(ylabel="answered exactly (%)", ylim=(0, 112), title="200 held-out sums")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out / "accuracy.png", dpi=150)
+    figure.savefig(folder / "accuracy.png", dpi=150)
 
 
 if __name__ == "__main__":
+    demo_folder = Path(sys.argv[2])
     if sys.argv[1] == "data":
-        write_data(Path(sys.argv[2]) / "data", int(sys.argv[3]))
+        write_data(demo_folder / "data", seed=int(sys.argv[3]))
     else:
-        summarize(Path(sys.argv[2]))
+        summarize(demo_folder)

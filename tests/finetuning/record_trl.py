@@ -114,49 +114,27 @@ def batch(ids: Tensor, attention: Tensor, learned: Tensor) -> dict:
     return {"input_ids": ids.tolist(), **masks}
 
 
-def make_trainer(name: str, folder: str, kind: type, rows: list[dict], **given) -> object:
-    """Return trl's trainer for a method, as SFT; max_length None: nothing is cut."""
+def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given) -> dict:
+    """Record trl's trainer of a method, as SFT, on one batch of all rows."""
     import trl
     from datasets import Dataset
 
     beta = {"beta": BETA} if name == "DPO" else {}
+    # max_length None: nothing is cut
     args = getattr(trl, f"{name}Config")(**options(folder), **beta, max_length=None)
-    model, data = make_model(kind, POLICY), Dataset.from_list(rows)
-    shared = {"model": model, "args": args, "train_dataset": data}
-    trainer = getattr(trl, f"{name}Trainer")
-    return trainer(**shared, processing_class=make_tokenizer(), **given)
-
-
-def record_sft(folder: str) -> dict:
-    """Record SFTTrainer on the chosen completions of the pairs."""
-    from transformers import GPT2LMHeadModel
-
-    rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
-    trainer = make_trainer("SFT", folder, GPT2LMHeadModel, rows)
-    inputs = trainer.data_collator(list(trainer.train_dataset))
-    learned = inputs["labels"] != -100
-    return batch(inputs["input_ids"], inputs["attention_mask"], learned) | measure(trainer, inputs)
-
-
-def record_dpo(folder: str) -> dict:
-    """Record DPOTrainer on the pairs: the chosen completions, then the rejected ones."""
-    from transformers import GPT2LMHeadModel
-
-    reference = make_model(GPT2LMHeadModel, REFERENCE)
-    trainer = make_trainer("DPO", folder, GPT2LMHeadModel, PAIRS, ref_model=reference)
-    inputs = trainer.data_collator(list(trainer.train_dataset))
-    given = batch(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
-    return {**given, "beta": BETA, **measure(trainer, inputs)}
-
-
-def record_reward(folder: str) -> dict:
-    """Record RewardTrainer on the pairs: the chosen texts, then the rejected ones."""
-    from transformers import GPT2ForSequenceClassification
-
-    trainer = make_trainer("Reward", folder, GPT2ForSequenceClassification, PAIRS)
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=make_model(kind, POLICY),
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=make_tokenizer(),
+        **given,
+    )
     inputs = trainer.data_collator(list(trainer.train_dataset))
     mask = inputs["attention_mask"]
-    return batch(inputs["input_ids"], mask, torch.zeros_like(mask)) | measure(trainer, inputs)
+    learned = inputs.get("completion_mask", torch.zeros_like(mask))
+    if "labels" in inputs:
+        learned = inputs["labels"] != -100
+    return batch(inputs["input_ids"], mask, learned) | beta | measure(trainer, inputs)
 
 
 def roll_out(prompts: list[str], trainer: object) -> dict:
@@ -223,13 +201,22 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     import transformers
     import trl
+    from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
 
-    found: dict = {"trl": trl.__version__, "transformers": transformers.__version__}
-    found["torch"] = torch.__version__
-    for record in (record_sft, record_dpo, record_reward, record_grpo):
-        with tempfile.TemporaryDirectory() as folder:
-            found[record.__name__.removeprefix("record_")] = record(folder)
-    FILE.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    chosen = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+    reference = make_model(GPT2LMHeadModel, REFERENCE)
+    with tempfile.TemporaryDirectory() as folder:
+        records = {
+            "trl": trl.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "sft": record_trainer("SFT", folder, GPT2LMHeadModel, chosen),
+            # batches of pairs: all chosen texts, then all rejected ones
+            "dpo": record_trainer("DPO", folder, GPT2LMHeadModel, PAIRS, ref_model=reference),
+            "reward": record_trainer("Reward", folder, GPT2ForSequenceClassification, PAIRS),
+            "grpo": record_grpo(folder),
+        }
+    FILE.write_text(json.dumps(records, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

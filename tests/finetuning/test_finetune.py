@@ -25,7 +25,7 @@ from utils.errors import UserError
 from utils.logger import read_metrics
 
 SMALL = "--batch_size 4 --micro_batch_size 2 --max_lr 1e-3 --dtype float32 --device cpu --seed 3"
-STEPS = "--max_steps 6 --save_every 3 --keep_last 2 --sample_every 1 --eval_every 4"
+STEPS = "--max_steps 4 --save_every 2 --keep_last 2 --sample_every 1 --eval_every 2"
 METHODS = {
     "sft": "",
     "dpo": "",
@@ -115,14 +115,14 @@ def assert_close(run, other, tolerance):
 def test_a_resumed_run_continues_to_the_last_digit(base, whole, tmp_path, method):
     """Completions, losses and weights equal those of a run that was never stopped."""
     complete = whole(method)
-    start = complete / "checkpoints/model_step_000003.pt"
+    start = complete / "checkpoints/model_step_000002.pt"
     resumed = script("finetune.py", "--resume", start, *folders(tmp_path))
-    assert "resumed at step 3" in resumed.stdout
+    assert "resumed at step 2" in resumed.stdout
     assert load_checkpoint(start)["config"]["init_from"].endswith("model_best.pt")
     for split in ("train", "held_out" if method == "grpo" else "val"):
         assert rows(tmp_path, split) == rows(complete, split)
-    assert samples(tmp_path)[1:] == samples(complete)[4:]
-    assert (len(samples(complete)) == 7) == (method == "grpo")
+    assert samples(tmp_path)[1:] == samples(complete)[3:]
+    assert (len(samples(complete)) == 5) == (method == "grpo")
     theirs = weights(complete)
     assert all(torch.equal(weight, theirs[name]) for name, weight in weights(tmp_path).items())
 
@@ -271,7 +271,7 @@ def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_p
     state["model"]["transformer.wte.weight"][0, 0] += 1
     state["checksums"]["model"] = checksum(state["model"])
     save_checkpoint(tmp_path / "other.pt", state)
-    again = ["--resume", whole("dpo"), "--max_steps", 7, "--init_from"]
+    again = ["--resume", whole("dpo"), "--max_steps", 5, "--init_from"]
     changed = [*again, tmp_path / "other.pt", *folders(tmp_path)]
     refuse("other.pt has changed since this run began", *changed)
     moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
