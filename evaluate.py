@@ -13,7 +13,7 @@ size nor the number of processes changes the number of correct answers.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
+from evaluation.benchmarks import BENCHMARKS
 from evaluation.evaluator import read_on_all
-from evaluation.scoring import ItemScorer
+from evaluation.scoring import Scorer, too_few_tokens, weighted_mean
 from evaluation.table import format_table
-from evaluation.tasks import Result, TaskScores, find_tasks
-from evaluation.validation import too_few_tokens, weighted_mean
+from evaluation.tasks import Result, TaskScores
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder
@@ -37,11 +37,11 @@ from utils.cli import start_script
 from utils.devices import pick_dtype
 from utils.errors import UserError
 
-TASKS = find_tasks()
-Job = Callable[[], TaskScores]  # scores a task that is open
+ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
+EXPECTED_ROWS = 2048  # tokens in a matmul, for which the CPU's packed weights are laid out
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig:
     """Score a model."""
 
@@ -89,22 +89,25 @@ def check(config: EvalConfig) -> None:
     """Raise UserError for a wrong option, before anything is read or scored."""
     if config.checkpoint and config.model:
         raise UserError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
+    num_benchmarks = 0
     for task in config.tasks:
-        if task not in ("val", *TASKS) and not task.endswith(".jsonl"):
-            raise UserError(f"--tasks has no {task}: val, {', '.join(TASKS)} or FILE.jsonl")
-    if len(config.data) not in (0, count := sum(task in TASKS for task in config.tasks)):
-        raise UserError(f"--data has {len(config.data)} files for {count} benchmarks")
+        if task in BENCHMARKS:
+            num_benchmarks += 1
+        elif task != "val" and not task.endswith(".jsonl"):
+            raise UserError(f"--tasks has no {task}: val, {', '.join(BENCHMARKS)} or FILE.jsonl")
+    if config.data and len(config.data) != num_benchmarks:
+        raise UserError(f"--data has {len(config.data)} files for {num_benchmarks} benchmarks")
 
 
 def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict[str, Path]:
-    """Return the JSON file of each task: --out, or one of its name beside the checkpoint, in logs
-    for a Hugging Face model `name`."""
+    """Return the JSON file of each task: --out, or one of the task's name beside the checkpoint, or
+    in logs for a Hugging Face model `name`."""
     if config.out:
         return dict.fromkeys(config.tasks, config.out)
-    model = Path("logs", Path(name).resolve().name)
+    stem = Path("logs", Path(name).resolve().name)  # of a folder as "." or "..", too
     if checkpoint:
-        model = checkpoint.with_suffix("")
-    return {task: Path(f"{model}_{Path(task).stem}.json") for task in config.tasks}
+        stem = checkpoint.with_suffix("")
+    return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
 
 def check_writable(path: Path) -> None:
@@ -113,12 +116,14 @@ def check_writable(path: Path) -> None:
     open(path, "a").close()
 
 
-def open_validation(config: EvalConfig, scorer: ItemScorer, saved: dict) -> Job:
-    """Open the validation split of --data_dir, or of the shards the model was trained on."""
-    folders = config.data_dir or saved.get("config", {}).get("data_dir", ())
+def open_validation(config: EvalConfig, scorer: Scorer, trained_on: tuple[Path, ...]) -> ScoreTask:
+    """Open the validation split of --data_dir, or of the shards that the model was trained on, and
+    return the function that scores it."""
+    folders = config.data_dir or trained_on
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")
     val = Mixture(folders, "val", scorer.model.config.block_size)
+    # The ids of another tokenizer would give a loss, and it would mean nothing.
     if val.stream.tokenizer_identity != scorer.tokenizer.identity:
         raise UserError(
             f"{folders[0]} holds tokens of {val.stream.tokenizer_identity}, the model takes those "
@@ -127,89 +132,108 @@ def open_validation(config: EvalConfig, scorer: ItemScorer, saved: dict) -> Job:
     for name, part in zip(val.names, val.parts, strict=True):
         if len(part) * part.block_size < config.val_tokens:
             scorer.process.print(too_few_tokens(name, part, config.val_tokens))
-
-    def score() -> TaskScores:
-        counts = [part.count_within(config.val_tokens) * part.block_size for part in val.parts]
-        scores = [scorer.validation_loss(part, config.val_tokens) for part in val.parts]
-        corpora = list(zip(val.names, counts, scores, strict=True))
-        if len(corpora) > 1:
-            corpora.append(("weighted mean", sum(counts), weighted_mean(scores, val.weights)))
-        results = []
-        for corpus, n, values in corpora:
-            metrics = {**values, "perplexity": math.exp(values["loss"])}
-            results += [Result("val", corpus, metric, n, x) for metric, x in metrics.items()]
-        return results, []
-
-    return score
+    return partial(score_validation, val, scorer, config.val_tokens)
 
 
-def open_task(
-    name: str, path: Path | None, config: EvalConfig, scorer: ItemScorer, saved: dict
-) -> Job:
-    """Read what a task needs, and return the function that scores it."""
-    if name == "val":
-        return open_validation(config, scorer, saved)
-    if name in TASKS:
-        task = TASKS[name]
-        rows = read_on_all(partial(task.read, path), scorer.process)[: config.limit]
-        protocols = [p for p in task.protocols if p in config.protocols] or task.protocols
-        return lambda: task.score(rows, scorer.score, protocols)
+def score_validation(val: Mixture, scorer: Scorer, val_tokens: int) -> TaskScores:
+    """Return loss, bits per byte and perplexity of each corpus, and of several the weighted mean.
+    The corpus stands in the place of the protocol."""
+    counts = [part.count_within(val_tokens) * part.block_size for part in val.parts]  # tokens
+    scores = [scorer.validation_loss(part, val_tokens) for part in val.parts]
+    corpora = list(zip(val.names, counts, scores, strict=True))
+    if len(corpora) > 1:
+        corpora.append(("weighted mean", sum(counts), weighted_mean(scores, val.weights)))
+    results = []
+    for corpus, num_tokens, values in corpora:
+        values["perplexity"] = math.exp(values["loss"])
+        for metric, value in values.items():
+            results.append(Result("val", corpus, metric, num_tokens, value))
+    return results, []
+
+
+def open_benchmark(name: str, path: Path | None, config: EvalConfig, scorer: Scorer) -> ScoreTask:
+    """Read a benchmark's file, or download it, and return the function that scores it."""
+    task = BENCHMARKS[name]
+    rows = read_on_all(partial(task.read, path), scorer.process)
+    protocols = [protocol for protocol in task.protocols if protocol in config.protocols]
+    if not protocols:  # --protocols lm-eval does not speak of this benchmark
+        protocols = task.protocols
+    return partial(task.score, rows[: config.limit], scorer.score, protocols)
+
+
+def open_questions(path: Path, config: EvalConfig, scorer: Scorer) -> ScoreTask:
+    """Read a file of questions, and return the function that asks them."""
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
     sizes = (config.max_new_tokens, config.batch_size)
-    questions = Questions(Path(name), encoder, scorer.process, scorer.dtype, *sizes)
+    questions = Questions(path, encoder, scorer.process, scorer.dtype, *sizes)
     questions.examples = questions.examples[: config.limit]
     sampling = (config.num_samples, config.temperature, config.seed)
-    return lambda: questions.score(scorer.model, *sampling, scorer.progress)
+    return partial(questions.score, scorer.model, *sampling, scorer.progress)
 
 
 def main(config: EvalConfig) -> None:
     check(config)
-    name = str(config.model or config.checkpoint or "checkpoints")
     process = distributed.start(config.device)
-    checkpoint = find_checkpoint(name)
-    model, tokenizer, saved = open_model(checkpoint or name, exact=True)
+    name = str(config.model or config.checkpoint or "checkpoints")
+    checkpoint_path = find_checkpoint(name)  # None for a Hugging Face model
+    model, tokenizer, checkpoint = open_model(checkpoint_path or name, exact=True)
     if any(weights.isnan().any() for weights in model.parameters()):
-        raise UserError(f"{checkpoint or name} has weights that are NaN (not a number)")
-    config.chat = config.chat or is_chat(saved, name, tokenizer)
+        raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
+    config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer))
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
-    scorer = ItemScorer(model, load_tokenizer(tokenizer), process, dtype, config.batch_size)
-    paths, jobs = iter(config.data), {}
-    for task in config.tasks:  # open all before the first forward pass: a mistake costs no time
-        path = next(paths, None) if task in TASKS else None
-        jobs[task] = open_task(task, path, config, scorer, saved)
-    outputs = output_paths(config, name, checkpoint)
-    for path in (*outputs.values(), config.dump):
+    bar = tqdm(unit="row", disable=None if process.is_main else True)  # None: only on a terminal
+    tokenizer = load_tokenizer(tokenizer)
+    scorer = Scorer(model, tokenizer, process, dtype, config.batch_size, bar.update)
+
+    # Open all data and all files before the first forward pass: a mistake costs no time.
+    score_tasks: dict[str, ScoreTask] = {}
+    data_paths = list(config.data)
+    for task in config.tasks:
+        if task == "val":
+            trained_on = checkpoint.get("config", {}).get("data_dir", ())
+            score_tasks[task] = open_validation(config, scorer, trained_on)
+        elif task in BENCHMARKS:
+            path = data_paths.pop(0) if data_paths else None
+            score_tasks[task] = open_benchmark(task, path, config, scorer)
+        else:
+            score_tasks[task] = open_questions(Path(task), config, scorer)
+    outputs = output_paths(config, name, checkpoint_path)
+    for path in [*outputs.values(), config.dump]:
         if path and process.is_main:
             check_writable(path)
-    for_inference(model.to(process.device), process.device, dtype, rows=2048)
-    header = {
-        "run_id": saved.get("run_id"),
-        "step": saved.get("step"),
+
+    for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
+    header = {  # convert.py puts results into a model card if run and step are its checkpoint's
+        "run_id": checkpoint.get("run_id"),
+        "step": checkpoint.get("step"),
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    results, examples = [], []
-    for task, job in jobs.items():
+    results: list[Result] = []
+    examples: list[dict] = []
+    for task, score_task in score_tasks.items():
+        bar.reset()
+        bar.set_description(task)
         try:
-            with tqdm(desc=task, unit="row", disable=None if process.is_main else True) as bar:
-                scorer.progress = bar.update
-                found, more = job()
-        except UserError as error:
+            task_results, task_examples = score_task()
+        except UserError as error:  # such as a continuation longer than the context
             process.print(f"{task} is left out: {error}")
             del outputs[task]
             continue
-        results, examples = results + found, examples + more
+        results += task_results
+        examples += task_examples
         if process.is_main:  # at once, so that an end before the last task loses none
-            rows = results if config.out else found
-            content = {**header, "results": [row._asdict() for row in rows]}
+            written = results if config.out else task_results
+            content = {**header, "results": [asdict(result) for result in written]}
             outputs[task].write_text(json.dumps(content, indent=1))
+    bar.close()
     if not results:
         raise UserError("no task could be scored")
     if process.is_main:
         if config.dump:
             config.dump.write_text("".join(f"{json.dumps(example)}\n" for example in examples))
         print(format_table(results, model.config.size or "gpt2"))
-        print(f"wrote {', '.join(map(str, dict.fromkeys(outputs.values())))}")
+        print(f"wrote {', '.join(dict.fromkeys(str(path) for path in outputs.values()))}")
     distributed.stop()
 
 

@@ -1,9 +1,12 @@
-"""Evaluator: the validation, benchmarks and text samples that train.py runs every n steps."""
+"""Evaluator: the validation, benchmarks and text samples of a training run, every n steps.
+
+train.py asks it at each step; it knows what is due. How losses and scores are computed is in
+scoring.py, how a benchmark is scored in tasks.py.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +14,9 @@ import torch
 from config.options import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
-from evaluation.validation import Scorer, weighted_mean
+from evaluation.benchmarks import BENCHMARKS
+from evaluation.scoring import Scorer, weighted_mean
+from evaluation.tasks import Task
 from model.compile import uncompiled
 from model.generate import Sampling, complete
 from model.gpt import GPT
@@ -19,7 +24,11 @@ from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
-SUBSET = 500  # examples of a benchmark that are scored during training without --eval_full
+Content = TypeVar("Content")
+
+SUBSET_EXAMPLES = 500  # of a benchmark, scored during training without --eval_full
+SAMPLE_TOKENS = 128
+SAMPLE_TEMPERATURE = 0.8  # a bit below 1: a small model's least likely tokens are mostly errors
 
 
 def is_due(every: int, step: int) -> bool:
@@ -27,87 +36,114 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def read_on_all(read: Callable[[], Any], process: Process) -> Any:
-    """Return the result of `read` on every process; the main one reads, and downloads, first. Raise
-    UserError on all if one of them cannot read."""
-    found = problem = None
-    for main in (True, False):
-        if process.is_main == main:
+def read_on_all(read: Callable[[], Content], process: Process) -> Content:
+    """Return the result of `read` on every process; raise UserError on all if one of them cannot.
+
+    The main process reads first, and the others after it, so that a download happens once and the
+    others find it in the cache.
+    """
+    content = None
+    error = None
+    for is_turn_of_main in (True, False):
+        if process.is_main == is_turn_of_main:
             try:
-                found = read()
-            except UserError as error:
-                problem = error
-        if not process.all_agree(problem is None):
-            raise problem or UserError("another process could not read what this one could")
-    return found
+                content = read()
+            except UserError as read_error:
+                error = read_error
+        # All learn of an error here: a process that left alone would let the others wait.
+        if not process.all_agree(error is None):
+            raise error or UserError("another process could not read what this one could")
+    return content
 
 
 class Evaluator:
     """Evaluate a model while it trains, at the intervals of its TrainConfig and at the last step.
-    All processes call each method at the same steps and get the same figures. Without a tokenizer
-    there are no benchmarks and no samples."""
+    All processes call each method at the same steps and get the same figures. Without a tokenizer,
+    which may need a download, there are no benchmarks and no samples."""
 
     def __init__(
         self, config: TrainConfig, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
     ) -> None:
-        self.config, self.val, tokenizer = config, val, None
+        self.config = config
+        self.val = val
+        tokenizer = None
         try:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-        setup = (model, tokenizer, process, dtype, config.micro_batch_size)
-        self.scorer = Scorer(*setup)
-        self.benchmarked = []  # tasks and their rows
-        asked = [name for name in config.benchmarks if getattr(config, f"{name}_every")]
-        if asked and tokenizer:  # on demand: most runs score no benchmark
-            self.scorer = import_module("evaluation.scoring").ItemScorer(*setup)
-            tasks = import_module("evaluation.tasks").find_tasks()
-            for name in asked:
-                task, path = tasks[name], getattr(config, f"{name}_data")
-                rows = read_on_all(partial(task.read, path), process)
-                count = len(rows) if config.eval_full else min(len(rows), SUBSET)
-                evenly_spaced = np.linspace(0, len(rows) - 1, count).astype(int)
-                self.benchmarked.append((task, [rows[i] for i in evenly_spaced]))
+        self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
+        self.benchmark_rows: list[tuple[Task, list[dict]]] = []
+        if tokenizer:
+            for name in config.benchmarks:
+                if getattr(config, f"{name}_every"):
+                    self.open_benchmark(BENCHMARKS[name])
+
+    def open_benchmark(self, task: Task) -> None:
+        """Read the rows of a benchmark that will be scored, the same ones each time."""
+        path = getattr(self.config, f"{task.name}_data")
+        rows = read_on_all(partial(task.read, path), self.scorer.process)
+        count = len(rows)
+        if not self.config.eval_full:
+            count = min(count, SUBSET_EXAMPLES)
+        # Evenly spaced, as files are often sorted: HellaSwag begins with ActivityNet.
+        evenly_spaced = np.linspace(0, len(rows) - 1, count).astype(int)
+        self.benchmark_rows.append((task, [rows[i] for i in evenly_spaced]))
 
     @property
     def validation_text(self) -> str:
-        """Name of the text and tokens that are validated: only losses of the same are compared."""
+        """Name of the text and tokens that are validated. A run remembers it with its lowest
+        loss, which counts only against losses of the same text."""
         stream = self.val.stream
         counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]
         return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
 
     def due(self, step: int, name: str = "eval") -> bool:
-        """Return True if validation, or a benchmark, is due after `step` steps."""
+        """Return True if validation ("eval"), a benchmark or a sample is due after `step` steps."""
         return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
 
     def validate(self) -> dict[str, float]:
         """Return the validation loss in nats per token and, where the shards tell the size of their
-        text, bits_per_byte; of several corpora the means by weight, and the loss of each."""
-        scorer, tokens, val = self.scorer, self.config.val_tokens, self.val
-        scores = [scorer.validation_loss(part, tokens) for part in val.parts]
+        text, bits_per_byte. Several corpora give the means by weight, and the loss of each."""
+        val = self.val
+        scores = [self.scorer.validation_loss(part, self.config.val_tokens) for part in val.parts]
         if len(scores) == 1:
             return scores[0]
-        losses = {f"loss_{n}": x["loss"] for n, x in zip(val.names, scores, strict=True)}
-        return {**weighted_mean(scores, val.weights), **losses}
+        means = weighted_mean(scores, val.weights)
+        for name, corpus_scores in zip(val.names, scores, strict=True):
+            means[f"loss_{name}"] = corpus_scores["loss"]
+        return means
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the figures, by the first protocol, of each benchmark that is due."""
-        for task, rows in self.benchmarked:
-            if self.due(step, task.name):
-                with uncompiled(self.config.use_torch_compile):
-                    results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
-                yield task.name, {"n": results[0].n} | {r.metric: r.value for r in results}
+        for task, rows in self.benchmark_rows:
+            if not self.due(step, task.name):
+                continue
+            # Lengths of texts vary, and each length would be compiled anew.
+            with uncompiled(self.config.use_torch_compile):
+                results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
+            scores: dict[str, float] = {"n": results[0].n}
+            for result in results:
+                scores[result.metric] = result.value
+            yield task.name, scores
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
-        model, tokenizer, process = self.scorer.model, self.scorer.tokenizer, self.scorer.process
-        if tokenizer is None or not self.config.sample_every or not self.due(step, "sample"):
+        scorer = self.scorer
+        is_off = scorer.tokenizer is None or self.config.sample_every == 0
+        if is_off or not self.due(step, "sample"):
             return None
-        sampling = Sampling(min(128, model.config.block_size), 0.8, seed=self.config.seed + step)
+        model = scorer.model
+        num_tokens = min(SAMPLE_TOKENS, model.config.block_size)
+        # another seed for each step, so that samples.txt does not show one text again and again
+        sampling = Sampling(num_tokens, SAMPLE_TEMPERATURE, seed=self.config.seed + step)
+        prompts = [[scorer.tokenizer.eot]]  # precedes every document in training
+        end_ids = scorer.tokenizer.end_ids
         model.eval()
-        eager = uncompiled(self.config.use_torch_compile)
-        prompts = [[tokenizer.eot]]
-        with autocast(process.device, self.scorer.dtype), eager:
-            (text,) = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
+        # All processes write the same text: under FSDP a forward pass needs all of them.
+        with (
+            autocast(scorer.process.device, scorer.dtype),
+            uncompiled(self.config.use_torch_compile),
+        ):
+            texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
         model.train()
-        return tokenizer.decode_bytes(text.tokens).decode(errors="replace")
+        return scorer.tokenizer.decode_bytes(texts[0].tokens).decode(errors="replace")

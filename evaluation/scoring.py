@@ -1,161 +1,347 @@
-"""ItemScorer: log-probabilities of continuations, on all processes together.
+"""Scorer: a model's validation loss, and log-probabilities of continuations for benchmarks.
 
-A context and its continuations share one row of a batch, so that the context is computed once; the
-attention mask hides the continuations from each other.
+All processes take part: each scores its share of the batches, and all of them get the figures of
+every batch before anything is summed up. So the number of processes changes no figure.
+
+A context and its continuations share one row of a batch, so that the context runs through the model
+once. The attention mask hides the continuations from each other. What is done with the scores is
+not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.loader import Sequences
 from data.tokenizer import Tokenizer
 from evaluation.tasks import Item, Score
-from evaluation.validation import Scorer
+from model.gpt import GPT
 from model.loss import rows_within
 from utils.devices import autocast
+from utils.distributed import Process
 from utils.errors import UserError
 
-SLICE_BYTES = {"cpu": 2**24, "cuda": 2**29}  # float32 logits of a slice of the tokens
+# Bytes of the float32 logits that are computed at a time: V = 50,257 of them for each scored token.
+# Small slices stay in the caches of a CPU; a GPU needs large matmuls to be busy.
+CPU_SLICE_BYTES = 2**24
+GPU_SLICE_BYTES = 2**29
 
 
-class PackedItem(NamedTuple):
+def too_few_tokens(name: str, sequences: Sequences, tokens: int) -> str:
+    """Return the sentence for a corpus whose validation split is smaller than `tokens`."""
+    held_out = len(sequences) * sequences.block_size
+    return (
+        f"note: validation reads all {held_out:,} tokens of {name}, fewer than --val_tokens "
+        f"{tokens:,}: the fewer, the rougher the loss"
+    )
+
+
+def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[str, float]:
+    """Return the figures of a mixture from those of validation_loss for its corpora.
+
+    The weights are shares of tokens. So bits per byte are the mean of bits per token over the mean
+    of bytes per token, not a mean of the corpora's bits per byte.
+    """
+    loss = sum(weight * x["loss"] for weight, x in zip(weights, scores, strict=True))
+    if not all("bits_per_byte" in x for x in scores):
+        return {"loss": loss}
+    bytes_per_token = 0.0
+    for weight, x in zip(weights, scores, strict=True):
+        bytes_per_token += weight * x["loss"] / math.log(2) / x["bits_per_byte"]
+    return {"loss": loss, "bits_per_byte": loss / math.log(2) / bytes_per_token}
+
+
+@dataclass(frozen=True)
+class PackedItem:
     """Token ids of a context and of the continuations that share it in one row of a batch."""
 
-    first: int  # index of choices[0] among the continuations of all items
+    first_score: int
+    """Place of the Score of choices[0] among those of all continuations of all items."""
     context: list[int]
     choices: list[list[int]]
-    length: int  # tokens, rounded up to a multiple of 8 so that few different shapes occur
+
+    @property
+    def length(self) -> int:
+        """Inputs of the row, rounded up to a multiple of 8 so that few different shapes occur. The
+        last token of a continuation predicts nothing, so it is no input."""
+        num_inputs = len(self.context) + sum(len(choice) - 1 for choice in self.choices)
+        return -(-num_inputs // 8) * 8
 
 
 def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[PackedItem]:
-    """Return the tokenised items as rows. If a context and a continuation together exceed the block
-    size, the context loses its start (as in lm-eval), and each continuation gets its own row."""
-    rows, first = [], 0
+    """Return the tokenised items as rows, in order.
+
+    If a context and a continuation together exceed the block size, the context loses its start, as
+    in lm-evaluation-harness, and each continuation gets a row of its own with as much of the
+    context as fits. Raise UserError if a continuation alone exceeds it.
+    """
+    rows: list[PackedItem] = []
+    first_score = 0
     for item in items:
-        own = tokenizer.encode(item.context.rstrip()).tolist()
-        context, texts = own or [tokenizer.eot], [item.context + x for x in item.choices]
-        choices = [tokenizer.encode(text).tolist()[len(own) :] for text in texts]
-        longest = max(map(len, choices))
+        # White space at the end of a context belongs to the continuation, as in the harness.
+        # Context and continuation are encoded together, as a merge can reach across the seam:
+        # what follows the context's tokens counts as the continuation's.
+        context = tokenizer.encode(item.context.rstrip()).tolist()
+        choices = []
+        for choice in item.choices:
+            whole = tokenizer.encode(item.context + choice).tolist()
+            choices.append(whole[len(context) :])
+        if not context:
+            context = [tokenizer.eot]  # the first token needs something to be predicted from
+        longest = max(len(choice) for choice in choices)
         if longest > block_size:
             raise UserError(f"a continuation has {longest} tokens, the context {block_size}")
-        fits = len(context) + longest - 1 <= block_size
-        for group in [choices] if fits else [[choice] for choice in choices]:
-            kept = context[-(block_size + 1 - max(map(len, group))) :]
-            length = len(kept) + sum(len(choice) - 1 for choice in group)
-            rows.append(PackedItem(first, kept, group, -(-length // 8) * 8))
-            first += len(group)
+
+        # Inputs are all tokens but the last: block_size + 1 tokens fit.
+        if len(context) + longest <= block_size + 1:
+            rows.append(PackedItem(first_score, context, choices))
+        else:
+            for i, choice in enumerate(choices):
+                room = block_size + 1 - len(choice)
+                rows.append(PackedItem(first_score + i, context[-room:], [choice]))
+        first_score += len(choices)
     return rows
 
 
-def to_tensors(rows: list[PackedItem], resized: bool) -> tuple:
-    """Return token ids (B, T), positions (B, T), mask (B, 1, T, T), and spans of tokens to predict,
-    each a list of row, column whose output predicts the token, and token: for each row the span of
-    its context, empty unless `resized`, and those of its continuations. The mask is None, for
-    plain causal attention, if every row has one continuation.
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed items as tensors, and the N targets: tokens whose probability is needed. The
+    targets of a row stand together, first those in its context, then those of its choices."""
 
-    A context "a b" with the continuations "c d" and "e f" becomes one row; the last token of a
-    continuation is never an input:
+    ids: Tensor  # (B, T)
+    positions: Tensor  # (B, T)
+    mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: plain causal
+    target_rows: Tensor  # (N,) row and ...
+    target_columns: Tensor  # (N,) ... column of the hidden state that predicts a target
+    target_ids: Tensor  # (N,)
+
+
+def make_batch(rows: list[PackedItem], with_context: bool, device: torch.device) -> Batch:
+    """Return the batch of some rows; with `with_context` the contexts' tokens are targets, too.
+
+    A context "a b" with the continuations "c d" and "e f" becomes one row:
 
         ids        a  b  c  e        "c" and "e" both follow "b", and "e" does not attend to "c"
         positions  0  1  2  2
-        part       0  0  1  2
+        part       0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
     """
-    arrays = np.zeros((3, len(rows), max(row.length for row in rows)), np.int64)
-    idx, positions, part = arrays
-    part -= 1  # 0: context; 1, 2, ...: continuations; -1: padding
-    spans = []
+    B = len(rows)
+    T = max(row.length for row in rows)
+    ids = np.zeros((B, T), np.int64)
+    positions = np.zeros((B, T), np.int64)
+    part = np.full((B, T), -1)
+    targets: list[tuple[int, int, int]] = []  # row, column, id
     for b, row in enumerate(rows):
-        end = len(row.context)
-        idx[b, :end], positions[b, :end], part[b, :end] = row.context, range(end), 0
-        targets = row.context[1:] if resized else []
-        spans.append([(b, t, token) for t, token in enumerate(targets)])
+        context_length = len(row.context)
+        ids[b, :context_length] = row.context
+        positions[b, :context_length] = range(context_length)
+        part[b, :context_length] = 0
+        if with_context:
+            for t, token in enumerate(row.context[1:]):
+                targets.append((b, t, token))
+        start = context_length
         for n, choice in enumerate(row.choices, 1):
-            start, end = end, end + len(choice) - 1
-            idx[b, start:end], part[b, start:end] = choice[:-1], n
-            positions[b, start:end] = len(row.context) + np.arange(end - start)
-            columns = len(row.context) - 1, *range(start, end)
-            spans.append([(b, t, token) for t, token in zip(columns, choice, strict=True)])
-    idx, positions, part = torch.from_numpy(arrays)
-    mask = (part[:, None, :] == part[:, :, None]) | (part == 0)[:, None, :]
-    is_causal = all(len(row.choices) == 1 for row in rows)
-    return idx, positions, None if is_causal else mask.tril().unsqueeze(1), spans
+            end = start + len(choice) - 1
+            ids[b, start:end] = choice[:-1]
+            positions[b, start:end] = range(context_length, context_length + end - start)
+            part[b, start:end] = n
+            # The first token is predicted from the end of the context, the others from those
+            # before them.
+            targets.append((b, context_length - 1, choice[0]))
+            for t, token in enumerate(choice[1:], start):
+                targets.append((b, t, token))
+            start = end
+
+    mask = None  # attention without a mask is faster, and enough for rows of one continuation
+    if any(len(row.choices) > 1 for row in rows):
+        # A token attends to its own part and to the context, and not to what comes after it.
+        # Padding attends to padding: a softmax over nothing would be NaN.
+        same_part = part[:, None, :] == part[:, :, None]  # (B, T, T)
+        in_context = part[:, None, :] == 0  # (B, 1, T)
+        mask = torch.from_numpy(same_part | in_context).tril().unsqueeze(1).to(device)
+    target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
+    return Batch(
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(positions).to(device),
+        mask,
+        target_rows,
+        target_columns,
+        target_ids,
+    )
 
 
-def score_targets(x: Tensor, weight: Tensor, targets: Tensor, banned: list[int]) -> tuple:
-    """Return three tensors (N,) for targets (N,) after hidden states x (N, C), for a head of weight
-    (V, C): the log-probability in nats, and whether the target is the argmax (the first of equal
-    logits) of all ids, and of those not `banned`. Float32, as many bfloat16 logits are equal."""
-    rows = rows_within(SLICE_BYTES.get(x.device.type, SLICE_BYTES["cuda"]), 4 * len(weight))
-    found, weight = [], weight.float()
+def score_targets(
+    x: Tensor, weight: Tensor, targets: Tensor, banned_ids: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three tensors (N,) for target ids (N,) after hidden states x (N, C), with a head of
+    weight (V, C): the target's log-probability in nats, whether it is the argmax of all ids, and
+    whether it is the argmax of those that are not banned. The argmax is the first of equal logits.
+    """
+    slice_bytes = GPU_SLICE_BYTES
+    if x.device.type == "cpu":
+        slice_bytes = CPU_SLICE_BYTES
+    num_rows = rows_within(slice_bytes, 4 * len(weight))
+    logprobs, is_argmax, is_allowed_argmax = [], [], []
+    # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
+    weight = weight.float()
     with torch.autocast(x.device.type, enabled=False):
-        for some, wanted in zip(x.float().split(rows), targets.split(rows), strict=True):
-            logits = F.linear(some, weight)  # (rows, V)
-            logprobs = logits.gather(1, wanted[:, None]).squeeze(1) - logits.logsumexp(-1)
-            hits = logits.argmax(-1) == wanted
-            logits[:, banned] = -torch.inf
-            found.append((logprobs, hits, logits.argmax(-1) == wanted))
-    return tuple(map(torch.cat, zip(*found, strict=True)))
+        for rows, ids in zip(x.float().split(num_rows), targets.split(num_rows), strict=True):
+            logits = F.linear(rows, weight)  # (rows, V)
+            target_logits = logits.gather(1, ids[:, None]).squeeze(1)
+            logprobs.append(target_logits - logits.logsumexp(-1))
+            is_argmax.append(logits.argmax(-1) == ids)
+            logits[:, banned_ids] = -torch.inf
+            is_allowed_argmax.append(logits.argmax(-1) == ids)
+    return torch.cat(logprobs), torch.cat(is_argmax), torch.cat(is_allowed_argmax)
+
+
+def merge_on_all(scores: dict[int, Score], process: Process) -> dict[int, Score]:
+    """Return the scores of all processes, on every process. Raise UserError if one is NaN."""
+    merged = dict(scores)
+    if process.world_size > 1:
+        of_each_process = [None] * process.world_size
+        dist.all_gather_object(of_each_process, scores)
+        for process_scores in of_each_process:
+            merged |= process_scores
+    # Comparisons with NaN are all false: argmax would call the first choice the best one.
+    if any(math.isnan(score.logprob + score.context_logprob) for score in merged.values()):
+        raise UserError("the model gives NaN (not a number) instead of a probability")
+    return merged
 
 
 @dataclass
-class ItemScorer(Scorer):
-    """Scorer of continuations, for benchmarks."""
+class Scorer:
+    """A model, and how to run it. All processes call each method with the same arguments and get
+    the same figures. A signal ends a method between two batches: Process.share raises Stopped."""
+
+    model: GPT
+    tokenizer: Tokenizer | None  # None where only the loss is needed
+    process: Process
+    dtype: torch.dtype  # autocast dtype of matmuls
+    batch_size: int
+    progress: Callable[[int], None] = lambda num_rows: None
+    """Called with the number of rows that were just scored."""
+
+    @torch.no_grad()
+    def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
+        """Return the mean loss in nats per token over the first `tokens` targets of a split.
+
+        Where the shards tell the size of their text, there is also bits_per_byte = loss / ln 2 /
+        (bytes of source text for a token of the whole split), by which runs with different
+        tokenizers can be compared.
+        """
+        self.model.eval()
+        num_sequences = sequences.count_within(tokens)
+        starts = range(self.batch_size, num_sequences, self.batch_size)
+        batches = np.array_split(np.arange(num_sequences), starts)
+        nats = torch.zeros(len(batches), dtype=torch.float64)  # sum over the targets of each batch
+        for place, batch, counts in self.process.share(batches):
+            # The last batch is filled up with sequences that do not count, as another shape would
+            # be compiled anew. Targets of -1 are left out of the mean.
+            filled = np.resize(batch, len(batches[0]))
+            inputs, targets = sequences.batch(filled)  # (B, T)
+            targets[len(batch) :] = -1
+            ids = torch.from_numpy(inputs).to(self.process.device)
+            target_ids = torch.from_numpy(targets).to(self.process.device)
+            with autocast(self.process.device, self.dtype):
+                loss = self.model(ids, target_ids)
+            if counts:
+                nats[place] = loss.item() * targets[: len(batch)].size
+        total_nats = self.process.sum_float64(nats).sum().item()
+        self.model.train()
+        scores = {"loss": total_nats / (num_sequences * sequences.block_size)}
+        bytes_per_token = sequences.stream.bytes_per_token
+        if bytes_per_token:
+            scores["bits_per_byte"] = scores["loss"] / math.log(2) / bytes_per_token
+        return scores
 
     @torch.no_grad()
     def score(
-        self, items: list[Item], banned: Sequence[str] = (), resized: bool = False
+        self, items: list[Item], banned_words: Sequence[str] = (), with_context: bool = False
     ) -> list[list[Score]]:
-        """Return a Score for each continuation of each item; `banned` are the words of
-        Score.greedy_filtered, `resized` scores the context too."""
+        """Return a Score for each continuation of each item. `banned_words` may not come first in
+        is_greedy_filtered; `with_context` scores the contexts, too. Raise UserError for NaN."""
         self.model.eval()
+        # Only a word that is one token can be banned as a first token.
+        encoded_words = [self.tokenizer.encode(f" {word}").tolist() for word in banned_words]
+        banned_ids = [ids[0] for ids in encoded_words if len(ids) == 1]
+
+        # Batches of rows of equal length, the longest first: if memory runs out, it does so at
+        # once and not after an hour.
         rows = pack(items, self.tokenizer, self.model.config.block_size)
-        rows.sort(key=lambda row: -row.length)
-        batches = []  # of rows of equal length
-        for _, group in groupby(rows, lambda row: row.length):
-            while batch := list(islice(group, self.batch_size)):
-                batches.append(batch)
-        words = [self.tokenizer.encode(" " + word).tolist() for word in banned]
-        ids = [word[0] for word in words if len(word) == 1]
-        n = sum(len(item.choices) for item in items)
-        table = torch.zeros(n, len(Score._fields), dtype=torch.float64)
+        rows.sort(key=lambda row: row.length, reverse=True)
+        batches: list[list[PackedItem]] = []
+        for row in rows:
+            is_new_length = not batches or batches[-1][0].length != row.length
+            if is_new_length or len(batches[-1]) == self.batch_size:
+                batches.append([])
+            batches[-1].append(row)
+
+        scores: dict[int, Score] = {}  # by place among the continuations of all items
         for _, batch, counts in self.process.share(batches):
-            scores = self.score_batch(batch, ids, resized)
+            batch_scores = self.score_batch(batch, banned_ids, with_context)
             if counts:
-                table[[row.first + i for row in batch for i in range(len(row.choices))]] = scores
+                for row, row_scores in zip(batch, batch_scores, strict=True):
+                    scores |= enumerate(row_scores, row.first_score)
             self.progress(len(batch) * self.process.world_size)
         self.model.train()
-        table = self.process.sum_float64(table)
-        if table.isnan().any():
-            raise UserError("the model gives NaN (not a number) instead of a probability")
-        columns = table.T.tolist()
-        kinds = Score.__annotations__.values()
-        found = map(Score, *(map(kind, x) for kind, x in zip(kinds, columns, strict=True)))
-        return [list(islice(found, len(item.choices))) for item in items]
+        scores = merge_on_all(scores, self.process)
 
-    def score_batch(self, rows: list[PackedItem], banned: list[int], resized: bool) -> Tensor:
-        """Return the fields of Score (choices, 7) for the continuations of a batch, in order."""
-        model, device = self.model, self.process.device
-        *inputs, spans = to_tensors(rows, resized)
-        idx, positions, mask = (x if x is None else x.to(device) for x in inputs)
-        b_index, t_index, targets = torch.tensor([*chain(*spans)], device=device).T  # (N,)
-        with autocast(device, self.dtype):
-            x = model.hidden(idx, positions=positions, mask=mask)  # (B, T, C)
-        weight = model.head_weight[: model.config.vocab_size]
-        found = score_targets(x[b_index, t_index], weight, targets, banned)
-        lengths = [len(span) for span in spans]
-        of_spans = zip(*(values.cpu().split(lengths) for values in found), strict=True)
-        scores = []
+        scores_of_items = []
+        start = 0
+        for item in items:
+            end = start + len(item.choices)
+            scores_of_items.append([scores[place] for place in range(start, end)])
+            start = end
+        return scores_of_items
+
+    def score_batch(
+        self, rows: list[PackedItem], banned_ids: list[int], with_context: bool
+    ) -> list[list[Score]]:
+        """Return a Score for each choice of each row."""
+        batch = make_batch(rows, with_context, self.process.device)
+        with autocast(self.process.device, self.dtype):
+            x = self.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
+        # Only hidden states that predict a target go through the head: logits of whole rows would
+        # be V / C = 65 times as large as their hidden states.
+        predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
+        weight = self.model.head_weight[: self.model.config.vocab_size]  # without padding
+        outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)
+        logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
+        logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
+
+        # Walk along the N targets in the order of Batch.
+        scores: list[list[Score]] = []
+        start = 0
         for row in rows:
-            nats, *_ = next(of_spans)
-            context = nats.double().sum(), len(nats)
-            for _ in row.choices:
-                nats, hits, filtered = next(of_spans)
-                greedy = hits.all(), filtered[0] and hits[1:].all(), hits[-1]
-                scores.append([nats.double().sum(), len(nats), *greedy, *context])
-        return torch.tensor(scores, dtype=torch.float64)
+            num_context_tokens = 0
+            if with_context:
+                num_context_tokens = len(row.context) - 1
+            context_end = start + num_context_tokens
+            context_logprob = logprobs[start:context_end].sum().item()
+            start = context_end
+            row_scores = []
+            for choice in row.choices:
+                end = start + len(choice)
+                score = Score(
+                    logprob=logprobs[start:end].sum().item(),
+                    num_tokens=len(choice),
+                    is_greedy=bool(is_argmax[start:end].all()),
+                    # words are banned as first token alone
+                    is_greedy_filtered=bool(
+                        is_allowed_argmax[start] and is_argmax[start + 1 : end].all()
+                    ),
+                    is_last_greedy=bool(is_argmax[end - 1]),
+                    context_logprob=context_logprob,
+                    num_context_tokens=num_context_tokens,
+                )
+                row_scores.append(score)
+                start = end
+            scores.append(row_scores)
+        return scores

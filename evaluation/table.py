@@ -1,27 +1,82 @@
-"""The table of evaluate.py."""
+"""The table that evaluate.py prints and convert.py puts into model cards, and the published figures
+of OpenAI's GPT-2 that stand beside the results."""
 
-from evaluation.published import VALIDATION
-from evaluation.tasks import Result, find_tasks
+from dataclasses import dataclass
+
+from evaluation.tasks import Result
+from model.config import SIZES
+
+# OpenAI did not release its evaluation code, and nobody has reproduced the paper's LAMBADA and CBT
+# figures: they are listed under the protocol that is closest to the paper's description.
+PAPER = "Radford et al. 2019, table 3"
+NANOGPT = "build-nanogpt's hellaswag.py and play.ipynb"
+HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
+TRANSFORMERS = "transformers issue 13761"
+ALIGNMENT = "<<<>><<"  # of the table's columns: n and value at the right
+
+
+@dataclass(frozen=True)
+class Published:
+    """Figures of OpenAI's GPT-2 for one metric."""
+
+    source: str
+    values: dict[str, float]
+    """By size, a key of SIZES; sizes without a figure are missing."""
+
+
+def from_paper(*values: float) -> Published:
+    """Return a column of the paper's table, which has all four sizes."""
+    return Published(PAPER, dict(zip(SIZES, values, strict=True)))
+
+
+PUBLISHED = {  # by task, protocol and metric; the protocol of "val" is the corpus
+    # on the first shard of build-nanogpt's FineWeb-Edu
+    ("val", "FineWeb-Edu", "loss"): Published(NANOGPT, {"gpt2": 3.2924}),
+    ("hellaswag", "build-nanogpt", "acc"): Published(NANOGPT, {"gpt2": 0.2859, "gpt2-xl": 0.3842}),
+    ("hellaswag", "build-nanogpt", "acc_norm"): Published(
+        NANOGPT, {"gpt2": 0.2955, "gpt2-medium": 0.3752, "gpt2-large": 0.4320, "gpt2-xl": 0.4893}
+    ),
+    ("hellaswag", "lm-eval", "acc"): Published(HARNESS, {"gpt2": 0.2892, "gpt2-xl": 0.4004}),
+    ("hellaswag", "lm-eval", "acc_norm"): Published(HARNESS, {"gpt2": 0.3114, "gpt2-xl": 0.5089}),
+    ("lambada", "lm-eval", "acc"): Published(HARNESS, {"gpt2": 0.3256}),
+    ("lambada", "lm-eval", "perplexity"): Published(HARNESS, {"gpt2": 40.06}),
+    ("lambada", "last token", "acc"): Published(TRANSFORMERS, {"gpt2": 0.4667}),
+    ("lambada", "stop words", "acc"): from_paper(0.4599, 0.5548, 0.6012, 0.6324),
+    ("cbt_cn", "from the blank", "acc"): from_paper(0.8765, 0.9235, 0.9345, 0.9330),
+    ("cbt_ne", "from the blank", "acc"): from_paper(0.834, 0.871, 0.880, 0.8905),
+}
 
 
 def format_table(results: list[Result], size: str) -> str:
-    """Format results as an aligned table, beside those published for a size of OpenAI's GPT-2."""
-    lines = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
-    tasks, marks = find_tasks(), {}  # marks by source
-    for r in results:
-        stderr, theirs = "" if r.stderr is None else f"± {r.stderr:.4f}", ""
-        figures = tasks[r.task].published if r.task in tasks else VALIDATION
-        if (r.protocol, r.metric, size) in figures:
-            value, source = figures[r.protocol, r.metric, size]
-            theirs = f"{value:.4f} {marks.setdefault(source, f'[{len(marks) + 1}]')}"
-        lines.append([r.task, r.protocol, r.metric, f"{r.n:,}", f"{r.value:.4f}", stderr, theirs])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    form = "  ".join(f"{{:{'>' if i in (3, 4) else '<'}{w}}}" for i, w in enumerate(widths))
-    notes = [f"{mark} {source}" for source, mark in marks.items()]
-    for r in results:
-        if r.ties:
+    """Format results as an aligned table, beside those published for a size of OpenAI's GPT-2, with
+    the sources of these below it, and the number of ties of each result that has some."""
+    rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
+    marks: dict[str, str] = {}  # "[1]", "[2]", ... by source
+    tie_notes = []
+    for result in results:
+        stderr = ""
+        if result.stderr is not None:
+            stderr = f"± {result.stderr:.4f}"
+        openai = ""
+        published = PUBLISHED.get((result.task, result.protocol, result.metric))
+        if published and size in published.values:
+            mark = marks.setdefault(published.source, f"[{len(marks) + 1}]")
+            openai = f"{published.values[size]:.4f} {mark}"
+        number = f"{result.n:,}"
+        value = f"{result.value:.4f}"
+        rows.append([result.task, result.protocol, result.metric, number, value, stderr, openai])
+        if result.ties:
             rule = "each best choice counts as its share"
-            if r.protocol.startswith("lm-eval"):
+            if result.protocol.startswith("lm-eval"):
                 rule = "the first best choice counts, as in the harness"
-            notes.append(f"{r.task}, {r.protocol}, {r.metric}: {r.ties:,} ties; {rule}")
-    return "\n".join([form.format(*line).rstrip() for line in lines] + notes)
+            name = f"{result.task}, {result.protocol}, {result.metric}"
+            tie_notes.append(f"{name}: {result.ties:,} ties; {rule}")
+
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, ALIGNMENT, widths, strict=True)
+        line = "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
+        lines.append(line.rstrip())
+    lines += [f"{mark} {source}" for source, mark in marks.items()]
+    return "\n".join(lines + tie_notes)

@@ -1,46 +1,56 @@
-"""Task, the base class of the benchmarks, its inputs and results, and the function that finds all.
+"""Task: the base class of the benchmarks, with the items that go in and the results that come out.
 
-A benchmark is added by one file in evaluation/benchmarks: a subclass of Task, and a list TASKS of
-its instances. train.py scores it if config/options.py has NAME_every and NAME_data. Imports no
-PyTorch.
+A benchmark turns each row of its data file into an Item: a context with several possible
+continuations. evaluation/scoring.py computes a Score for each continuation; the Task picks the best
+one by its rules. This file runs no model and imports no PyTorch, so that plot.py can name the
+benchmarks without it. The benchmarks themselves are in evaluation/benchmarks.py.
 """
 
 import json
-import pkgutil
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from evaluation import benchmarks
 from utils.errors import UserError
 
 
-class Item(NamedTuple):
+@dataclass(frozen=True)
+class Item:
     """A context and its possible continuations, of which choices[label] is right."""
 
     context: str
-    choices: tuple[str, ...]  # each begins with white space
+    choices: tuple[str, ...]
+    """Each begins with the white space that separates it from the context."""
     label: int = 0
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True)
+class Score:
     """A model's prediction of one continuation of a context."""
 
-    logprob: float  # of the whole continuation, in nats
-    tokens: int  # of the continuation
-    greedy: bool  # greedy decoding gives the continuation
-    greedy_filtered: bool  # greedy decoding gives it if no banned word can be the first token
-    last: bool  # the last token is the likeliest after those before it
-    context_logprob: float  # of the context after its first token, in nats; 0 unless requested
-    context_tokens: int  # tokens in context_logprob
+    logprob: float
+    """Log-probability of the whole continuation, in nats."""
+    num_tokens: int
+    """Tokens of the continuation."""
+    is_greedy: bool
+    """True if greedy decoding from the context writes the continuation."""
+    is_greedy_filtered: bool
+    """The same, if greedy decoding may not begin with a banned word."""
+    is_last_greedy: bool
+    """True if the last token is the likeliest one after all tokens before it."""
+    context_logprob: float
+    """Log-probability of the context after its first token, in nats; 0 unless requested."""
+    num_context_tokens: int
+    """Tokens in context_logprob."""
 
 
-class Result(NamedTuple):
-    """Value of one metric of a task under a named protocol, over n examples."""
+@dataclass(frozen=True)
+class Result:
+    """Value of one metric of a task under a named protocol, over n examples. evaluate.py writes its
+    fields as JSON, convert.py reads them for the model card."""
 
     task: str
     protocol: str
@@ -48,85 +58,119 @@ class Result(NamedTuple):
     n: int
     value: float
     stderr: float | None = None
-    ties: int = 0  # examples with several best choices
+    ties: int = 0
+    """Examples with several best choices."""
 
 
-TaskScores = tuple[list[Result], list[dict]]  # results, and rows of examples for --dump
-ValueOf = Callable[[str, Score], float]  # the continuation with the highest value is chosen
+TaskScores = tuple[list[Result], list[dict]]  # results, and one row per example for --dump
+# Scorer.score: scores of each item's choices; takes `banned_words` and `with_context`
+ScoreItems = Callable[..., list[list[Score]]]
 
 
-def mean_result(task: str, protocol: str, metric: str, values: Sequence[float]) -> Result:
-    """Return the mean of values, or the share of hits, and its standard error."""
+def mean_result(
+    task: str, protocol: str, metric: str, values: Sequence[float], ties: int = 0
+) -> Result:
+    """Return the mean of one value per example (for hits: their share) and its standard error."""
     n = len(values)
-    stderr = float(np.std(values, ddof=1)) / n**0.5 if n > 1 else None
-    return Result(task, protocol, metric, n, float(np.mean(values)), stderr)
+    stderr = None
+    if n > 1:
+        stderr = float(np.std(values, ddof=1)) / n**0.5
+    return Result(task, protocol, metric, n, float(np.mean(values)), stderr, ties)
 
 
 class Task:
-    """A benchmark. Subclasses set the attributes and define items(rows, protocol), which returns an
-    Item for each row, and either values or a score of their own."""
+    """A benchmark. A subclass sets the attributes and defines `items`; it overrides `values` if a
+    continuation is not chosen by its log-probability, `parse` if its file is not JSON lines."""
 
     name: str
-    order = 99  # position in lists and pictures
-    hub: dict[str, str]  # arguments of datasets.load_dataset
-    protocols: tuple[str, ...]  # ways to score; train.py logs the first
-    metric = "acc"  # metric of the first protocol that plot.py draws
-    values: dict[str, dict[str, ValueOf]]  # by protocol and metric; acc: logprob
-    resized = False  # True if values need the score of the context
-    published: dict = {}  # evaluation.published.Published
+    """Name for --tasks, in logs and in file names."""
+    hub: dict[str, str]
+    """Arguments of datasets.load_dataset."""
+    protocols: tuple[str, ...]
+    """Ways to prepare and score the same examples; train.py logs the first one."""
+    metric = "acc"
+    """Metric of the first protocol that plot.py draws."""
+    needs_context = False
+    """True if `values` reads context_logprob, for which the head is applied to more tokens."""
+
+    def items(self, rows: list[dict], protocol: str) -> list[Item]:
+        """Return an Item for each row."""
+        raise NotImplementedError
+
+    def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
+        """Return the value of a continuation by metric: the highest value is the model's choice."""
+        return {"acc": score.logprob}
 
     def parse(self, text: str) -> list[dict]:
-        """Return the rows of a file's text: JSON lines."""
+        """Return the rows of a data file from its text: JSON lines."""
         return [json.loads(line) for line in text.split("\n") if line.strip()]
 
     def read(self, path: Path | None = None) -> list[dict]:
-        """Return the rows of a file in the original format, or else of the hub."""
+        """Return the rows of a file in the original format; without a path, download them from the
+        Hugging Face hub. Raise UserError for rows that cannot be read or used."""
         try:
             if path:
                 rows = self.parse(path.read_text(encoding="utf-8"))
             else:
-                rows = list(import_module("datasets").load_dataset(**self.hub))
+                from datasets import load_dataset  # imports for seconds, and files do without
+
+                rows = list(load_dataset(**self.hub))
             assert rows, "no items"
+            # A row that lacks a field fails here, not in the middle of the scoring.
             for protocol in self.protocols:
                 for item in self.items(rows, protocol):
                     assert item.choices[item.label]
             return rows
         except Exception as error:
-            problem = f"{path or self.hub['path']} ({type(error).__name__}: {error})"
-            hint = "--data takes a file in the original format"
-            raise UserError(f"{self.name} could not be read from {problem}; {hint}") from error
+            source = path or self.hub["path"]
+            raise UserError(
+                f"{self.name} could not be read from {source} ({type(error).__name__}: {error}); "
+                "--data takes a file in the original format"
+            ) from error
 
-    def score(self, rows: list[dict], score: Callable, protocols: Sequence[str]) -> TaskScores:
-        """Choose a continuation for each item by each protocol; `score` is Scorer.score."""
-        results, examples, items, scores = [], [], [], []
+    def score(
+        self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
+    ) -> TaskScores:
+        """Score the rows under each protocol; `score_items` is Scorer.score."""
+        results: list[Result] = []
+        examples: list[dict] = []
+        scored_items: list[Item] = []
+        scores: list[list[Score]] = []
         for protocol in protocols:
-            previous, items = items, self.items(rows, protocol)
-            if items != previous:
-                scores = score(items, resized=self.resized)
-            about = {"task": self.name, "protocol": protocol}
-            found = [about | {"index": i, "label": item.label} for i, item in enumerate(items)]
-            metrics = {"acc": lambda choice, s: s.logprob} | self.values.get(protocol, {})
-            for metric, value_of in metrics.items():
-                credits = []  # of an example: the chance that one of its best choices is right
-                ties = 0
-                for example, item, choices in zip(found, items, scores, strict=True):
-                    values = list(map(value_of, item.choices, choices))
-                    example.setdefault("logprobs", values)
-                    best = np.flatnonzero(np.array(values) == max(values))
-                    ties += len(best) > 1
-                    example[f"pick_{metric}"] = int(best[0])
-                    if protocol.startswith("lm-eval"):
-                        best = best[:1]  # the harness takes the first
-                    credits.append(float(item.label in best) / len(best))
-                result = mean_result(self.name, protocol, metric, credits)
-                results.append(result._replace(ties=ties))
-            examples += found
+            items = self.items(rows, protocol)
+            # Protocols with the same texts differ only in how they choose. They share one pass of
+            # the model.
+            if items != scored_items:
+                scores = score_items(items, with_context=self.needs_context)
+                scored_items = items
+            protocol_results, protocol_examples = self.choose(protocol, items, scores)
+            results += protocol_results
+            examples += protocol_examples
         return results, examples
 
-
-@cache
-def find_tasks() -> dict[str, Task]:
-    """Return the tasks of all modules of evaluation/benchmarks by name, sorted by Task.order."""
-    modules = pkgutil.iter_modules(benchmarks.__path__, "evaluation.benchmarks.")
-    tasks = [task for module in modules for task in import_module(module.name).TASKS]
-    return {task.name: task for task in sorted(tasks, key=lambda task: task.order)}
+    def choose(self, protocol: str, items: list[Item], scores: list[list[Score]]) -> TaskScores:
+        """Choose a continuation for each item by each metric, and compare it with the label."""
+        examples: list[dict] = []
+        credits = defaultdict(list)  # by metric: for each example the chance of a right choice
+        ties = Counter()  # by metric: examples with several best choices
+        for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
+            example = {"task": self.name, "protocol": protocol, "index": index, "label": item.label}
+            choices = zip(item.choices, item_scores, strict=True)
+            values = [self.values(protocol, choice, score) for choice, score in choices]
+            example["logprobs"] = [by_metric["acc"] for by_metric in values]
+            for metric in values[0]:
+                metric_values = np.array([by_metric[metric] for by_metric in values])
+                best = np.flatnonzero(metric_values == metric_values.max())
+                if len(best) > 1:
+                    ties[metric] += 1
+                # For --dump, the first of equal choices. For the accuracy each of them counts as
+                # its share: otherwise a model of zeros would be right wherever the label is 0.
+                example[f"pick_{metric}"] = int(best[0])
+                if protocol.startswith("lm-eval"):
+                    best = best[:1]  # the harness has that bias
+                credits[metric].append(float(item.label in best) / len(best))
+            examples.append(example)
+        results = []
+        for metric, chances in credits.items():
+            results.append(mean_result(self.name, protocol, metric, chances, ties[metric]))
+        return results, examples

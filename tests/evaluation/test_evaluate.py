@@ -17,7 +17,7 @@ import evaluate
 from config.options import TrainConfig
 from data.file_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from evaluation.tasks import find_tasks
+from evaluation.benchmarks import BENCHMARKS
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -189,7 +189,7 @@ def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     except UserError as error:
         pytest.skip(str(error))
     full = tmp_path / "full.jsonl"
-    rows = find_tasks()["hellaswag"].read(SHARED / "data" / "hellaswag_val_1000.jsonl")
+    rows = BENCHMARKS["hellaswag"].read(SHARED / "data" / "hellaswag_val_1000.jsonl")
     with full.open("w") as file:
         for row in rows:
             file.write(json.dumps(with_all_fields(row)) + "\n")

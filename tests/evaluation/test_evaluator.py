@@ -88,8 +88,8 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
 
 
 def test_benchmarks_are_evenly_spaced_subsets_unless_full(make, monkeypatch):
-    monkeypatch.setattr(evaluator, "SUBSET", 5)
-    ((_, subset),), ((_, every),) = make().benchmarked, make(eval_full=True).benchmarked
+    monkeypatch.setattr(evaluator, "SUBSET_EXAMPLES", 5)
+    ((_, subset),), ((_, every),) = make().benchmark_rows, make(eval_full=True).benchmark_rows
     assert [row["text"][8:] for row in subset] == ["0", "2", "5", "8", "11"] and len(every) == 12
 
 

@@ -1,15 +1,14 @@
 import pytest
 
-from evaluation import benchmarks
-from evaluation.tasks import find_tasks
+from evaluation.benchmarks import BENCHMARKS
+from evaluation.table import PUBLISHED
 from utils.errors import UserError
 
-HELLASWAG, LAMBADA, CBT = (find_tasks()[name] for name in ("hellaswag", "lambada", "cbt_cn"))
+HELLASWAG, LAMBADA, CBT = (BENCHMARKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
 BOOK = """1 Tom had a dog .
 2 The dog ran to Ann .
 3 `` Where is the XXXXX ? '' said Ann .\tdog\t\tcat|dog|Ann
 """
-ROW = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
 
 
 def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
@@ -48,19 +47,7 @@ def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkey
         LAMBADA.read()
 
 
-def test_a_benchmark_is_added_by_one_file(tmp_path, monkeypatch):
-    code = (
-        "from evaluation.tasks import Task\n\nclass New(Task):\n    name = 'new'\n\nTASKS = [New()]"
-    )
-    (tmp_path / "a_new_one.py").write_text(code)
-    monkeypatch.setattr(benchmarks, "__path__", [*benchmarks.__path__, str(tmp_path)])
-    found = find_tasks.__wrapped__()
-    assert [*found] == ["hellaswag", "lambada", "cbt_cn", "cbt_ne", "new"] == [*find_tasks(), "new"]
-    assert not found["new"].published
-
-
-def test_published_figures_are_those_of_a_size_and_protocol():
-    assert HELLASWAG.published["build-nanogpt", "acc_norm", "gpt2"][0] == 0.2955
-    assert HELLASWAG.published["lm-eval", "acc_norm", "gpt2-xl"][0] == 0.5089
-    for name, task in find_tasks().items():
-        assert task.name == name and {p for p, *_ in task.published} <= {*task.protocols}
+def test_published_figures_are_those_of_a_benchmark_and_protocol():
+    assert PUBLISHED["hellaswag", "lm-eval", "acc_norm"].values["gpt2-xl"] == 0.5089
+    for task, protocol, _ in PUBLISHED.keys() - {("val", "FineWeb-Edu", "loss")}:
+        assert protocol in BENCHMARKS[task].protocols

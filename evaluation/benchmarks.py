@@ -1,0 +1,199 @@
+"""The benchmarks: HellaSwag, LAMBADA, and the Children's Book Test.
+
+To add one, write a subclass of Task here and put an instance into TASKS. train.py scores it, too,
+if config/options.py has the options NAME_every and NAME_data. docs/EVALUATION.md says what each
+protocol can be compared with. Figures of OpenAI's GPT-2 are in evaluation/table.py.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from evaluation.tasks import Item, Result, Score, ScoreItems, Task, TaskScores, mean_result
+
+
+def clean_wikihow(text: str) -> str:
+    """Remove WikiHow's bracketed marks from a text, exactly as lm-evaluation-harness does."""
+    text = text.strip().replace(" [title]", ". ")
+    text = re.sub(r"\[.*?\]", "", text)
+    return text.replace("  ", " ")
+
+
+class HellaSwag(Task):
+    """Choose the ending of a text (Zellers et al. 2019). The file is hellaswag_val.jsonl of
+    github.com/rowanz/hellaswag."""
+
+    name = "hellaswag"
+    hub = {"path": "Rowan/hellaswag", "split": "validation"}
+    protocols = ("build-nanogpt", "lm-eval")
+    metric = "acc_norm"
+
+    def items(self, rows: list[dict], protocol: str) -> list[Item]:
+        """Return each context with its endings. The protocol build-nanogpt takes the raw text, as
+        llm.c does. The others take that of lm-evaluation-harness (version 1.0 of its task):
+        activity, colon, context, without WikiHow's marks."""
+        items = []
+        for row in rows:
+            context = row["ctx"]
+            endings = row["endings"]
+            if protocol != "build-nanogpt":
+                if "ctx_a" in row:
+                    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+                context = clean_wikihow(context)
+                endings = [clean_wikihow(ending) for ending in endings]
+            choices = tuple(f" {ending}" for ending in endings)
+            items.append(Item(context, choices, int(row["label"])))
+        return items
+
+    def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
+        """Return the log-probability of an ending, and its mean per token, or per character and
+        per byte as in the harness."""
+        if protocol == "build-nanogpt":
+            return {"acc": score.logprob, "acc_norm": score.logprob / score.num_tokens}
+        ending = choice[1:]  # the harness counts without the space in front
+        return {
+            "acc": score.logprob,
+            "acc_norm": score.logprob / len(ending),
+            "acc_bytes": score.logprob / len(ending.encode()),
+        }
+
+    def score(
+        self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
+    ) -> TaskScores:
+        """Score as Task.score does. Some copies of the file lack `ctx_a` and the activity, which
+        the harness's prompt needs: their protocol gets another name, so that nobody compares it
+        with the harness."""
+        if not all("ctx_a" in row for row in rows):
+            protocols = [name.replace("lm-eval", "lm-eval, ctx alone") for name in protocols]
+        return super().score(rows, score_items, protocols)
+
+
+# The GPT-2 paper excludes stop words as last words of LAMBADA passages, but publishes no list. This
+# is the English list of Porter et al. that NLTK distributes, without contractions.
+STOP_WORDS = """i me my myself we our ours ourselves you your yours yourself yourselves he him his
+himself she her hers herself it its itself they them their theirs themselves what which who whom
+this that these those am is are was were be been being have has had having do does did doing a an
+the and but if or because as until while of at by for with about against between into through
+during before after above below to from up down in out on off over under again further then once
+here there when where why how all any both each few more most other some such no nor not only own
+same so than too very s t can will just don should now""".split()
+
+
+class Lambada(Task):
+    """Predict the last word of a passage (Paperno et al. 2016). The file is OpenAI's
+    lambada_test.jsonl. The three protocols read the same forward pass: all tokens of the word
+    greedily (lm-eval), its last token alone, or greedily without stop words as first token."""
+
+    name = "lambada"
+    hub = {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"}
+    protocols = ("lm-eval", "last token", "stop words")
+
+    def items(self, rows: list[dict], protocol: str) -> list[Item]:
+        """Return each passage with its last word, split as in lm-evaluation-harness, but without
+        white space after the word, which OpenAI's file does not have and some copies do."""
+        items = []
+        for row in rows:
+            context, _, word = row["text"].rstrip().rpartition(" ")
+            items.append(Item(context, (f" {word}",)))
+        return items
+
+    def score(
+        self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
+    ) -> TaskScores:
+        """Score the last words; there is nothing to choose from, so ties cannot occur."""
+        items = self.items(rows, protocols[0])
+        scores = [choices[0] for choices in score_items(items, banned_words=STOP_WORDS)]
+        hits_by_protocol = {
+            "lm-eval": [score.is_greedy for score in scores],
+            "last token": [score.is_last_greedy for score in scores],
+            "stop words": [score.is_greedy_filtered for score in scores],
+        }
+        results = []
+        for protocol in self.protocols:
+            if protocol not in protocols:
+                continue
+            results.append(mean_result(self.name, protocol, "acc", hits_by_protocol[protocol]))
+            if protocol == "lm-eval":
+                results.append(self.perplexity([-score.logprob for score in scores]))
+        examples = []
+        for index, score in enumerate(scores):
+            example = {
+                "task": self.name,
+                "index": index,
+                "logprob": score.logprob,
+                "tokens": score.num_tokens,
+                "greedy": score.is_greedy,
+                "greedy_filtered": score.is_greedy_filtered,
+                "last": score.is_last_greedy,
+            }
+            examples.append(example)
+        return results, examples
+
+    def perplexity(self, word_nats: list[float]) -> Result:
+        """Return the perplexity per word, exp of the mean nats of a word. Its standard error is
+        that of the mean times exp's derivative, as in lm-evaluation-harness."""
+        nats = mean_result(self.name, "lm-eval", "perplexity", word_nats)
+        perplexity = float(np.exp(nats.value))
+        stderr = None
+        if nats.stderr is not None:
+            stderr = perplexity * nats.stderr
+        return replace(nats, value=perplexity, stderr=stderr)
+
+
+class ChildrensBookTest(Task):
+    """Choose the word for a blank in a book (Hill et al. 2016), as in Radford et al. 2019, section
+    3.2. The files are those of CBTest, by kind of word: common nouns (CN), named entities (NE)."""
+
+    protocols = ("full sequence", "from the blank")
+    needs_context = True
+
+    def __init__(self, name: str, configuration: str) -> None:
+        self.name = name
+        # The validation split, as in the paper: a book of the test split, The Jungle Book,
+        # is in GPT-2's training data.
+        self.hub = {"path": "cam-cst/cbt", "name": configuration, "split": "validation"}
+
+    def parse(self, text: str) -> list[dict]:
+        """Return the rows of CBTest's format: 20 numbered lines of context, then the question's.
+        That has the question (XXXXX is the blank), a tab, the answer, two tabs, and candidates
+        separated by bars."""
+        rows = []
+        for numbered_lines in re.split(r"^1 ", text, flags=re.MULTILINE)[1:]:
+            lines = re.split(r"\s*\n\d+ ", numbered_lines.strip())
+            columns = lines[-1].split("\t")
+            row = {
+                "sentences": lines[:-1],
+                "question": columns[0],
+                "answer": columns[1],
+                "options": columns[-1].split("|"),
+            }
+            rows.append(row)
+        return rows
+
+    def items(self, rows: list[dict], protocol: str) -> list[Item]:
+        """Return the text up to the blank, and each candidate with the question's end after it."""
+        items = []
+        for row in rows:
+            before, after = row["question"].split("XXXXX", 1)
+            context = " ".join(row["sentences"] + [before]).rstrip()
+            choices = tuple(f" {option}{after}" for option in row["options"])
+            items.append(Item(context, choices, row["options"].index(row["answer"])))
+        return items
+
+    def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
+        """Return the mean log-probability of all tokens, or the sum of those from the blank on."""
+        if protocol == "from the blank":
+            return {"acc": score.logprob}
+        num_tokens = score.num_context_tokens + score.num_tokens
+        return {"acc": (score.context_logprob + score.logprob) / num_tokens}
+
+
+TASKS = (
+    HellaSwag(),
+    Lambada(),
+    ChildrensBookTest("cbt_cn", "CN"),
+    ChildrensBookTest("cbt_ne", "NE"),
+)
+BENCHMARKS = {task.name: task for task in TASKS}  # in the order of lists and pictures
