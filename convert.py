@@ -15,7 +15,8 @@ from pathlib import Path
 
 from config.options import DERIVED, TrainConfig, resolve_from_recipe
 from config.recipes import Recipe
-from data.file_tokenizer import CHAT_TEMPLATE, save_tokenizer
+from data.export_tokenizer import save_tokenizer
+from data.file_tokenizer import CHAT_TEMPLATE
 from data.tokenizer import load_tokenizer
 from evaluation.table import format_table
 from evaluation.tasks import Result

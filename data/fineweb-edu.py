@@ -27,19 +27,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import numpy as np
 from tqdm import tqdm
 
-from data.file_tokenizer import FileTokenizer, read_tokenizer
+from data.file_tokenizer import read_tokenizer
 from data.sharder import PIECES, Document, Sharder
-from data.shards import bytes_per_token
 from data.source import Skipped, Source, list_files
-from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER, TOKENIZERS, FileTokenizer, Tokenizer, load_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 
-# options that a folder keeps, in its manifest
-SETTINGS = ("text_column", "tokens_column", "shard_size", "format", "val_fraction")
-SETTINGS += ("worker_index", "worker_count")
-SAMPLES = {"sample-10BT": 10**10, "sample-100BT": 10**11, "sample-350BT": 35 * 10**10}  # tokens
+# Options that a folder keeps in its manifest: with other values its next shards would not follow
+# from those that are there. --num_workers and --max_shards change no token.
+SETTINGS = (
+    "text_column",
+    "tokens_column",
+    "shard_size",
+    "format",
+    "val_fraction",
+    "worker_index",
+    "worker_count",
+)
 
 
 @dataclass
@@ -83,169 +89,217 @@ class DataConfig:
 
 
 def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> Document | Skipped:
-    """Return the document of a text."""
+    """Return the document of a text; Skipped for a value that holds no text."""
     if not isinstance(text, str):
         return Skipped("without text")
     if not text.strip():
         return Skipped("empty")
     try:
-        content = text.encode()
-        tokens = tokenizer.encode(text)
-    except ValueError:  # lone surrogates
+        utf8 = text.encode()
+        ids = tokenizer.encode(text)
+    except ValueError:  # half of a surrogate pair, as JSON may write one
         return Skipped("not tokenizable")
-    document = make_document(tokenizer, val_fraction, content, tokens)
-    document.lost = tokenizer.lost_text(text, tokens)
+    document = make_document(tokenizer, val_fraction, utf8, ids)
+    document.lost = tokenizer.lost_text(text, ids)
     return document
 
 
-def read_ids(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document | Skipped:
-    """Return the document of a row of token ids. End of text at its ends is not repeated; within,
-    it separates documents. Raises UserError if the row holds something else."""
-    if row is None:
+def read_ids(tokenizer: Tokenizer, val_fraction: float, ids: object) -> Document | Skipped:
+    """Return the document of a row of token ids; raise UserError if it holds something else. End of
+    text at its ends is not repeated; within, it separates documents."""
+    if ids is None:
         return Skipped("without text")
-    if not isinstance(row, list) or not all(
-        type(i) is int and 0 <= i < tokenizer.vocab_size for i in row
-    ):
+    is_valid = isinstance(ids, list) and all(
+        type(token) is int and 0 <= token < tokenizer.vocab_size for token in ids
+    )
+    if not is_valid:
         raise UserError(
             f"--tokens_column has to hold lists of token ids of {tokenizer.name}, see --tokenizer, "
-            f"and not, as here, {row!r:.60}; --text_column names a column of texts"
+            f"and not, as here, {ids!r:.60}; --text_column names a column of texts"
         )
-    ids = row[1:] if row[:1] == [tokenizer.eot] else row
+    if ids[:1] == [tokenizer.eot]:
+        ids = ids[1:]
     if ids[-1:] == [tokenizer.eot]:
         ids = ids[:-1]
-    content = tokenizer.decode_bytes(ids)
-    if not content.strip():
+    utf8 = tokenizer.decode_bytes(ids)
+    if not utf8.strip():
         return Skipped("empty")
-    return make_document(tokenizer, val_fraction, content, np.array(ids, np.uint16))
+    return make_document(tokenizer, val_fraction, utf8, np.array(ids, np.uint16))
 
 
 def make_document(
-    tokenizer: Tokenizer, val_fraction: float, content: bytes, tokens: np.ndarray
+    tokenizer: Tokenizer, val_fraction: float, utf8: bytes, ids: np.ndarray
 ) -> Document:
-    """Return the document of a text in UTF-8 and its tokens, in the split that its hash chooses."""
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    in_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
-    tokens = np.append(np.array([tokenizer.eot], np.uint16), tokens)
-    return Document("val" if in_val else "train", tokens, len(content))
+    """Return the document of a text, with its ids (n,), in train or validation.
+
+    A hash of the text chooses the split. Unlike a random number or every n-th document, it does not
+    depend on the order of the source, on workers or on where a run continues, and a copy of a
+    validation document is never trained on.
+    """
+    digest = hashlib.blake2b(utf8, digest_size=8).digest()
+    is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
+    tokens = np.append(np.uint16(tokenizer.eot), ids)
+    return Document(tokens, 0 if is_val else len(tokens), len(utf8))
 
 
 def tokenize_batches(
     config: DataConfig, source: Source, tokenizer: Tokenizer, position: dict | None
 ) -> Iterator[tuple[dict, list[Document | Skipped]]]:
-    """Yield position and documents of each batch in order, as a thread pool tokenizes them."""
-
+    """Yield position and documents of each batch of rows in order, as threads tokenize them."""
     read = read_ids if config.tokens_column else tokenize
 
     def tokenize_batch(rows: list) -> list[Document | Skipped]:
         documents = []
         for row in rows:
-            if not isinstance(row, Skipped):
+            if not isinstance(row, Skipped):  # the source may have skipped it already
                 row = read(tokenizer, config.val_fraction, row)
             documents.append(row)
         return documents
 
     pending: deque[tuple[dict, Future]] = deque()
-    workers = ThreadPoolExecutor(config.num_workers)  # tiktoken releases the GIL
+    workers = ThreadPoolExecutor(config.num_workers)  # tokenizers release the interpreter lock
     try:
-        for before, texts in source.batches(position):
-            pending.append((before, workers.submit(tokenize_batch, texts)))
-            if len(pending) > 3 * config.num_workers:
-                before, task = pending.popleft()
-                yield before, task.result()
-        yield from ((before, task.result()) for before, task in pending)
+        for batch_position, rows in source.batches(position):
+            pending.append((batch_position, workers.submit(tokenize_batch, rows)))
+            if len(pending) > 3 * config.num_workers:  # keep the threads busy, and memory small
+                batch_position, task = pending.popleft()
+                yield batch_position, task.result()
+        for batch_position, task in pending:
+            yield batch_position, task.result()
     finally:
         workers.shutdown(cancel_futures=True)
+
+
+def read_documents(
+    batches: Iterator[tuple[dict, list[Document | Skipped]]], first: int, skipped: Counter
+) -> Iterator[Document]:
+    """Yield the documents of batches, from row `first` of the first batch on, with their position.
+    Count the rows between them in `skipped`, by reason."""
+    for batch_position, rows in batches:
+        for index in range(first, len(rows)):
+            row = rows[index]
+            if isinstance(row, Skipped):
+                skipped[row.reason] += 1
+                continue
+            row.position = {"source": batch_position, "documents": index}
+            row.skipped = dict(skipped)
+            yield row
+        first = 0
+
+
+def mark_last(documents: Iterator[Document]) -> Iterator[tuple[Document, bool]]:
+    """Yield each document, with True if it is the last one. Reads one document ahead."""
+    document = next(documents, None)
+    while document is not None:
+        next_document = next(documents, None)
+        yield document, next_document is None
+        document = next_document
 
 
 def write_shards(
     config: DataConfig, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full."""
-    manifest, start = sharder.manifest, sharder.manifest["state"]
-    first, written = start["documents"], start["tokens"]  # in the first batch and document
-    total = config.max_shards and config.max_shards * config.shard_size
-    lag = 0.1 if sys.stderr.isatty() else 60  # seconds between two updates of the bar
-    bar = tqdm(total=total, unit="tok", unit_scale=True, delay=lag, mininterval=lag)
-    bar.update(sharder.tokens)
-    last = None  # the newest document, written once the next one is there
-    skipped: Counter[str] = Counter()  # after it: a run that continues at `last` counts them again
-    for before, documents in tokenize_batches(config, source, tokenizer, start["source"]):
-        for n, document in enumerate(documents[first:], first):
-            if isinstance(document, Skipped):
-                skipped[document.reason] += 1
-                continue
-            if document.lost and not config.allow_loss:
-                raise UserError(
-                    f"{tokenizer.name} loses {len(document.lost):,} characters of a text, as "
-                    f"{''.join(dict.fromkeys(document.lost))[:20]!r}; take another --tokenizer, or "
-                    "shard what is left by --allow_loss"
-                )
-            if last and not sharder.write(*last):
-                return False
-            manifest["skipped"] = Counter(manifest["skipped"]) + skipped
-            if written == 0:  # else a run that ended within the document has counted it
-                manifest["documents"] += 1
-                manifest["lost_bytes"] += len(document.lost.encode())
-            skipped.clear()
-            bar.update(len(document.tokens) - written)
-            last = document, written, {"source": before, "documents": n}
-            written = 0
-        first = 0
-    val_fraction = config.val_fraction if config.worker_count == 1 else 0
-    if last and not sharder.write_last(*last, val_fraction):
-        return False
-    manifest["skipped"] = Counter(manifest["skipped"]) + skipped
+    state = sharder.manifest["state"]
+    skipped = Counter(sharder.manifest["skipped"])
+    batches = tokenize_batches(config, source, tokenizer, state["source"])
+    documents = read_documents(batches, state["documents"], skipped)
+    max_tokens = config.max_shards and config.max_shards * config.shard_size
+    seconds = 0.1 if sys.stderr.isatty() else 60  # between two updates of the bar
+    bar = tqdm(total=max_tokens, unit="tok", unit_scale=True, delay=seconds, mininterval=seconds)
+    bar.update(sharder.num_tokens)
+    num_written = state["tokens"]  # of the first document, by an earlier run
+    for document, is_last in mark_last(documents):
+        if document.lost and not config.allow_loss:
+            characters = "".join(dict.fromkeys(document.lost))  # each one once
+            raise UserError(
+                f"{tokenizer.name} loses {len(document.lost):,} characters of a text, as "
+                f"{characters[:20]!r}; take another --tokenizer, or shard what is left by "
+                "--allow_loss"
+            )
+        if is_last and config.val_fraction and config.worker_count == 1:
+            # one book has no document for validation; of several workers, another may have some
+            document = sharder.hold_out_of(document, config.val_fraction)
+        bar.update(len(document.tokens) - num_written)
+        if not sharder.write(document, num_written):
+            return False
+        num_written = 0
+    sharder.manifest["skipped"] = dict(skipped)  # also those after the last document
     return True
 
 
-def prepare(config: DataConfig) -> tuple[dict, int]:
+def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
     spec = config.tokenizer
     if spec not in TOKENIZERS:
         spec = read_tokenizer(Path(spec), config.end_of_text)
     tokenizer = load_tokenizer(spec)
-    sizes = list_files(config.input) if config.input else {}
-    hub, worker = (config.dataset, config.remote_name), (config.worker_index, config.worker_count)
-    source = Source(list(sizes), *hub, config.tokens_column or config.text_column, *worker)
+    file_sizes = list_files(config.input) if config.input else {}
+    source = Source(
+        files=list(file_sizes),
+        dataset=config.dataset,
+        remote_name=config.remote_name,
+        column=config.tokens_column or config.text_column,
+        worker_index=config.worker_index,
+        worker_count=config.worker_count,
+    )
     settings = {name: getattr(config, name) for name in SETTINGS}
-    settings |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    settings["tokenizer"] = tokenizer.name
+    settings["vocab_size"] = tokenizer.vocab_size
+    settings["eot"] = tokenizer.eot
+    settings["source"] = list(config.input) or [config.dataset, config.remote_name]
+    settings["files"] = file_sizes
     if isinstance(tokenizer, FileTokenizer):
         settings["end_of_text"] = tokenizer.end_of_text
-    settings |= {"eot": tokenizer.eot, "source": list(config.input or hub), "files": sizes}
-    lock = lock_folder(config.local_dir, "sharding into")
+    lock = lock_folder(folder, "sharding into")
     try:
-        sharder = Sharder(config.local_dir, settings, config.max_shards)
+        sharder = Sharder(folder, settings, config.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
-            with atomic_write(config.local_dir / TOKENIZER) as file:
-                file.write(tokenizer.json.encode())
+            with atomic_write(folder / TOKENIZER) as file:
+                file.write(tokenizer.tokenizer_json.encode())
         manifest = sharder.manifest
-        if manifest["complete"] or (manifest["stopped"] and sharder.full):
+        if manifest["complete"] or (manifest["stopped"] and sharder.is_full):
             return manifest, 0
-        whole_sample = not config.input and config.worker_count == 1
-        sharder.reopen(SAMPLES.get(config.remote_name) if whole_sample else None)
-        before = sharder.tokens
-        complete = not sharder.full and write_shards(config, source, sharder, tokenizer)
-        if complete and not manifest["documents"]:
+        sharder.reopen()
+        num_before = sharder.num_tokens
+        is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
+        if is_complete and not manifest["documents"]:
             raise UserError(
                 f"{settings['source'][0]} holds no text for this worker; skipped: "
                 f"{describe_skipped(manifest)}"
             )
-        sharder.end(complete)
+        sharder.end(is_complete)
     finally:
         os.close(lock)
-    return manifest, sharder.tokens - before
+    return manifest, sharder.num_tokens - num_before
 
 
 def describe_skipped(manifest: dict) -> str:
     """Return how many rows were skipped, for each reason."""
-    return ", ".join(f"{n:,} {why}" for why, n in manifest["skipped"].items()) or "none"
+    counts = [f"{count:,} {reason}" for reason, count in manifest["skipped"].items()]
+    return ", ".join(counts) or "none"
 
 
-def describe_validation(manifest: dict) -> str:
-    """Return what the validation text is."""
+def report(manifest: dict) -> None:
+    """Print what a folder of shards holds."""
+    print(f"documents: {manifest['documents']:,}; skipped: {describe_skipped(manifest)}")
+    print(f"tokenizer: {manifest['tokenizer']}")
+    for split in ("train", "val"):
+        sizes = [entry["tokens"] for entry in manifest["shards"] if entry["split"] == split]
+        num_tokens = sum(sizes)
+        line = f"{split}: {num_tokens:,} tokens; shards: {len(sizes)}"
+        if num_tokens:
+            line += f"; {manifest['bytes'][split] / num_tokens:.2f} bytes per token"
+        print(line)
+    if manifest["lost_bytes"]:
+        share = manifest["lost_bytes"] / sum(manifest["bytes"].values())
+        print(f"lost: {share:.2%} of the bytes, which {manifest['tokenizer']} does not give back")
     if manifest.get("held_out"):
-        return f"{PIECES} pieces, spread over the last text"
-    return "documents chosen by hash"
+        print(f"validation: {PIECES} pieces, spread over the last text")
+    elif num_tokens:
+        print("validation: documents chosen by hash")
+    else:
+        print("validation: none")
 
 
 def main(config: DataConfig) -> None:
@@ -253,27 +307,15 @@ def main(config: DataConfig) -> None:
         raise UserError("--shard_size, --num_workers and --max_shards must be at least 1")
     if not (0 <= config.val_fraction < 1 and 0 <= config.worker_index < config.worker_count):
         raise UserError("--val_fraction must be in [0, 1), --worker_index in [0, --worker_count)")
-    if config.local_dir is None:
-        config.local_dir = Path("data/edu_fineweb10B")
-        if config.input:
-            config.local_dir = Path("data", Path(config.input[0]).name.split(".")[0] or "text")
-    began = time.time()
-    manifest, new = prepare(config)
-    seconds = time.time() - began
-    state = "complete" if manifest["complete"] else "stopped at --max_shards"
-    print(f"{config.local_dir}: {state}")
-    print(f"documents: {manifest['documents']:,}; skipped: {describe_skipped(manifest)}")
-    print(f"tokenizer: {manifest['tokenizer']}")
-    for split in ("train", "val"):
-        sizes = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == split]
-        rate = bytes_per_token([manifest], split)
-        text = f"; {rate:.2f} bytes per token" if rate else ""
-        print(f"{split}: {sum(sizes):,} tokens; shards: {len(sizes)}{text}")
-    if manifest.get("lost_bytes"):
-        share = manifest["lost_bytes"] / sum(manifest["bytes"].values())
-        print(f"lost: {share:.2%} of the bytes, which {manifest['tokenizer']} does not give back")
-    print(f"validation: {describe_validation(manifest) if sizes else 'none'}")
-    print(f"{new:,} new tokens in {seconds:.1f} s ({new / seconds / 1e6:.2f} M/s)")
+    folder = config.local_dir or Path("data/edu_fineweb10B")
+    if config.local_dir is None and config.input:
+        folder = Path("data", Path(config.input[0]).name.split(".")[0] or "text")
+    start = time.time()
+    manifest, num_new = prepare(config, folder)
+    seconds = time.time() - start
+    print(f"{folder}: {'complete' if manifest['complete'] else 'stopped at --max_shards'}")
+    report(manifest)
+    print(f"{num_new:,} new tokens in {seconds:.1f} s ({num_new / seconds / 1e6:.2f} M/s)")
 
 
 if __name__ == "__main__":

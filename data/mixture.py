@@ -1,9 +1,14 @@
 """Mixture of corpora by weights: which sequence each position of the data order is.
 
-Weights are whole shares of a period of positions, which repeats. Of any first n positions, each
-corpus has its share of n to within one sequence, and runs through its own order, epoch by epoch. So
-a batch stays a pure function of (seed, step). Folders without weights are one corpus, in the order
-of data/loader.py.
+The one idea: positions come in periods. In a period of P positions each corpus has a whole number
+of places, its share, and the places are spread evenly; the next period repeats them. With 0.75 and
+0.25, P is 4 and the places are a, a, b, a or the like. The k-th place of a corpus, counted over all
+periods, is the k-th sequence of its own data order (data/loader.py). So a batch stays a pure
+function of (seed, step), and of any first n positions each corpus has its share of n to within one
+sequence. Drawing the corpus of each position by chance would give shares that are right in the mean
+only.
+
+Folders without weights are one corpus, in the order of data/loader.py.
 """
 
 import math
@@ -15,19 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data.loader import Sequences, TokenStream
-from data.shards import corpus_name
+from data.loader import Sequences, shift
+from data.shards import ShardFolder, TokenStream, open_folder
 from utils.errors import UserError
 
 LONGEST_PERIOD = 1_000_000  # positions; finding their corpora takes some seconds
-
-
-def read_weight(text: str) -> Fraction | None:
-    """Return a weight exactly; None for other text, as a path may hold a colon, too."""
-    try:
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        return None
 
 
 @dataclass(frozen=True)
@@ -39,67 +36,85 @@ class Corpus:
 
 
 def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
-    """Return the corpora of --data_dir; their weights add up to 1. FOLDER:WEIGHT is one corpus,
-    folders without weights are one together. Raises UserError where some have a weight."""
-    names = [str(name) for name in data_dir]
+    """Return the corpora of --data_dir; their weights add up to 1.
+
+    FOLDER:WEIGHT is a corpus, folders without weights are one together. Raises UserError if some
+    folders have a weight and others do not.
+    """
+    folders = [Path(name) for name in data_dir]
     corpora = []
-    for name in names:
+    for name in map(str, data_dir):
         folder, _, suffix = name.rpartition(":")
-        weight = read_weight(suffix)
-        if folder and weight is not None:
+        try:
+            weight = Fraction(suffix)  # exact, also for 0.1
+        except (ValueError, ZeroDivisionError):  # no number: a path may hold a colon, too
+            continue
+        if folder:
             corpora.append(Corpus([Path(folder).expanduser()], weight))
     if not corpora:
-        return [Corpus([Path(name) for name in names], Fraction(1))]
-    if len(corpora) < len(names) or min(corpus.weight for corpus in corpora) <= 0:
+        return [Corpus(folders, Fraction(1))]
+    if len(corpora) < len(folders) or min(corpus.weight for corpus in corpora) <= 0:
         raise UserError("--data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
     total = sum(corpus.weight for corpus in corpora)
     return [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
 
 
 def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corpus of each place in a period of sum(shares) places, and the number of earlier
-    places of the same corpus, int64 (sum(shares),) each.
+    """Return the corpus of each place in a period of P = sum(shares) places, and its rank, the
+    number of earlier places of the same corpus in the period; int64 (P,) each.
 
-    Of the first n places corpus i has less than one more or less than n * shares[i] / sum(shares).
-    So its c-th place (from 0) may stand from place floor(c / weight) on, and has to stand before
-    ceil((c + 1) / weight). The earliest of these deadlines first meets all of them (Baruah et al.
-    1996, proportionate fairness; one processor). Whole numbers keep it exact.
+    Of the first n places corpus i is to have n * shares[i] / P, off by less than one. So its c-th
+    place (from 0) may stand from place floor(c * P / shares[i]) on, and has to stand before
+    ceil((c + 1) * P / shares[i]), its deadline. Taking the earliest deadline first meets all of
+    them (Baruah et al. 1996, proportionate fairness, on one processor). Whole numbers keep it
+    exact.
     """
     period = sum(shares)
-    counts = [0] * len(shares)
-    corpora, ranks = np.empty((2, period), np.int64)
+    counts = [0] * len(shares)  # places of each corpus so far
+    corpus_of_place = np.empty(period, np.int64)
+    rank_of_place = np.empty(period, np.int64)
     for place in range(period):
-        first, first_deadline = None, math.inf
+        first_deadline = math.inf
         for i, share in enumerate(shares):
             may_stand = counts[i] * period < (place + 1) * share
-            deadline = -(-(counts[i] + 1) * period // share)
+            deadline = -(-(counts[i] + 1) * period // share)  # rounded up
             if may_stand and deadline < first_deadline:
-                first, first_deadline = i, deadline
-        corpora[place], ranks[place] = first, counts[first]
-        counts[first] += 1
-    return corpora, ranks
+                first_deadline = deadline
+                corpus = i
+        corpus_of_place[place] = corpus
+        rank_of_place[place] = counts[corpus]
+        counts[corpus] += 1
+    return corpus_of_place, rank_of_place
 
 
 class Mixture:
-    """The corpora of --data_dir, of one split, cut into sequences. Sequence ids count through them
-    one after the other. Raises UserError for a damaged folder, or for several tokenizers."""
+    """The corpora of --data_dir, of one split, cut into sequences. Sequence ids count through the
+    corpora one after the other. Raises UserError for a damaged folder, or for folders that cannot
+    be read together."""
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
         self.block_size = block_size
         self.weights = [float(corpus.weight) for corpus in corpora]
-        self.parts = []
+        self.parts: list[Sequences] = []
+        """Sequences of each corpus."""
+        all_folders: list[ShardFolder] = []
         for corpus in corpora:
-            self.parts.append(Sequences(TokenStream(corpus.folders, split), block_size))
-        all_folders = [folder for corpus in corpora for folder in corpus.folders]
-        self.stream = TokenStream(all_folders, split)
-        self.names = [corpus_name(corpus.folders[0]) for corpus in corpora]
-        if len(set(self.names)) < len(self.names):
-            self.names = [str(corpus.folders[0]) for corpus in corpora]
-        self.starts = np.cumsum([0, *map(len, self.parts)])  # of the ids of each corpus
+            folders = [open_folder(path, split) for path in corpus.folders]
+            self.parts.append(Sequences(TokenStream(folders), block_size))
+            all_folders += folders
+        self.stream = TokenStream(all_folders)
+        """All tokens, whatever their corpus."""
+        first_folders = [part.stream.folders[0] for part in self.parts]
+        self.names = [folder.name for folder in first_folders]
+        if len(set(self.names)) < len(self.names):  # a/shards and b/shards
+            self.names = [str(folder.path) for folder in first_folders]
+        self.starts = np.cumsum([0, *map(len, self.parts)])
+        """Id of the first sequence of each corpus; last, the number of sequences."""
         self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
+        """Positions after which the places of the corpora repeat."""
         self.shares = [int(corpus.weight * self.period) for corpus in corpora]
-        """Positions of each corpus in a period."""
+        """Places of each corpus in a period."""
         if self.period > LONGEST_PERIOD:
             raise UserError(
                 "--data_dir: give weights of at most six digits, or whole numbers that add up to "
@@ -108,51 +123,55 @@ class Mixture:
 
     @cached_property
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Corpus and rank of each position in a period, as assign_places returns them."""
+        """Corpus and rank of each place in a period, int64 (period,) each."""
         return assign_places(self.shares)
 
-    @property
-    def title(self) -> str:
-        """Names of the corpora, of several with their shares."""
-        if len(self.names) == 1:
-            return self.names[0]
-        names = [Path(name).name for name in self.names]
-        shares = [f"{100 * weight:.4g} %" for weight in self.weights]
-        return ", ".join(f"{x} of {y}" for x, y in zip(shares, names, strict=True))
-
-    def epochs(self, tokens: int) -> tuple[float, str]:
-        """Return how often `tokens` tokens of training see the corpus that they see most often, and
-        its name."""
-        corpora = zip(self.weights, self.parts, self.names, strict=True)
-        return max((weight * tokens / len(part.stream), name) for weight, part, name in corpora)
-
-    def describe_epochs(self, tokens: int) -> str:
-        """Return the epochs of `tokens` tokens of training in words, which name the corpus that is
-        meant where there are several."""
-        epochs, name = self.epochs(tokens)
-        corpus = f" of {name}, the corpus seen most often" if len(self.parts) > 1 else ""
-        return f"{epochs:,.2f} epochs{corpus}"
-
-    def where(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the corpus, and the position in its own order, of positions (N,)."""
-        corpora, ranks = self.places
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the corpus of each position, and its position in that corpus' own order, int64
+        (N,) each, for positions (N,) of the data order."""
+        corpus_of_place, rank_of_place = self.places
         periods, places = np.divmod(positions, self.period)
-        corpus = corpora[places]
-        return corpus, periods * np.array(self.shares)[corpus] + ranks[places]
+        corpus = corpus_of_place[places]
+        return corpus, periods * np.array(self.shares)[corpus] + rank_of_place[places]
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
-        corpus, corpus_positions = self.where(positions)
+        corpus, corpus_positions = self.locate(positions)
         ids = np.empty_like(corpus_positions)
         for i, part in enumerate(self.parts):
-            ids[corpus == i] = self.starts[i] + part.order(corpus_positions[corpus == i], seed)
+            chosen = corpus == i
+            ids[chosen] = self.starts[i] + part.order(corpus_positions[chosen], seed)
         return ids
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
-        inputs, targets = np.empty((2, len(ids), self.block_size), np.int64)
-        corpus = np.searchsorted(self.starts, ids, side="right") - 1
-        for i in np.unique(corpus):
-            chosen = corpus == i
-            inputs[chosen], targets[chosen] = self.parts[i].batch(ids[chosen] - self.starts[i])
-        return inputs, targets
+        rows = []
+        for sequence_id in ids:
+            corpus = int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
+            rows.append(self.parts[corpus].read(sequence_id - self.starts[corpus]))
+        return shift(rows)
+
+    @property
+    def title(self) -> str:
+        """Names of the corpora; of several, with their shares."""
+        if len(self.names) == 1:
+            return self.names[0]
+        shares = []
+        for weight, name in zip(self.weights, self.names, strict=True):
+            shares.append(f"{100 * weight:.4g} % of {Path(name).name}")
+        return ", ".join(shares)
+
+    def epochs(self, tokens: int) -> tuple[float, str]:
+        """Return how often `tokens` tokens of training see the corpus that they see most often, and
+        its name."""
+        epochs_of_corpus = []
+        for weight, part, name in zip(self.weights, self.parts, self.names, strict=True):
+            epochs_of_corpus.append((weight * tokens / len(part.stream), name))
+        return max(epochs_of_corpus)
+
+    def describe_epochs(self, tokens: int) -> str:
+        """Return `epochs` in words, with the name where there are several corpora."""
+        epochs, name = self.epochs(tokens)
+        if len(self.parts) == 1:
+            return f"{epochs:,.2f} epochs"
+        return f"{epochs:,.2f} epochs of {name}, the corpus seen most often"

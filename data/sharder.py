@@ -1,73 +1,93 @@
-"""Resumable writing of documents to the shards of a folder, with a manifest of the progress."""
+"""Sharder: resumable writing of documents to the shards of a folder.
+
+The one idea: whenever a shard gets full, the manifest is saved with all that it takes to continue
+from this moment, its "state". A run that is killed later has written more than that; the next one
+cuts the open shards back to the state and writes the same tokens again. So the shards are those of
+a run that was never killed, whenever that happens.
+
+Where the documents come from, and in which order, is decided in data/fineweb-edu.py.
+"""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from data.shards import header, inspect_shard, read_manifest, shard_paths, write_manifest
 from utils.errors import UserError
-from utils.files import check_space, sha256, sync_folder
+from utils.files import sha256, sync_folder
 
 PIECES = 10  # into which the held-out part of a single text is spread
 
 
 @dataclass
 class Document:
-    """A text as it is written to the shards of a split."""
+    """Text as it is written to the shards, and where it came from."""
 
-    split: str
     tokens: np.ndarray
     """Token ids, uint16 (n,), end of text first."""
+    num_train: int
+    """The first `num_train` tokens go to the train shards, the rest to validation. All or none,
+    but for a text of which a part is held out."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
     lost: str = ""
     """Characters of the text that the tokens do not give back."""
+    position: dict = field(default_factory=dict)
+    """Where to read the document again: "source", the position of its batch (data/source.py), and
+    "documents", the number of rows before it in the batch."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Rows of the source before the document that were no documents, by reason."""
 
 
-def hold_out(tokens: np.ndarray, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide a document, end of text first, into train and validation tokens: the end of each of
-    PIECES spans is held out, so that both sides hold all of its parts. End of text precedes every
-    piece."""
-    end_of_text, text = tokens[:1], tokens[1:]
-    count = min(PIECES, num_held_out)
-    size = num_held_out // count
+def hold_out(document: Document, num_held_out: int) -> Document:
+    """Divide a document into train and validation tokens. The end of each of PIECES equal spans is
+    held out, so that both sides hold all parts of the text, as chapters in another language. End of
+    text precedes every piece."""
+    end_of_text = document.tokens[:1]
+    num_pieces = min(PIECES, num_held_out)
+    size = num_held_out // num_pieces
     train, val = [], []
-    for span in np.array_split(text, count):
+    for span in np.array_split(document.tokens[1:], num_pieces):
         train += [end_of_text, span[:-size]]
         val += [end_of_text, span[-size:]]
-    return np.concatenate(train), np.concatenate(val)
+    num_train = sum(map(len, train))
+    return replace(document, tokens=np.concatenate(train + val), num_train=num_train)
 
 
 class ShardWriter:
-    """Appends tokens to a temporary file after the first `start`; `finish` makes it the shard."""
+    """Appends tokens to a temporary file, whose first `start` tokens an earlier run has written;
+    `finish` gives it the name of a shard."""
 
     def __init__(self, folder: Path, split: str, index: int, suffix: str, start: int = 0) -> None:
         self.path = folder / f"{split}_{index:06d}{suffix}"
-        self.split, self.tokens = split, start
+        self.split = split
+        self.num_tokens = start
         self.temporary = self.path.with_name(self.path.name + ".tmp")
-        if start and not self.temporary.exists():  # ended short, or was killed after the rename
+        if start and not self.temporary.exists():
+            # the earlier run ended before the shard was full, or was killed after the rename and
+            # before the manifest
             os.replace(self.path, self.temporary)
         self.file = open(self.temporary, "r+b" if start else "wb")
-        self.file.truncate(len(header(suffix, 0)) + 2 * start)
+        self.file.truncate(len(header(suffix, 0)) + 2 * start)  # `finish` writes the header
         self.file.seek(0, os.SEEK_END)
 
     def append(self, tokens: np.ndarray) -> None:
         """Append uint16 tokens (n,)."""
         self.file.write(tokens.astype("<u2", copy=False).tobytes())
-        self.tokens += len(tokens)
+        self.num_tokens += len(tokens)
 
     def sync(self) -> int:
         """Flush the tokens to disk, so that they survive a crash; return their number."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        return self.tokens
+        return self.num_tokens
 
     def finish(self) -> dict:
         """Write the header, rename the file to its final name and return its manifest entry."""
         self.file.seek(0)
-        self.file.write(header(self.path.suffix, self.tokens))
+        self.file.write(header(self.path.suffix, self.num_tokens))
         self.sync()
         self.file.close()
         digest = sha256(self.temporary)
@@ -76,29 +96,34 @@ class ShardWriter:
         return {
             "file": self.path.name,
             "split": self.split,
-            "tokens": self.tokens,
+            "tokens": self.num_tokens,
             "sha256": digest,
         }
 
 
 class Sharder:
-    """Appends documents to the train and val shards of a folder.
+    """Appends documents to the train and val shards of a folder, `max_shards` full train shards at
+    most (None: no limit).
 
-    `settings` are saved in the manifest, shard_size in tokens. Its "state" is where the next run
-    continues: a position in the source, documents after it, tokens of the next one, and tokens of
-    the shards that are not full. Raises UserError for shards of other settings or another origin.
+    The manifest is `settings` (shard_size in tokens, format, tokenizer, ...) and the progress. Its
+    "state" is where the next run continues: the position of a document, the tokens of that document
+    that are written, and the tokens of each shard that is not full. Raises UserError for a folder
+    with shards of other settings.
     """
 
     def __init__(self, folder: Path, settings: dict, max_shards: int | None) -> None:
-        self.folder, self.max_shards = folder, max_shards
-        self.size, self.suffix = settings["shard_size"], f".{settings['format']}"
-        self.open: dict[str, ShardWriter] = {}  # by split
-        manifest = read_manifest(folder)
+        self.folder = folder
+        self.max_shards = max_shards
+        self.shard_size = settings["shard_size"]
+        self.suffix = f".{settings['format']}"
+        self.writers: dict[str, ShardWriter] = {}
+        """Open shard of each split that has one."""
+        self.manifest = read_manifest(folder)
         advice = "give another --local_dir or empty that one"
-        if manifest is None and shard_paths(folder):
+        if not self.manifest and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
-        if manifest is None or not (manifest["shards"] or manifest["complete"]):
-            manifest = {
+        if not self.manifest or not (self.manifest["shards"] or self.manifest["complete"]):
+            self.manifest = {
                 **settings,
                 "complete": False,
                 "stopped": False,
@@ -109,96 +134,99 @@ class Sharder:
                 "shards": [],
                 "state": {"source": None, "documents": 0, "tokens": 0, "open": {}},
             }
-            write_manifest(folder, manifest)
-        self.manifest = manifest
+            write_manifest(folder, self.manifest)
         for key, value in settings.items():
-            if manifest.get(key) != value:
-                before = f"{manifest.get(key)!r:.99}"
-                raise UserError(f"{folder} holds shards of {key} {before}; {advice}")
-        for entry in manifest["shards"]:
+            if self.manifest.get(key) != value:
+                present = f"{self.manifest.get(key)!r:.99}"
+                raise UserError(f"{folder} holds shards of {key} {present}; {advice}")
+        for entry in self.manifest["shards"]:
             inspect_shard(folder / entry["file"])
 
+    def full_shards(self) -> list[dict]:
+        """Return the manifest entries of the shards that have shard_size tokens."""
+        return [x for x in self.manifest["shards"] if x["tokens"] == self.shard_size]
+
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """True once max_shards train shards are full."""
-        full = [s["split"] for s in self.manifest["shards"] if s["tokens"] == self.size]
-        return self.max_shards is not None and full.count("train") >= self.max_shards
+        num_train = sum(entry["split"] == "train" for entry in self.full_shards())
+        return self.max_shards is not None and num_train >= self.max_shards
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens in all shards, unfinished ones included."""
-        unfinished = sum(writer.tokens for writer in self.open.values())
-        return unfinished + sum(s["tokens"] for s in self.manifest["shards"])
+    def num_tokens(self) -> int:
+        """Number of tokens in all shards, open ones included."""
+        num_open = sum(writer.num_tokens for writer in self.writers.values())
+        return num_open + sum(entry["tokens"] for entry in self.manifest["shards"])
 
-    def reopen(self, known_tokens: int | None) -> None:
-        """Open the unfinished shards after the tokens that were saved; raise UserError if the disk
-        lacks room for the rest of `known_tokens` or max_shards."""
-        allowed = self.max_shards and self.max_shards * self.size
-        total = min((n for n in (known_tokens, allowed) if n is not None), default=0)
-        check_space(self.folder, 2 * (total - self.tokens), f"sharding {total:,} tokens")
-        shards = [s for s in self.manifest["shards"] if s["tokens"] == self.size]
-        self.manifest.update(shards=shards, stopped=False)
+    def reopen(self) -> None:
+        """Open the unfinished shards after the tokens that the state counts."""
+        # `end` of an earlier run has listed its unfinished shards, too
+        self.manifest["shards"] = self.full_shards()
+        self.manifest["stopped"] = False
         write_manifest(self.folder, self.manifest)
-        for split, tokens in self.manifest["state"]["open"].items():
-            self.begin(split, tokens)
+        for split, num_tokens in self.manifest["state"]["open"].items():
+            self.open_shard(split, num_tokens)
 
-    def begin(self, split: str, start: int = 0) -> None:
-        """Open the shard of a split that is next to get full, after its first `start` tokens."""
-        index = sum(s["split"] == split for s in self.manifest["shards"])
-        self.open[split] = ShardWriter(self.folder, split, index, self.suffix, start)
+    def open_shard(self, split: str, start: int = 0) -> None:
+        """Open the next shard of a split, after its first `start` tokens."""
+        index = sum(entry["split"] == split for entry in self.manifest["shards"])
+        self.writers[split] = ShardWriter(self.folder, split, index, self.suffix, start)
 
-    def write(self, document: Document, start: int, position: dict) -> bool:
-        """Append a document's tokens from `start` on; return False once the folder is full. When
-        a shard gets full, save the manifest with `position` and the tokens written."""
-        split, tokens = document.split, document.tokens
-        while start < len(tokens):
-            if split not in self.open:
-                self.begin(split)
-            part = tokens[start : start + self.size - self.open[split].tokens]
-            self.open[split].append(part)
-            end = start + len(part)
-            self.count_bytes(document, start, end)
+    def hold_out_of(self, document: Document, val_fraction: float) -> Document:
+        """Return the last document of the source, with pieces of it held out if one of the splits
+        would be empty: the larger of a tenth of it and `val_fraction` of all tokens, at most half.
+        """
+        if "held_out" not in self.manifest:  # else an earlier run has ended within the document
+            splits = {"train" if document.num_train else "val", *self.writers}
+            splits.update(entry["split"] for entry in self.manifest["shards"])
+            if splits == {"train", "val"}:
+                return document
+            num_tokens = len(document.tokens)
+            share = int(val_fraction * (self.num_tokens + num_tokens))
+            self.manifest["held_out"] = min(max(num_tokens // 10, share), num_tokens // 2)
+        if self.manifest["held_out"] == 0:  # a text of one token
+            return document
+        return hold_out(document, self.manifest["held_out"])
+
+    def write(self, document: Document, start: int) -> bool:
+        """Append a document's tokens from `start` on, those before being written by an earlier run;
+        return False once the folder is full. Saves the manifest each time a shard gets full."""
+        self.manifest["skipped"] = document.skipped
+        if start == 0:
+            self.manifest["documents"] += 1
+            self.manifest["lost_bytes"] += len(document.lost.encode())
+        total = len(document.tokens)
+        while start < total:
+            split, split_end = "train", document.num_train
+            if start >= document.num_train:
+                split, split_end = "val", total
+            if split not in self.writers:
+                self.open_shard(split)
+            writer = self.writers[split]
+            end = min(split_end, start + self.shard_size - writer.num_tokens)
+            writer.append(document.tokens[start:end])
+            # A cut text counts by its share of the tokens: no token knows its bytes, as a
+            # normalizer may have changed the text.
+            num_bytes = document.num_bytes * end // total - document.num_bytes * start // total
+            self.manifest["bytes"][split] += num_bytes
             start = end
-            if self.open[split].tokens == self.size:
-                self.manifest["shards"].append(self.open.pop(split).finish())
-                unfinished = {name: writer.sync() for name, writer in self.open.items()}
-                self.manifest["state"] = {**position, "tokens": start, "open": unfinished}
-                write_manifest(self.folder, self.manifest)
-                if self.full:
+            if writer.num_tokens == self.shard_size:
+                self.manifest["shards"].append(self.writers.pop(split).finish())
+                self.save_state(document.position, start)
+                if self.is_full:
                     return False
         return True
 
-    def count_bytes(self, document: Document, start: int, end: int) -> None:
-        """Count the bytes of the text that tokens [start, end) of a document stand for: of a text
-        that is cut, a share by its tokens, because a normalizer may have changed the text."""
-        before, after = (document.num_bytes * i // len(document.tokens) for i in (start, end))
-        self.manifest["bytes"][document.split] += after - before
-
-    def write_last(
-        self, document: Document, start: int, position: dict, val_fraction: float
-    ) -> bool:
-        """Append the last document from token `start` on. If a split is empty, hold out pieces of
-        it: the larger of a tenth and `val_fraction` (0: nothing) of all tokens, at most half."""
-        tokens, manifest = document.tokens, self.manifest
-        splits = {document.split, *self.open, *(shard["split"] for shard in manifest["shards"])}
-        if val_fraction and splits != {"train", "val"} and "held_out" not in manifest:
-            share = int(val_fraction * (self.tokens - start + len(tokens)))
-            manifest["held_out"] = min(max(len(tokens) // 10, share), len(tokens) // 2)
-        if not manifest.get("held_out"):
-            return self.write(document, start, position)
-        train, val = hold_out(tokens, manifest["held_out"])
-        # The position counts tokens of both, one after the other: a run continues in either.
-        both = np.concatenate([train, val])
-        num_bytes = document.num_bytes * len(train) // len(both)
-        if start < len(train):
-            if not self.write(Document("train", train, num_bytes), start, position):
-                return False
-        document = Document("val", both, document.num_bytes)
-        return self.write(document, max(start, len(train)), position)
+    def save_state(self, position: dict, num_written: int) -> None:
+        """Save the manifest, to continue after `num_written` tokens of the document at a position.
+        Tokens of the open shards are on disk before it counts them."""
+        num_open = {split: writer.sync() for split, writer in self.writers.items()}
+        self.manifest["state"] = {**position, "tokens": num_written, "open": num_open}
+        write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:
         """Finish the shards that are not full; a later run can still continue them."""
-        for split in sorted(self.open):
-            self.manifest["shards"].append(self.open.pop(split).finish())
+        for split in sorted(self.writers):
+            self.manifest["shards"].append(self.writers.pop(split).finish())
         self.manifest.update(complete=complete, stopped=not complete)
         write_manifest(self.folder, self.manifest)

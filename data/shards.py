@@ -6,46 +6,62 @@ A .npy shard is a 1-D uint16 array that numpy.load reads. A .bin shard is llm.c'
 little-endian int32 (20240520, 1, token count, zeros), then the uint16 tokens. Folders of
 build-nanogpt, llm.c and modded-nanogpt work without conversion: a file name contains its split, and
 a folder without a manifest holds GPT-2 tokens.
+
+This file reads folders, as the one TokenStream that all of their tokens are. Which tokens make a
+batch is decided in data/loader.py; data/sharder.py writes shards.
 """
 
 import io
 import json
 import re
 import struct
-from collections.abc import Sequence
+import zlib
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import TOKENIZER, TOKENIZERS, tokenizer_name
+from data.tokenizer import (
+    TOKENIZER,
+    TOKENIZERS,
+    count_tokens,
+    load_tokenizer,
+    tokenizer_identity,
+)
 from utils.errors import UserError, is_of_machine
 from utils.files import atomic_write
 
-BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, struct.Struct("<3i1012x")
+BIN_MAGIC = 20240520
+BIN_VERSION = 1
+BIN_HEADER = struct.Struct("<3i1012x")  # magic, version, token count, and zeros up to 1,024 bytes
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard file with a valid header: offset of its tokens in bytes, and their number."""
+    """Shard file whose header agrees with its size."""
 
     path: Path
     offset: int
-    tokens: int
+    """Bytes before the first token."""
+    num_tokens: int
 
-    def open(self) -> np.ndarray:
-        """Return the tokens as a read-only memory map, uint16 (tokens,)."""
-        return np.memmap(self.path, np.dtype("<u2"), "r", self.offset, (self.tokens,))
+    def read(self, start: int = 0, count: int = -1) -> np.ndarray:
+        """Return tokens [start, start + count), uint16 (count,); -1: all from `start` on.
+
+        The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
+        may hold open.
+        """
+        return np.fromfile(self.path, "<u2", count, offset=self.offset + 2 * start)
 
 
-def header(suffix: str, tokens: int) -> bytes:
-    """Return the header of a .npy or .bin shard; its length does not depend on `tokens`."""
+def header(suffix: str, num_tokens: int) -> bytes:
+    """Return the header of a .npy or .bin shard. Its length does not depend on `num_tokens`, so
+    that a shard can be written before its size is known."""
     if suffix == ".bin":
-        return BIN_HEADER.pack(BIN_MAGIC, BIN_VERSION, tokens)
+        return BIN_HEADER.pack(BIN_MAGIC, BIN_VERSION, num_tokens)
     buffer = io.BytesIO()
-    description = {"descr": "<u2", "fortran_order": False, "shape": (tokens,)}
+    description = {"descr": "<u2", "fortran_order": False, "shape": (num_tokens,)}
     np.lib.format.write_array_header_1_0(buffer, description)
     return buffer.getvalue()
 
@@ -55,12 +71,13 @@ def inspect_shard(path: Path) -> Shard:
     try:
         if path.suffix == ".bin":
             with open(path, "rb") as file:
-                *kind, tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
-            if kind != [BIN_MAGIC, BIN_VERSION]:
+                magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
+            if (magic, version) != (BIN_MAGIC, BIN_VERSION):
                 raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
-            array = np.memmap(path, np.dtype("<u2"), "r", BIN_HEADER.size, (tokens,))
+            array = np.memmap(path, "<u2", "r", BIN_HEADER.size, (num_tokens,))
         else:
             array = np.load(path, mmap_mode="r")
+        # both refuse a file that is shorter than its header says
         if array.dtype != np.dtype("<u2") or array.ndim != 1:
             raise ValueError(f"{array.dtype} {array.shape} instead of a 1-D uint16 array")
         assert array.offset + array.nbytes == path.stat().st_size, "longer than its header says"
@@ -71,67 +88,18 @@ def inspect_shard(path: Path) -> Shard:
     return Shard(path, array.offset, len(array))
 
 
-def read_manifest(folder: Path) -> dict | None:
-    """Return the manifest of a folder, None if it has none; raise UserError if it is damaged."""
+def read_manifest(folder: Path) -> dict:
+    """Return the manifest of a folder (docs/FORMATS.md has its keys), {} if it has none, as folders
+    of other projects. Raises UserError if it is damaged."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         assert {"tokenizer", "vocab_size", "shards"} <= manifest.keys(), "a value is missing"
     except FileNotFoundError:
-        return None
+        return {}
     except (ValueError, AssertionError, AttributeError) as error:
         raise UserError(f"{path} is damaged or not a manifest of shards: {error}") from error
     return manifest
-
-
-def folder_tokenizer(folder: Path) -> str:
-    """Return the spec of a folder's tokenizer; raise UserError if it is missing or another."""
-    manifest = read_manifest(folder) or {}
-    path = folder / TOKENIZER
-    if path.exists():
-        reader = import_module("data.file_tokenizer")  # on demand: it imports tokenizers
-        spec = reader.read_tokenizer(path, manifest.get("end_of_text"))
-        name = manifest.get("tokenizer")
-        if name not in (None, tokenizer_name(spec)):
-            raise UserError(
-                f"{path} is not the tokenizer of these shards, which have {name} tokens"
-            )
-        return spec
-    if (name := manifest.get("tokenizer", "gpt2")) not in TOKENIZERS:
-        raise UserError(f"{path}, the tokenizer of these shards, is missing")
-    return name
-
-
-def check_together(folders: Sequence[Path]) -> None:
-    """Raise UserError for folders that cannot be read together: one that is given twice, and those
-    of different --val_fraction, as one may train on the validation text of the other."""
-    seen: set[Path] = set()
-    fractions: dict[float, Path] = {}  # those of folders made by others are not known
-    for folder in folders:
-        if folder.resolve() in seen:
-            raise UserError(f"--data_dir names {folder} twice; a weight gives it a larger share")
-        seen.add(folder.resolve())
-        manifest = read_manifest(folder) or {}
-        if "val_fraction" in manifest:
-            fractions[manifest["val_fraction"]] = folder
-    if len(fractions) > 1:
-        shares = [f"{folder}: {fraction}" for fraction, folder in fractions.items()]
-        raise UserError(
-            f"the folders of --data_dir differ in --val_fraction ({', '.join(shares)}): one may "
-            "train on the validation text of another; shard them alike"
-        )
-
-
-def bytes_per_token(manifests: Sequence[dict | None], split: str) -> float | None:
-    """Return the mean bytes of source text for a token of a split in one or several folders; None
-    if one of them, made by others, does not tell the size of its text."""
-    num_bytes, num_tokens = 0, 0
-    for manifest in manifests:
-        if manifest is None or "bytes" not in manifest:
-            return None
-        num_bytes += manifest["bytes"][split]
-        num_tokens += sum(s["tokens"] for s in manifest["shards"] if s["split"] == split)
-    return num_bytes / num_tokens if num_bytes else None
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -140,44 +108,182 @@ def write_manifest(folder: Path, manifest: dict) -> None:
         file.write(json.dumps(manifest, indent=1).encode())
 
 
-def corpus_name(folder: Path) -> str:
-    """Return "FineWeb-Edu" for GPT-2 tokens of that dataset, else the name of the folder."""
-    manifest = read_manifest(folder) or {"source": [folder.name], "tokenizer": "gpt2"}
-    source = " ".join(map(str, manifest.get("source", ""))).lower()
-    edu = re.search("fineweb-edu|edu_?fineweb", source)
-    return "FineWeb-Edu" if edu and manifest["tokenizer"] == "gpt2" else folder.resolve().name
-
-
 def shard_paths(folder: Path) -> list[Path]:
     """Return the paths of a folder's .npy and .bin files in name order."""
-    return sorted(p for p in folder.iterdir() if p.suffix in (".npy", ".bin") and p.is_file())
+    return sorted(path for path in folder.iterdir() if path.suffix in (".npy", ".bin"))
 
 
-def find_shards(folder: Path, split: str) -> list[Shard]:
-    """Return the shards of a split ("train" or "val") in name order. Raises UserError if there is
-    none, one is damaged, or they are not those in the manifest."""
-    paths = shard_paths(folder) if folder.is_dir() else []
-    # the last of these words in a name counts, as in retrieval_train_000001.npy
-    mine = [p for p in paths if re.findall("train|val", p.stem.lower())[-1:] == [split]]
-    shards = [inspect_shard(path) for path in mine]
+@dataclass(frozen=True)
+class ShardFolder:
+    """Folder of token shards, opened for one split."""
+
+    path: Path
+    split: str
+    shards: list[Shard]
+    tokenizer: str
+    """Spec of the tokenizer (data/tokenizer.py)."""
+    manifest: dict
+    """{} if another project made the folder."""
+
+    @property
+    def name(self) -> str:
+        """Name of the corpus: FineWeb-Edu for GPT-2 tokens of that dataset, else the folder's."""
+        source = " ".join(map(str, self.manifest.get("source", [self.path.name])))
+        is_edu = re.search("fineweb-edu|edu_?fineweb", source.lower())
+        return "FineWeb-Edu" if is_edu and self.tokenizer == "gpt2" else self.path.resolve().name
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if the sharding was interrupted, or still runs: neither the end of the text nor
+        --max_shards ended it."""
+        is_complete = self.manifest.get("complete", True)
+        return not (is_complete or self.manifest["stopped"])
+
+
+def open_folder(folder: Path, split: str) -> ShardFolder:
+    """Open the shards of a split, "train" or "val", in name order.
+
+    Raises UserError if there is none, one is damaged, they are not those that the manifest lists,
+    or their tokenizer is not known.
+    """
+    shards = []
+    for path in shard_paths(folder) if folder.is_dir() else []:
+        # the last of these words in a name counts, as in retrieval_train_000001.npy
+        if re.findall("train|val", path.stem.lower())[-1:] == [split]:
+            shards.append(inspect_shard(path))
     if not shards:
         raise UserError(
             f"{folder} holds no {split} shards (.npy or .bin); give another --data_dir, or make "
             f"some: python data/fineweb-edu.py --input YOUR_TEXT --local_dir {folder}"
         )
     manifest = read_manifest(folder)
-    if manifest is None:
-        # of GPT-2's tokens any 1,000 have one above 2**15
-        head = shards[0].open()[:100_000]
-        is_gpt2 = len(head) < 1_000 or head.max() >= 2**15
-        if not is_gpt2 and not (folder / TOKENIZER).exists():
+    if manifest:
+        on_disk = {(shard.path.name, shard.num_tokens) for shard in shards}
+        listed = {(x["file"], x["tokens"]) for x in manifest["shards"] if x["split"] == split}
+        if listed != on_disk:
+            name, _ = min(listed ^ on_disk)
+            raise UserError(
+                f"{folder / name} is missing or not as {MANIFEST} lists it; make or copy it again"
+            )
+    return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest, shards), manifest)
+
+
+def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
+    """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
+    if the tokenizer.json in the folder is another."""
+    path = folder / TOKENIZER
+    name = manifest.get("tokenizer")
+    if path.exists():
+        from data.file_tokenizer import read_tokenizer  # most folders have no tokenizer.json
+
+        spec = read_tokenizer(path, manifest.get("end_of_text"))
+        if name is not None and name != load_tokenizer(spec).name:
+            raise UserError(
+                f"{path} is not the tokenizer of these shards, which have {name} tokens"
+            )
+        return spec
+    if name is None:
+        # Other projects shard GPT-2's tokens. Any 1,000 of these hold an id above 2**15; the ids of
+        # a smaller vocabulary would train without an error, as another text.
+        first_ids = shards[0].read(count=100_000)
+        if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
                 f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
                 f"their {TOKENIZER} beside it, or shard the text anew"
             )
-        return shards
-    listed = {(s["file"], s["tokens"]) for s in manifest["shards"] if s["split"] == split}
-    if differing := listed ^ {(shard.path.name, shard.tokens) for shard in shards}:
-        path = folder / min(differing)[0]
-        raise UserError(f"{path} is missing or not as {MANIFEST} lists it; make or copy it again")
-    return shards
+        return "gpt2"
+    if name not in TOKENIZERS:
+        raise UserError(f"{path}, the tokenizer of these shards, is missing")
+    return name
+
+
+class TokenStream:
+    """All tokens of one or several folders of a split as one array, read from disk when asked for.
+
+    Raises UserError if the folders cannot be read together: one is given twice, they have several
+    tokenizers, or they were split by different --val_fraction, so that one may train on the
+    validation text of another.
+    """
+
+    def __init__(self, folders: list[ShardFolder]) -> None:
+        self.folders = folders
+        self.split = folders[0].split
+        self.tokenizer = folders[0].tokenizer
+        self.tokenizer_identity = tokenizer_identity(self.tokenizer)
+        self.vocab_size = count_tokens(self.tokenizer)
+        self.shards: list[Shard] = []
+        paths: set[Path] = set()
+        identities: set[str] = set()
+        fractions: dict[float, Path] = {}  # a folder of each --val_fraction
+        for folder in folders:
+            self.shards += folder.shards
+            if folder.path.resolve() in paths:
+                raise UserError(
+                    f"--data_dir names {folder.path} twice; a weight gives it a larger share"
+                )
+            paths.add(folder.path.resolve())
+            identities.add(tokenizer_identity(folder.tokenizer))
+            if "val_fraction" in folder.manifest:  # that of other projects is not known
+                fractions[folder.manifest["val_fraction"]] = folder.path
+        if len(identities) > 1:
+            names = ", ".join(sorted(identities))
+            raise UserError(f"the folders of --data_dir have several tokenizers: {names}")
+        if len(fractions) > 1:
+            examples = [f"{path}: {fraction}" for fraction, path in fractions.items()]
+            raise UserError(
+                f"the folders of --data_dir differ in --val_fraction ({', '.join(examples)}): one "
+                "may train on the validation text of another; shard them alike"
+            )
+        sizes = [shard.num_tokens for shard in self.shards]
+        self.starts = np.cumsum([0, *sizes])
+        """Place of the first token of each shard in the stream; last, the length of the stream."""
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """Return tokens [start, start + length), int64 (length,), across the borders of shards.
+        Raises UserError for an id that the tokenizer does not have."""
+        assert 0 <= start and start + length <= len(self)
+        pieces = []
+        index = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while length > 0:
+            shard = self.shards[index]
+            offset = start - int(self.starts[index])
+            piece = shard.read(offset, min(length, shard.num_tokens - offset))
+            highest = piece.max(initial=0)
+            if highest >= self.vocab_size:
+                raise UserError(
+                    f"{shard.path} holds token id {highest}, not one of the {self.vocab_size:,} of "
+                    f"{self.tokenizer_identity}"
+                )
+            pieces.append(piece)
+            start += len(piece)
+            length -= len(piece)
+            index += 1
+        return np.concatenate(pieces).astype(np.int64)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of source text for a token; None if a folder of others does not tell."""
+        num_bytes = 0
+        for folder in self.folders:
+            if "bytes" not in folder.manifest:
+                return None
+            num_bytes += folder.manifest["bytes"][self.split]
+        return num_bytes / len(self) if num_bytes else None
+
+    @property
+    def digest(self) -> int:
+        """Checksum of the lengths and first tokens of the shards, in their order. It tells other
+        data from the same data in another place."""
+        checksum = 0
+        for shard in self.shards:
+            checksum = zlib.crc32(f"{shard.num_tokens}".encode(), checksum)
+            checksum = zlib.crc32(shard.read(count=1000).tobytes(), checksum)
+        return checksum
+
+    @property
+    def unfinished(self) -> list[Path]:
+        """Folders whose sharding was interrupted: they hold a part of their text."""
+        return [folder.path for folder in self.folders if folder.is_unfinished]

@@ -1,7 +1,8 @@
-"""Text to shard: rows of files, or of a dataset of the Hugging Face hub.
+"""Source of text to shard: rows of files, or of a dataset of the Hugging Face hub.
 
-Files are read row by row by Python's own readers and pyarrow; `datasets` streams the hub. A
-position in the source is plain data, to continue from.
+A row is a text, or what stands in its place: `tokenize` of data/fineweb-edu.py counts what is none.
+Rows come in batches, each with its position in the source, plain data from which a later run
+continues. Python's own readers and pyarrow read files row by row; `datasets` streams the hub.
 """
 
 import bz2
@@ -16,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -39,17 +40,18 @@ ENCODINGS = {
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that is no document."""
+    """Row that is no document."""
 
     reason: str
 
 
-# files
+# Files: what to read, and how to open it
 
 
 def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
-    """Open a file compressed by zstd, which may have several frames, for reading."""
-    from pyarrow import CompressedInputStream
+    """Open a file compressed by zstd for reading. pyarrow reads all of its frames (zstd -T writes
+    several), many readers only the first."""
+    from pyarrow import CompressedInputStream  # slow to import; few files need it
 
     return io.BufferedReader(CompressedInputStream(path, "zstd"))
 
@@ -58,21 +60,22 @@ COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": op
 
 
 def open_text(name: str) -> IO[str]:
-    """Open a file as UTF-8, decompressed, line ends as \\n. Bytes that are not UTF-8 become
-    surrogates, U+DC80 to U+DCFF."""
+    """Open a file as UTF-8, decompressed. A byte that is not UTF-8 becomes a surrogate, U+DC80 to
+    U+DCFF, so that one bad row does not end the file; read_column looks for them."""
     open_bytes = COMPRESSIONS.get(Path(name).suffix.lower(), open)
-    encoding = {"encoding": "utf-8-sig", "errors": "surrogateescape"}  # -sig drops a mark
-    return io.TextIOWrapper(open_bytes(name, "rb"), **encoding)
+    # -sig drops a byte order mark at the beginning
+    return io.TextIOWrapper(open_bytes(name, "rb"), "utf-8-sig", errors="surrogateescape")
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix of a file that tells its format, below that of a compression."""
+    """Return the suffix of a file that tells its format, in lower case: .jsonl for A.JSONL.gz."""
     path = Path(name.lower())
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def is_binary(path: Path) -> bool:
-    """Return whether a file that would be read as text holds something else, as UTF-16 does."""
+    """Return whether a file that would be read as text holds something else. Text has no zero
+    byte, but in UTF-16, which cannot be read either."""
     if path.suffix.lower() in (".parquet", *COMPRESSIONS):
         return False
     with open(path, "rb") as file:
@@ -83,15 +86,17 @@ def walk(folder: str) -> list[Path]:
     """Return the files below a folder in name order, but hidden ones and installed packages."""
     paths: list[Path] = []
     for parent, folders, names in os.walk(folder):
+        # os.walk visits the folders that stay in this list
         folders[:] = [x for x in folders if not x.startswith(".") and x != "site-packages"]
-        paths += [Path(parent, x) for x in names if not x.startswith(".")]
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(paths)
 
 
 def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     """Return the sizes in bytes of the files of `inputs` by name, folders in name order. Prints
     what is left out of the folders; raises UserError for an input that is no text."""
-    sizes, left_out = {}, Counter()
+    sizes: dict[str, int] = {}
+    left_out: Counter[str] = Counter()  # files by suffix
     for name in inputs:
         if os.path.isdir(name):
             for path in walk(name):
@@ -111,7 +116,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
-# rows of a file: an object, a text by itself, or what is no row
+# Readers: each yields the rows of an open text file: objects with columns, texts, or Skipped
 
 
 def read_document(file: IO[str]) -> Iterator[object]:
@@ -141,9 +146,9 @@ def read_json(file: IO[str]) -> Iterator[object]:
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
-    """Yield the rows of CSV. One with more cells than the header is none: which of them is the
-    text cannot be told, as where a comma in it is not quoted."""
-    csv.field_size_limit(2**31 - 1)  # characters of a cell
+    """Yield the rows of CSV. One with more cells than the header is skipped: it has a comma that is
+    not quoted, and which of the cells is the text cannot be told."""
+    csv.field_size_limit(2**31 - 1)  # characters of a cell; the default is 131,072
     reader = csv.reader(file, delimiter=delimiter, strict=True)
     try:
         header = next(reader, [])
@@ -167,7 +172,7 @@ READERS = {
 
 def read_parquet(name: str, column: str) -> Iterator[object]:
     """Yield what each row of a parquet file has in a column."""
-    from pyarrow.parquet import ParquetFile
+    from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
     check_column(name, column, file.schema_arrow.names)
@@ -176,13 +181,16 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
 
 
 def read_column(name: str, column: str) -> Iterator[object]:
-    """Yield what each row of a file has in a column, and Skipped for what is no row or not UTF-8,
-    of which it warns once. Raises UserError if the first row lacks the column."""
+    """Yield what each row of a file has in a column; Skipped for a row that is none or not UTF-8.
+
+    Warns once of a file that is not UTF-8, with the encoding that it seems to have: its text would
+    train as U+FFFD, without an error. Raises UserError if the first row lacks the column.
+    """
     if suffix_of(name) == ".parquet":
         yield from read_parquet(name, column)
         return
     read_rows = READERS.get(suffix_of(name), read_document)
-    encoding = None  # of the file, if it is not UTF-8
+    encoding = None  # of the file, once a row is not UTF-8
     with open_text(name) as file:
         for number, row in enumerate(read_rows(file)):
             if isinstance(row, dict):
@@ -211,19 +219,21 @@ def check_column(name: str, column: str, columns: list[str]) -> None:
 
 
 def guess_encoding(text: str) -> str:
-    """Return the name of the encoding that a text, which is not UTF-8, looks like."""
-    from charset_normalizer import from_bytes
+    """Return the name of the encoding that a text, which is not UTF-8, looks like. Bytes that are
+    not UTF-8 are surrogates in it, see open_text."""
+    from charset_normalizer import from_bytes  # slow to import; few files need it
 
-    text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # as JSON may write them
-    data = text.encode(errors="surrogateescape")
-    replaced = data.decode(errors="replace")
-    if 2 * replaced.count("\ufffd") < len(re.findall("[^\0-\x7f]", replaced)):
-        return "damaged UTF-8"
-    runs = re.findall(rb"[\x80-\xff]+", data)
-    if 2 * sum(len(run) == 1 for run in runs) > len(runs):  # accents among letters
-        return ENCODINGS["cp1252"]
-    best = from_bytes(data[:100_000], cp_isolation=list(ENCODINGS)).best()
-    return ENCODINGS[best.encoding] if best else "another encoding"
+    text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # JSON may hold other surrogates
+    content = text.encode(errors="surrogateescape")  # the bytes of the file
+    decoded = content.decode(errors="replace")
+    if 2 * decoded.count("\ufffd") < len(re.findall("[^\0-\x7f]", decoded)):
+        return "damaged UTF-8"  # most characters are whole
+    runs = re.findall(rb"[\x80-\xff]+", content)
+    num_single = sum(len(run) == 1 for run in runs)
+    if 2 * num_single > len(runs):
+        return ENCODINGS["cp1252"]  # accents among letters: too few to tell by their frequencies
+    match = from_bytes(content[:100_000], cp_isolation=list(ENCODINGS)).best()
+    return ENCODINGS[match.encoding] if match else "another encoding"
 
 
 @contextmanager
@@ -234,71 +244,67 @@ def name_errors(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})"
+        first_line = str(error).partition("\n")[0]
+        reason = f"({type(error).__name__}: {first_line:.200})"
         raise UserError(f"{name:.300} is damaged or cannot be read {reason}") from error
 
 
-# the source
-
-
-def set_up_datasets() -> None:
-    """Import `datasets`, which is slow, and configure it."""
-    os.environ.setdefault("USE_TORCH", "0")  # it would import PyTorch, for nothing here
-    import datasets
-    from fsspec.compression import register_compression
-
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request to the hub, also for local files
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors reach the caller anyway
-    # fsspec needs a package for zstd, and reads only the first frame of a file by some of them
-    register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
+# The source
 
 
 @dataclass
 class Source:
-    """Texts of files, or of configuration `remote_name` of the hub's dataset if there are none;
-    worker i of n reads every n-th file, from the i-th on."""
+    """Rows of `files` or, without any, of configuration `remote_name` of a dataset on the hub.
+    Worker i of n reads every n-th file, from the i-th on."""
 
-    files: list[str]
-    dataset: str
-    remote_name: str
-    text_column: str
-    worker_index: int
-    worker_count: int
+    files: list[str] = field(default_factory=list)
+    dataset: str = ""
+    remote_name: str = ""
+    column: str = "text"
+    """Column that holds the texts, or lists of token ids."""
+    worker_index: int = 0
+    worker_count: int = 1
 
-    def batches(self, position: dict | None) -> Iterator[tuple[dict, list]]:
-        """Yield the position of a batch, to continue from, and its texts; those that are no
-        strings stand for rows without text. Raises UserError for a file that cannot be read;
-        `datasets` itself retries downloads for some minutes."""
+    def batches(self, position: dict | None = None) -> Iterator[tuple[dict, list]]:
+        """Yield batches of rows, each with its position, from a position or the beginning on.
+        Raises UserError for what cannot be read; `datasets` itself retries downloads for some
+        minutes."""
         if self.files:
             return self.read_files(position or {"file": 0, "row": 0})
         return self.read_dataset(position or {"revision": None, "stream": None})
 
     def read_files(self, position: dict) -> Iterator[tuple[dict, list]]:
-        """Yield the batches of this worker's files."""
+        """Yield the batches of this worker's files; a position is a file and a row of it."""
         files = self.files[self.worker_index :: self.worker_count]
         row = position["row"]
         for index in range(position["file"], len(files)):
             with name_errors(files[index]):
-                values = islice(read_column(files[index], self.text_column), row, None)
-                texts = list(islice(values, BATCH))
-                while texts:
-                    yield {"file": index, "row": row}, texts
-                    row += len(texts)
-                    texts = list(islice(values, BATCH))
+                rows = islice(read_column(files[index], self.column), row, None)
+                batch = list(islice(rows, BATCH))
+                while batch:
+                    yield {"file": index, "row": row}, batch
+                    row += len(batch)
+                    batch = list(islice(rows, BATCH))
             row = 0
 
     def read_dataset(self, position: dict) -> Iterator[tuple[dict, list]]:
-        """Yield the batches of the hub's dataset; "stream" is the state that `datasets` saves."""
+        """Yield the batches of the hub's dataset. A position is its commit, so that a later run
+        reads the same files, and the state that `datasets` saves of its stream."""
+        os.environ.setdefault("USE_TORCH", "0")  # datasets would import PyTorch, for nothing here
         with name_errors(self.dataset):
-            set_up_datasets()
-            import datasets
+            import datasets  # slow to import, as all that is needed for the hub only
+            from fsspec.compression import register_compression
             from huggingface_hub import HfApi
             from pyarrow import JsonType
 
+            datasets.disable_progress_bars()
+            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised anyway
+            # fsspec would need a package of its own for zstd
+            register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
             revision = position["revision"] or HfApi().dataset_info(self.dataset).sha
-            options = {"name": self.remote_name, "revision": revision}
-            stream = datasets.load_dataset(self.dataset, split="train", streaming=True, **options)
+            stream = datasets.load_dataset(
+                self.dataset, self.remote_name, split="train", revision=revision, streaming=True
+            )
             if self.worker_index >= stream.num_shards:
                 raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
             stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
@@ -307,10 +313,11 @@ class Source:
             if state:
                 stream.load_state_dict(state)
             for table in stream.iter(BATCH):
-                check_column(self.dataset, self.text_column, table.column_names)
-                column = table[self.text_column]
-                texts = column.to_pylist()
-                if isinstance(column.type, JsonType):  # of JSON lines where some are no text
-                    texts = [None if text is None else json.loads(text) for text in texts]
-                yield {"revision": revision, "stream": state}, texts
+                check_column(self.dataset, self.column, table.column_names)
+                column = table[self.column]
+                batch = column.to_pylist()
+                if isinstance(column.type, JsonType):
+                    # a column of JSON lines in which some values are no text: each value is JSON
+                    batch = [None if text is None else json.loads(text) for text in batch]
+                yield {"revision": revision, "stream": state}, batch
                 state = stream.state_dict()

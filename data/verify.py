@@ -11,9 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 
 import numpy as np
 
-from data.loader import TokenStream
 from data.mixture import Mixture
-from data.shards import read_manifest
+from data.shards import TokenStream
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import sha256
@@ -36,38 +35,29 @@ class VerifyConfig:
 def main(config: VerifyConfig) -> None:
     for split in ("val", "train"):
         mixture = Mixture(config.data_dir, split, config.block_size)
-        for stream in (part.stream for part in mixture.parts):
-            check_shards(stream)
-            for folder in stream.unfinished:
-                print(f"{folder} holds a part of its text: run the sharding to its end")
-            print(f"{split}: {len(stream):,} tokens of {stream.tokenizer_identity}")
-    for part in mixture.parts:
+        for part in mixture.parts:
+            check_shards(part.stream)
+            print(f"{split}: {len(part.stream):,} tokens of {part.stream.tokenizer_identity}")
+        for folder in mixture.stream.unfinished:
+            print(f"{folder} holds a part of its text: run the sharding to its end")
+    for part in mixture.parts:  # those of the train split
         n = len(part)
         visits = np.bincount(part.order(np.arange(n), config.seed), minlength=n)
         assert (visits == 1).all(), "an epoch misses or repeats a sequence"
         print(f"{n:,} sequences of {config.block_size} tokens, each exactly once in an epoch")
-    check_shares(mixture)
-
-
-def check_shares(mixture: Mixture) -> None:
-    """Prove that each corpus has its share of any first n positions, and its positions in order."""
-    counts = np.arange(1, 2 * mixture.period + 1)
-    corpus, corpus_positions = mixture.where(counts - 1)
-    for i, share in enumerate(mixture.shares):
-        chosen = corpus == i
-        excess = np.cumsum(chosen) * mixture.period - counts * share  # in 1 / period of a sequence
-        assert (np.abs(excess) < mixture.period).all(), "a corpus is a sequence off its share"
-        visited = corpus_positions[chosen]
-        assert (visited == np.arange(len(visited))).all(), "a corpus misses or repeats a position"
-        print(f"{mixture.names[i]}: {share} of every {mixture.period} positions, in its own order")
+    corpus_of_place, _ = mixture.places
+    shares = np.bincount(corpus_of_place)
+    assert shares.tolist() == mixture.shares, "a corpus has another share than its weight"
+    for name, share in zip(mixture.names, shares, strict=True):
+        print(f"{name}: {share} of every {mixture.period} positions, in its own order")
 
 
 def check_shards(stream: TokenStream) -> None:
     """Raise UserError for a shard that differs from its checksum or holds what is no token."""
     for folder in stream.folders:
-        entries = (read_manifest(folder) or {"shards": []})["shards"]
-        for entry in (entry for entry in entries if entry["split"] == stream.split):
-            if sha256(path := folder / entry["file"]) != entry["sha256"]:
+        for entry in folder.manifest.get("shards", []):
+            path = folder.path / entry["file"]
+            if entry["split"] == stream.split and sha256(path) != entry["sha256"]:
                 raise UserError(f"{path} differs from the manifest's checksum; make it again")
     for start in range(0, len(stream), CHUNK):
         stream.tokens(start, min(CHUNK, len(stream) - start))  # checks the ids

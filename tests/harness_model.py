@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.file_tokenizer import save_tokenizer
+from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from data.loader import (
     Sequences,
     Slicing,
-    TokenStream,
     permute,
     prefetch,
     step_sequences,
     train_batches,
 )
-from data.shards import header, write_manifest
+from data.shards import TokenStream, header, open_folder, write_manifest
 from utils.errors import UserError
 
 
@@ -38,6 +37,10 @@ def test_permute_spreads_every_position_evenly():
         assert ((np.bincount(column, minlength=100) - 40) ** 2 / 40).sum() < 170
 
 
+def stream(*folders):
+    return TokenStream([open_folder(folder, "train") for folder in folders])
+
+
 def folder_of(tmp_path, sizes, names="train_{:06d}.npy"):
     tokens = np.arange(sum(sizes), dtype=np.uint16)
     for i, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
@@ -48,7 +51,7 @@ def folder_of(tmp_path, sizes, names="train_{:06d}.npy"):
 
 @pytest.mark.parametrize("names", ["edufineweb_train_{:06d}.npy", "fineweb_train_{:06d}.bin"])
 def test_sequences_run_across_shard_borders_and_only_the_last_is_cut(tmp_path, names):
-    sequences = Sequences(TokenStream(folder_of(tmp_path, [10, 3, 1, 30, 7], names), "train"), 4)
+    sequences = Sequences(stream(folder_of(tmp_path, [10, 3, 1, 30, 7], names)), 4)
     assert len(sequences) == 12  # 51 tokens: 12 sequences of 4 and a target, 2 left out
     x, y = sequences.batch(np.arange(12))
     assert x.ravel().tolist() == list(range(48)) and (y == x + 1).all()
@@ -70,7 +73,7 @@ def test_an_epoch_visits_everything_once_and_the_next_in_another_order():
 
 
 def test_batches_from_the_middle_equal_those_from_the_start(tmp_path):
-    sequences = Sequences(TokenStream(folder_of(tmp_path, [500, 500]), "train"), 8)
+    sequences = Sequences(stream(folder_of(tmp_path, [500, 500])), 8)
     slicing = Slicing(8, 2)
     whole = list(train_batches(sequences, slicing, 7, range(0, 30)))
     resumed = list(train_batches(sequences, slicing, 7, range(20, 30)))
@@ -81,12 +84,12 @@ def test_batches_from_the_middle_equal_those_from_the_start(tmp_path):
 def test_ids_outside_the_vocabulary_are_named(tmp_path):
     np.save(tmp_path / "train_000000.npy", np.array([1, 2, 50257, 3] * 10, np.uint16))
     with pytest.raises(UserError, match="train_000000.npy holds token id 50257, not one of"):
-        Sequences(TokenStream(tmp_path, "train"), 4).batch(np.arange(2))
+        Sequences(stream(tmp_path), 4).batch(np.arange(2))
 
 
 def test_folders_of_several_tokenizers_are_not_joined(tmp_path, shards):
     with pytest.raises(UserError, match="several tokenizers: .*bytes.*gpt2"):
-        TokenStream([shards, folder_of(tmp_path, [900])], "train")
+        stream(shards, folder_of(tmp_path, [900]))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_folders_sum_their_bytes_and_tokens(tmp_path, sizes, expected):
             manifest["bytes"] = {"train": size, "val": 7}
         write_manifest(folder, manifest)
         folders.append(folder)
-    assert TokenStream(folders, "train").bytes_per_token == expected
+    assert stream(*folders).bytes_per_token == expected
 
 
 def test_prefetch_keeps_order_and_passes_errors_on():

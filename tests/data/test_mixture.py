@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from conftest import losses, script, torchrun, train_args, weights
 
-from data.loader import Sequences, Slicing, TokenStream, train_batches
+from data.loader import Sequences, Slicing, train_batches
 from data.mixture import Corpus, Mixture, assign_places, parse_corpora
-from data.shards import write_manifest
+from data.shards import TokenStream, open_folder, write_manifest
 from utils.errors import UserError
 from utils.files import sha256
 from utils.logger import read_metrics
@@ -24,7 +24,7 @@ def folders(shards, tmp_path_factory):
         entries, sizes = [], {}
         (root / name).mkdir()
         for split in ("train", "val"):
-            tokens = np.concatenate([s.open() for s in TokenStream(shards, split).shards])
+            tokens = np.concatenate([s.read() for s in open_folder(shards, split).shards])
             kept = tokens[: max(3000, int(share * len(tokens)))]
             np.save(path := root / name / f"{split}_000000.npy", kept)
             entries.append({"file": path.name, "split": split, "tokens": len(kept)})
@@ -99,7 +99,7 @@ def test_any_first_positions_hold_the_share_of_each_corpus_to_within_one(weights
 def test_shares_stay_exact_far_from_the_first_position(folders):
     mixture = Mixture([f"{folders}/a:0.9985", f"{folders}/b:0.0015"], "train", 32)
     positions = 2**55 + np.arange(4_000)
-    corpus, corpus_positions = mixture.where(positions)
+    corpus, corpus_positions = mixture.locate(positions)
     first = [2**55 * share // 2_000 for share in mixture.shares]
     for i, share in enumerate((1_997, 3)):
         mine = corpus_positions[corpus == i]
@@ -110,7 +110,7 @@ def test_shares_stay_exact_far_from_the_first_position(folders):
 
 
 def test_one_corpus_of_weight_1_has_the_order_of_folders_without_weights(folders):
-    plain = Sequences(TokenStream(folders / "a", "train"), 32)
+    plain = Sequences(TokenStream([open_folder(folders / "a", "train")]), 32)
     for name in (folders / "a", f"{folders}/a:1"):
         mixture = Mixture([name], "train", 32)
         for batches in zip(

@@ -3,9 +3,8 @@ import io
 import numpy as np
 import pytest
 
-from data.loader import TokenStream
 from data.sharder import ShardWriter
-from data.shards import find_shards, header, inspect_shard, write_manifest
+from data.shards import TokenStream, header, inspect_shard, open_folder, write_manifest
 from utils.errors import UserError
 
 
@@ -19,7 +18,7 @@ def test_npy_shards_are_what_numpy_reads(tmp_path):
     entry = write(tmp_path, "train", 0, range(1000))
     array = np.load(tmp_path / entry["file"], mmap_mode="r")
     assert array.dtype == np.uint16 and array.shape == (1000,) and array[999] == 999
-    assert (inspect_shard(tmp_path / entry["file"]).open() == array).all()
+    assert (inspect_shard(tmp_path / entry["file"]).read() == array).all()
 
 
 def test_bin_shards_are_llm_c_format(tmp_path):
@@ -27,7 +26,7 @@ def test_bin_shards_are_llm_c_format(tmp_path):
     assert entry["file"] == "val_000003.bin"
     raw = (tmp_path / entry["file"]).read_bytes()
     assert np.frombuffer(raw[:12], "<i4").tolist() == [20240520, 1, 3] and len(raw) == 1024 + 6
-    assert inspect_shard(tmp_path / entry["file"]).open().tolist() == [5, 6, 50256]
+    assert inspect_shard(tmp_path / entry["file"]).read().tolist() == [5, 6, 50256]
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
@@ -44,7 +43,7 @@ def test_a_continued_shard_equals_one_written_at_once(tmp_path, suffix):
 def test_an_unfinished_shard_is_not_seen(tmp_path):
     write(tmp_path, "train", 0, range(10))
     ShardWriter(tmp_path, "train", 1, ".npy").append(np.arange(5, dtype=np.uint16))
-    assert [s.path.name for s in find_shards(tmp_path, "train")] == ["train_000000.npy"]
+    assert [s.path.name for s in open_folder(tmp_path, "train").shards] == ["train_000000.npy"]
 
 
 def npy(array):
@@ -68,26 +67,26 @@ def npy(array):
 def test_a_broken_shard_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=f"{name} is damaged or not a shard.*{message}"):
-        find_shards(tmp_path, "train")
+        open_folder(tmp_path, "train")
 
 
 def test_missing_and_empty_folders_say_what_to_do(tmp_path):
     for folder in (tmp_path / "nothing", tmp_path):
         with pytest.raises(UserError, match="holds no val shards.*python data/fineweb-edu.py"):
-            find_shards(folder, "val")
+            open_folder(folder, "val")
 
 
 def test_shards_that_the_manifest_does_not_list_or_that_are_gone_are_named(tmp_path):
     entries = [write(tmp_path, "train", i, range(10)) for i in range(2)]
     write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
-    assert len(find_shards(tmp_path, "train")) == 2
+    assert len(open_folder(tmp_path, "train").shards) == 2
     write(tmp_path, "train", 2, range(10))
     with pytest.raises(UserError, match="train_000002.npy is missing or not as manifest.json"):
-        find_shards(tmp_path, "train")
+        open_folder(tmp_path, "train")
     for i in (1, 2):
         (tmp_path / f"train_00000{i}.npy").unlink()
     with pytest.raises(UserError, match="train_000001.npy is missing or not as manifest.json"):
-        find_shards(tmp_path, "train")
+        open_folder(tmp_path, "train")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tokenizer": "gpt2"}'])
@@ -95,7 +94,7 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
     write(tmp_path, "train", 0, range(10))
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(UserError, match="manifest.json is damaged"):
-        find_shards(tmp_path, "train")
+        open_folder(tmp_path, "train")
 
 
 def test_the_last_train_or_val_in_a_name_is_the_split(tmp_path):
@@ -104,16 +103,16 @@ def test_the_last_train_or_val_in_a_name_is_the_split(tmp_path):
     for name in [*train, *val, "notes.npy"]:
         np.save(tmp_path / name, np.zeros(10, np.uint16))
     for split, names in (("train", train), ("val", val)):
-        assert [shard.path.name for shard in find_shards(tmp_path, split)] == names
+        assert [shard.path.name for shard in open_folder(tmp_path, split).shards] == names
 
 
 def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
     write(tmp_path, "train", 0, range(0, 50_000, 10))
-    assert find_shards(tmp_path, "train")
+    assert open_folder(tmp_path, "train")
     for tokens in ([*range(257)] * 40, [*range(600)] * 2):
         write(tmp_path, "train", 0, tokens)
         with pytest.raises(UserError, match="holds no tokens of GPT-2.* tokenizer.json beside it"):
-            find_shards(tmp_path, "train")
+            open_folder(tmp_path, "train")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +122,6 @@ def test_a_folder_whose_sharding_was_interrupted_is_known(tmp_path, complete, st
     shards = [write(tmp_path, "train", 0, range(10))]
     manifest = {"tokenizer": "bytes", "vocab_size": 257, "shards": shards}
     write_manifest(tmp_path, manifest | {"complete": complete, "stopped": stopped})
-    assert len(TokenStream(tmp_path, "train").unfinished) == expected
+    assert len(TokenStream([open_folder(tmp_path, "train")]).unfinished) == expected
     write_manifest(tmp_path, manifest)
-    assert TokenStream(tmp_path, "train").unfinished == []
+    assert TokenStream([open_folder(tmp_path, "train")]).unfinished == []

@@ -26,7 +26,7 @@ COMPRESS = {
 
 
 def source(*files, column="text"):
-    return Source([str(file) for file in files], "", "", column, 0, 1)
+    return Source([str(file) for file in files], column=column)
 
 
 def read(*files, position=None, **options):
@@ -188,7 +188,7 @@ def test_a_value_that_is_no_text_changes_no_other_row_of_json(tmp_path, name, wr
 def test_a_dataset_of_json_lines_with_a_value_that_is_no_text_is_read_as_its_files_are(tmp_path):
     rows = [{"text": value} for value in ("first", 7, "second", None, ["x"])]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    dataset = Source([], str(tmp_path), "default", "text", 0, 1)  # a folder, as from the hub
+    dataset = Source(dataset=str(tmp_path), remote_name="default")  # a folder, as from the hub
     position = {"revision": "main", "stream": None}
     ((_, texts),) = dataset.batches(position)
     assert texts == ["first", 7, "second", None, ["x"]]

@@ -16,7 +16,7 @@ from record_harness import with_all_fields
 
 import evaluate
 from config.options import TrainConfig
-from data.file_tokenizer import save_tokenizer
+from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from model.config import GPTConfig

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from config.recipes import parse_recipe
 from data.loader import Sequences, TokenStream
-from data.shards import read_manifest, write_manifest
+from data.shards import open_folder, read_manifest, write_manifest
 from data.tokenizer import load_tokenizer
 from evaluation import scoring
 from evaluation.benchmarks import BENCHMARKS
@@ -190,19 +190,19 @@ def test_targets_looked_up_slice_by_slice_are_those_of_all_logits(monkeypatch, r
 def test_validation_is_the_mean_over_the_first_tokens_for_any_batch_size(
     shards, scorer, batch_size
 ):
-    val = Sequences(TokenStream(shards, "val"), 32)
+    val = Sequences(TokenStream([open_folder(shards, "val")]), 32)
     scores = replace(scorer, batch_size=batch_size).validation_loss(val, 3210)
     x, y = (torch.from_numpy(a) for a in val.batch(np.arange(3210 // 32)))
     expected = F.cross_entropy(scorer.model(x).flatten(0, 1), y.flatten()).item()
     assert scores["loss"] == pytest.approx(expected, rel=1e-6)
-    ends = sum((shard.open() == 256).sum() for shard in val.stream.shards)
+    ends = sum((shard.read() == 256).sum() for shard in val.stream.shards)
     bits = expected / math.log(2) * len(val.stream) / (len(val.stream) - ends)
     assert scores["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
     assert scorer.model.training  # left as training needs it
 
 
 def test_validation_reads_no_more_than_there_is(shards, scorer, tmp_path):
-    val = Sequences(TokenStream(shards, "val"), 32)
+    val = Sequences(TokenStream([open_folder(shards, "val")]), 32)
     whole = scorer.validation_loss(val, 10**9)
     assert whole == scorer.validation_loss(val, len(val) * 32)
     manifest = read_manifest(shards)
@@ -211,5 +211,6 @@ def test_validation_reads_no_more_than_there_is(shards, scorer, tmp_path):
         shutil.copy(shard.path, tmp_path)
     manifest["shards"] = [entry for entry in manifest["shards"] if entry["split"] == "val"]
     write_manifest(tmp_path, manifest)
-    untold = scorer.validation_loss(Sequences(TokenStream(tmp_path, "val"), 32), 10**9)
+    val = Sequences(TokenStream([open_folder(tmp_path, "val")]), 32)
+    untold = scorer.validation_loss(val, 10**9)
     assert untold == {"loss": whole["loss"]}  # no bits per byte where nobody counted the bytes

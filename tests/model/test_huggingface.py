@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config.recipes import parse_recipe
-from data.file_tokenizer import save_tokenizer
+from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from model.build import resized
 from model.config import GPTConfig

@@ -18,7 +18,8 @@ import torch
 from conftest import SHARED, script
 
 from config.recipes import parse_recipe
-from data.file_tokenizer import read_tokenizer, save_tokenizer
+from data.export_tokenizer import save_tokenizer
+from data.file_tokenizer import read_tokenizer
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
