@@ -83,6 +83,7 @@ def main() -> None:
     process = distributed.start(options.device, catch_signals=True)
     options = resolve_dtype(options, process, is_new=checkpoint is None)
     claim_folders(options, checkpoint, process)
+    # the lengths of run and batches depend on what is read here
     model, entries = build_model(options)
     num_rows = count_rows(options.data)
     options = resolve_options(options, num_rows, model.num_parameters(), process.world_size)
@@ -91,13 +92,13 @@ def main() -> None:
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
     run = Run.start(options, checkpoint, process)
     state = run.state
-    reference = open_reference(run, model.config, entries, checkpoint)
-    data = open_data(run, model.config.block_size, entries["tokenizer"], reference)
+    data = open_data(run, model.config, entries, checkpoint)
     method = data.method
     # for grpo, whose completions have many shapes, sampling is compiled instead
     is_compiled = options.use_torch_compile and options.method != "grpo"
     for_training(model, process.device, options.activation_checkpointing, is_compiled)
     wrapped = wrap(model, process, options.sharding, run.dtype)
+    # the default recipe is AdamW for all weights, also of a model that was trained with Muon
     optimizers = make_optimizers(model, options, Recipe(), run.dtype)
     if checkpoint is not None:
         run.resume_optimizers(model, optimizers, checkpoint)
@@ -105,6 +106,7 @@ def main() -> None:
 
     # log and checkpoints: whatever is wrong above has removed and written nothing
     run.open_log(model, entries)
+    # a checksum tells whether losses of a resumed run can be compared with the lowest one before
     if options.eval_data:
         run.validate_on(str(zlib.crc32(options.eval_data.read_bytes())))
     saver = Saver(run, model, optimizers, entries)
@@ -125,13 +127,14 @@ def main() -> None:
                 break
 
             # one step, then its log
-            tokens_before = state.tokens
+            tokens_before = state.tokens  # how many a step has depends on its rows
             timer.start()
+            # as in pre-training, the rows of a step are a pure function of seed and step
             ids = step_sequences(step, options.batch_size, len(method), options.seed)
             prepared = method.prepare(model, step, ids)  # with grpo, it samples completions
             result = train_step(run, wrapped, optimizers, method, prepared)
             speed = timer.stop(state.tokens - tokens_before)
-            if result.figures:
+            if result.figures:  # with several updates, the first ones may have been applied
                 run.logger.log_train(result.figures | speed, state.step)
             else:
                 run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
@@ -174,6 +177,7 @@ def train_step(
     options, state = run.config, run.state
     lr = set_rates(optimizers, options, state.step)
     seed_step(options.seed, state.step, run.process.rank)  # for dropout
+    # each update of grpo uses the same completions, sampled before the first
     max_updates = options.updates if options.method == "grpo" else 1
     figures: dict[str, float] = {}  # stays empty if no update is applied
     skip_reason = None
@@ -218,6 +222,8 @@ def backward(
     of "tokens", padding included, and "signals", the number of processes that were told to stop.
     """
     process, scaler, sharding = run.process, run.state.scaler, run.config.sharding
+
+    # forward and backward, micro-batch by micro-batch: the gradients add up
     sums: dict[str, Tensor] = {}  # of this process, by name of the metric
     num_tokens = 0
     for number, batch in enumerate(prepared.batches, 1):
@@ -228,13 +234,17 @@ def backward(
             # DDP and FSDP2 average gradients over processes; the parts of the mean are to be added
             scaler.scale(means["loss"] * process.world_size).backward()
         for name, mean in means.items():
-            sums[name] = sums.get(name, 0.0) + mean.detach().float()
+            sums[name] = sums.get(name, 0.0) + mean.detach().float()  # stays on the device
         num_tokens += batch.idx.numel()
+
+    # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
-        scaler.unscale_(optimizer)  # records infinities for scaler.update; float16 alone needs it
+        scaler.unscale_(optimizer)  # records infinities, too, for scaler.update
     grad_norm = clip_grad_norm(wrapped, run.config.grad_clip)
     sums["grad_norm"] = grad_norm / process.world_size  # each process has the norm of the whole
-    # full_like fills a tensor on the device, without a copy from the host
+
+    # Sum all numbers over processes at once. full_like fills a tensor on the device, without a copy
+    # from the host.
     sums["tokens"] = torch.full_like(grad_norm, num_tokens)
     sums["signals"] = torch.full_like(grad_norm, process.stop.signal != 0)
     # `tolist` is the one time in an update at which the CPU waits for the GPU
@@ -255,6 +265,7 @@ def evaluate(run: Run, model: GPT, data: Data, saver: Saver) -> None:
         else:
             run.logger.log_scores("held_out", scores, step)
     if data.questions:
+        # one result, the share that is exact: without samples there is no pass@k
         (exact,), answers = data.questions.score(model)
         num_cut = sum(answer["cut"] for answer in answers)
         scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
@@ -275,11 +286,13 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     T = options.block_size or model.config.block_size
     if T > model.config.block_size:
         raise UserError(f"--block_size {T} exceeds {name}'s context of {model.config.block_size}")
+    # A chat model would rate or write plain text badly, and the other way round. sft may change it.
     learned_plain = checkpoint.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
         raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
+    # a shorter context drops the last rows of the table of positions
     model = resized(model, replace(model.config, block_size=T, dropout=dropout))
     if is_reward and not options.resumes:
         model = RewardModel.from_gpt(model)
@@ -291,15 +304,11 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     return model.train(), entries
 
 
-def open_reference(
-    run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None
-) -> GPT | None:
-    """Return the model of --init_from, which dpo and grpo compare the trained one with; None where
-    nothing is compared. Its checksum is added to the entries of checkpoints: raise UserError if a
-    resumed run began with other weights."""
+def open_reference(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None) -> GPT:
+    """Return the model of --init_from, which dpo and grpo compare the trained one with. Its
+    checksum is added to the entries of checkpoints: raise UserError if a resumed run began with
+    other weights."""
     options, process = run.config, run.process
-    if options.method not in ("dpo", "grpo") or (options.method == "grpo" and options.kl == 0):
-        return None
     reference = resized(open_model(options.init_from, exact=True)[0], shape)
     entries["reference"] = checksum(reference.state_dict())
     if checkpoint is not None and checkpoint.get("reference") != entries["reference"]:
@@ -309,10 +318,15 @@ def open_reference(
     return for_training(reference, process.device, compiled=is_compiled)
 
 
-def open_data(run: Run, block_size: int, tokenizer: str, reference: GPT | None) -> Data:
-    """Read and encode the rows of a run."""
+def open_data(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None) -> Data:
+    """Read and encode the rows of a run, and open the models that its method needs beside the
+    trained one, which has the given shape."""
     options, process = run.config, run.process
-    encoder = TextEncoder(load_tokenizer(tokenizer), not options.plain, block_size)
+    tokenizer = load_tokenizer(entries["tokenizer"])
+    encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=shape.block_size)
+    reference = None
+    if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
+        reference = open_reference(run, shape, entries, checkpoint)
     reward = None
     if options.method == "grpo":
         reward = load_reward(options.reward, encoder, process, run.dtype)
@@ -320,14 +334,14 @@ def open_data(run: Run, block_size: int, tokenizer: str, reference: GPT | None) 
     open_rows = partial(method_class, options, process, run.dtype, encoder, reference, reward)
     data = Data(open_rows(options.data))
     if reward is not None:
-        check_reward(options.reward, reward, data.method.examples[0], encoder.tokenizer.eot)
+        check_reward(options.reward, reward, data.method.examples[0], tokenizer.eot)
     if options.eval_data:
         data.held_out = open_rows(options.eval_data)
     if options.questions:
         sizes = (options.max_new_tokens, options.micro_batch_size)
         data.questions = Questions(options.questions, encoder, process, run.dtype, *sizes)
     if encoder.num_cut:
-        process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
+        process.print(f"warning: {encoder.num_cut:,} texts are cut to {shape.block_size} tokens")
     return data
 
 

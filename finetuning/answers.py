@@ -59,6 +59,7 @@ class Questions:
                 # numbers the rows of all samples: no two completions draw the same
                 first_row=sample * num_questions + start,
             )
+            # every few tokens all_done looks for a signal, which ends the run within seconds
             with autocast(self.process.device, self.dtype):
                 batch = complete_questions(
                     model, questions, self.encoder, sampling, self.process.all_done
@@ -96,6 +97,7 @@ class Questions:
             num_right += [is_exact(x) for x in self.answers(model, temperature, seed, sample)]
             progress(len(answers))
 
+        # the share of exact answers and its standard error
         results = [mean_result(name, f"greedy, {text_format}", "exact match", exact)]
         protocol = f"{num_samples} samples, temperature {temperature:g}, {text_format}"
         k = 1  # then 2, 4, ...
@@ -103,7 +105,7 @@ class Questions:
             chances = [pass_at_k(num_samples, int(right), k) for right in num_right]
             results.append(mean_result(name, protocol, f"pass@{k}", chances))
             k *= 2
-        rows = []
+        rows = []  # for --dump
         for i, answer in enumerate(answers):
             row = {
                 "task": name,

@@ -50,6 +50,7 @@ def complete_questions(
         # The end is part of what GRPO teaches: an answer has to end. A cut one has none to learn.
         ids = text.tokens if is_cut else [*text.tokens, text.end_id]
         example = Example.join([Segment(question.prompt_ids, False), Segment(ids, True)])
+        # without the end: <|im_end|> is no part of the text
         decoded = decode_completion(text.tokens, tokenizer, encoder.chat)
         completions.append(Completion(question.row, decoded, example, is_cut))
     return completions

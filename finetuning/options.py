@@ -106,7 +106,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
         # folders at once, before anything is read: --overwrite and --resume auto look into them
         self.checkpoint_dir = self.checkpoint_dir or Path(f"runs/{self.method}/checkpoints")
         self.log_dir = self.log_dir or log_folder(self.checkpoint_dir)
-        check_ranges(self, "group_size", 2)
+        check_ranges(self, "group_size", 2)  # one completion alone has no advantage
         check_ranges(self, "max_steps batch_size micro_batch_size max_new_tokens updates", 1)
         check_ranges(self, "beta clip kl", 0)
         check_run_options(self)
@@ -143,6 +143,7 @@ def resolve_options(
         if options.method == "grpo":
             num_items *= options.group_size
         divisor = math.gcd(8, num_items // world_size)
+        # 8 if possible, else the largest power of 2 that divides a process's share
         options = with_defaults(options, micro_batch_size=divisor)
         num_together = options.micro_batch_size * world_size
         if num_items % num_together:
@@ -160,5 +161,6 @@ def resolve_options(
     rates = {"dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # of trl 1.16
     # trl's 2e-5 suits models of 1B parameters; small models need more
     rates["sft"] = min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters))
+    # a tenth of the steps, as in pre-training
     warmup_steps = min(WARMUP_STEPS, options.max_steps // 10)
     return with_defaults(options, warmup_steps=warmup_steps, max_lr=rates[options.method])
