@@ -38,6 +38,7 @@ from utils.devices import pick_dtype
 from utils.errors import UserError
 
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
+ScoreTasks = dict[str, ScoreTask]  # by name of the task, in the order of --tasks
 EXPECTED_ROWS = 2048  # tokens in a matmul, for which the CPU's packed weights are laid out
 
 
@@ -171,6 +172,23 @@ def open_questions(path: Path, config: EvalConfig, scorer: Scorer) -> ScoreTask:
     return partial(questions.score, scorer.model, *sampling, scorer.progress)
 
 
+def open_tasks(config: EvalConfig, scorer: Scorer, trained_on: tuple[Path, ...]) -> ScoreTasks:
+    """Open the data of all tasks, before the first forward pass: a mistake costs no time."""
+    score_tasks: ScoreTasks = {}
+    data_paths = list(config.data)
+    for task in config.tasks:
+        if task == "val":
+            score_tasks[task] = open_validation(config, scorer, trained_on)
+        elif task in BENCHMARKS:
+            path = None
+            if data_paths:
+                path = data_paths.pop(0)
+            score_tasks[task] = open_benchmark(task, path, config, scorer)
+        else:
+            score_tasks[task] = open_questions(Path(task), config, scorer)
+    return score_tasks
+
+
 def main(config: EvalConfig) -> None:
     check(config)
     process = distributed.start(config.device)
@@ -185,18 +203,8 @@ def main(config: EvalConfig) -> None:
     tokenizer = load_tokenizer(tokenizer)
     scorer = Scorer(model, tokenizer, process, dtype, config.batch_size, bar.update)
 
-    # Open all data and all files before the first forward pass: a mistake costs no time.
-    score_tasks: dict[str, ScoreTask] = {}
-    data_paths = list(config.data)
-    for task in config.tasks:
-        if task == "val":
-            trained_on = checkpoint.get("config", {}).get("data_dir", ())
-            score_tasks[task] = open_validation(config, scorer, trained_on)
-        elif task in BENCHMARKS:
-            path = data_paths.pop(0) if data_paths else None
-            score_tasks[task] = open_benchmark(task, path, config, scorer)
-        else:
-            score_tasks[task] = open_questions(Path(task), config, scorer)
+    trained_on = checkpoint.get("config", {}).get("data_dir", ())
+    score_tasks = open_tasks(config, scorer, trained_on)
     outputs = output_paths(config, name, checkpoint_path)
     for path in [*outputs.values(), config.dump]:
         if path and process.is_main:

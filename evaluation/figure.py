@@ -118,9 +118,10 @@ def draw(
         pair = ["completion_tokens", "tokens_per_s"]
 
     # from above: the main panel with the shares of right answers beside it, columns, samples
-    has_shares = any(split in run.log for run in runs for split in SHARES)
+    grid = [["main", "main"], pair]
+    if any(split in run.log for run in runs for split in SHARES):
+        grid[0] = ["main", "shares"]
     further = [column for column in columns if column not in pair]
-    grid = [["main", "shares" if has_shares else "main"], pair]
     grid += [[column, column] for column in further]
     if is_grpo:
         grid.append(["samples", "samples"])
@@ -142,7 +143,7 @@ def draw(
             x, values = curve(run.log, unit, "train", column)
             panels[column].plot(x, values, lw=1, color=color)
             panels[column].set_ylabel(column)
-        if has_shares:
+        if "shares" in panels:
             draw_shares(panels["shares"], run, unit, color)
     panels["tokens_per_s"].set_ylim(0, None)
 

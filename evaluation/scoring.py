@@ -203,12 +203,13 @@ def score_targets(
 
 def merge_on_all(scores: dict[int, Score], process: Process) -> dict[int, Score]:
     """Return the scores of all processes, on every process. Raise UserError if one is NaN."""
-    merged = dict(scores)
+    shares = [scores]
     if process.world_size > 1:
-        of_each_process = [None] * process.world_size
-        dist.all_gather_object(of_each_process, scores)
-        for process_scores in of_each_process:
-            merged |= process_scores
+        shares = [{}] * process.world_size  # filled with those of all processes
+        dist.all_gather_object(shares, scores)
+    merged: dict[int, Score] = {}
+    for share in shares:
+        merged.update(share)
     # Comparisons with NaN are all false: argmax would call the first choice the best one.
     if any(math.isnan(score.logprob + score.context_logprob) for score in merged.values()):
         raise UserError("the model gives NaN (not a number) instead of a probability")
@@ -283,12 +284,12 @@ class Scorer:
                 batches.append([])
             batches[-1].append(row)
 
+        # A batch that comes twice, so that all processes have equally many, gives equal scores.
         scores: dict[int, Score] = {}  # by place among the continuations of all items
-        for _, batch, counts in self.process.share(batches):
+        for _, batch, _ in self.process.share(batches):
             batch_scores = self.score_batch(batch, banned_ids, with_context)
-            if counts:
-                for row, row_scores in zip(batch, batch_scores, strict=True):
-                    scores |= enumerate(row_scores, row.first_score)
+            for row, row_scores in zip(batch, batch_scores, strict=True):
+                scores.update(enumerate(row_scores, row.first_score))
             self.progress(len(batch) * self.process.world_size)
         self.model.train()
         scores = merge_on_all(scores, self.process)

@@ -38,7 +38,7 @@ class Score:
     is_greedy: bool
     """True if greedy decoding from the context writes the continuation."""
     is_greedy_filtered: bool
-    """The same, if greedy decoding may not begin with a banned word."""
+    """True if greedy decoding writes it when no banned word may come first."""
     is_last_greedy: bool
     """True if the last token is the likeliest one after all tokens before it."""
     context_logprob: float
