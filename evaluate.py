@@ -90,7 +90,7 @@ def check(config: EvalConfig) -> None:
     """Raise UserError for a wrong option, before anything is read or scored."""
     if config.checkpoint and config.model:
         raise UserError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
-    num_benchmarks = 0
+    num_benchmarks = 0  # of --tasks: each takes one file of --data
     for task in config.tasks:
         if task in BENCHMARKS:
             num_benchmarks += 1
@@ -106,7 +106,7 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
     if config.out:
         return dict.fromkeys(config.tasks, config.out)
     stem = Path("logs", Path(name).resolve().name)  # of a folder as "." or "..", too
-    if checkpoint:
+    if checkpoint:  # checkpoints/model_best.pt gives checkpoints/model_best_hellaswag.json
         stem = checkpoint.with_suffix("")
     return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
@@ -114,7 +114,7 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
 def check_writable(path: Path) -> None:
     """Raise OSError now, not after hours of scoring, for a file that cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    open(path, "a").close()
+    open(path, "a").close()  # creates the file, or leaves the one of an earlier evaluation
 
 
 def open_validation(config: EvalConfig, scorer: Scorer, trained_on: tuple[Path, ...]) -> ScoreTask:
@@ -146,7 +146,7 @@ def score_validation(val: Mixture, scorer: Scorer, val_tokens: int) -> TaskScore
         corpora.append(("weighted mean", sum(counts), weighted_mean(scores, val.weights)))
     results = []
     for corpus, num_tokens, values in corpora:
-        values["perplexity"] = math.exp(values["loss"])
+        values["perplexity"] = math.exp(values["loss"])  # per token
         for metric, value in values.items():
             results.append(Result("val", corpus, metric, num_tokens, value))
     return results, []
@@ -155,7 +155,7 @@ def score_validation(val: Mixture, scorer: Scorer, val_tokens: int) -> TaskScore
 def open_benchmark(name: str, path: Path | None, config: EvalConfig, scorer: Scorer) -> ScoreTask:
     """Read a benchmark's file, or download it, and return the function that scores it."""
     task = BENCHMARKS[name]
-    rows = read_on_all(partial(task.read, path), scorer.process)
+    rows = read_on_all(partial(task.read, path), scorer.process)  # one process downloads
     protocols = [protocol for protocol in task.protocols if protocol in config.protocols]
     if not protocols:  # --protocols lm-eval does not speak of this benchmark
         protocols = task.protocols
@@ -194,9 +194,13 @@ def main(config: EvalConfig) -> None:
     process = distributed.start(config.device)
     name = str(config.model or config.checkpoint or "checkpoints")
     checkpoint_path = find_checkpoint(name)  # None for a Hugging Face model
+    # exact: with the low halves of the float32 weights, so that the validation loss equals that of
+    # training. `checkpoint` is the content of the file, {} for a Hugging Face model.
     model, tokenizer, checkpoint = open_model(checkpoint_path or name, exact=True)
+    # A run that diverged without a guard. Its loss would be NaN, too, which is no valid JSON.
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
+    # What finetune.py taught to chat is asked in its chat template, as in training.
     config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer))
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     bar = tqdm(unit="row", disable=None if process.is_main else True)  # None: only on a terminal
@@ -205,11 +209,12 @@ def main(config: EvalConfig) -> None:
 
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
     score_tasks = open_tasks(config, scorer, trained_on)
-    outputs = output_paths(config, name, checkpoint_path)
+    outputs = output_paths(config, name, checkpoint_path)  # by task
     for path in [*outputs.values(), config.dump]:
         if path and process.is_main:
             check_writable(path)
 
+    # On a CPU, linear layers are replaced by packed ones: after the weights were read and checked.
     for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
     header = {  # convert.py puts results into a model card if run and step are its checkpoint's
         "run_id": checkpoint.get("run_id"),
@@ -217,6 +222,7 @@ def main(config: EvalConfig) -> None:
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
     }
+    # Score one task after the other.
     results: list[Result] = []
     examples: list[dict] = []
     for task, score_task in score_tasks.items():

@@ -16,6 +16,7 @@ from evaluation.tasks import Item, Result, Score, ScoreItems, Task, TaskScores, 
 
 def clean_wikihow(text: str) -> str:
     """Remove WikiHow's bracketed marks from a text, exactly as lm-evaluation-harness does."""
+    # "[header] How to [title] Do it." becomes "How to. Do it."
     text = text.strip().replace(" [title]", ". ")
     text = re.sub(r"\[.*?\]", "", text)
     return text.replace("  ", " ")
@@ -37,12 +38,13 @@ class HellaSwag(Task):
         items = []
         for row in rows:
             context = row["ctx"]
-            endings = row["endings"]
+            endings = row["endings"]  # four of them
             if protocol != "build-nanogpt":
                 if "ctx_a" in row:
                     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
                 context = clean_wikihow(context)
                 endings = [clean_wikihow(ending) for ending in endings]
+            # GPT-2's tokens of words begin with their space
             choices = tuple(f" {ending}" for ending in endings)
             items.append(Item(context, choices, int(row["label"])))
         return items
@@ -103,7 +105,7 @@ class Lambada(Task):
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
     ) -> TaskScores:
         """Score the last words; there is nothing to choose from, so ties cannot occur."""
-        items = self.items(rows, protocols[0])
+        items = self.items(rows, protocols[0])  # the same for all protocols
         scores = [choices[0] for choices in score_items(items, banned_words=STOP_WORDS)]
         hits_by_protocol = {
             "lm-eval": [score.is_greedy for score in scores],
@@ -160,8 +162,9 @@ class ChildrensBookTest(Task):
         That has the question (XXXXX is the blank), a tab, the answer, two tabs, and candidates
         separated by bars."""
         rows = []
+        # Line numbers begin anew with each question: a line "1 ..." begins one.
         for numbered_lines in re.split(r"^1 ", text, flags=re.MULTILINE)[1:]:
-            lines = re.split(r"\s*\n\d+ ", numbered_lines.strip())
+            lines = re.split(r"\s*\n\d+ ", numbered_lines.strip())  # without their numbers
             columns = lines[-1].split("\t")
             row = {
                 "sentences": lines[:-1],
@@ -177,6 +180,7 @@ class ChildrensBookTest(Task):
         items = []
         for row in rows:
             before, after = row["question"].split("XXXXX", 1)
+            # CBT separates punctuation by spaces; that stays, as in the paper's setting
             context = " ".join(row["sentences"] + [before]).rstrip()
             choices = tuple(f" {option}{after}" for option in row["options"])
             items.append(Item(context, choices, row["options"].index(row["answer"])))
@@ -186,6 +190,8 @@ class ChildrensBookTest(Task):
         """Return the mean log-probability of all tokens, or the sum of those from the blank on."""
         if protocol == "from the blank":
             return {"acc": score.logprob}
+        # The context is common to all candidates, but a longer candidate spreads it over more
+        # tokens: the mean of all tokens needs its sum.
         num_tokens = score.num_context_tokens + score.num_tokens
         return {"acc": (score.context_logprob + score.logprob) / num_tokens}
 

@@ -43,7 +43,7 @@ def read_on_all(read: Callable[[], Content], process: Process) -> Content:
     others find it in the cache.
     """
     content = None
-    error = None
+    error = None  # of this process
     for is_turn_of_main in (True, False):
         if process.is_main == is_turn_of_main:
             try:
@@ -66,6 +66,8 @@ class Evaluator:
     ) -> None:
         self.config = config
         self.val = val
+        # GPT-2's vocabulary is downloaded once. Training itself needs ids alone, so a run on a
+        # machine without network goes on.
         tokenizer = None
         try:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
@@ -106,7 +108,7 @@ class Evaluator:
         text, bits_per_byte. Several corpora give the means by weight, and the loss of each."""
         val = self.val
         scores = [self.scorer.validation_loss(part, self.config.val_tokens) for part in val.parts]
-        if len(scores) == 1:
+        if len(scores) == 1:  # no mixture
             return scores[0]
         means = weighted_mean(scores, val.weights)
         for name, corpus_scores in zip(val.names, scores, strict=True):
@@ -118,10 +120,10 @@ class Evaluator:
         for task, rows in self.benchmark_rows:
             if not self.due(step, task.name):
                 continue
-            # Lengths of texts vary, and each length would be compiled anew.
+            # Compiled blocks are of one shape: each length of a text would be compiled anew.
             with uncompiled(self.config.use_torch_compile):
                 results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
-            scores: dict[str, float] = {"n": results[0].n}
+            scores: dict[str, float] = {"n": results[0].n}  # examples; then metrics, for the log
             for result in results:
                 scores[result.metric] = result.value
             yield task.name, scores
@@ -138,7 +140,7 @@ class Evaluator:
         sampling = Sampling(num_tokens, SAMPLE_TEMPERATURE, seed=self.config.seed + step)
         prompts = [[scorer.tokenizer.eot]]  # precedes every document in training
         end_ids = scorer.tokenizer.end_ids
-        model.eval()
+        model.eval()  # no dropout
         # All processes write the same text: under FSDP a forward pass needs all of them.
         with (
             autocast(scorer.process.device, scorer.dtype),
@@ -146,4 +148,5 @@ class Evaluator:
         ):
             texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
         model.train()
+        # the last character may be cut in the middle of its bytes
         return scorer.tokenizer.decode_bytes(texts[0].tokens).decode(errors="replace")

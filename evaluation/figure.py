@@ -88,7 +88,7 @@ def check_columns(runs: list[Run], columns: tuple[str, ...]) -> None:
     for run in runs:
         for row in run.log["train"]:
             logged |= row.keys()
-    logged -= {"split", "step"}
+    logged -= {"split", "step"}  # what every row has, and no number of training
     for column in columns:
         if column not in logged:
             raise UserError(f"--columns has no {column}; the logs have {', '.join(sorted(logged))}")
@@ -145,13 +145,13 @@ def draw(
             panels[column].set_ylabel(column)
         if "shares" in panels:
             draw_shares(panels["shares"], run, unit, color)
-    panels["tokens_per_s"].set_ylim(0, None)
+    panels["tokens_per_s"].set_ylim(0, None)  # otherwise 1 % of noise fills the panel
 
     if is_grpo:
         show_sample(panels["samples"], runs[-1])
     else:
         scale_losses(panels["main"])
-    if size:
+    if size:  # last, so that the lines do not change the scale that scale_losses looks at
         draw_published(panels, runs, size)
     save(figure, unit, out)
 
@@ -215,6 +215,7 @@ def draw_sweep(groups: dict[str, dict[str, Run]], metric: str, out: Path) -> Non
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for group, runs in groups.items():
+        # Runs of a group were validated at the same steps.
         curves = [curve(run.log, "tokens", "val", metric) for run in runs.values()]
         x = curves[0][0]
         losses = np.array([values for _, values in curves])  # (seeds, validations)

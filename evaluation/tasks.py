@@ -72,8 +72,9 @@ def mean_result(
 ) -> Result:
     """Return the mean of one value per example (for hits: their share) and its standard error."""
     n = len(values)
-    stderr = None
+    stderr = None  # of one value there is none
     if n > 1:
+        # of the mean, from the sample's standard deviation, as lm-evaluation-harness has it
         stderr = float(np.std(values, ddof=1)) / n**0.5
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr, ties)
 
@@ -115,7 +116,7 @@ class Task:
                 from datasets import load_dataset  # imports for seconds, and files do without
 
                 rows = list(load_dataset(**self.hub))
-            assert rows, "no items"
+            assert rows, "no items"  # becomes a part of the message below
             # A row that lacks a field fails here, not in the middle of the scoring.
             for protocol in self.protocols:
                 for item in self.items(rows, protocol):
@@ -155,6 +156,7 @@ class Task:
         ties = Counter()  # by metric: examples with several best choices
         for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
             example = {"task": self.name, "protocol": protocol, "index": index, "label": item.label}
+            # for each choice its value by metric
             choices = zip(item.choices, item_scores, strict=True)
             values = [self.values(protocol, choice, score) for choice, score in choices]
             example["logprobs"] = [by_metric["acc"] for by_metric in values]
@@ -170,6 +172,7 @@ class Task:
                     best = best[:1]  # the harness has that bias
                 credits[metric].append(float(item.label in best) / len(best))
             examples.append(example)
+        # credits[metric] has one number for each example
         results = []
         for metric, chances in credits.items():
             results.append(mean_result(self.name, protocol, metric, chances, ties[metric]))

@@ -69,13 +69,15 @@ def run_train(config: SweepConfig, point: Point, *flags: str) -> str | None:
     """Run train.py with the options of a point and further flags, from its newest checkpoint if it
     has one. Return None, or the end of its error message if it fails."""
     folder = run_folder(config.out, point)
-    command = [sys.executable, TRAIN, "--resume", "auto", *flags]
-    command += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "logs"]
+    command = [sys.executable, TRAIN]
     for option in config.fixed:
         name, *values = option.split()
         command += [f"--{name}", *values]
     for name, value in point.items():
         command += [f"--{name}", value]
+    # The last flag wins: the folder is that of the point, whatever --fixed says.
+    command += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "logs"]
+    command += ["--resume", "auto", *flags]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -86,7 +88,8 @@ def run_train(config: SweepConfig, point: Point, *flags: str) -> str | None:
             raise
     if process.returncode == 0:
         return None
-    return f"{folder.name}: {errors.strip().removeprefix('error: ')[-300:]}"
+    # its end, as a traceback names the error in its last line
+    return f"{folder.name}: {errors.strip().removeprefix('error: ')[-600:]}"
 
 
 def stop(number: int, _: object) -> NoReturn:
@@ -103,7 +106,7 @@ def finished_run(folder: Path) -> Run | None:
     validated_steps = [row["step"] for row in run.log.get("val", [])]
     if run.config["config"]["max_steps"] in validated_steps:
         return run
-    return None
+    return None  # was interrupted, or has failed
 
 
 def collect(out: Path) -> Groups:
@@ -112,6 +115,7 @@ def collect(out: Path) -> Groups:
     for folder in sorted(out.iterdir()):
         run = finished_run(folder)
         if run:
+            # "recipe=gpt2 max_lr=1e-3 seed=1" is seed "1" of the group "recipe=gpt2 max_lr=1e-3"
             options, _, seed = folder.name.rpartition("seed=")
             groups[options.strip() or "all"][seed] = run
     return groups
@@ -134,6 +138,7 @@ def to_markdown(groups: Groups, metric: str) -> str:
     losses: dict[str, dict[str, float]] = {}  # by group and seed
     for name, runs in groups.items():
         losses[name] = {seed: run.log["val"][-1][metric] for seed, run in runs.items()}
+    # best first, by the mean over all seeds of a group
     names = sorted(groups, key=lambda name: fmean(losses[name].values()))
     best_losses = losses[names[0]]
 
@@ -146,6 +151,8 @@ def to_markdown(groups: Groups, metric: str) -> str:
             deviation = f"{stdev(values):.4f}"
         shared_seeds = [seed for seed in losses[name] if seed in best_losses]
         differences = [losses[name][seed] - best_losses[seed] for seed in shared_seeds]
+        # Runs of a group differ in their seed alone: one number of tokens holds for all. The
+        # median of the speeds leaves out steps that compile or wait for a disk.
         train_rows = []
         for run in groups[name].values():
             train_rows += run.log["train"]
@@ -159,7 +166,8 @@ def to_markdown(groups: Groups, metric: str) -> str:
 
 
 def main(config: SweepConfig) -> None:
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, stop)  # SIGINT raises KeyboardInterrupt by itself
+    # Finished runs are not trained again: a sweep may be started again, or with more values.
     points = []
     for point in grid_points(config):
         if not finished_run(run_folder(config.out, point)):
@@ -178,6 +186,7 @@ def main(config: SweepConfig) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     fixed_path.write_text(json.dumps(config.fixed))
 
+    # A run that fails does not end the sweep: the others are compared.
     errors = []
     for number, point in enumerate(points, 1):
         folder = run_folder(config.out, point)
@@ -189,6 +198,7 @@ def main(config: SweepConfig) -> None:
             loss = finished_run(folder).log["val"][-1]["loss"]
         print(f"run {number} of {len(points)}, {folder.name}: {loss}", flush=True)
 
+    # The table has all runs of the folder, also of earlier grids.
     groups = collect(config.out)
     if groups:
         runs = []
