@@ -119,7 +119,7 @@ def draw(
 
     # from above: the main panel with the shares of right answers beside it, columns, samples
     grid = [["main", "main"], pair]
-    if any(split in run.log for run in runs for split in SHARES):
+    if any(run.log.keys() & SHARES.keys() for run in runs):
         grid[0] = ["main", "shares"]
     further = [column for column in columns if column not in pair]
     grid += [[column, column] for column in further]

@@ -72,7 +72,7 @@ def format_table(results: list[Result], size: str) -> str:
             name = f"{result.task}, {result.protocol}, {result.metric}"
             tie_notes.append(f"{name}: {result.ties:,} ties; {rule}")
 
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, strict=True)
