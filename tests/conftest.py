@@ -103,17 +103,21 @@ def bad(args: list, message: str, run: Path | None = None) -> None:
     assert files() == before
 
 
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 def ranks(
     commands: list[list], local_world_size: int, env: dict, timeout: float
 ) -> list[tuple[int, str, str]]:
     """Run a command line for each rank without a launcher; exit code, stdout and stderr of each."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     world = {
         "WORLD_SIZE": str(len(commands)),
         "LOCAL_WORLD_SIZE": str(local_world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }
     envs = [
         {**env, **world, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}

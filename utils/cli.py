@@ -1,14 +1,15 @@
 """Entry point of all scripts: the command line as a dataclass, errors as sentences, exit codes.
 
-Options are a list of flags wherever they come from: a file, a checkpoint, a sweep. Flags that come
-later win, so that those of the user are put last.
+Options are a list of flags wherever they come from: a file, a checkpoint, a point of a sweep. They
+become flags in front of those that the user typed, and one parser checks them all; of two flags
+with one name the last one wins.
 """
 
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -19,56 +20,83 @@ Config = TypeVar("Config")
 
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
-    """Parse flags, or the command line, into a dataclass; exit with code 2 if they are wrong.
-    Dataclasses named ...Options that it inherits from are the groups of --help, last one first."""
-    import tyro  # here, so that importing this module does not require it
+    """Parse flags, by default the command line, into a dataclass; exit with code 2 if one is wrong.
 
-    is_main = os.environ.get("RANK", "0") == "0"
-    options = {"use_underscores": True, "args": args, "console_outputs": is_main}
+    --help shows a group of flags for each dataclass that `config_class` inherits from, named after
+    it without "Options"; the last one comes first.
+    """
+    import tyro  # here, as other users of this module do without it
+
+    settings = {
+        "use_underscores": True,
+        "args": args,
+        "console_outputs": os.environ.get("RANK", "0") == "0",  # not once for each process
+    }
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
-        found = vars(tyro.cli(config_class, **options))
-    else:
-        parts = [
-            (group.__name__.removesuffix("Options").lower(), tyro.conf.OmitArgPrefixes[group])
-            for group in groups
-        ]
-        namespace = {"__doc__": config_class.__doc__}
-        grouped = make_dataclass(config_class.__name__, parts, namespace=namespace)
-        start = {f.name: f.default for f in fields(config_class)}  # a subclass may change a default
-        values = [group(**{f.name: start[f.name] for f in fields(group)}) for group in groups]
-        filled = tyro.cli(grouped, default=grouped(*values), **options)
-        found = {k: v for part in vars(filled).values() for k, v in vars(part).items()}
-    return config_class(**{name: expand_home(value) for name, value in found.items()})
+        values = vars(tyro.cli(config_class, **settings))
+        return config_class(**expand_home(values))
+
+    # tyro makes a group of each field that is a dataclass itself: parse into a class with one such
+    # field for each group, and take them apart again
+    defaults = {field.name: field.default for field in fields(config_class)}
+    group_fields: list[tuple[str, type]] = []
+    group_defaults: list[object] = []
+    for group in groups:
+        label = group.__name__.removesuffix("Options").lower()
+        group_fields.append((label, tyro.conf.OmitArgPrefixes[group]))  # --lr, not --optimizer.lr
+        # `config_class` may have another default than the group it inherits from
+        group_defaults.append(
+            group(**{field.name: defaults[field.name] for field in fields(group)})
+        )
+    help_text = {"__doc__": config_class.__doc__}
+    grouped_class = make_dataclass(config_class.__name__, group_fields, namespace=help_text)
+    grouped = tyro.cli(grouped_class, default=grouped_class(*group_defaults), **settings)
+    values = {}
+    for group in vars(grouped).values():
+        values |= vars(group)
+    return config_class(**expand_home(values))
 
 
-def expand_home(value: object) -> object:
-    """Return the value of an option with the home folder for ~ in a path, or in each of several."""
-    if isinstance(value, tuple):
-        return tuple(map(expand_home, value))
-    return value.expanduser() if isinstance(value, Path) else value
+def expand_home(values: dict[str, object]) -> dict[str, object]:
+    """Return the values of options with the home folder for ~ in paths and in tuples of paths."""
+    expanded = {}
+    for name, value in values.items():
+        if isinstance(value, Path):
+            value = value.expanduser()
+        if isinstance(value, tuple):
+            value = tuple(x.expanduser() if isinstance(x, Path) else x for x in value)
+        expanded[name] = value
+    return expanded
 
 
-def to_flags(values: dict) -> list[str]:
-    """Return options as the flags that parse to them; None stands for the default."""
+def to_flags(values: dict[str, object]) -> list[str]:
+    """Return the flags that parse to these options; an option that is None gets no flag."""
     flags: list[str] = []
     for name, value in values.items():
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no_{name}")
-        elif isinstance(value, list | tuple):
-            flags += [f"--{name}", *map(str, value)] if value else []
-        elif value is not None:
-            flags += [f"--{name}", str(value)]
+        if value in (None, [], ()):
+            continue
+        if value is False:
+            flags.append(f"--no_{name}")
+            continue
+        flags.append(f"--{name}")
+        if isinstance(value, list | tuple):
+            flags.extend(str(item) for item in value)
+        elif value is not True:
+            flags.append(str(value))
     return flags
 
 
-def named_flags(flags: list[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name of each flag, and the value after it or after its equals sign, if any."""
-    for word, following in zip(flags, [*flags[1:], "--"], strict=False):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            following = None if following.startswith("--") else following
-            yield name[2:].replace("-", "_"), value if equals else following
+def named_flags(flags: list[str]) -> list[tuple[str, str | None]]:
+    """Return the name of each flag, with underscores, and its first value, None without one."""
+    pairs: list[tuple[str, str | None]] = []
+    for word in flags:
+        if word.startswith("--"):  # --name or --name=value
+            name, equals, value = word[2:].partition("=")
+            pairs.append((name.replace("-", "_"), value if equals else None))
+        elif pairs and pairs[-1][1] is None:  # the word after --name
+            pairs[-1] = (pairs[-1][0], word)
+    return pairs
 
 
 def flag_value(flags: list[str], name: str) -> str | None:
@@ -77,49 +105,59 @@ def flag_value(flags: list[str], name: str) -> str | None:
 
 
 def start_script(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
-    """Run a script: parse the command line, call `main`, exit."""
+    """Run a script: parse the command line, call `main` with the options, exit."""
     call_and_exit(lambda: main(parse(config_class)))
 
 
 def call_and_exit(
-    work: Callable[[], None],
+    main: Callable[[], None],
     before_exit: Callable[[], None] = lambda: None,
     explain: Callable[[Exception], str | None] = lambda error: None,
 ) -> NoReturn:
-    """Call `work`, then `before_exit`, and exit: with code 2 and a sentence for a UserError, or for
-    what `explain` has one for."""
-    message, code = None, 0
+    """Call `main`, then `before_exit`, and exit.
+
+    The exit code is 0, or that of a SystemExit; 2 after a mistake of the user or a fault of the
+    machine, of which one sentence is printed, that of `explain` if it has one; 1 after a bug, with
+    its traceback; 128 + the number of a signal.
+    """
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # PyTorch warns of its own use
+    message = None
+    exit_code = 0
     try:
-        work()
+        main()
     except SystemExit as end:
-        code = end.code or 0
-    except BrokenPipeError:  # the reader of standard output has ended, as `head` does
+        exit_code = end.code or 0
+    except BrokenPipeError:  # the reader of standard output has ended, as `head` does: SIGPIPE
         sys.stdout = open(os.devnull, "w")
-        code = 128 + 13
+        exit_code = 128 + 13
     except KeyboardInterrupt:
-        message, code = "interrupted", 128 + 2
+        message = "interrupted"
+        exit_code = 128 + 2
     except Exception as error:
         message = user_message(error) or explain(error)
-        code = 2 if message else 1
-        if not message:  # a bug
+        exit_code = 2
+        if message is None:  # a bug
             traceback.print_exc()
+            exit_code = 1
     if message:
         rank = os.environ.get("RANK")
-        print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr)
+        label = f"error on rank {rank}" if rank else "error"
+        print(f"{label}: {message}", file=sys.stderr)
     before_exit()
     sys.stdout.flush()
-    # skip the interpreter's shutdown: the reader threads of datasets can block it, and gloo aborts
-    # it when one of its threads still waits for the interpreter lock to release a tensor
-    os._exit(code)
+    # without the interpreter's shutdown: reader threads of `datasets` can block it for ever, and
+    # gloo aborts in it if one of its threads waits for the interpreter lock to release a tensor
+    os._exit(exit_code)
 
 
 def user_message(error: Exception) -> str | None:
-    """Return the sentence to print for a user error or a lack of memory, None for a bug."""
+    """Return the sentence to print for a mistake of the user or a full machine, None for a bug."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, OSError) and error.strerror:  # a write that fails names no file
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename is None:  # a write to an open file, as on a full disk
+            return error.strerror
+        return f"{error.filename}: {error.strerror}"
     if is_out_of_memory(error):
         return f"out of memory: lower --micro_batch_size or --num_samples ({error!s:.200})"
     return None

@@ -1,4 +1,7 @@
-"""Devices, and the dtypes that they multiply in."""
+"""Devices: which one a run uses, and in which dtype it multiplies matrices.
+
+Nothing here computes a model: model/ runs the same forward on every device.
+"""
 
 import ctypes
 import os
@@ -11,21 +14,34 @@ import torch
 
 from utils.errors import UserError
 
-SHARE_OF_MATMULS = 0.6  # of a step's time on a CPU: 0.88 for 124M compiled, 0.4 for small models
-BFLOAT16_SPEEDUP = 1.2  # over float32, from which a CPU trains in bfloat16
+# share of matmuls in the time of a training step on a CPU, for the forecast of `seconds_on_cpu`:
+# measured as 0.88 for 124M, compiled, and 0.4 for small models
+SHARE_OF_MATMULS = 0.6
+# "auto" trains in bfloat16 on a CPU that is this many times as fast in it as in float32: casts of
+# weights and activations cost what a smaller gain would bring
+BFLOAT16_SPEEDUP = 1.2
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device for "auto", "cpu", "cuda:1", ...; raise UserError if it is not there."""
-    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.mps.is_available())}
+    """Return the device for "auto", "cpu", "cuda", "cuda:1" or "mps".
+
+    Without a number, a process gets the GPU of its number on this machine, `local_rank`. Raises
+    UserError for a device that this machine does not have.
+    """
+    available = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.mps.is_available():
+        available.append("mps")
+    available.append("cpu")
+    device_name = name
     if name == "auto":
-        name = "cuda" if counts["cuda"] else "mps" if counts["mps"] else "cpu"
-    kind, _, index = name.partition(":")
-    number = int(index) if index.isdigit() else local_rank if kind == "cuda" else 0
-    if (index and not index.isdigit()) or number >= counts.get(kind, 0):
-        found = ", ".join(f"{n} {kind}".removeprefix("1 ") for kind, n in counts.items() if n)
-        raise UserError(f"--device {name} is not available; this machine has {found}")
-    return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
+        device_name = available[0].partition(":")[0]
+    if device_name == "cuda":
+        device_name = f"cuda:{local_rank}"
+    if device_name not in available:
+        raise UserError(
+            f"--device {name} is not available; this machine has {', '.join(available)}"
+        )
+    return torch.device(device_name)
 
 
 def has_onednn(dtype: torch.dtype) -> bool:
@@ -41,35 +57,38 @@ def has_onednn(dtype: torch.dtype) -> bool:
 
 @cache
 def is_bfloat16_faster() -> bool:
-    """Return whether this CPU multiplies matrices in bfloat16 BFLOAT16_SPEEDUP times as fast as in
-    float32. It is measured, as instruction flags and names do not tell."""
+    """Return whether this CPU multiplies in bfloat16 BFLOAT16_SPEEDUP times as fast as in float32.
+
+    It is measured, because processors that have instructions for bfloat16 can still be slow in it.
+    """
     if not has_onednn(torch.bfloat16):
         return False
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine several wait for each other
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, several would wait for each other
     float32_seconds = min(matmul_seconds(256, torch.float32) for _ in range(20))
     bfloat16_seconds = min(matmul_seconds(256, torch.bfloat16) for _ in range(20))
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
     return float32_seconds >= BFLOAT16_SPEEDUP * bfloat16_seconds
 
 
-def matmul_seconds(n: int, dtype: torch.dtype) -> float:
-    """Return how long this CPU multiplies two matrices (n, n)."""
-    a = torch.ones(n, n, dtype=dtype, device="cpu")
-    began = time.perf_counter()
-    a.mm(a)
-    return time.perf_counter() - began
+def matmul_seconds(size: int, dtype: torch.dtype) -> float:
+    """Return the time in which this CPU multiplies two matrices (size, size)."""
+    # device="cpu", as torch's default device can be another one
+    matrix = torch.ones(size, size, dtype=dtype, device="cpu")
+    start_seconds = time.perf_counter()
+    matrix.mm(matrix)
+    return time.perf_counter() - start_seconds
 
 
 def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
-    """Return about how long training takes this CPU."""
-    seconds = min(matmul_seconds(512, dtype) for _ in range(3))
-    rate = 2 * 512**3 / seconds  # FLOP/s
-    return flops / (SHARE_OF_MATMULS * rate)
+    """Return a forecast of the time in which this CPU trains for a number of FLOPs."""
+    fastest_seconds = min(matmul_seconds(512, dtype) for _ in range(3))
+    matmul_flops_per_second = 2 * 512**3 / fastest_seconds
+    return flops / (SHARE_OF_MATMULS * matmul_flops_per_second)
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a GPU multiplies in bfloat16: NVIDIA's do since Ampere."""
+    """Return whether a GPU multiplies in bfloat16, as NVIDIA's do since Ampere."""
     with torch.cuda.device(device):
         return torch.cuda.is_bf16_supported(including_emulation=False)
 
@@ -77,51 +96,70 @@ def has_bfloat16(device: torch.device) -> bool:
 def pick_dtype(
     name: str, device: torch.device, all_agree: Callable[[bool], bool] = bool
 ) -> torch.dtype:
-    """Return the dtype of matmuls. "auto" is bfloat16 on GPUs that have it and CPUs where it is
-    faster, for all processes by `all_agree`; else float16 on other GPUs, float32 elsewhere. Raises
-    UserError for bfloat16 on a GPU without it, where kernels would fail to compile or to run."""
-    if name == "bfloat16" and device.type == "cuda" and not has_bfloat16(device):
-        gpu = torch.cuda.get_device_name(device)
-        raise UserError(f"--dtype bfloat16: this {gpu} has none; give --dtype float16")
+    """Return the dtype of matmuls for "auto", "float32", "bfloat16" or "float16".
+
+    "auto" is bfloat16 on GPUs that have it, float16 on older ones; on a CPU it is bfloat16 where
+    that is faster, else float32. `all_agree` says whether something holds for all processes, which
+    need the same dtype. Raises UserError for bfloat16 on a GPU without it, where kernels would fail
+    to compile or to run.
+    """
+    is_gpu = device.type == "cuda"
+    if name == "bfloat16" and is_gpu and not has_bfloat16(device):
+        gpu_name = torch.cuda.get_device_name(device)
+        raise UserError(f"--dtype bfloat16: this {gpu_name} has none; give --dtype float16")
     if name != "auto":
         return getattr(torch, name)
-    if device.type == "cuda":
-        use_bfloat16, other = has_bfloat16(device), torch.float16
+    if is_gpu:
+        use_bfloat16 = has_bfloat16(device)
     else:
-        use_bfloat16, other = device.type == "cpu" and is_bfloat16_faster(), torch.float32
-    return torch.bfloat16 if all_agree(use_bfloat16) else other
+        use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()
+    if all_agree(use_bfloat16):
+        return torch.bfloat16
+    return torch.float16 if is_gpu else torch.float32
 
 
 def compile_problem(device: torch.device) -> str | None:
-    """Return why Triton cannot compile for a GPU on this machine, None if it can."""
+    """Return why Triton, torch.compile's compiler for GPUs, cannot work here; None if it can."""
     major, minor = torch.cuda.get_device_capability(device)
     if major < 7:
         return f"Triton needs a GPU of compute capability 7.0, and this one has {major}.{minor}"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not has_compiler:
         return "Triton needs a C compiler: install gcc, or name another by CC"
     return None
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep freed memory, which by default is returned and zeroed again."""
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no block by itself
+    """Let glibc's malloc keep freed memory for the next allocation.
+
+    By default it returns large blocks, such as activations, to the kernel, which zeroes them again
+    page by page when the next step allocates them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries have none
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 
 def autocast(
     device: torch.device, dtype: torch.dtype, *, keep_weights: bool = True
 ) -> torch.autocast:
-    """Return a context that runs matmuls in `dtype`; `keep_weights` keeps the cast weights."""
+    """Return a context in which matmuls run in `dtype`; it does nothing for float32.
+
+    `keep_weights` keeps the cast copy of each weight until the context ends, for several forwards.
+    """
     enabled = dtype is not torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
 
 
 def describe(device: torch.device) -> dict[str, str]:
     """Return the names and versions that speed and rounding depend on, for the log."""
-    found = {"device": str(device), "torch": str(torch.__version__)}
-    if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found |= {"CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
-        found["attention"] = "cuDNN for full contexts alone, if PyTorch takes it"
-    return found
+    if device.type != "cuda":
+        return {"device": str(device), "torch": str(torch.__version__)}
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "torch": str(torch.__version__),
+        "CUDA": torch.version.cuda,
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "attention": "cuDNN for full contexts alone, if PyTorch takes it",
+    }

@@ -1,11 +1,20 @@
-"""Processes: the only reader of the launcher's RANK, WORLD_SIZE, ..."""
+"""Processes that train together: who they are, what they exchange, how a signal ends them.
+
+torchrun starts one process for each device and numbers them in environment variables (RANK,
+WORLD_SIZE, ...), which only this file reads. Every process builds the same model and calls the same
+collectives (all-reduce, ...) in the same order: a collective waits until all processes have called
+it. How weights and gradients are divided is the subject of training/parallel.py.
+
+Nothing here watches for lost processes. When one dies, its connections close, the collectives of
+the others fail at once, and torchrun restarts all of them; TIMEOUT is for machines that go silent.
+"""
 
 import contextlib
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,46 +26,59 @@ from torch import Tensor
 
 from utils.devices import keep_freed_memory, pick_device
 from utils.errors import UserError
-from utils.heartbeat import HeartbeatMonitor
 
 Item = TypeVar("Item")
-# of a collective: longer than a download or a slow disk; lost processes are found by heartbeats
-TIMEOUT = timedelta(hours=1)
-monitor: HeartbeatMonitor | None = None  # set while there is a process group
 
+# A collective fails after this time. Longer than all that one process does while the others wait
+# (a download, a slow disk); without a limit, a machine that lost its power would stop the run
+# for good.
+TIMEOUT = timedelta(minutes=10)
 
-MESSAGE = b"\nstopping soon, then saving; again to stop now without saving\n"
+STOP_MESSAGE = b"\nstopping soon, then saving; again to stop now without saving\n"
 
 
 class Stopped(Exception):
-    """A process got a signal: raised on all processes in the same place, and caught by the loop of
-    a run, which then saves. A step that it interrupts is not taken."""
+    """Raised after a signal, on all processes in the same place. The loop of a run catches it and
+    saves; a training step that it interrupts is not counted."""
 
 
 class StopSignal:
-    """Remembers the first SIGTERM, SIGINT, SIGUSR1 or, without nohup, SIGHUP; a second one exits at
-    once. With `announce`, the first prints what will happen."""
+    """Remember the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and exit at once at a second one.
+
+    `signal` is its number, 0 before one has come; the run looks at it between two batches. With
+    `announce`, the first signal prints what will happen.
+    """
 
     def __init__(self, announce: bool) -> None:
         self.announce = announce
-        self.signal, self.when = 0, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.receive)
+        self.signal = 0
+        self.received_seconds = 0.0  # by the monotonic clock
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.receive)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and so do we
+            signal.signal(signal.SIGHUP, self.receive)
 
     def receive(self, number: int, frame: object) -> None:
-        if self.signal and time.monotonic() - self.when > 1:  # torchrun forwards each twice
+        """Handle a signal; Python calls this between two instructions of the main thread."""
+        now = time.monotonic()
+        if self.signal == 0:
+            self.signal = number
+            self.received_seconds = now
+            if self.announce:
+                # os.write, as the signal may have interrupted a print, which cannot be re-entered.
+                # OSError: nobody reads standard error any more, as after Ctrl-C to `train | tee`.
+                with contextlib.suppress(OSError):
+                    os.write(2, STOP_MESSAGE)
+        elif now - self.received_seconds > 1:  # torchrun forwards each signal twice
             raise SystemExit(128 + number)
-        if not self.signal:
-            self.signal, self.when = number, time.monotonic()
-            if self.announce:  # not print: a signal can come while another print has the buffer
-                with contextlib.suppress(OSError):  # nobody reads it, as after Ctrl-C to `| tee`
-                    os.write(2, MESSAGE)
 
 
 @dataclass(frozen=True)
 class Process:
-    """One of `world_size` processes that train together, and its device."""
+    """This process among the `world_size` processes that train together.
+
+    Methods below "collectives" wait for the other processes: all must call them, in the same order.
+    """
 
     rank: int
     world_size: int
@@ -64,10 +86,11 @@ class Process:
     nodes: int = 1
     """Machines with several processes each; 1 if every machine has a single process."""
     stop: StopSignal | None = None
-    """Signal that ends a run between two batches; None in other scripts, which just end."""
+    """Signal handler of a run, which saves before it ends; None in scripts that just end."""
 
     @property
     def is_main(self) -> bool:
+        """True on the process that prints and writes files."""
         return self.rank == 0
 
     def print(self, message: str) -> None:
@@ -76,123 +99,148 @@ class Process:
             print(message, flush=True)
 
     def to_device(self, batches: Iterator[tuple]) -> Iterator[tuple]:
-        """Yield batches of NumPy arrays as tensors on the device; copies to a GPU overlap."""
+        """Yield batches, tuples of NumPy arrays, as tuples of tensors on the device."""
         for arrays in batches:
-            yield tuple(self.copy(torch.from_numpy(x)) for x in arrays)
+            yield tuple(self.copy(torch.from_numpy(array)) for array in arrays)
 
-    def copy(self, x: Tensor) -> Tensor:
-        """Return a tensor of the CPU on the device, without waiting for a copy to a GPU."""
+    def copy(self, cpu_tensor: Tensor) -> Tensor:
+        """Return a tensor on the device; a GPU copies it while the host goes on."""
         if self.device.type == "cuda":
-            return x.pin_memory().to(self.device, non_blocking=True)
-        return x.to(self.device)
+            # only from pinned memory, which the kernel cannot move, is a copy asynchronous
+            return cpu_tensor.pin_memory().to(self.device, non_blocking=True)
+        return cpu_tensor.to(self.device)
+
+    # collectives
 
     def share(self, items: Sequence[Item]) -> Iterator[tuple[int, Item, bool]]:
-        """Yield index, item and whether it counts, for this process's share of items, round-robin.
-        Every process gets equally many, as forward passes can be collectives: where items are left
-        over, the last one comes again and does not count. Raises Stopped between two items."""
-        for turn in range(0, len(items), self.world_size):
-            self.end_if_stopped()
-            mine = turn + self.rank
-            yield mine, items[min(mine, len(items) - 1)], mine < len(items)
+        """Yield (index, item, whether it counts) for this process's share of items, round-robin.
 
-    # every process must call these
+        Every process gets equally many items, because a sharded model's forward is a collective.
+        In the last round, processes beyond the end get the last item again, which does not count.
+        Raises Stopped between two items.
+        """
+        last_index = len(items) - 1
+        for round_start in range(0, len(items), self.world_size):
+            self.end_if_stopped()
+            index = round_start + self.rank
+            yield index, items[min(index, last_index)], index <= last_index
 
     def end_if_stopped(self) -> None:
         """Raise Stopped on every process if one of them got a signal."""
         if self.stop is not None and not self.all_agree(self.stop.signal == 0):
             raise Stopped
 
-    def all_done(self, done: bool) -> bool:
-        """Return True if every process is done with its texts; raise Stopped after a signal. Called
-        every few tokens of a generated text."""
+    def all_done(self, is_done: bool) -> bool:
+        """Return whether every process has generated its texts; raise Stopped after a signal.
+
+        Generation calls this every few tokens, so that all processes run equally many forwards.
+        """
         self.end_if_stopped()
-        return self.all_agree(done)
+        return self.all_agree(is_done)
 
     def all_agree(self, condition: bool) -> bool:
-        """Return True if the condition holds on every process."""
+        """Return whether the condition holds on every process."""
         return self.min(int(condition)) == 1
 
     def all_equal(self, number: int) -> bool:
-        """Return True if every process has the same number, below 2^63."""
-        return self.min(number) == -self.min(-number)
+        """Return whether every process has the same number, below 2^63."""
+        minimum = self.min(number)
+        maximum = -self.min(-number)
+        return minimum == maximum
 
     def min(self, number: int) -> int:
-        """Return the least of the processes' numbers."""
+        """Return the smallest of the processes' numbers."""
         if self.world_size == 1:
             return number
-        least = torch.tensor(number, device=self.device)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
+        minimum = torch.tensor(number, device=self.device)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN)
+        return int(minimum)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor over all processes in place, and return it."""
+        """Sum a tensor over all processes, in place, and return it."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def sum_float64(self, values: Tensor) -> Tensor:
-        """Return the sum of a float64 CPU tensor over all processes, on the CPU."""
-        if self.world_size > 1 and self.device.type == "cuda":  # as NCCL needs it
+        """Return the sum over all processes of a float64 tensor on the CPU, on the CPU."""
+        if self.world_size > 1 and self.device.type == "cuda":  # NCCL sums tensors of GPUs only
             return self.sum(values.to(self.device)).cpu()
         return self.sum(values)
 
 
 def launched(name: str, default: int = 0) -> int:
-    """Return a number that the launcher has set in the environment."""
+    """Return a number that the launcher has set in the environment, as RANK or WORLD_SIZE."""
     return int(os.environ.get(name, default))
 
 
 def num_nodes(default_per_node: int = 1) -> int:
-    """Return the number of machines with several processes each, else 1. `default_per_node` is for
-    a launcher that does not say how many processes a machine has."""
-    world, per_node = launched("WORLD_SIZE", 1), launched("LOCAL_WORLD_SIZE", default_per_node)
-    return world // per_node if per_node > 1 and world % per_node == 0 else 1
+    """Return the number of machines with several processes each, or 1 without such machines.
+
+    `default_per_node` is the number of processes of a machine where the launcher does not say it.
+    """
+    world_size = launched("WORLD_SIZE", 1)
+    per_node = launched("LOCAL_WORLD_SIZE", default_per_node)
+    if per_node == 1 or world_size % per_node != 0:
+        return 1
+    return world_size // per_node
 
 
-def start(
-    device: str, before_exit: Callable[[], None] = lambda: None, *, catch_signals: bool = False
-) -> Process:
-    """Join the process group if torchrun started this process: NCCL on CUDA, gloo elsewhere.
-    `before_exit` runs when the loss of another process ends this one."""
-    global monitor
-    rank, local_rank, world = launched("RANK"), launched("LOCAL_RANK"), launched("WORLD_SIZE", 1)
-    stop = StopSignal(announce=rank == 0) if catch_signals else None
-    process = Process(rank, world, pick_device(device, local_rank), num_nodes(), stop)
-    if world > 1 and (process.device.type == "mps" or ":" in device):
-        raise UserError(f"--device {device} is one device, which several processes cannot share")
-    if process.device.type == "cuda":
-        torch.cuda.set_device(process.device)
-    elif process.device.type == "cpu":
+def start(device_name: str, *, catch_signals: bool = False) -> Process:
+    """Return this process, after joining the process group if a launcher has started several.
+
+    With `catch_signals` a signal no longer ends it, but is remembered for the run to end itself.
+    The backend is NCCL between GPUs and gloo between CPUs. Raises UserError if the device is not
+    there, or is one that several processes cannot share.
+    """
+    rank = launched("RANK")
+    local_rank = launched("LOCAL_RANK")
+    world_size = launched("WORLD_SIZE", 1)
+    device = pick_device(device_name, local_rank)
+    if world_size > 1 and (device.type == "mps" or ":" in device_name):
+        raise UserError(
+            f"--device {device_name} is one device, which several processes cannot share"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if device.type == "cpu":
         keep_freed_memory()
-    if world > 1 and not dist.is_initialized():
-        monitor = HeartbeatMonitor(rank, world, before_exit)
-        backend, gpu = ("gloo", None) if process.device.type == "cpu" else ("nccl", process.device)
-        dist.init_process_group(backend, timeout=TIMEOUT, device_id=gpu)
-    return process
+    if world_size > 1 and not dist.is_initialized():
+        if device.type == "cpu":
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        else:
+            # device_id: connect now, so that a GPU that cannot be reached fails here
+            dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+    stop = StopSignal(announce=rank == 0) if catch_signals else None
+    return Process(rank, world_size, device, num_nodes(), stop)
 
 
 def explain(error: Exception) -> str | None:
-    """Return a sentence for a collective that failed because a process was lost, else None."""
-    if monitor is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
-        return None
-    return f"another process has ended ({error!s:.200}); continue with --resume auto"
+    """Return a sentence for a collective that failed because another process has ended, else None.
+
+    gloo raises a plain RuntimeError, in whose text only its own name tells where it comes from.
+    """
+    if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        return f"another process has ended ({error!s:.200}); continue with --resume auto"
+    return None
 
 
 def stop() -> None:
-    """Tell the other processes that this one has ended normally, and leave the process group."""
-    if monitor is not None:
-        # gloo's stays: destroying it can deadlock on the interpreter lock with one of its threads
-        if dist.get_backend() == "nccl":
-            dist.destroy_process_group()  # waits for the other processes, so heartbeats go on
-        monitor.stop()
+    """Leave the process group at the normal end of a run."""
+    # NCCL waits for the other processes here. gloo has nothing to release that the end of the
+    # process does not, and can deadlock: one of its threads may wait for the interpreter lock.
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.destroy_process_group()
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate: of a GPU, or its share of the host."""
+    """Return the bytes that this process can allocate: on its GPU, or its share of the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    with contextlib.suppress(OSError, TypeError):  # not Linux
-        available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
-        free = 1024 * int(available[1])
-    return free // launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        free = 1024 * int(re.search(r"MemAvailable:\s*(\d+) kB", meminfo)[1])
+    except OSError:  # not Linux: half of the memory that is there
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
+    return free // processes_here

@@ -1,4 +1,8 @@
-"""Files that survive a crash: atomic writes, locks, free space, checksums."""
+"""Files that survive a crash: atomic writes, locks of folders, checksums, free space.
+
+The one idea: a file is written under a temporary name, forced to disk (fsync), and renamed. A
+rename replaces the file in one step, so that a reader finds the old file or the whole new one.
+"""
 
 import contextlib
 import fcntl
@@ -15,23 +19,22 @@ from utils.errors import UserError
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces `path` once it is whole and on disk, or not at all."""
+    """Open a temporary file that replaces `path` at the end of the block, unless it raises."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            file.flush()  # Python's buffer to the kernel
+            os.fsync(file.fileno())  # the kernel's to the disk; else a power cut leaves zeros
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # also a signal's
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no links. At any time
-    `target` is the old file or the new one."""
+    """Give a file a second name, which may exist; copy it where the file system has no links."""
     temporary = target.with_name(target.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -41,33 +44,35 @@ def link_or_copy(source: Path, target: Path) -> None:
             shutil.copyfileobj(file, copy, 2**20)
     else:
         os.replace(temporary, target)
-        temporary.unlink(missing_ok=True)  # left where `target` was this file before
+        temporary.unlink(missing_ok=True)  # it stays where `target` was the same file before
 
 
-def lock_folder(folder: Path, work: str) -> int:
-    """Lock a folder, made if it is missing, until the returned descriptor is closed or the process
-    ends; warn where the file system has no locks. Raises UserError, naming the `work`, if another
-    process holds the lock."""
+def lock_folder(folder: Path, activity: str) -> int:
+    """Make a folder and lock it for this process; return the descriptor that holds the lock.
+
+    The lock ends when the descriptor is closed or the process dies, so a killed run blocks nobody.
+    Raises UserError, which names the `activity`, if another process holds the lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"another process is {work} {folder}; wait for its end") from error
-    except OSError as error:  # of Lustre and some NFS
+        raise UserError(f"another process is {activity} {folder}; wait for its end") from error
+    except OSError as error:  # Lustre and some NFS have no locks
         print(
             f"warning: {folder} cannot be locked ({error.strerror}): see that no other process is "
             "writing to it",
             file=sys.stderr,
         )
-    return fd
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    """Make the names in a folder survive a power cut: a rename is on disk only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def sha256(path: Path) -> str:
@@ -76,10 +81,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raise UserError if the disk of `folder` has fewer than `needed` bytes free for `what`."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+def check_space(folder: Path, needed_bytes: int, purpose: str) -> None:
+    """Raise UserError if the disk of `folder` has too little space for a `purpose`."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        needed_gb = needed_bytes / 1e9
+        free_gb = free_bytes / 1e9
         raise UserError(
-            f"{what} needs {needed / 1e9:.3f} GB, but the disk of {folder} has {free / 1e9:.3f}"
+            f"{purpose} needs {needed_gb:.3f} GB, but the disk of {folder} has {free_gb:.3f}"
         )

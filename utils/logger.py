@@ -1,6 +1,11 @@
-"""Metrics of a run: metrics.jsonl in the log folder, progress on the console, reading them back."""
+"""The log of a run: numbers in metrics.jsonl, texts in samples.txt, progress on the console.
 
-import contextlib
+A row is a line of JSON with "step" and "split": "train", "val", a benchmark's name, "skipped", or
+"resume", which says that the steps after it are run again. Rows are only appended, also by a run
+that is resumed; `read_metrics` leaves out those that were run again. The picture of a log is the
+subject of evaluation/figure.py.
+"""
+
 import json
 import os
 import sys
@@ -14,13 +19,17 @@ from tqdm import tqdm
 from utils.errors import UserError
 from utils.files import atomic_write
 
-METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.txt", "config.json"
-PICTURE = "log_plot.png"  # of the run, beside its log
-SECONDS_PER_LINE = 10  # least time between two lines on a console without a progress bar
+# files in the folder of a log
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.txt"
+CONFIG = "config.json"  # the options of the run, its tokenizer and versions: training/run.py
+PICTURE = "log_plot.png"
+
+SECONDS_PER_LINE = 10  # between two lines of training on a console without a progress bar
 
 
 class Tracker(Protocol):
-    """Service that charts numbers, as a run of Weights & Biases does."""
+    """Service that draws charts of numbers, such as a run of Weights & Biases."""
 
     def log(self, values: dict[str, float], step: int) -> None: ...
 
@@ -28,9 +37,11 @@ class Tracker(Protocol):
 
 
 class Logger:
-    """Writes metrics.jsonl and samples.txt and shows progress; does nothing unless `is_main`. With
-    `overwrite` the files begin empty. Otherwise rows come after one that marks the step `start`,
-    and read_metrics drops the earlier rows of later steps. `trackers` get all numbers."""
+    """Write the log of a run that begins after the step `start` and ends at the step `total`.
+
+    It does nothing unless `is_main`. With `overwrite` the files begin empty; otherwise a row marks
+    where an existing log continues. Numbers go to the `trackers`, too.
+    """
 
     def __init__(
         self,
@@ -42,62 +53,69 @@ class Logger:
         overwrite: bool = False,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        self.is_main, self.trackers = is_main, trackers
+        self.is_main = is_main
         if not is_main:
             return
-        path, mode = folder / METRICS, "w" if overwrite else "a"
+        self.trackers = trackers
+        self.last_line_seconds = float("-inf")  # time of the last line of training, on the console
         folder.mkdir(parents=True, exist_ok=True)
-        resuming = path.exists() and not overwrite
-        if resuming:  # a killed process may have left half a row
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-        self.file = open(path, mode, buffering=1, encoding="utf-8")
+        metrics_path = folder / METRICS
+        is_resumed = metrics_path.exists() and not overwrite
+        if is_resumed:
+            # a process that was killed may have left half a row: cut it off
+            whole_rows = metrics_path.read_bytes().rfind(b"\n") + 1
+            os.truncate(metrics_path, whole_rows)
+        mode = "w" if overwrite else "a"
+        # buffering=1: each line is written at once, and survives a kill
+        self.metrics = open(metrics_path, mode, buffering=1, encoding="utf-8")
         self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
-        if resuming:
+        if is_resumed:
             self.log({"split": "resume"}, start)
-        self.last_line = float("-inf")  # time of the last line on a console without a bar
-        # disable=None: no bar where standard error is no terminal
+        # disable=None: no bar where standard error is not a terminal
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
 
     def log(self, row: dict, step: int) -> None:
-        """Write one row, which holds its "split"."""
+        """Write one row, which has its "split", and give its numbers to the trackers."""
         if not self.is_main:
             return
-        self.file.write(json.dumps({"step": step, **row}) + "\n")
-        values = {f"{row['split']}/{k}": v for k, v in row.items() if isinstance(v, int | float)}
+        self.metrics.write(json.dumps({"step": step, **row}) + "\n")
+        values = {}
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                values[f"{row['split']}/{name}"] = value
         for tracker in self.trackers:
             tracker.log(values, step=step)
 
     def log_train(self, row: dict, step: int) -> None:
-        """Write a row of the split "train" and show it on the progress bar, or now and then."""
+        """Write a row of the split "train"; show it on the progress bar, or as a line at times."""
         self.log({"split": "train", **row}, step)
         if not self.is_main:
             return
-        text = f"reward {row['reward']:.4f}  " if "reward" in row else ""
-        text += f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s"
-        text += f"  mfu {row['mfu']:.1%}" if row["mfu"] else ""
+        text = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s"
+        if "reward" in row:  # of GRPO
+            text = f"reward {row['reward']:.4f}  {text}"
+        if row["mfu"]:
+            text += f"  mfu {row['mfu']:.1%}"
         if not self.bar.disable:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
-        elif step == self.bar.total or time.monotonic() - self.last_line >= SECONDS_PER_LINE:
-            self.last_line = time.monotonic()
+            return
+        now = time.monotonic()
+        is_last = step == self.bar.total
+        if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
+            self.last_line_seconds = now
             rates = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
             self.print(f"step {step}/{self.bar.total}  {text}  {rates}")
 
     def log_scores(self, split: str, scores: dict[str, float | None], step: int) -> None:
-        """Write and print the scores of a validation or benchmark; None: unknown."""
+        """Write and print the scores of a validation or a benchmark; None is an unknown score."""
         self.log({"split": split, **scores}, step)
-        found = (f"{name} {x:.5g}" for name, x in scores.items() if x is not None)
-        text = f"{split} {', '.join(found)}"
-        if split == "val":
-            text = f"validation loss {scores['loss']:.4f}"
-            if bits := scores.get("bits_per_byte"):
-                text += f", {bits:.4f} bits per byte"
-            parts = {k[5:]: x for k, x in scores.items() if k.startswith("loss_")}
-            text += "".join(f", {name} {loss:.4f}" for name, loss in parts.items())
-        self.print(f"step {step}: {text}")
+        title = "validation" if split == "val" else split
+        known = [f"{name} {score:.5g}" for name, score in scores.items() if score is not None]
+        self.print(f"step {step}: {title} {', '.join(known)}")
 
     def log_skip(self, reason: str, sequences: list[int], step: int) -> None:
-        """Write and print why the update of a step on these sequences was skipped."""
+        """Write and print why the update of a step was skipped, and the sequences it trained on."""
         self.log({"split": "skipped", "reason": reason, "sequences": sequences}, step)
         self.print(f"step {step} skipped: {reason}")
 
@@ -108,60 +126,77 @@ class Logger:
 
     def print(self, message: str) -> None:
         """Print a message above the progress bar."""
-        if self.is_main:
-            try:
-                self.bar.write(message, file=sys.stdout)
-                sys.stdout.flush()
-            except OSError:  # its reader has ended, as `tee` does at Ctrl-C: the run still saves
-                sys.stdout = open(os.devnull, "w")
+        if not self.is_main:
+            return
+        try:
+            self.bar.write(message, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:  # `| tee` has ended at Ctrl-C: go on without a console, to save
+            sys.stdout = open(os.devnull, "w")
 
     def close(self) -> None:
         """Close the files, the bar and the trackers."""
-        if self.is_main:
-            for output in (self.bar, self.file, self.samples):
-                output.close()
-            for tracker in self.trackers:
-                tracker.finish()
+        if not self.is_main:
+            return
+        self.bar.close()
+        self.metrics.close()
+        self.samples.close()
+        for tracker in self.trackers:
+            tracker.finish()
 
 
 def logged_run(folder: Path) -> dict | None:
-    """Return the config.json of the run whose metrics a folder holds, or {}; None without any."""
+    """Return the config.json beside the metrics of a folder; {} if it cannot be read.
+
+    None means that there is no log in the folder.
+    """
     if not (folder / METRICS).exists():
         return None
-    with contextlib.suppress(OSError, ValueError):
+    try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return {}
+    except (OSError, ValueError):
+        return {}
 
 
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
-    """Read a metrics.jsonl, or that of a folder, into rows by split, sorted by step. Rows that a
-    resumed run repeats or drops are left out. Raises UserError naming a line that is no row."""
-    places = [Path(path), Path(path, METRICS), Path(path, "logs", METRICS)]
-    found = next(filter(Path.is_file, places), None)
-    if found is None:
+    """Read the log of a run into lists of rows by split, sorted by step.
+
+    `path` is a metrics.jsonl, its folder, or the folder above. Of steps that were run again, the
+    last rows are returned. Raises UserError naming a line that is not a row.
+    """
+    for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
+        if metrics_path.is_file():
+            break
+    else:
         raise UserError(f"there is no {path}; give the {METRICS} of a run, or its folder")
-    splits: dict[str, dict[int, dict]] = {}
-    with open(found, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+
+    row_at_step: dict[str, dict[int, dict]] = {}  # by split
+    with open(metrics_path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
-                break  # a writer was killed, or still writes
+                break  # half a row: the writer was killed, or is writing it
             try:
                 row = json.loads(line)
-                step, split = int(row["step"]), str(row["split"])
+                step = int(row["step"])
+                split = str(row["split"])
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{found}, line {number}, is not a row of metrics") from error
-            if split == "resume":
-                for name, rows in splits.items():
-                    splits[name] = {n: r for n, r in rows.items() if n <= step}
-            else:
-                splits.setdefault(split, {})[step] = row
-    return {split: [rows[s] for s in sorted(rows)] for split, rows in splits.items()}
+                message = f"{metrics_path}, line {number}, is not a row of metrics"
+                raise UserError(message) from error
+            if split != "resume":
+                row_at_step.setdefault(split, {})[step] = row
+                continue
+            # the run continued at `step`: rows of later steps may never be written again
+            for rows in row_at_step.values():
+                for later_step in [s for s in rows if s > step]:
+                    del rows[later_step]
+
+    return {split: [rows[step] for step in sorted(rows)] for split, rows in row_at_step.items()}
 
 
 def copy_log(source: Path, target: Path, step: int) -> None:
-    """Write the rows of the log in a folder, up to a step, as the log in another one."""
+    """Copy the rows of the log in one folder, up to a step, as the log in another folder."""
     with open(source / METRICS, encoding="utf-8") as log, atomic_write(target / METRICS) as copy:
         for line in log:
-            # a writer that was killed leaves half a row
+            # without the half row that a killed writer leaves
             if line.endswith("\n") and json.loads(line)["step"] <= step:
                 copy.write(line.encode())

@@ -1,4 +1,8 @@
-"""GPUs by name, their peak FLOP/s and memory from the makers' data sheets, and step times."""
+"""Speed of training: peak FLOP/s of known GPUs, and the time, tokens/s and MFU of a step.
+
+MFU, model FLOPs utilization (Chowdhery et al. 2022, PaLM), is the FLOP/s that the model's formula
+needs at the measured tokens/s, divided by the peak of the devices.
+"""
 
 import contextlib
 import re
@@ -11,40 +15,59 @@ import torch
 
 @dataclass(frozen=True)
 class GPU:
-    """Model of a GPU."""
+    """Model of a GPU, from the maker's data sheet."""
 
     name: str
-    """Words that the name of the device contains, all of them."""
+    """Words that are all in the name that the driver gives, such as "NVIDIA H100 80GB HBM3"."""
     peak: float
-    """Peak dense FLOP/s in `dtype`."""
+    """Peak FLOP/s of dense matmuls in `dtype`."""
     memory: int | None = None
-    """GB of 1e9 bytes, for the GPUs that --dry_run --device names."""
+    """GB of 1e9 bytes, for the GPUs that --dry_run --device can name."""
     dtype: str = "bfloat16"
-    """Dtype that --dtype auto takes."""
+    """Dtype that --dtype auto takes on it."""
 
 
-GPUS = (  # the first entry whose words are all in the device's name is used
-    *(GPU("GB200", 2500e12), GPU("B200", 2250e12, 180), GPU("H200 NVL", 835e12)),
-    *(GPU("H100 NVL", 835e12), GPU("H100 PCIe", 756e12), GPU("H800 PCIe", 756e12)),
-    *(GPU("GH200", 989e12), GPU("H200", 989e12, 141), GPU("H100", 989e12, 80)),
-    *(GPU("H800", 989e12), GPU("A100", 312e12, 80), GPU("A800", 312e12), GPU("L40S", 362e12)),
-    *(GPU("RTX 5090", 209.5e12), GPU("RTX 4090", 165.2e12, 24), GPU("RTX 3090", 71e12)),
-    *(GPU("MI300X", 1307e12), GPU("T4", 65e12, 16, "float16")),
+# the first entry that fits is used: those with more words come before those with fewer
+GPUS = (
+    GPU("GB200", 2500e12),
+    GPU("B200", 2250e12, memory=180),
+    GPU("H200 NVL", 835e12),
+    GPU("H100 NVL", 835e12),
+    GPU("H100 PCIe", 756e12),
+    GPU("H800 PCIe", 756e12),
+    GPU("GH200", 989e12),
+    GPU("H200", 989e12, memory=141),
+    GPU("H100", 989e12, memory=80),
+    GPU("H800", 989e12),
+    GPU("A100", 312e12, memory=80),
+    GPU("A800", 312e12),
+    GPU("L40S", 362e12),
+    GPU("RTX 5090", 209.5e12),
+    GPU("RTX 4090", 165.2e12, memory=24),
+    GPU("RTX 3090", 71e12),
+    GPU("MI300X", 1307e12),
+    GPU("T4", 65e12, memory=16, dtype="float16"),
 )
+# GPUs that --dry_run --device can name, by that name, such as "rtx4090"
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory}
-OTHER_CHIPS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}  # words of slower or partial devices
+# words in the names of slower variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG), whose
+# peak is not that of the table
+VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}
 
 
 def find_gpu(device_name: str) -> GPU | None:
-    """Return the GPU that the driver calls `device_name`, None if it is not listed."""
-    words = set(re.split(r"[ -]", device_name))
-    if words & OTHER_CHIPS:
+    """Return the GPU that the driver calls `device_name`, None if its peak is not known."""
+    words = set(re.split("[ -]", device_name))
+    if words & VARIANTS:
         return None
-    return next((gpu for gpu in GPUS if words >= set(gpu.name.split())), None)
+    for gpu in GPUS:
+        if words.issuperset(gpu.name.split()):
+            return gpu
+    return None
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of matmuls in a dtype of 16 bits on the device, None if unknown."""
+    """Return the peak FLOP/s of matmuls on a device, None if unknown, as for CPUs and float32."""
     if device.type != "cuda" or dtype is torch.float32:
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
@@ -52,27 +75,44 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class StepTimer:
-    """Wall time of a training step and the part of it spent waiting for data."""
+    """Measure the time of training steps, and the part of it that is spent waiting for data.
 
-    def __init__(self, flops_per_token: int, peak_flops: float | None, devices: int) -> None:
+    `peak_flops` is that of one device, None if unknown; `num_devices` train together.
+    """
+
+    def __init__(self, flops_per_token: int, peak_flops: float | None, num_devices: int) -> None:
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops and devices * peak_flops  # None if unknown
+        self.peak_flops = peak_flops
+        self.num_devices = num_devices
+        self.start_seconds = 0.0  # start of the step, by the performance counter
+        self.waiting_seconds = 0.0  # in this step, for data
 
     def start(self) -> None:
         """Begin a step."""
-        self.began, self.waited = time.perf_counter(), 0.0
+        self.start_seconds = time.perf_counter()
+        self.waiting_seconds = 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for data."""
-        began = time.perf_counter()
+        """Count the time inside the block as waiting for data."""
+        start_seconds = time.perf_counter()
         yield
-        self.waited += time.perf_counter() - began
+        self.waiting_seconds += time.perf_counter() - start_seconds
 
     def stop(self, tokens: int) -> dict[str, float | None]:
-        """End a step of `tokens` tokens; return its throughput, MFU and milliseconds."""
-        seconds = time.perf_counter() - self.began
-        rate = tokens / seconds
-        mfu = self.peak_flops and self.flops_per_token * rate / self.peak_flops
-        ms, data_ms = 1000 * seconds, 1000 * self.waited
-        return {"tokens_per_s": rate, "mfu": mfu, "ms": ms, "data_ms": data_ms}
+        """End a step on `tokens` tokens; return columns for the log: tokens/s, MFU, milliseconds.
+
+        The step must have ended with a host sync, or a GPU is still at work on it.
+        """
+        seconds = time.perf_counter() - self.start_seconds
+        tokens_per_second = tokens / seconds
+        mfu = None
+        if self.peak_flops:
+            peak_flops = self.num_devices * self.peak_flops
+            mfu = self.flops_per_token * tokens_per_second / peak_flops
+        return {
+            "tokens_per_s": tokens_per_second,
+            "mfu": mfu,
+            "ms": 1000 * seconds,
+            "data_ms": 1000 * self.waiting_seconds,
+        }
