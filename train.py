@@ -85,15 +85,15 @@ def main() -> None:
     # batches, evaluation, log, checkpoints
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
     slicing = Slicing(num_sequences, options.micro_batch_size, process.rank, process.world_size)
-    batches = open_batches(run, slicing, train_data, val_data)
+    peak = peak_flops(process.device, run.dtype)
+    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
+    batches = timer.count_waiting(open_batches(run, slicing, train_data, val_data))
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
     entries = checkpoint_entries(derived, recipe, train_data)
     run.open_log(model, entries)
     saver = Saver(run, model, optimizers, entries)
     run.validate_on(evaluator.validation_text)
     print_summary(run, model, train_data, slicing)
-    peak = peak_flops(process.device, run.dtype)
-    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
     try:
         while True:

@@ -265,7 +265,7 @@ def shards(corpus, tmp_path_factory) -> Path:
 def trained(shards, tmp_path_factory) -> Path:
     """A folder with a run of 20 steps: checkpoints/ and logs/."""
     run = tmp_path_factory.mktemp("trained")
-    script(*train_args(shards, run, 20, "--save_every", 10), fork=False)
+    script(*train_args(shards, run, 20, "--save_every", 10))
     return run
 
 

@@ -4,13 +4,15 @@ MFU, model FLOPs utilization (Chowdhery et al. 2022, PaLM), is the FLOP/s that t
 needs at the measured tokens/s, divided by the peak of the devices.
 """
 
-import contextlib
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,15 @@ class StepTimer:
         self.start_seconds = time.perf_counter()
         self.waiting_seconds = 0.0
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside the block as waiting for data."""
-        start_seconds = time.perf_counter()
-        yield
-        self.waiting_seconds += time.perf_counter() - start_seconds
+    def count_waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches, and count the time until each of them is there."""
+        while True:
+            start_seconds = time.perf_counter()
+            batch = next(batches, None)
+            self.waiting_seconds += time.perf_counter() - start_seconds
+            if batch is None:
+                return
+            yield batch
 
     def stop(self, tokens: int) -> dict[str, float | None]:
         """End a step on `tokens` tokens; return columns for the log: tokens/s, MFU, milliseconds.
