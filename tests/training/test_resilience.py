@@ -102,7 +102,8 @@ def test_under_torchrun_a_dead_process_restarts_all_and_sigterm_saves(
     """As train.sh starts it; without the variable the restart fails or hangs."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     whole, run, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
-    options = ("--micro_batch_size", 2, "--sharding", "zero1", "--save_every", 10)
+    # a constant rate after warmup, so that the runs below agree whatever their length
+    options = ("--micro_batch_size", 2, "--sharding", "zero1", "--save_every", 10, "--min_lr", 3e-3)
     args = train_args(shards, run, 10_000, *options, "--resume", "auto")
     process = start(*TWO, "--max_restarts=1", "--shutdown_timeout=110", *args, log=log)
     run_until(process, lambda: rows_written(run) >= 12)
