@@ -265,7 +265,7 @@ def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> TrainConfig:
         schedule=recipe.schedule,
         warmup_steps=min(WARMUP_STEPS, options.max_steps // 10),
     )
-    # after --max_lr, of which it is a tenth
+    # last, because it follows from --max_lr, which may have been given
     min_lr = 0.0 if recipe.to_zero else options.max_lr / 10
     return with_defaults(options, min_lr=min_lr)
 

@@ -34,7 +34,7 @@ FORMAT_VERSION = 3
 LAST = "model_last.pt"
 BEST = "model_best.pt"
 NUMBERED = "model_step_{:06d}.pt"
-PARTS = ("model", "model_low", "optimizer")  # those that hold tensors
+PARTS = ("model", "model_low", "optimizer")  # entries that hold tensors; each has a checksum
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     turn some into infinity.
     """
     bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
-    high = ((bits + 0x8000) >> 16).to(torch.int16)
+    high = ((bits + 0x8000) >> 16).to(torch.int16)  # 0x8000 is half of a unit of the upper half
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
     return high.view(torch.bfloat16), low
 
@@ -81,9 +81,10 @@ def checksum(tensors: dict) -> int:
     crc = 0
     for name, x in tensors.items():
         crc = zlib.crc32(name.encode(), crc)
-        if isinstance(x, dict):
+        if isinstance(x, dict):  # state of one parameter: exp_avg, exp_avg_sq, step
             crc = zlib.crc32(checksum(x).to_bytes(4, "little"), crc)
         else:
+            # uint8, because NumPy has no bfloat16
             x_bytes = x.detach().contiguous().view(-1).view(torch.uint8)
             crc = zlib.crc32(x_bytes.numpy(), crc)
     return crc
@@ -123,6 +124,7 @@ def load_checkpoint(path: Path) -> dict:
     """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
     UserError for a file that is absent, damaged or not a checkpoint of this project."""
     with reading(path):
+        # weights_only: pickled code is refused; mmap: tensors are read when they are used
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         version = checkpoint["format_version"]
         if version != FORMAT_VERSION:

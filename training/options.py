@@ -36,10 +36,12 @@ def read_options(
     --resume becomes the path of that checkpoint; "auto" where there is none to continue. Raises
     UserError for options that cannot be used together.
     """
+    # Of equal flags the parser takes the last one: so those of the command line stand last, those
+    # of --config before them, and those of the checkpoint first.
     flags = list(command_line)
-    file = flag_value(flags, "config")
-    if file is not None:
-        flags = [*to_flags(read_file(Path(file).expanduser())), *flags]
+    config_file = flag_value(flags, "config")
+    if config_file is not None:
+        flags = to_flags(read_file(Path(config_file).expanduser())) + flags
 
     checkpoint = None
     resume = flag_value(flags, "resume")
@@ -50,18 +52,20 @@ def read_options(
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
             )
-        # Folders are not taken over: the checkpoint may have been copied or moved.
-        options = given_options(checkpoint) | {"checkpoint_dir": path.parent, "log_dir": None}
-        flags = [*to_flags(options), *flags]
+        # The folders are those where the file lies now: it may have been copied or moved.
+        saved_options = given_options(checkpoint)
+        saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
+        flags = to_flags(saved_options) + flags
         resume = str(path)
 
     options = replace(parse(config_class, flags), resume=resume)
+    # found here, and not after the data has been read
     for package in ("trackio", "wandb"):
         if getattr(options, package, False) and find_spec(package) is None:
             raise UserError(f"--{package} needs a package: pip install {package}")
     if options.overwrite and options.init_from:
-        start = checkpoint_folder(Path(options.init_from)).resolve()
-        if start.is_relative_to(options.checkpoint_dir.resolve()):
+        weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
+        if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
             raise UserError(
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
             )
@@ -69,8 +73,9 @@ def read_options(
         step = checkpoint["step"]
         raise UserError(f"{path} is at step {step}, after --max_steps {options.max_steps}")
 
-    given = {name.removeprefix("no_") for name, _ in named_flags(flags)}
-    derived = tuple(name for name in DERIVED if name not in given)
+    # --no_use_torch_compile is the flag of False for --use_torch_compile
+    given_names = {name.removeprefix("no_") for name, _ in named_flags(flags)}
+    derived = tuple(name for name in DERIVED if name not in given_names)
     return options, derived, checkpoint
 
 
@@ -99,8 +104,10 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
     if resume is None:
         return None
     if resume == "auto":
+        # before the options are parsed, as the checkpoint brings options of its own
         folder = config_class.checkpoint_folder(flags)
         newest = find_newest(folder)
+        # a misspelt folder would begin anew without a word
         if newest is None and os.environ.get("RANK", "0") == "0":
             print(f"no checkpoint in {folder}: a new run", flush=True)
         return newest
@@ -122,6 +129,7 @@ def resolve_options(
     options = resolve_from_recipe(options, recipe)
     check_schedule(options.schedule)
     options = resolve_compile(options, derived)
+    # a GPU takes what fits its memory, see resolve_micro_batch; on CPUs the default is as fast
     if "micro_batch_size" in derived and is_on_gpu(options.device):
         options = replace(options, micro_batch_size="auto")
     return options, recipe
@@ -157,10 +165,11 @@ def resolve_compile(options: Options, derived: tuple[str, ...]) -> Options:
 def resolve_dtype(options: Options, process: Process, *, is_new: bool) -> Options:
     """Return the options with the dtype that all processes multiply in for auto; warn of a slower
     one. Every process must call it."""
+    # measured on CPUs; processes that took different dtypes could not sum their gradients
     fastest = pick_dtype("auto", process.device, process.all_agree)
     if options.dtype == "auto":
         return replace(options, dtype=str(fastest).removeprefix("torch."))
-    dtype = pick_dtype(options.dtype, process.device)
+    dtype = pick_dtype(options.dtype, process.device)  # raises UserError where a GPU lacks it
     if dtype is not fastest and is_new:  # a resumed run was told when it began
         process.print(f"warning: --dtype {options.dtype}, where auto would take {fastest}")
     return options
@@ -199,10 +208,13 @@ def model_shape(
         raise UserError(
             f"{source} has a context of {weights.block_size}: give that --block_size, or a smaller"
         )
+    # Dropout is no part of the weights, and fewer positions of a longer context can be trained.
     shape = replace(weights, dropout=options.dropout)
-    if options.init_from:  # may have a longer context than this run
+    if options.init_from:
         shape = replace(shape, block_size=options.block_size)
 
+    # Options that were not given ask for GPT-2's shape. With --init_from these say nothing: the
+    # architecture is that of the weights. Others must agree with it.
     wanted_shape = options.model_config(recipe, shape.vocab_size)
     gpt2_shape = GPTConfig(options.block_size, shape.vocab_size, dropout=options.dropout)
     nothing_was_given = options.init_from is not None and wanted_shape == gpt2_shape

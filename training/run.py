@@ -37,7 +37,7 @@ from utils.logger import CONFIG, PICTURE, Logger, Tracker, copy_log, logged_run
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 # Options that may differ between the machines of a run: their own folders, files and devices.
 PER_MACHINE = ("_dir", "_data", "device", "init_from")  # ends of their names
-# Loss scaling of float16, whose small gradients would become 0; other dtypes need none.
+# In float16 small gradients become 0, so the loss is scaled up. Other dtypes need no scaling.
 NO_SCALING = GradScaler("cpu", enabled=False)
 FIRST_LOSS_SCALE = 2.0**10  # low: from PyTorch's 2^16 the first steps overflow, and are skipped
 
@@ -74,6 +74,7 @@ class TrainState:
     scaler: GradScaler = NO_SCALING
     """Scales the loss up in float16, and gradients down again."""
 
+    # names of the fields that a checkpoint holds as they are
     SAVED = ("step", "tokens", "best_loss", "best_of", "run_id", "bad_steps")
 
     @classmethod
@@ -81,7 +82,7 @@ class TrainState:
         """Return the state of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
             return cls(scaler=scaler)
-        if checkpoint["scaler"]:
+        if checkpoint["scaler"]:  # {} unless the run trained in float16
             scaler.load_state_dict(checkpoint["scaler"])
         progress = {name: checkpoint[name] for name in cls.SAVED}
         return cls(**progress, scaler=scaler)
@@ -135,6 +136,7 @@ def claim_folders(options: RunOptions, checkpoint: dict | None, process: Process
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
     every process if the folders hold another run, or if the processes differ in their options or
     checkpoints. Every process must call it."""
+    # The main process alone writes, so it alone looks; the others wait for what it finds.
     problem: Exception | None = None
     if process.is_main:
         try:
@@ -147,7 +149,8 @@ def claim_folders(options: RunOptions, checkpoint: dict | None, process: Process
     if not process.all_agree(problem is None):
         raise problem or UserError("the main process cannot write to its folders")
 
-    # Processes that begin with different weights or options would average nonsense.
+    # Processes that begin with different weights or options would average gradients of different
+    # models, or wait for each other for ever.
     common: dict[str, object] = {}
     for name, value in options.to_dict().items():
         if not name.endswith(PER_MACHINE):
@@ -176,7 +179,7 @@ def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
         later = f"{folder} holds a checkpoint of step {newest['step']}, after step {step}"
         raise UserError(refusal(later, "checkpoint_dir"))
 
-    log = logged_run(options.log_dir)
+    log = logged_run(options.log_dir)  # its config.json
     if log is None or log.get("run_id", "") == run_id:
         return
     # With --resume auto, a run that ended before its first checkpoint begins anew, in its folder.
@@ -228,7 +231,7 @@ def find_log(options: RunOptions, checkpoint: dict) -> Path | None:
 
 @dataclass
 class Run:
-    """What all parts of a run share."""
+    """State that all parts of a run share."""
 
     config: RunOptions
     """Resolved options."""
@@ -284,7 +287,7 @@ class Run:
         options = self.config
         state = self.state
         trackers: list[Tracker] = []
-        warmup_steps = warmup_length(options)
+        warmup_steps = warmup_length(options)  # at most half of all steps
         if warmup_steps < options.warmup_steps:
             self.process.print(
                 f"warning: --warmup_steps {options.warmup_steps} is more than half of the "

@@ -73,7 +73,7 @@ class Saver:
     """Step of the newest model_last.pt; at the start that of the checkpoint that is resumed."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     errors: dict[str, Exception] = field(init=False, default_factory=dict)
-    """What went wrong with the newest write of each file, by its name."""
+    """Error of the newest write of each file that failed, by the name of the file."""
 
     def __post_init__(self) -> None:
         self.last_step = self.run.start_step
