@@ -110,9 +110,16 @@ class Logger:
     def log_scores(self, split: str, scores: dict[str, float | None], step: int) -> None:
         """Write and print the scores of a validation or a benchmark; None is an unknown score."""
         self.log({"split": split, **scores}, step)
-        title = "validation" if split == "val" else split
-        known = [f"{name} {score:.5g}" for name, score in scores.items() if score is not None]
-        self.print(f"step {step}: {title} {', '.join(known)}")
+        known = {name: score for name, score in scores.items() if score is not None}
+        if split == "val":
+            text = f"validation loss {known.pop('loss'):.4f}"
+            if "bits_per_byte" in known:
+                text += f", {known.pop('bits_per_byte'):.4f} bits per byte"
+        else:
+            text = split
+        for name, score in known.items():  # of a mixture, loss_NAME for each corpus
+            text += f", {name} {score:.5g}"
+        self.print(f"step {step}: {text}")
 
     def log_skip(self, reason: str, sequences: list[int], step: int) -> None:
         """Write and print why the update of a step was skipped, and the sequences it trained on."""
