@@ -29,7 +29,7 @@ def hellaswag(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("recipe", ["gpt2", "speedrun"])
+@pytest.mark.parametrize("recipe", ["speedrun", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path, recipe, hellaswag):
     flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 3)
     flags += ("--hellaswag_data", hellaswag, "--no_use_torch_compile")
@@ -46,7 +46,7 @@ def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path,
         assert with_cudnn == (queries == 512 and not has_mask)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "grpo", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tmp_path, method):
     rows = [
         {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no", "answer": i}
