@@ -30,7 +30,7 @@ from evaluation.tasks import Result, TaskScores
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder
-from model.packed import for_inference
+from model.inference import prepare_for_inference
 from training.checkpoint import find_checkpoint, open_model
 from utils import distributed
 from utils.cli import start_script
@@ -215,7 +215,7 @@ def main(config: EvalConfig) -> None:
             check_writable(path)
 
     # On a CPU, linear layers are replaced by packed ones: after the weights were read and checked.
-    for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
+    prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
     header = {  # convert.py puts results into a model card if run and step are its checkpoint's
         "run_id": checkpoint.get("run_id"),
         "step": checkpoint.get("step"),

@@ -35,10 +35,9 @@ from finetuning.methods import (
 )
 from finetuning.options import FinetuneConfig, resolve_options
 from finetuning.rewards import RewardModel, check_reward, load_reward
-from model.build import resized
-from model.compile import for_training, uncompiled
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.execution import Execution, uncompiled
+from model.gpt import GPT, rebuild
 from training.checkpoint import BEST, LAST, checksum, find_checkpoint, load_model, open_model
 from training.optim import make_optimizers
 from training.options import read_options, resolve_compile, resolve_dtype
@@ -77,6 +76,8 @@ def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
     options = resolve_compile(options, derived)
+    if options.method == "grpo":  # its completions have too many lengths to compile each
+        options = replace(options, use_torch_compile=False)
     # the path of a checkpoint: a resumed run reads the same one, not the best or newest by then
     init_from = str(find_checkpoint(options.init_from) or options.init_from)
     options = replace(options, init_from=init_from)
@@ -94,9 +95,6 @@ def main() -> None:
     state = run.state
     data = open_data(run, model.config, entries, checkpoint)
     method = data.method
-    # for grpo, whose completions have many shapes, sampling is compiled instead
-    is_compiled = options.use_torch_compile and options.method != "grpo"
-    for_training(model, process.device, options.activation_checkpointing, is_compiled)
     wrapped = wrap(model, process, options.sharding, run.dtype)
     # the default recipe is AdamW for all weights, also of a model that was trained with Muon
     optimizers = make_optimizers(model, options, Recipe(), run.dtype)
@@ -121,7 +119,8 @@ def main() -> None:
             if step > saver.last_step and (run.ended or is_due(options.save_every, step)):
                 saver.save(LAST)
             if run.ended or is_due(options.eval_every, step):
-                with uncompiled(is_compiled):  # batches of other shapes than those of training
+                # batches of other shapes than those of training
+                with uncompiled(options.use_torch_compile):
                     evaluate(run, model, data, saver)
             if run.ended:
                 break
@@ -293,7 +292,9 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
     # a shorter context drops the last rows of the table of positions
-    model = resized(model, replace(model.config, block_size=T, dropout=dropout))
+    shape = replace(model.config, block_size=T, dropout=dropout)
+    execution = Execution(options.activation_checkpointing, options.use_torch_compile)
+    model = rebuild(model, shape, execution)
     if is_reward and not options.resumes:
         model = RewardModel.from_gpt(model)
     entries = {
@@ -309,13 +310,13 @@ def open_reference(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict |
     checksum is added to the entries of checkpoints: raise UserError if a resumed run began with
     other weights."""
     options, process = run.config, run.process
-    reference = resized(open_model(options.init_from, exact=True)[0], shape)
+    pretrained, _, _ = open_model(options.init_from, exact=True)
+    # compiled if the trained model is: both then round alike
+    reference = rebuild(pretrained, shape, Execution(compiled=options.use_torch_compile))
     entries["reference"] = checksum(reference.state_dict())
     if checkpoint is not None and checkpoint.get("reference") != entries["reference"]:
         raise UserError(f"{options.init_from} has changed since this run began, which needs it")
-    reference.eval().requires_grad_(False).to(process.device)
-    is_compiled = options.use_torch_compile and options.method == "dpo"  # to round as the model
-    return for_training(reference, process.device, compiled=is_compiled)
+    return reference.eval().requires_grad_(False).to(process.device)
 
 
 def open_data(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None) -> Data:

@@ -25,7 +25,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from finetuning.chat import Messages, fit_history, is_chat
 from model.generate import Sampling, generate
 from model.gpt import GPT
-from model.packed import for_inference
+from model.inference import prepare_for_inference
 from training.checkpoint import open_model
 from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
@@ -184,7 +184,7 @@ def main(config: SampleConfig) -> None:
     model, tokenizer, saved = open_model(name, exact=dtype is not torch.bfloat16)
     if config.chat and not is_chat(saved, name, tokenizer):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
-    for_inference(model.to(device), device, dtype)
+    prepare_for_inference(model.to(device), device, dtype)
     show = (lambda piece: None) if config.json else partial(print, end="", flush=True)
     writer = Writer(model, load_tokenizer(tokenizer), config, show)
     if interactive:

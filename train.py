@@ -29,9 +29,8 @@ from config.recipes import Recipe
 from data.loader import Slicing, TokenStream, prefetch, train_batches
 from data.mixture import Mixture
 from evaluation.evaluator import Evaluator, is_due
-from model.build import resized
-from model.compile import for_training
-from model.gpt import GPT
+from model.execution import Execution
+from model.gpt import GPT, rebuild
 from training.checkpoint import BEST, LAST, open_model
 from training.optim import make_optimizers
 from training.options import (
@@ -74,7 +73,6 @@ def main() -> None:
     run = Run.start(options, checkpoint, process)
     state = run.state
     model.to(process.device)
-    for_training(model, process.device, options.activation_checkpointing, options.use_torch_compile)
     wrapped = wrap(model, process, options.sharding, run.dtype)
     optimizers = make_optimizers(model, options, recipe, run.dtype)
     if checkpoint is not None:
@@ -194,6 +192,7 @@ def train_step(
 def build_model(options: TrainConfig, recipe: Recipe, stream: TokenStream) -> GPT:
     """Return the model of the run on the CPU: resumed, pre-trained or new, from the seed. Raises
     UserError for weights of another architecture or tokenizer than the run's."""
+    execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     torch.manual_seed(options.seed)
     weights_from = options.init_from
     if options.resumes:
@@ -202,9 +201,9 @@ def build_model(options: TrainConfig, recipe: Recipe, stream: TokenStream) -> GP
         model, tokenizer, _ = open_model(weights_from, exact=True)
         check_tokenizer(stream, weights_from, tokenizer)
         shape = model_shape(options, recipe, stream.vocab_size, model.config)
-        return resized(model, shape).train()
+        return rebuild(model, shape, execution).train()
 
-    model = GPT(model_shape(options, recipe, stream.vocab_size, None))
+    model = GPT(model_shape(options, recipe, stream.vocab_size, None), execution)
     if recipe.zero_init:  # each block begins as the identity
         for block in model.transformer.h:
             nn.init.zeros_(block.attn.c_proj.weight)

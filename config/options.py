@@ -190,7 +190,7 @@ class MachineOptions:
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
-    """Compile the training step, for grpo that of sampling; on by default on CUDA alone."""
+    """Compile the training step, except that of grpo; on by default on CUDA alone."""
 
 
 @dataclass

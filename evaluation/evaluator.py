@@ -17,7 +17,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import Scorer, weighted_mean
 from evaluation.tasks import Task
-from model.compile import uncompiled
+from model.execution import uncompiled
 from model.generate import Sampling, complete
 from model.gpt import GPT
 from utils.devices import autocast

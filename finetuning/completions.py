@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from finetuning.chat import Example, Segment, decode_completion
 from finetuning.examples import Question, TextEncoder
 from model.generate import Sampling, complete
@@ -36,13 +34,12 @@ def complete_questions(
     encoder: TextEncoder,
     sampling: Sampling,
     all_done: Callable[[bool], bool],
-    decode: Callable[..., Tensor] | None = None,
 ) -> list[Completion]:
-    """Return a completion of each question; `all_done` and `decode` as in model.generate."""
+    """Return a completion of each question; `all_done` as in model.generate.complete."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
     model.eval()  # without dropout
-    texts = complete(model, prompts, tokenizer.end_ids, sampling, all_done, decode)
+    texts = complete(model, prompts, tokenizer.end_ids, sampling, all_done)
     model.train()
     completions = []
     for question, text in zip(questions, texts, strict=True):

@@ -7,7 +7,6 @@ can be spread over several of them.
 
 import time
 import zlib
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from finetuning.completions import Completion, complete_questions
 from finetuning.examples import Batch, Question, collate_padded
 from finetuning.methods import Method, PreparedStep, token_logprobs
 from finetuning.objectives import group_advantages, grpo_losses, kl_estimate, mean_over_tokens
-from model.compile import compile_static
-from model.generate import Sampling, decode_token
+from model.generate import Sampling
 from model.gpt import GPT
 from utils.devices import autocast
 
@@ -31,14 +29,6 @@ class GroupRelativePolicy(Method):
     unit = "prompts"
     selects_best_by_loss = False
 
-    @property
-    def decode(self) -> Callable[..., Tensor] | None:
-        """Function that samples a token: compiled with --use_torch_compile, unless sharding makes
-        forward passes collectives, which cannot be part of one graph."""
-        if self.config.use_torch_compile and self.config.sharding == "none":
-            return compile_static(decode_token)
-        return None
-
     def encode(self, row: dict) -> Question:
         has_answer = self.config.reward == "exact"
         return self.encoder.question(row, self.config.max_new_tokens, has_answer=has_answer)
@@ -47,9 +37,8 @@ class GroupRelativePolicy(Method):
         """Return a completion of the prompt of each of the examples `ids`."""
         questions = [self.examples[i] for i in ids]
         with autocast(self.process.device, self.dtype):
-            return complete_questions(
-                model, questions, self.encoder, sampling, self.process.all_done, self.decode
-            )
+            all_done = self.process.all_done
+            return complete_questions(model, questions, self.encoder, sampling, all_done)
 
     def prepare(self, model: GPT, step: int, ids: np.ndarray) -> PreparedStep:
         group_size = self.config.group_size

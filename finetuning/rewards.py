@@ -16,6 +16,7 @@ from finetuning.chat import Example, Segment, is_chat
 from finetuning.completions import Completion, is_exact
 from finetuning.examples import Batch, Question, TextEncoder, collate_padded
 from model.config import GPTConfig
+from model.execution import Execution
 from model.gpt import GPT
 from training.checkpoint import find_checkpoint, load_model
 from utils.devices import autocast
@@ -28,8 +29,8 @@ Reward = Callable[[list[Completion]], list[float]]
 class RewardModel(GPT):
     """GPT whose head gives the reward of the text so far in place of logits."""
 
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: GPTConfig, execution: Execution | None = None) -> None:
+        super().__init__(config, execution)
         # beside the token embedding, which `tied` models also use as their head
         self.reward_head = nn.Linear(config.n_embd, 1, bias=False)
         nn.init.zeros_(self.reward_head.weight)
@@ -38,7 +39,7 @@ class RewardModel(GPT):
     def from_gpt(cls, model: GPT) -> "RewardModel":
         """Return a reward model with the weights of a model and a head of zeros."""
         # tied: without the lm_head of an untied model, which nothing would train
-        reward_model = cls(replace(model.config, tied=True))
+        reward_model = cls(replace(model.config, tied=True), model.execution)
         reward_model.load_state_dict(model.state_dict(), strict=False)  # the heads differ
         return reward_model
 

@@ -1,4 +1,7 @@
-"""GPTConfig: the architecture of a model, and the named GPT-2 sizes."""
+"""GPTConfig: the architecture of a model, and the named GPT-2 sizes.
+
+How a model is trained is no part of it: that stands in config/.
+"""
 
 from dataclasses import dataclass
 
@@ -12,19 +15,17 @@ SIZES = {
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
 NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
-SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")  # flags of their own
+# fields that train.py has flags of their own for; a recipe may set the others
+SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
 
-COUNTS = "block_size vocab_size n_layer n_head n_embd ngrams ngram_rows"
-RULES = (  # fields, a test of their values, and what it asks for
-    (COUNTS, lambda x: type(x) is int and x >= 1, "a whole number of at least 1"),
-    ("n_kv_head n_inner", lambda x: x is None or type(x) is int and x >= 1, "at least 1, or None"),
-    ("dropout", lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    ("rope_base norm_eps", lambda x: type(x) in (int, float) and 0 < x < 1e30, "a number above 0"),
-    ("qk_norm bias tied", lambda x: type(x) is bool, "True or False"),
-    ("position", ("learned", "rotary").__contains__, "learned or rotary"),
-    ("norm", ("layer", "rms").__contains__, "layer or rms"),
-    ("activation", ("gelu", "relu2", "swiglu").__contains__, "gelu, relu2 or swiglu"),
-)
+# Checks of GPTConfig. Values can come from --recipe as text, or from a config.json.
+COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows")
+SWITCHES = ("qk_norm", "bias", "tied")
+CHOICES = {
+    "position": ("learned", "rotary"),
+    "norm": ("layer", "rms"),
+    "activation": ("gelu", "relu2", "swiglu"),
+}
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,13 @@ class GPTConfig:
     vocab_size: int = 50257
     """Token ids of the tokenizer, without padding."""
     n_layer: int = 12
+    """Transformer blocks."""
     n_head: int = 12
+    """Query heads; their width is n_embd / n_head."""
     n_embd: int = 768
+    """Channels of the residual stream."""
     dropout: float = 0.0
+    """Dropout probability of embeddings, attention, and what attention and MLP add."""
     n_kv_head: int | None = None
     """Key/value heads, each shared by n_head / n_kv_head query heads; None: n_head."""
     n_inner: int | None = None
@@ -46,6 +51,7 @@ class GPTConfig:
     position: str = "learned"
     """learned (a table of positions) or rotary (RoPE)."""
     rope_base: float = 10_000.0
+    """RoPE: ratio of the fastest to the slowest rotation."""
     norm: str = "layer"
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
     norm_eps: float = 1e-5
@@ -55,6 +61,7 @@ class GPTConfig:
     activation: str = "gelu"
     """Activation of the MLP: gelu, relu2 (squared ReLU) or swiglu (gated SiLU)."""
     bias: bool = True
+    """Biases in linear layers and LayerNorms."""
     tied: bool = True
     """Share one table between the token embedding and the head."""
     ngrams: int = 1
@@ -63,33 +70,57 @@ class GPTConfig:
     """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:
-        for names, is_valid, rule in RULES:
-            for name in names.split():
-                if not is_valid(value := getattr(self, name)):
-                    raise UserError(f"{name} is {value!r}; it must be {rule}")
+        # "n_kv_head=12" and its default are one architecture and have to compare equal
+        if self.n_kv_head == self.n_head:
+            object.__setattr__(self, "n_kv_head", None)
+        if self.n_inner == 4 * self.n_embd:
+            object.__setattr__(self, "n_inner", None)
+
+        counts = [*COUNTS]
+        counts += [name for name in ("n_kv_head", "n_inner") if getattr(self, name) is not None]
+        for name in counts:
+            value = getattr(self, name)
+            self.check(name, type(value) is int and value >= 1, "a whole number of at least 1")
+        for name in ("rope_base", "norm_eps"):
+            value = getattr(self, name)
+            is_positive = type(value) in (int, float) and 0 < value < 1e30
+            self.check(name, is_positive, "a number above 0")
+        for name in SWITCHES:
+            self.check(name, type(getattr(self, name)) is bool, "True or False")
+        for name, choices in CHOICES.items():
+            self.check(name, getattr(self, name) in choices, " or ".join(choices))
+        self.check("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
         if self.n_embd % self.n_head or self.n_head % self.kv_heads:
             heads = f"n_head {self.n_head}, or that by n_kv_head {self.kv_heads}"
             raise UserError(f"n_embd {self.n_embd} does not divide by {heads}")
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
-        for name, default in (("n_kv_head", self.n_head), ("n_inner", 4 * self.n_embd)):
-            if getattr(self, name) == default:  # equal architectures compare equal
-                object.__setattr__(self, name, None)
+
+    def check(self, name: str, is_valid: bool, rule: str) -> None:
+        """Raise UserError for a field that is not valid."""
+        if not is_valid:
+            raise UserError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
 
     @property
     def size(self) -> str | None:
         """Name in SIZES of this shape, None if it has none."""
-        shape = {key: getattr(self, key) for key in SIZES["gpt2"]}
-        return next((name for name, size in SIZES.items() if size == shape), None)
+        for name, shape in SIZES.items():
+            if all(getattr(self, field) == value for field, value in shape.items()):
+                return name
+        return None
 
     @property
     def is_gpt2(self) -> bool:
+        """True for GPT-2's architecture, of any size."""
         return not self.differences(GPTConfig())
 
     def differences(self, other: "GPTConfig") -> dict:
-        """Return the fields, but those of SIZED, that have another value than in `other`."""
-        mine = {name: value for name, value in vars(self).items() if name not in SIZED}
-        return {name: value for name, value in mine.items() if value != getattr(other, name)}
+        """Return the fields whose values differ from those of `other`, but for sizes (SIZED)."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in SIZED and value != getattr(other, name)
+        }
 
     @property
     def padded_vocab_size(self) -> int:
@@ -98,12 +129,15 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
+        """Key/value heads, K."""
         return self.n_kv_head or self.n_head
 
     @property
     def head_size(self) -> int:
+        """Channels of a head, D."""
         return self.n_embd // self.n_head
 
     @property
     def inner(self) -> int:
+        """Width of the MLP's hidden layer."""
         return self.n_inner or 4 * self.n_embd

@@ -1,4 +1,8 @@
-"""Sampling from a GPT with a key/value cache."""
+"""Sampling from a GPT with a key/value cache.
+
+`generate` yields token ids, `complete` returns whole texts. Prompts are lists of token ids; those
+of different lengths are padded on the left, so that all rows end in the same column.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,10 +11,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from model.cache import KVCache
 from model.gpt import GPT
+from model.layers import KVCache
 
-CHUNK = 16  # tokens between two tests of `complete` for the end of all rows
+# Tokens that `complete` generates between two looks at them. Each look waits for the GPU.
+TOKENS_PER_CHECK = 16
 
 
 @dataclass(frozen=True)
@@ -29,100 +34,103 @@ class Sampling:
 
 
 def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """Draw ids (B,) from logits (B, V): the inverse CDF at `uniform` (B,) in [0, 1)."""
+    """Draw token ids (B,) from logits (B, V) with random numbers `uniform` (B,) in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     ids = None
     if sampling.top_k is not None or sampling.top_p is not None:
         V = logits.size(-1)
-        logits, ids = logits.topk(min(sampling.top_k or V, V))  # likeliest first
+        logits, ids = logits.topk(min(sampling.top_k or V, V))  # (B, k), the likeliest first
     probabilities = (logits.float() / sampling.temperature).softmax(-1)
     if sampling.top_p is not None:
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities * (before < sampling.top_p)
+        # a token stays if those before it do not reach top_p; so the likeliest one always stays
+        sum_before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities * (sum_before < sampling.top_p)
+
+    # Inverse of the cumulative distribution: unlike torch.multinomial it takes the random numbers
+    # of each row from outside. The sum is below 1 after top_p, and off by rounding otherwise.
     cumulative = probabilities.cumsum(-1)
-    place = uniform.unsqueeze(-1) * cumulative[:, -1:]
-    pick = torch.searchsorted(cumulative, place, right=True).clamp_(max=logits.size(-1) - 1)
-    return (pick if ids is None else ids.gather(-1, pick)).squeeze(-1)
+    threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]  # (B, 1)
+    column = torch.searchsorted(cumulative, threshold, right=True)
+    column = column.clamp_(max=logits.size(-1) - 1)  # a product rounded up to the sum itself
+    if ids is not None:
+        column = ids.gather(-1, column)
+    return column.squeeze(-1)
 
 
 @torch.no_grad()
 def generate(
-    model: GPT,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    *,
-    use_cache: bool = True,
-    decode: Callable[..., Tensor] | None = None,
+    model: GPT, prompts: list[list[int]], sampling: Sampling, *, use_cache: bool = True
 ) -> Iterator[Tensor]:
-    """Yield the next token ids (B,) of B prompts, each of one token or more, without a host sync.
+    """Yield the next token ids (B,) of B prompts, each of one token or more, on the model's device.
 
-    Where the context is full, its older half is dropped and the rest read again; a prompt longer
-    than the context keeps its end. `use_cache=False` reads the whole context for each token and
-    gives the same tokens, and so does `decode`: decode_token, as on GPUs, or compiled from it.
+    Where the context is full, its older half is dropped and the newer one read again; a prompt
+    longer than the context keeps its end. `use_cache=False` reads the whole context for each token
+    and gives the same tokens. Nothing here waits for the GPU.
     """
-    T, device = model.config.block_size, model.transformer.wte.weight.device
-    uniforms = draw_uniforms(len(prompts), sampling).to(device)
+    T = model.config.block_size
+    device = model.transformer.wte.weight.device
+    uniforms = draw_uniforms(len(prompts), sampling).to(device)  # (B, max_new_tokens)
     prompts = [prompt[-T:] for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
-    rows = [[0] * (max(lengths) - len(prompt)) + prompt for prompt in prompts]
-    context = torch.tensor(rows, device=device)  # (B, S): rows end together
-    first = torch.tensor([max(lengths) - n for n in lengths], device=device)  # (B,)
-    if decode is None and context.is_cuda:
-        decode = decode_token
-    capacity = T if decode else min(T, max(lengths) + sampling.max_new_tokens)
-    unread, cache = context, KVCache(capacity) if use_cache else None
+    longest = max(lengths)
+    # 0 is any token: the mask hides it
+    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    context = torch.tensor(rows, device=device)  # (B, S)
+    cache = None
+    if use_cache:
+        cache = KVCache(min(T, longest + sampling.max_new_tokens))
+    unread = context  # the tokens that are not in the cache yet
+
     for uniform in uniforms.unbind(1):
+        # drop the older half of each full row
         if max(lengths) > T:
-            lengths = [n if n <= T else max(1, T // 2) for n in lengths]
-            first = torch.tensor([max(lengths) - n for n in lengths], device=device)
+            lengths = [length if length <= T else max(1, T // 2) for length in lengths]
             context = context[:, -max(lengths) :]
             unread = context
-            if cache:
-                cache.restart()
-        if cache and cache.column is not None:
-            token = decode(model, cache, unread, first, uniform, sampling)
-        else:
-            padded = min(lengths) < max(lengths)
-            where = positions_and_mask(first, context.size(1), unread.size(1)) if padded else {}
-            logits = model.logits(model.hidden(unread, cache, **where)[:, -1])
-            token = sample_token(logits, uniform, sampling)
-            if cache and decode:
-                cache.become_static()
-        yield token
-        new = token.unsqueeze(1)
-        context = torch.cat([context, new], dim=1)
-        unread = new if use_cache else context
-        lengths = [n + 1 for n in lengths]
+            if cache is not None:
+                cache.clear()
+
+        # rows of different lengths have padding, which needs a mask, and positions that skip it
+        longest = max(lengths)
+        positions = None
+        mask = None
+        if min(lengths) < longest:
+            first = torch.tensor([longest - length for length in lengths], device=device)
+            positions, mask = positions_and_mask(first, longest, unread.size(1))
+
+        # one token more
+        hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, T, C)
+        tokens = sample_token(model.logits(hidden[:, -1]), uniform, sampling)  # (B,)
+        yield tokens
+        context = torch.cat([context, tokens.unsqueeze(1)], dim=1)
+        unread = context[:, -1:] if use_cache else context
+        lengths = [length + 1 for length in lengths]
 
 
-def decode_token(
-    model: GPT, cache: KVCache, token: Tensor, first: Tensor, uniform: Tensor, sampling: Sampling
-) -> Tensor:
-    """Return the ids (B,) that follow `token` (B, 1) in rows that begin at column `first` (B,) of a
-    static cache. Tensors have the same shapes for every token, so that one graph serves all."""
-    column = torch.arange(cache.capacity, device=token.device)
-    mask = (column <= cache.column) & (column >= first[:, None])  # (B, S)
-    positions = cache.column - first[:, None]  # (B, 1)
-    x = model.hidden(token, cache, positions=positions, mask=mask[:, None, None])
-    return sample_token(model.logits(x[:, -1]), uniform, sampling)
+def draw_uniforms(num_rows: int, sampling: Sampling) -> Tensor:
+    """Return random numbers in [0, 1) (num_rows, max_new_tokens), on the CPU: equal everywhere."""
+    first_seed = sampling.seed * 1_000_003 + sampling.first_row  # a prime: seeds hardly overlap
+    rows = []
+    for row in range(num_rows):
+        generator = torch.Generator().manual_seed(first_seed + row)
+        rows.append(torch.rand(sampling.max_new_tokens, generator=generator))
+    return torch.stack(rows)
 
 
-def draw_uniforms(rows: int, sampling: Sampling) -> Tensor:
-    """Return random numbers in [0, 1) (rows, max_new_tokens)."""
-    first = sampling.seed * 1_000_003 + sampling.first_row
-    sources = [torch.Generator().manual_seed(seed) for seed in range(first, first + rows)]
-    return torch.stack([torch.rand(sampling.max_new_tokens, generator=g) for g in sources])
+def positions_and_mask(first: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
+    """Return the positions (B, T) and the attention mask (B, 1, T, S) of the last T of S tokens, in
+    rows with left padding up to the column `first` (B,)."""
+    key_columns = torch.arange(S, device=first.device)
+    query_columns = key_columns[-T:]
+    positions = (query_columns - first[:, None]).clamp(min=0)  # (B, T)
 
-
-def positions_and_mask(first: Tensor, S: int, T: int) -> dict[str, Tensor]:
-    """Return positions (B, T) and mask (B, 1, T, S) of the last T of S tokens in rows with left
-    padding up to `first` (B,)."""
-    key = torch.arange(S, device=first.device)
-    query, first = key[-T:], first[:, None]
-    mask = (key <= query[:, None]) & (key >= first[..., None])  # (B, T, S)
-    mask |= key == query[:, None]  # padding attends to itself: a softmax over nothing is NaN
-    return {"positions": (query - first).clamp(min=0), "mask": mask[:, None]}
+    is_past = key_columns <= query_columns[:, None]  # (T, S), with the token itself
+    is_text = key_columns >= first[:, None, None]  # (B, 1, S)
+    # padding attends to itself: a softmax over nothing is NaN
+    is_itself = key_columns == query_columns[:, None]
+    mask = (is_past & is_text) | is_itself  # (B, T, S)
+    return positions, mask.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -140,17 +148,21 @@ def complete(
     prompts: list[list[int]],
     end_ids: frozenset[int],
     sampling: Sampling,
-    all_done: Callable[[bool], bool] = lambda done: done,
-    decode: Callable[..., Tensor] | None = None,
+    all_done: Callable[[bool], bool] = lambda is_done: is_done,
 ) -> list[Continuation]:
-    """Return what follows each prompt up to the first of `end_ids`. `all_done`, called every CHUNK
-    tokens, tells whether every process is done, as forward passes can be collectives; what it
-    raises ends the texts. `decode` is that of generate."""
+    """Return what follows each prompt up to the first of `end_ids`.
+
+    `all_done` gets True when all texts have ended and returns True when those of all processes
+    have: under FSDP2 a forward pass needs every process. It raises Stopped after a signal.
+    """
     texts: list[list[int]] = [[] for _ in prompts]
-    tokens = generate(model, prompts, sampling, decode=decode)
-    while some := list(islice(tokens, CHUNK)):
-        for text, more in zip(texts, torch.stack(some, 1).tolist(), strict=True):
-            text += more
+    steps = generate(model, prompts, sampling)
+    while True:
+        columns = list(islice(steps, TOKENS_PER_CHECK))  # of (B,) token ids
+        if not columns:
+            break
+        for text, new_tokens in zip(texts, torch.stack(columns, 1).tolist(), strict=True):
+            text += new_tokens
         if all_done(all(not end_ids.isdisjoint(text) for text in texts)):
             break
     return [cut_at_end(text, end_ids) for text in texts]
@@ -158,7 +170,7 @@ def complete(
 
 def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> Continuation:
     """Return the tokens before the first of `end_ids`."""
-    for place, token in enumerate(tokens):
+    for position, token in enumerate(tokens):
         if token in end_ids:
-            return Continuation(tokens[:place], token)
+            return Continuation(tokens[:position], token)
     return Continuation(tokens, None)

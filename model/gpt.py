@@ -1,17 +1,31 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-GPTConfig turns on later techniques; docs/RECIPES.md says what each gives.
-B batch, T time, C channels, V vocabulary, L layers, H heads, K key/value heads, D = C / H.
+This file has the blocks and the model. Norms, activations and the attention kernel stand in
+model/layers.py, the loss in model/loss.py, sampling in model/generate.py, the training in train.py.
+GPTConfig turns on later techniques (rotary positions, RMSNorm, SwiGLU, ...) over GPT-2's.
+
+Shapes: B batch, T time, C channels of the residual stream, V vocabulary, L layers, H heads,
+K key/value heads (GPT-2 has K = H), D = C / H channels of a head.
 """
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-from model.cache import KVCache
 from model.config import GPTConfig
-from model.layers import ACTIVATIONS, RMSNorm, Rotary, ScaledDotProduct, make_norm, rotary_angles
+from model.execution import Execution, compile_static, configure_compiler, keep_matmuls
+from model.layers import (
+    ACTIVATIONS,
+    KVCache,
+    RMSNorm,
+    ScaledDotProduct,
+    make_norm,
+    rotary_angles,
+    rotate,
+)
 from model.loss import HeadCrossEntropy
 from model.ngrams import ngram_rows
 
@@ -22,33 +36,45 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of q, k, v
-        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
-        self.qk_norm = nn.Identity()
+        self.num_heads = config.n_head
+        self.num_kv_heads = config.kv_heads
+        num_projections = config.n_head + 2 * config.kv_heads  # of D channels each
+        self.c_attn = nn.Linear(config.n_embd, num_projections * config.head_size, bias=config.bias)
+        self.qk_norm = None
         if config.qk_norm:
-            self.qk_norm = RMSNorm(config.head_size, config.norm_eps, gain=False)
-        self.rotary = Rotary() if config.position == "rotary" else None
-        self.attend = ScaledDotProduct(config.block_size, config.dropout)
+            self.qk_norm = RMSNorm(config.head_size, config.norm_eps, elementwise_affine=False)
+        self.attend = ScaledDotProduct(config)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, angles: tuple | None, cache: KVCache | None, mask: Tensor | None
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        cache: KVCache | None,
+        mask: Tensor | None,
     ) -> Tensor:
         B, T, C = x.shape
-        H, K, _ = self.heads
+        H, K = self.num_heads, self.num_kv_heads
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
+
+        # norm and rotation work on each head alone: queries and keys go through them together
         qk, v = qkv.split([H + K, K], dim=2)
-        qk = self.qk_norm(qk)  # Henry et al. 2020
-        if self.rotary is not None:
-            qk = self.rotary(qk, *angles)
+        if self.qk_norm is not None:  # Henry et al. 2020
+            qk = self.qk_norm(qk)
+        if angles is not None:
+            qk = rotate(qk, angles)
         q, k = qk.split([H, K], dim=2)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D), (B, K, T, D) twice
+
+        q = q.transpose(1, 2)  # (B, H, T, D)
+        k = k.transpose(1, 2)  # (B, K, T, D)
+        v = v.transpose(1, 2)  # (B, K, T, D)
         if cache is not None:
-            k = cache.append((self.layer, "k"), k.type_as(v), dim=2)  # (B, K, S, D)
-            v = cache.append((self.layer, "v"), v, dim=2)
-        y = self.attend(q, k, v, mask).transpose(1, 2)  # (B, T, H, D)
-        return self.dropout(self.c_proj(y.reshape(B, T, C)))
+            k = cache.append((self.layer, "k"), k, dim=2)  # (B, K, S, D)
+            v = cache.append((self.layer, "v"), v, dim=2)  # (B, K, S, D)
+        y = self.attend(q, k, v, mask)  # (B, H, T, D)
+        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        return self.dropout(self.c_proj(y))
 
 
 class MLP(nn.Module):
@@ -56,86 +82,141 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        inputs = 2 if config.activation == "swiglu" else 1
-        self.c_fc = nn.Linear(config.n_embd, inputs * config.inner, bias=config.bias)
+        # SwiGLU takes two inputs for each of its outputs; one matrix makes both
+        num_inputs = 2 if config.activation == "swiglu" else 1
+        self.c_fc = nn.Linear(config.n_embd, num_inputs * config.inner, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
+        x = self.c_fc(x)  # (B, T, num_inputs * inner)
+        x = self.activation(x)  # (B, T, inner)
+        return self.dropout(self.c_proj(x))  # (B, T, C)
 
 
 class Block(nn.Module):
-    """Transformer block with pre-norm."""
+    """Transformer block with pre-norm: attention, then the MLP, each added to the residual stream.
 
-    def __init__(self, config: GPTConfig, layer: int) -> None:
+    `compute` is what a block computes; `forward` and `run` choose how, by the model's Execution.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int, execution: Execution) -> None:
         super().__init__()
+        self.execution = execution
         self.ln_1 = make_norm(config)
         self.attn = Attention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        if execution.compiled:
+            # torch.compile keeps graphs by the code of a function: the first block compiles `run`,
+            # and the others take its graph
+            self.compiled_run = compile_static(self.run)
 
-    def forward(self, x: Tensor, *where: object) -> Tensor:
-        """Return x (B, T, C) after the block; `where` are angles, cache and mask of Attention."""
-        x = x + self.attn(self.ln_1(x), *where)
-        return x + self.mlp(self.ln_2(x))
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor] | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return x (B, T, C) after the block; GPT.hidden describes cache and mask."""
+        # FSDP2 gathers the block's weights before `forward` and frees them after it. So graphs and
+        # recomputation begin below it.
+        if self.execution.compiled:
+            return self.compiled_run(x, angles, cache, mask)
+        return self.run(x, angles, cache, mask)
+
+    def run(self, *inputs: object) -> Tensor:
+        """Call `compute`, with what the backward pass needs of it kept or computed again."""
+        checkpointing = self.execution.checkpointing
+        if checkpointing == "block":
+            return checkpoint(self.compute, *inputs, use_reentrant=False)
+        # the compiler chooses by itself what "cheap" recomputes: configure_compiler
+        if checkpointing == "cheap" and not self.execution.compiled:
+            return checkpoint(self.compute, *inputs, use_reentrant=False, context_fn=keep_matmuls)
+        return self.compute(*inputs)
+
+    def compute(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        cache: KVCache | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x), angles, cache, mask)
+        x = x + self.mlp(self.ln_2(x))
+        return x
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, L blocks, a final norm; GPT-2's head is the embedding."""
+    """Token and position embeddings, L blocks, a final norm, and a head that is the embedding."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.config = config
-        parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
+        self.execution = execution or Execution()
+        if self.execution.compiled:
+            configure_compiler(self.execution)
+
+        modules: dict[str, nn.Module] = {}
+        modules["wte"] = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == "learned":
-            parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+            modules["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         if config.ngrams > 1:
-            parts["ngrams"] = nn.Embedding(config.ngram_rows, config.n_embd)
-        parts["drop"] = nn.Dropout(config.dropout)
-        parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        parts["ln_f"] = make_norm(config)
-        self.transformer = nn.ModuleDict(parts)
+            modules["ngrams"] = nn.Embedding(config.ngram_rows, config.n_embd)
+        modules["drop"] = nn.Dropout(config.dropout)
+        blocks = [Block(config, layer, self.execution) for layer in range(config.n_layer)]
+        modules["h"] = nn.ModuleList(blocks)
+        modules["ln_f"] = make_norm(config)
+        self.transformer = nn.ModuleDict(modules)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.packed_head: nn.Module | None = None  # for inference on a CPU: model/packed.py
-        self.loss = HeadCrossEntropy(config.vocab_size)
+        self.loss = HeadCrossEntropy(config.vocab_size, self.execution.compiled)
+        # a copy of the head for inference on a CPU, by prepare_for_inference of model/inference.py
+        self.inference_head: nn.Module | None = None
+
         self.apply(self._init_weights)
         if config.ngrams > 1:
             nn.init.zeros_(self.transformer.ngrams.weight)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal(0, 0.02), biases 0; GPT-2 scales projections into the residual stream."""
+        """Draw weights from Normal(0, 0.02) and set biases to 0. GPT-2 scales the matrices that add
+        to the residual stream, 2 L in number, by 1 / sqrt(2 L)."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+        # nn.Module.apply visits a module after its children, so this overwrites what they drew
         if isinstance(module, Attention | MLP):
             nn.init.normal_(module.c_proj.weight, std=0.02 * (2 * self.config.n_layer) ** -0.5)
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight (padded V, C) of the head."""
-        return self.transformer.wte.weight if self.config.tied else self.lm_head.weight
+        """Weight of the head (padded V, C)."""
+        if self.config.tied:
+            return self.transformer.wte.weight
+        return self.lm_head.weight
 
     def num_parameters(self) -> int:
         """Return the number of trained values; a tied head counts once, padded rows do not."""
-        tables = 1 if self.config.tied else 2
-        padding = tables * (self.config.padded_vocab_size - self.config.vocab_size)
-        return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
+        num_tables = 1 if self.config.tied else 2
+        padded_rows = num_tables * (self.config.padded_vocab_size - self.config.vocab_size)
+        return sum(p.numel() for p in self.parameters()) - padded_rows * self.config.n_embd
 
     def num_matmul_parameters(self) -> int:
-        """Return the number of parameters without the tables that are only looked up."""
-        layers = (*self.transformer.h.parameters(), *self.transformer.ln_f.parameters())
-        head = self.config.vocab_size * self.config.n_embd
-        return head + sum(p.numel() for p in layers)
+        """Return the number of parameters that multiply: blocks, final norm and head, without the
+        embeddings, which are only looked up."""
+        block_parameters = sum(p.numel() for p in self.transformer.h.parameters())
+        norm_parameters = sum(p.numel() for p in self.transformer.ln_f.parameters())
+        head_parameters = self.config.vocab_size * self.config.n_embd
+        return block_parameters + norm_parameters + head_parameters
 
     def flops_per_token(self) -> int:
         """Return forward and backward FLOPs per token of a full context: 6 N + 12 L C T (Chowdhery
         et al. 2022, appendix B). Attention counts without causal mask, as there and in nanoGPT."""
-        attention = 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
-        return 6 * self.num_matmul_parameters() + attention
+        attention_flops = 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
+        return 6 * self.num_matmul_parameters() + attention_flops
 
     def hidden(
         self,
@@ -145,24 +226,30 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return final hidden states (B, T, C) of token ids (B, T), which continue `cache`. Rows
-        with padding or with several continuations need `positions` (B, T), each below the block
-        size, and `mask` (B, 1, T, S), true where a token may attend to one of S tokens."""
-        x = self.transformer.wte(idx)  # (B, T, C)
-        if self.config.ngrams > 1:
-            rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
-            x = x + self.transformer.ngrams(rows).sum(-2)
-        angles = None
+        """Return the final hidden states (B, T, C) of token ids (B, T).
+
+        With a `cache`, the ids continue the tokens in it. Rows with padding, or with several
+        continuations of one prompt, need `positions` (B, T), each below the block size, and `mask`
+        (B, 1, T, S), true where a token may attend to one of S tokens.
+        """
         if positions is None:
             start = 0 if cache is None else cache.length
             end = start + idx.size(1)
             assert end <= self.config.block_size, f"{end} tokens are too many"
-            positions = torch.arange(start, end, device=x.device)
+            positions = torch.arange(start, end, device=idx.device)  # (T,)
+
+        # embed tokens and positions
+        x = self.transformer.wte(idx)  # (B, T, C)
+        if self.config.ngrams > 1:
+            rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1), N the longest n-gram
+            x = x + self.transformer.ngrams(rows).sum(-2)
+        angles = None
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)
         else:
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
         x = self.transformer.drop(x)
+
         for block in self.transformer.h:
             x = block(x, angles, cache, mask)
         if cache is not None:
@@ -171,8 +258,8 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary."""
-        if self.packed_head is not None:
-            return self.packed_head(x)
+        if self.inference_head is not None:
+            return self.inference_head(x)
         return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
 
     def forward(
@@ -184,12 +271,57 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Return logits (B, T, V); with targets (B, T), their mean cross-entropy in nats without
-        targets of -1, or with the reduction "none" that of each (B, T); see `hidden` for the rest.
+        """Return the logits (B, T, V) of token ids (B, T), or the loss against targets (B, T).
+
+        The loss is the mean cross-entropy in nats, without targets of -1; with the reduction "none"
+        that of each target (B, T). `hidden` describes positions and mask.
         """
-        # not self.hidden: FSDP2 gathers weights around that one, and has done so for forward
-        x = GPT.hidden(self, idx, positions=positions, mask=mask)
+        # Not self.hidden: under FSDP2 that one gathers the weights, which forward has done already.
+        x = GPT.hidden(self, idx, positions=positions, mask=mask)  # (B, T, C)
         if targets is None:
             return self.logits(x)
         loss = self.loss(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction)
-        return loss if reduction == "mean" else loss.view_as(targets)
+        if reduction == "none":
+            return loss.view_as(targets)
+        return loss
+
+
+# models whose weights come from a file or from another model
+
+
+class SkipInit(TorchFunctionMode):
+    """Leave new parameters uninitialised: torch.nn.init on the device "meta" would import
+    PyTorch's compiler, which takes two seconds."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs or {})
+
+
+def build_without_weights(
+    config: GPTConfig, execution: Execution | None = None, model_class: type[GPT] = GPT
+) -> GPT:
+    """Return a model on the device "meta", with shapes and no memory: to count its parameters, or
+    for weights that `load_state_dict(..., assign=True)` gives it."""
+    with torch.device("meta"), SkipInit():
+        return model_class(config, execution)
+
+
+def rebuild(model: GPT, config: GPTConfig, execution: Execution | None = None) -> GPT:
+    """Return a model of `config` with the weights of `model`.
+
+    `config` may have fewer positions, fewer tokens or another dropout: the tables lose their last
+    rows. All other weights are shared with `model`.
+    """
+    num_rows = {
+        "transformer.wpe.weight": config.block_size,
+        "transformer.wte.weight": config.padded_vocab_size,
+        "lm_head.weight": config.padded_vocab_size,
+    }
+    state = model.state_dict()
+    for name in num_rows.keys() & state.keys():
+        state[name] = state[name][: num_rows[name]].contiguous()
+    new_model = build_without_weights(config, execution, type(model))
+    new_model.load_state_dict(state, assign=True)
+    return new_model.requires_grad_()

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.build import empty_gpt
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, is_of_machine
 
 # fields of GPTConfig, and of transformers' GPT2Config and LlamaConfig
@@ -143,7 +142,7 @@ def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
             if not name.endswith(GPT2_COPIES)
         }
     state, ours = dict(state), {}
-    for name in empty_gpt(config).state_dict():
+    for name in build_without_weights(config).state_dict():
         x = torch.cat([state.pop(part).float() for part in names_in_hf(name, config)])
         if config.is_gpt2 and name.endswith(TRANSPOSED):
             x = x.T.contiguous()
@@ -215,7 +214,7 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
     folder = find_folder(str(name_or_folder))
     try:
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        model = empty_gpt(config)
+        model = build_without_weights(config)
         model.load_state_dict(weights_from_hf(read_weights(folder), config), assign=True)
     except Exception as error:
         if is_of_machine(error):

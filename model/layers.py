@@ -1,6 +1,9 @@
-"""Layers of a block: B batch, T time, S tokens so far, H heads, K key/value heads, D channels."""
+"""Layers of a block: norms, activations, rotary positions, attention and its key/value cache.
 
-from functools import partial
+The block itself and its matrices stand in model/gpt.py. Shapes are written with
+B batch, T tokens of this call, S tokens so far (T and those in the cache), H query heads,
+K key/value heads, D channels of a head, and C = H D channels of the residual stream.
+"""
 
 import torch
 import torch.nn as nn
@@ -10,89 +13,153 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.config import GPTConfig
 
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# norms
 
 
 class LayerNorm(nn.LayerNorm):
     """LayerNorm (Ba et al. 2016) of the float32 residual stream."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # FSDP2 gathers the weights in bfloat16; on CPUs F.layer_norm wants the dtype of x
+        # FSDP2 gathers the weights in bfloat16, and on a CPU F.layer_norm raises an error unless
+        # they have the dtype of x
         weight = self.weight.type_as(x)
-        bias = None if self.bias is None else self.bias.type_as(x)
+        bias = None
+        if self.bias is not None:
+            bias = self.bias.type_as(x)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """Scale x (..., width) to a root mean square of 1, times a gain (Zhang and Sennrich 2019)."""
 
-    def __init__(self, width: int, eps: float, gain: bool = True) -> None:
-        super().__init__()
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.ones(width)) if gain else None
-
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.width,), self.weight, self.eps).type_as(x)
-
-
-class Rotary(nn.Module):
-    """Rotate channels i and i + D / 2 of x (B, T, H, D) by an angle that grows with the position
-    (Su et al. 2021), in the order of channels of LLaMA."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = x.chunk(2, dim=-1)  # (B, T, H, D / 2) twice
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
-
-
-def rotary_angles(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (T, 1, D / 2) for positions (T,), (B, T, 1, D / 2) for (B, T)."""
-    channels = torch.arange(0, width, 2, device=positions.device) / width
-    angles = positions[..., None, None] / base**channels
-    return angles.cos(), angles.sin()
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """Gate one half of the channels by the SiLU of the other (Shazeer 2020)."""
-    gate, x = x.chunk(2, dim=-1)
-    return F.silu(gate) * x
-
-
-ACTIVATIONS = {
-    "gelu": partial(F.gelu, approximate="tanh"),  # OpenAI's GPT-2 has the tanh approximation
-    "relu2": lambda x: F.relu(x).square(),  # So et al. 2021
-    "swiglu": swiglu,
-}
+        # under autocast a GPU returns float32, and attention needs queries in the dtype of values
+        return super().forward(x).type_as(x)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
-    """Return the norm of the residual stream."""
+    """Return a norm of the residual stream."""
     if config.norm == "layer":
         return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
     return RMSNorm(config.n_embd, config.norm_eps)
 
 
+# activations of the MLP
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return GELU (Hendrycks and Gimpel 2016) in the tanh approximation of OpenAI's GPT-2."""
+    return F.gelu(x, approximate="tanh")
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """Return relu(x)² (So et al. 2021)."""
+    return F.relu(x).square()
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Return one half of the channels, gated by the SiLU of the other (Shazeer 2020)."""
+    gate, x = x.chunk(2, dim=-1)
+    return F.silu(gate) * x
+
+
+ACTIVATIONS = {"gelu": gelu, "relu2": relu_squared, "swiglu": swiglu}
+
+# rotary positions
+
+
+def rotary_angles(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angle by which `rotate` turns each pair of channels.
+
+    Both are (T, 1, D / 2) for positions (T,), or (B, T, 1, D / 2) for positions (B, T).
+    """
+    # The first pair turns by one radian a token, the last one by about 1 / base of it.
+    channels = torch.arange(0, head_size, 2, device=positions.device) / head_size  # (D / 2,)
+    angles = positions[..., None, None] / base**channels
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs of channels (i, i + D / 2) of x (B, T, heads, D) by the angles of their
+    positions (RoPE, Su et al. 2021), so that q k depends on the distance of two tokens alone. These
+    are LLaMA's pairs; the paper pairs neighbours."""
+    cos, sin = angles
+    a, b = x.chunk(2, dim=-1)  # (B, T, heads, D / 2) twice
+    # the angles are float32 and so is the product
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+# attention
+
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 class ScaledDotProduct(nn.Module):
     """softmax(q k^T / sqrt(D)) v, by the kernel that PyTorch chooses."""
 
-    def __init__(self, block_size: int, dropout: float) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.block_size = block_size
-        self.dropout = dropout
+        self.block_size = config.block_size
+        self.dropout = config.dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return (B, H, T, D) for q (B, H, T, D), the newest T of S tokens, k and v (B, K, S, D).
-        Attention is causal, or by a mask that broadcasts to (B, H, T, S), true where allowed."""
+        """Return (B, H, T, D) for queries (B, H, T, D) of the newest T of S tokens, keys and values
+        (B, K, S, D). Attention is causal, or by a mask that broadcasts to (B, H, T, S) and is true
+        where a token may attend."""
         T, S = q.size(2), k.size(2)
-        if mask is None and 1 < T < S:  # is_causal would align the first query with the first key
+        if mask is None and 1 < T < S:
+            # is_causal would align the first query with the first key; here the last ones align
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
         is_causal = mask is None and T > 1  # a single query attends to all tokens
-        if k.size(1) < q.size(1):  # grouped queries: H / K heads share keys and values
-            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        dropout = self.dropout if self.training else 0.0
+
+        group_size = q.size(1) // k.size(1)
+        if group_size > 1:  # H / K heads share keys and values (GQA, Ainslie et al. 2023)
+            k = k.repeat_interleave(group_size, dim=1)  # (B, H, S, D)
+            v = v.repeat_interleave(group_size, dim=1)
+
+        dropout = 0.0
+        if self.training:
+            dropout = self.dropout
         # cuDNN plans anew for each shape, in 20 to 400 ms, and its backward pass with a mask can
-        # give NaN (pytorch #196678): it is left for full contexts, as in pre-training. The choice
-        # stands here, and not around the model, so that a compiled graph holds it
+        # give NaN (pytorch #196678). So it is left for full contexts without a mask, as in
+        # pre-training. The choice stands here and not around the model, where a compiled graph
+        # would not contain it.
         if q.is_cuda and (mask is not None or T < self.block_size):
             with sdpa_kernel(WITHOUT_CUDNN):
                 return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+
+
+class KVCache:
+    """Keys and values of past tokens, so that sampling computes each new token alone.
+
+    The tensors of all layers grow together: each layer appends its part of the new tokens, then
+    GPT.hidden calls `advance` once. Memory for `capacity` tokens is allocated at the first call.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0  # tokens in the cache
+        # Tensors of `capacity` tokens, by the name that `append` gets: (layer, "k"), (layer, "v"),
+        # and "tokens" for the token ids of n-gram embeddings.
+        self.buffers: dict[object, Tensor] = {}
+
+    def append(self, name: object, x: Tensor, dim: int) -> Tensor:
+        """Store the values `x` of T new tokens, which lie along `dim`, and return those of all S
+        tokens so far."""
+        if name not in self.buffers:
+            shape = list(x.shape)
+            shape[dim] = self.capacity
+            self.buffers[name] = x.new_empty(shape)
+        buffer = self.buffers[name]
+        num_new = x.size(dim)
+        buffer.narrow(dim, self.length, num_new).copy_(x)
+        return buffer.narrow(dim, 0, self.length + num_new)
+
+    def advance(self, num_new: int) -> None:
+        """Count the new tokens, after the last layer has appended them."""
+        self.length += num_new
+
+    def clear(self) -> None:
+        """Forget all tokens, and keep the memory."""
+        self.length = 0

@@ -1,10 +1,15 @@
-"""Head and cross-entropy, one chunk of tokens at a time.
+"""The loss: head and cross-entropy, one chunk of tokens at a time.
 
-The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32.
+The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32, and their
+gradient as much again. The loss of a chunk is computed from its logits, which the next chunk
+overwrites; to do without them in the backward pass, the forward pass computes the gradients too.
 
-Three functions here compute the loss of a chunk, and a change of the loss goes into each of them:
-`of_chunk` by F.cross_entropy, where the logits are few, and for larger ones, together with their
-gradient, `cross_entropy_` on GPUs and `cross_entropy_on_cpu_` on CPUs.
+Three functions compute the loss of a chunk, and a change of the loss goes into each of them:
+`HeadCrossEntropy.loss_of_chunk`, by F.cross_entropy, for few logits and for losses of single
+targets; for the mean over many logits, with their gradient, `cross_entropy_` on GPUs and
+`cross_entropy_on_cpu_` on CPUs.
+
+Shapes: N tokens of a batch, n of a chunk, C channels, V vocabulary, "padded V" with its padding.
 """
 
 import torch
@@ -13,79 +18,102 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-PLAIN_BYTES = 2**22  # of float32 logits, up to which few operations are faster than little memory
-LOGITS_BYTES = 2**30  # of a chunk of float32 logits
+from model.execution import compile_static
+
+# Sizes in bytes. training/plan.py forecasts memory by those of chunks of logits.
+# Up to this size of all float32 logits, few large operations are faster than little memory.
+PLAIN_BYTES = 2**22
+# Largest float32 logits of a chunk.
+LOGITS_BYTES = 2**30
 LOGITS_BYTES_ON_CPU = 2**26
-SOFTMAX_BYTES_ON_CPU = 2**22  # of the float32 logits in a part of a chunk: it fits the caches
-MATMUL_BYTES = 2**29  # largest matmul that is added to the weight's gradient
+# Float32 logits that a CPU works on at a time: they stay in its caches.
+SOFTMAX_BYTES_ON_CPU = 2**22
+# Largest product that is added to the gradient of the head's weight.
+MATMUL_BYTES = 2**29
 MATMUL_BYTES_ON_CPU = 2**23
 
 
 def chunk_bytes(device: torch.device) -> int:
     """Return the size in bytes of the largest chunk of float32 logits on a device."""
-    return LOGITS_BYTES_ON_CPU if device.type == "cpu" else LOGITS_BYTES
+    if device.type == "cpu":
+        return LOGITS_BYTES_ON_CPU
+    return LOGITS_BYTES
 
 
-def rows_within(limit: int, row_bytes: int) -> int:
-    """Return how many rows fit into `limit` bytes: at least 1, a multiple of 32 if possible."""
-    rows = limit // row_bytes
-    return rows // 32 * 32 or max(1, rows)
+def rows_within(max_bytes: int, row_bytes: int) -> int:
+    """Return how many rows fit into `max_bytes`: a multiple of 32, which matmuls are fast with, if
+    there are as many, and at least 1."""
+    num_rows = max_bytes // row_bytes
+    if num_rows >= 32:
+        return num_rows // 32 * 32
+    return max(1, num_rows)
 
 
-def chunk_rows(rows: int, most: int) -> int:
-    """Return the size of the chunks to cut `rows` into: equal ones of at most `most` rows, or of
-    `most` with a smaller last one where the largest equal ones have less than half of that."""
-    fewest = -(-rows // most)
-    return next((rows // n for n in range(fewest, 2 * fewest + 1) if rows % n == 0), most)
+def chunk_rows(num_rows: int, max_rows: int) -> int:
+    """Return the size of the chunks to cut `num_rows` into, at most `max_rows`.
+
+    Chunks of one size share one compiled graph, so equal ones are taken if that makes at most twice
+    as many as needed; else the last one is smaller.
+    """
+    min_chunks = -(-num_rows // max_rows)  # rounded up
+    for num_chunks in range(min_chunks, 2 * min_chunks + 1):
+        if num_rows % num_chunks == 0:
+            return num_rows // num_chunks
+    return max_rows
 
 
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, scale: Tensor | None, vocab_size: int
+    logits: Tensor, targets: Tensor, grad_scale: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """Return the cross-entropy (N,) in nats of logits (N, padded V) against targets (N,), undefined
-    for targets of -1. With `scale` (N,), overwrite the logits with its gradient times `scale`.
+    """Return the cross-entropy (n,) in nats of logits (n, padded V) against targets (n,), and
+    overwrite the logits with their gradient.
 
-    The target is found by comparison with the column's index: a scatter would end the fused loop of
-    a compiler, and torch 2.11's gathers the target's logit after it has been overwritten.
+    The gradient of token i is multiplied by `grad_scale[i]`, which is 0 for a target of -1; the
+    cross-entropy of such a token is undefined. Without `grad_scale` the logits stay.
     """
+    # The target is found by comparison with the index of each column: a scatter would end the fused
+    # loop of the compiler, and torch 2.11 gathers the target's logit after overwriting it.
     column = torch.arange(logits.size(1), device=logits.device)
-    is_target = column == targets.unsqueeze(-1)
+    is_target = column == targets.unsqueeze(-1)  # (n, padded V)
     x = logits.float().masked_fill(column >= vocab_size, -torch.inf)
-    logsumexp = x.logsumexp(-1, keepdim=True)
+    logsumexp = x.logsumexp(-1, keepdim=True)  # (n, 1)
     nats = logsumexp.squeeze(-1) - torch.where(is_target, x, 0.0).sum(-1)
-    if scale is not None:
-        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)
-        logits.copy_(grad.mul_(scale.unsqueeze(-1)))
+    if grad_scale is not None:
+        grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)  # softmax(x) - one_hot(target)
+        logits.copy_(grad.mul_(grad_scale.unsqueeze(-1)))
     return nats
 
 
 def cross_entropy_on_cpu_(
-    logits: Tensor, targets: Tensor, scale: Tensor | None, vocab_size: int
+    logits: Tensor, targets: Tensor, grad_scale: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """Compute what cross_entropy_ does, faster on a CPU: in parts that stay in its caches, and by
-    gather and scatter instead of a comparison of each target with every column."""
-    rows = rows_within(SOFTMAX_BYTES_ON_CPU, 4 * logits.size(1))
+    """Do what cross_entropy_ does, faster on a CPU: a few rows at a time, which stay in its caches,
+    and by gather and scatter instead of a comparison of each target with every column."""
+    num_rows = rows_within(SOFTMAX_BYTES_ON_CPU, 4 * logits.size(1))
     nats = []
-    for start in range(0, len(logits), rows):
-        part = logits[start : start + rows]
-        target = targets[start : start + rows].clamp(min=0).unsqueeze(-1)
-        x = part.float()
+    for start in range(0, len(logits), num_rows):
+        rows = slice(start, start + num_rows)
+        target = targets[rows].clamp(min=0).unsqueeze(-1)  # (rows, 1); gather takes no -1
+        x = logits[rows].float()  # (rows, padded V)
         x[:, vocab_size:] = -torch.inf
-        p = x.softmax(-1)
-        logsumexp = x.amax(-1) - p.amax(-1).log()
+        softmax = x.softmax(-1)
+        # log of the softmax at the largest logit m: m - logsumexp
+        logsumexp = x.amax(-1) - softmax.amax(-1).log()
         nats.append(logsumexp - x.gather(-1, target).squeeze(-1))
-        if scale is not None:
-            p.scatter_add_(-1, target, torch.full_like(target, -1, dtype=p.dtype))
-            part.copy_(p.mul_(scale[start : start + rows].unsqueeze(-1)))
+        if grad_scale is not None:
+            minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
+            grad = softmax.scatter_add_(-1, target, minus_one)
+            logits[rows] = grad.mul_(grad_scale[rows].unsqueeze(-1))
     return torch.cat(nats)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy in nats of logits x @ weight.T, x (N, C), weight (padded V, C), against
-    targets (N,), -1 where none counts. Matmuls run in the autocast dtype, the rest in float32.
+    """Mean cross-entropy in nats of logits x @ weight.T against targets, for x (N, C), weight
+    (padded V, C) and targets (N,), of which -1 does not count.
 
-    The forward pass computes the gradients as well, while a chunk's logits are in memory; the
-    backward pass scales them in place, so it can run once.
+    Matmuls run in the autocast dtype, the rest in float32. The forward pass computes the gradients
+    as well, while the logits of a chunk are in memory. The backward pass multiplies them in place
+    by the gradient of the loss, so it can run only once.
     """
 
     @staticmethod
@@ -93,31 +121,40 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx, x: Tensor, weight: Tensor, targets: Tensor, head: "HeadCrossEntropy", needs_grad: bool
     ) -> Tensor:
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = x.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            counted = targets >= 0  # (N,)
-            # unscaled gradients of a mean are too small for float16: divide in the backward pass
-            ctx.divisor = counted.sum() if dtype is torch.float16 else 1
-            scale = counted * ctx.divisor / counted.sum()
+            counts = targets >= 0  # (N,), true where a target counts
+            # Each token's share of the mean. In float16 the gradients of a mean over many tokens
+            # would round to 0: there the sum is computed, and the backward pass divides.
+            ctx.divisor = 1
+            if dtype is torch.float16:
+                ctx.divisor = counts.sum()
+            scale = counts * ctx.divisor / counts.sum()  # (N,)
+
             total = torch.zeros((), device=x.device)
-            low_x, low_weight = x.to(dtype), weight.to(dtype)
+            low_x = x.to(dtype)
+            low_weight = weight.to(dtype)
             if needs_grad:
                 grad_x = torch.empty_like(low_x)
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            rows = chunk_rows(len(x), rows_within(chunk_bytes(x.device), 4 * len(weight)))
-            buffer = low_x.new_empty(rows, len(weight))  # one allocation for all chunks
-            for chunk in (slice(start, start + rows) for start in range(0, len(x), rows)):
-                inputs = low_x[chunk]  # (rows, C)
-                logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (rows, V)
+            max_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
+            num_rows = chunk_rows(len(x), max_rows)
+            buffer = low_x.new_empty(num_rows, len(weight))  # one allocation for all chunks
+            for start in range(0, len(x), num_rows):
+                chunk = slice(start, start + num_rows)
+                inputs = low_x[chunk]  # (n, C)
+                logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
                 grad_scale = scale[chunk] if needs_grad else None
-                if x.device.type == "cpu":
+                if device == "cpu":
                     loss_of_logits = cross_entropy_on_cpu_
                 else:
-                    loss_of_logits = head.cross_entropy_  # compiled in training
+                    loss_of_logits = head.cross_entropy_
                 nats = loss_of_logits(logits, targets[chunk], grad_scale, head.vocab_size)
                 total += (nats * scale[chunk]).sum()
                 if needs_grad:
-                    # logits now hold their gradient
+                    # the logits now hold their gradient
                     torch.mm(logits, low_weight, out=grad_x[chunk])
                     add_matmul_(grad_weight, logits.T, inputs)
         if needs_grad:
@@ -132,44 +169,52 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32 `total`: on CUDA in one addmm, else in parts of few rows."""
+    """Add a @ b to float32 `total`."""
+    # on CUDA one operation does it, without a product in memory
     if a.is_cuda and a.dtype is not total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
-    limit = MATMUL_BYTES_ON_CPU if a.device.type == "cpu" else MATMUL_BYTES
-    rows = rows_within(limit, a.dtype.itemsize * b.size(1))
-    for part, a_rows in zip(total.split(rows), a.split(rows), strict=True):
-        part += a_rows @ b
+    # elsewhere a few rows at a time, so that the product in memory is small
+    max_bytes = MATMUL_BYTES_ON_CPU if a.device.type == "cpu" else MATMUL_BYTES
+    num_rows = rows_within(max_bytes, a.dtype.itemsize * b.size(1))
+    for start in range(0, len(a), num_rows):
+        rows = slice(start, start + num_rows)
+        total[rows] += a[rows] @ b
 
 
 class HeadCrossEntropy(nn.Module):
-    """Mean cross-entropy of the head's logits, chunk by chunk."""
+    """Cross-entropy of the head's logits, in chunks that bound its memory."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, compiled: bool = False) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.cross_entropy_ = cross_entropy_  # model/compile.py compiles it on GPUs
+        # for GPUs; on a CPU the compiled function would be slower than cross_entropy_on_cpu_
+        self.cross_entropy_ = compile_static(cross_entropy_) if compiled else cross_entropy_
 
     def forward(
         self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"
     ) -> Tensor:
         """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,); with the
         reduction "none" that of each target (N,), 0 for -1."""
-        num_bytes = 4 * len(x) * len(weight)
-        limit = chunk_bytes(x.device)
-        if reduction == "mean" and num_bytes > min(PLAIN_BYTES, limit):
-            return ChunkedCrossEntropy.apply(x, weight, targets, self, torch.is_grad_enabled())
-        if num_bytes <= limit:
-            return self.of_chunk(x, weight, targets, reduction)
-        rows = rows_within(limit, 4 * len(weight))
-        chunks = zip(x.split(rows), targets.split(rows), strict=True)
-        # the backward pass recomputes the logits of each chunk
-        parts = [checkpoint(self.of_chunk, a, weight, b, use_reentrant=False) for a, b in chunks]
-        return torch.cat(parts)
+        all_logits_bytes = 4 * len(x) * len(weight)
+        max_bytes = chunk_bytes(x.device)
+        if reduction == "mean" and all_logits_bytes > min(PLAIN_BYTES, max_bytes):
+            needs_grad = torch.is_grad_enabled()  # inside an autograd.Function it is always False
+            return ChunkedCrossEntropy.apply(x, weight, targets, self, needs_grad)
+        if all_logits_bytes <= max_bytes:
+            return self.loss_of_chunk(x, weight, targets, reduction)
 
-    def of_chunk(
-        self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "none"
-    ) -> Tensor:
-        """Return the cross-entropy (n,) of each target in a chunk of n tokens, or their mean."""
-        logits = F.linear(x, weight[: self.vocab_size]).float()
+        # losses of single targets, whose gradients may differ: the backward pass computes the
+        # logits of each chunk again
+        num_rows = rows_within(max_bytes, 4 * len(weight))
+        losses = []
+        for start in range(0, len(x), num_rows):
+            rows = slice(start, start + num_rows)
+            inputs = (x[rows], weight, targets[rows], reduction)
+            losses.append(checkpoint(self.loss_of_chunk, *inputs, use_reentrant=False))
+        return torch.cat(losses)
+
+    def loss_of_chunk(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Return the cross-entropy (n,) in nats of each token of a chunk, or their mean."""
+        logits = F.linear(x, weight[: self.vocab_size]).float()  # (n, V)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)

@@ -29,10 +29,9 @@ from torch import Tensor
 from config.options import MachineOptions, ModelOptions, TrainConfig, resolve_from_recipe
 from config.recipes import parse_recipe
 from data.tokenizer import GPT2Tokenizer
-from model.build import empty_gpt
-from model.compile import for_training
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.execution import Execution
+from model.gpt import GPT, build_without_weights
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm
 from utils.cli import start_script, to_flags
@@ -89,8 +88,8 @@ class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
 def train(config: BenchConfig) -> Work:
     """Prepare training steps with this project's model and optimizers."""
     device, dtype = config.device_and_dtype
-    model = GPT(config.shape).to(device)
-    for_training(model, device, config.activation_checkpointing, config.use_torch_compile)
+    execution = Execution(config.activation_checkpointing, config.use_torch_compile)
+    model = GPT(config.shape, execution).to(device)
     optimizers = make_optimizers(model, config.training, parse_recipe(config.recipe), dtype)
     return training_step(config, model, partial(clip_grad_norm, model, 1.0), optimizers)
 
@@ -199,7 +198,7 @@ def main(config: BenchConfig) -> None:
     row = describe(pick_device(config.device)) | {"unit": "tokens/s", "measured": measured}
     row["options"] = {name: value for name, value in vars(config).items() if value}
     if peak := peak_flops(*config.device_and_dtype):
-        flops = empty_gpt(config.shape).flops_per_token()
+        flops = build_without_weights(config.shape).flops_per_token()
         for figures in measured.values():
             figures["mfu"] = flops * figures["rate"] / peak
     if config.peer:

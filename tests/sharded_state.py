@@ -10,7 +10,6 @@ from conftest import train_options
 from torch.distributed.tensor import DTensor
 
 from config.recipes import Recipe
-from model.compile import for_training
 from model.config import GPTConfig
 from model.gpt import GPT
 from training import parallel
@@ -53,7 +52,7 @@ def measure(process, sharding):
 
 def residual_dtype(process, sharding):
     """Return the dtype that the second LayerNorm of a block reads where matmuls are in bfloat16."""
-    model, seen = for_training(GPT(CONFIG), process.device), []
+    model, seen = GPT(CONFIG), []
     wrapped = parallel.wrap(model, process, sharding, torch.bfloat16)
     model.transformer.h[1].ln_2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     x = torch.zeros(2, 16, dtype=torch.long)

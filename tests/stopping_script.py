@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from model.generate import CHUNK
+from model.generate import TOKENS_PER_CHECK
 from model.gpt import GPT
 from utils.cli import call_and_exit
 
@@ -24,7 +24,7 @@ def hidden(self, *args, **options):
     if not self.training:
         if calls == CALL and RANK == int(os.environ.get("RANK", 0)):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert calls <= CALL + CHUNK, "the signal is noticed late"
+        assert calls <= CALL + TOKENS_PER_CHECK, "the signal is noticed late"
         calls += 1
     return forward(self, *args, **options)
 

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import count_tokens
-from model.build import empty_gpt, resized
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, build_without_weights, rebuild
 from utils.errors import UserError, is_of_machine
 
 FORMAT_VERSION = 3
@@ -160,7 +159,8 @@ def load_model(
             raise UserError(f"{path} is a reward model, which rates text and writes none")
         if model_class is not GPT and not is_reward_model:
             raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
-        model = empty_gpt(GPTConfig(**checkpoint["model_config"]), model_class)
+        shape = GPTConfig(**checkpoint["model_config"])
+        model = build_without_weights(shape, model_class=model_class)
         load_weights(model, checkpoint, exact=exact)
     return model.eval(), checkpoint
 
@@ -237,5 +237,5 @@ def open_model(name: str | Path, *, exact: bool = False) -> tuple[GPT, str, dict
             f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {vocab_size:,}"
         )
     if num_tokens < vocab_size:  # rows of padding, as 50,304 for GPT-2's 50,257 tokens
-        model = resized(model, replace(model.config, vocab_size=num_tokens))
+        model = rebuild(model, replace(model.config, vocab_size=num_tokens))
     return model.eval(), tokenizer, {}

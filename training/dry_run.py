@@ -7,8 +7,8 @@ from config.options import TrainConfig
 from config.recipes import Recipe
 from data.mixture import Mixture
 from data.tokenizer import TOKENIZERS
-from model.build import empty_gpt
 from model.config import GPTConfig
+from model.gpt import build_without_weights
 from training.checkpoint import open_model
 from training.options import model_shape
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
@@ -25,7 +25,8 @@ def print_forecast(config: TrainConfig, recipe: Recipe, saved: dict | None) -> N
     if os.environ.get("RANK", "0") != "0":
         return
     hardware, shape = Hardware.of(config), planned_shape(config, recipe, saved)
-    world_size, model, gpu = hardware.world_size, empty_gpt(shape), hardware.gpu
+    world_size, gpu = hardware.world_size, hardware.gpu
+    model = build_without_weights(shape)
     if config.micro_batch_size == "auto":
         size, sentence = choose_micro_batch(config, recipe, shape, hardware, saved)
         print(sentence)

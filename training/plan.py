@@ -11,8 +11,8 @@ import torch
 from config.options import TrainConfig
 from config.recipes import Recipe
 from model import loss
-from model.build import empty_gpt
 from model.config import GPTConfig
+from model.gpt import build_without_weights
 from training.optim import MOMENTS
 from utils.devices import pick_device, pick_dtype
 from utils.distributed import free_memory, launched, num_nodes
@@ -66,7 +66,8 @@ def forecast_memory(
 ) -> dict[str, int]:
     """Return the bytes of one process by part. Sharding divides state among the processes of each
     machine; a CPU also holds a copy of the state while it is saved."""
-    e, world_size, model = hardware.dtype.itemsize, hardware.world_size, empty_gpt(shape)
+    e, world_size = hardware.dtype.itemsize, hardware.world_size
+    model = build_without_weights(shape)
     total = sum(p.numel() for p in model.parameters())
     matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
     moments = 2 * total - (2 - MOMENTS[recipe.optimizer]) * matrices

@@ -8,7 +8,7 @@ from data.mixture import Mixture
 from evaluation import evaluator
 from evaluation.evaluator import Evaluator, read_on_all
 from model.config import GPTConfig
-from model.generate import CHUNK
+from model.generate import TOKENS_PER_CHECK
 from model.gpt import GPT
 from utils.distributed import Process, Stopped
 from utils.errors import UserError
@@ -51,7 +51,7 @@ def test_a_sample_ends_on_all_processes_together(make, monkeypatch):
     asked = []
     monkeypatch.setattr(Process, "all_done", lambda self, done: asked.append(done))
     make().sample(2)
-    assert len(asked) == 32 / CHUNK
+    assert len(asked) == 32 / TOKENS_PER_CHECK
 
 
 class Signal:

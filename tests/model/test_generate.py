@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import RECIPES, tiny_gpt
 
-from model.generate import Sampling, complete, decode_token, generate, sample_token
-from model.packed import for_inference
+from model.generate import Sampling, complete, generate, sample_token
+from model.inference import prepare_for_inference
 
 OPTIONS = [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}]
 
@@ -19,9 +19,9 @@ def model(request):
     return model
 
 
-def tokens(model, prompts, n, use_cache=True, decode=None, **options):
+def tokens(model, prompts, n, use_cache=True, **options):
     sampling = Sampling(n, **options)
-    found = list(generate(model, prompts, sampling, use_cache=use_cache, decode=decode))
+    found = list(generate(model, prompts, sampling, use_cache=use_cache))
     return torch.stack(found, 1).tolist()
 
 
@@ -31,25 +31,6 @@ def test_the_cache_changes_no_token_also_beyond_the_context(model, options):
     with_cache = tokens(model, prompt, 60, **options)
     assert with_cache == tokens(model, prompt, 60, use_cache=False, **options)
     assert len(set(with_cache[0])) > 1
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_static_cache_changes_no_token_also_beyond_the_context(model, options):
-    prompts = [[1, 2, 3], [4], list(range(5, 25))]  # the context holds 16
-    static = tokens(model, prompts, 60, decode=decode_token, **options)
-    assert static == tokens(model, prompts, 60, **options)
-
-
-def test_one_graph_decodes_every_token(model):
-    graphs = []
-    torch._dynamo.reset()
-    backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
-    compiled = torch.compile(decode_token, fullgraph=True, dynamic=False, backend=backend)
-    prompts = [[1, 2, 3], [4]]
-    for seed in (3, 4):  # a second call, with a cache of its own, takes the same graph
-        expected = tokens(model, prompts, 40, seed=seed, top_k=5)
-        assert tokens(model, prompts, 40, decode=compiled, seed=seed, top_k=5) == expected
-    assert len(graphs) == 1
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
@@ -69,7 +50,7 @@ def test_prompts_of_different_lengths_go_on_as_each_alone(model, use_cache):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_packed_weights_change_no_token(model, options):
-    packed = for_inference(copy.deepcopy(model), torch.device("cpu"), torch.float32)
+    packed = prepare_for_inference(copy.deepcopy(model), torch.device("cpu"), torch.float32)
     prompts = [[1, 2, 3], [4]]
     assert tokens(packed, prompts, 60, **options) == tokens(model, prompts, 60, **options)
 

@@ -6,24 +6,17 @@ import torch.nn.functional as F
 from conftest import script
 from tiny import RECIPES, tiny_gpt
 
-from model.cache import KVCache
-from model.compile import for_training
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
+from model.layers import KVCache
 from utils.errors import UserError
 
 TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
 
 
-@pytest.fixture(params=["plain", "cpu"])
-def tiny(request):
-    """Build small models of plain modules, as a GPU runs them, or of those for CPUs."""
-
-    def build(*args, **changes):
-        model = tiny_gpt(*args, **changes).eval()
-        return model if request.param == "plain" else for_training(model, torch.device("cpu"))
-
-    return build
+def tiny(*args, **changes):
+    """Return a small model to evaluate."""
+    return tiny_gpt(*args, **changes).eval()
 
 
 COUNTS = (124_439_808, 354_823_168, 774_030_080, 1_557_611_200)
@@ -38,7 +31,7 @@ def test_named_sizes_have_openai_s_parameter_counts(name, count):
     assert model.transformer.wte.weight.shape[0] == 50304
 
 
-def test_initialisation_follows_gpt2(tiny):
+def test_initialisation_follows_gpt2():
     model = tiny(n_layer=8, n_embd=64)
     assert model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)
     block = model.transformer.h[3]
@@ -48,14 +41,14 @@ def test_initialisation_follows_gpt2(tiny):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_first_loss_is_near_ln_of_the_vocabulary(tiny, recipe):
+def test_the_first_loss_is_near_ln_of_the_vocabulary(recipe):
     model = tiny(recipe)
     x = torch.randint(0, 257, (8, 16))
     assert abs(model(x, x.roll(-1, 1)).item() - math.log(257)) < 0.1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_token_sees_a_later_one(tiny, recipe):
+def test_no_token_sees_a_later_one(recipe):
     model = tiny(recipe)
     x = torch.randint(0, 257, (1, 16))
     changed = x.clone()
@@ -65,7 +58,7 @@ def test_no_token_sees_a_later_one(tiny, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_cache_filled_in_any_steps_gives_the_same_logits(tiny, recipe):
+def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
     model = tiny(recipe)
     x = torch.randint(0, 257, (3, 16))
     cache = KVCache(16)
@@ -75,9 +68,7 @@ def test_a_cache_filled_in_any_steps_gives_the_same_logits(tiny, recipe):
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 48, 1000])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(
-    tiny, chunk_rows, recipe, monkeypatch
-):
+def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_rows, recipe, monkeypatch):
     model = tiny(recipe)
     row = 4 * model.config.padded_vocab_size
     monkeypatch.setattr("model.loss.LOGITS_BYTES_ON_CPU", chunk_rows * row)
@@ -96,7 +87,7 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(
         torch.testing.assert_close(mine, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_padding_of_the_vocabulary_is_not_scored_and_not_learned(tiny):
+def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
     model = tiny()
     with torch.no_grad():
         model.transformer.wte.weight[257:] = 100.0  # would win every softmax
@@ -107,7 +98,7 @@ def test_padding_of_the_vocabulary_is_not_scored_and_not_learned(tiny):
     assert (model.transformer.wte.weight.grad[257:] == 0).all()
 
 
-def test_rotary_logits_follow_from_distances_alone(tiny):
+def test_rotary_logits_follow_from_distances_alone():
     model = tiny("modern", n_layer=1)
     x = torch.randint(0, 257, (1, 8))
     shifted = model.logits(model.hidden(x, positions=torch.arange(5, 13)[None], mask=TRIANGLE))
@@ -127,7 +118,7 @@ def test_shapes_that_cannot_be_are_named(change):
         GPTConfig(**change)
 
 
-def test_more_tokens_than_the_context_are_refused(tiny):
+def test_more_tokens_than_the_context_are_refused():
     with pytest.raises(AssertionError, match="17 tokens are too many"):
         tiny()(torch.zeros(1, 17, dtype=torch.long))
 
@@ -136,6 +127,7 @@ PLAIN = """
 import sys, torch
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.layers import KVCache
 idx = torch.zeros(1, 16, dtype=torch.long)
 GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=16, vocab_size=16))(idx, idx).backward()
 print("torch._dynamo" in sys.modules)

@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 from config.recipes import parse_recipe
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from model.build import resized
 from model.config import GPTConfig
 from model.generate import Sampling, complete
-from model.gpt import GPT
+from model.gpt import GPT, rebuild
 from model.huggingface import load_pretrained, save_pretrained, weights_from_hf
 from training.checkpoint import open_model
 from utils.errors import UserError
@@ -143,7 +142,7 @@ def test_fewer_positions_and_dropout_for_fine_tuning():
     theirs = random_hf(SHAPES[2])
     ours = GPT(GPTConfig(128, 257, 2, 4, 64))
     ours.load_state_dict(weights_from_hf(theirs.state_dict(), ours.config))
-    model = resized(ours, replace(ours.config, block_size=20, dropout=0.1))
+    model = rebuild(ours, replace(ours.config, block_size=20, dropout=0.1))
     assert model.config.block_size == 20 and all(p.requires_grad for p in model.parameters())
     assert differ(model.eval(), theirs, (2, 4, 64, 20, 257)) < 1e-4
 

@@ -71,7 +71,7 @@ def test_float32_samples_use_the_whole_weights_and_bfloat16_ones_their_half(trai
         return iter(())
 
     monkeypatch.setattr(sample_py, "generate", generate)
-    monkeypatch.setattr(sample_py, "for_inference", lambda model, *_: model)
+    monkeypatch.setattr(sample_py, "prepare_for_inference", lambda model, *_: model)
     path, exact = trained / "checkpoints/model_best.pt", weights(trained, "model_best.pt")
     for dtype in ("float32", "auto", "bfloat16"):
         sample_py.main(sample_py.SampleConfig(checkpoint=path, dtype=dtype, device="cpu"))

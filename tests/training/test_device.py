@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from config.options import TrainConfig
 from config.recipes import parse_recipe
 from model import loss as loss_module
-from model.compile import for_training
+from model.execution import Execution
 from model.gpt import GPT
 from training.parallel import wrap
 from utils.devices import autocast, pick_device
@@ -37,9 +37,9 @@ def models(recipe, device, **options):
     exact = GPT(config).to("cpu")
     for p in exact.parameters():
         p.data = 0.1 * torch.randn(p.shape, generator=generator, device="cpu") + (p.dim() < 2)
-    model = GPT(config)
+    model = GPT(config, Execution(**options))
     model.load_state_dict(exact.state_dict())
-    for_training(model.to(device), device, **options)
+    model.to(device)
     return exact.double(), model
 
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.recipes import parse_recipe
 from model import loss
-from model.compile import compile_static, for_training
 from model.config import GPTConfig
+from model.execution import Execution, compile_static
 from model.gpt import GPT
 from training import parallel
 from training.optim import make_optimizers
@@ -97,7 +97,7 @@ def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(
     monkeypatch.setattr(loss, "cross_entropy_on_cpu_", compiled_loss)
     shape = train_options(recipe=recipe).model_config(parse_recipe(recipe), VOCABULARY)
     with FakeTensorMode():
-        model = for_training(GPT(shape), GPU, checkpointing, compiled=True)
+        model = GPT(shape, Execution(checkpointing, compiled=True))
         idx = torch.zeros(64, 1024, dtype=torch.long)
         with autocast(CPU, torch.bfloat16, keep_weights=False):
             nats = model(idx, idx)
@@ -123,7 +123,7 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
 ):
     fake_ranks(8)
     counter = compile_with(CompileCounter())
-    model = for_training(GPT(GPTConfig(16, 257, 3, 4, 64)), CPU, compiled=True)
+    model = GPT(GPTConfig(16, 257, 3, 4, 64), Execution(compiled=True))
     wrapped = parallel.wrap(model, Process(0, 8, CPU), sharding, torch.bfloat16)
     idx = torch.randint(0, 257, (2, 16))
     for micro_step in range(6):  # two steps of three micro-steps
@@ -212,5 +212,6 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     assert gathered * 7 / 8 == pytest.approx(within, rel=1e-3)
     assert 2 * sent.bytes["allreduce"] * 7 / 8 == pytest.approx(between, rel=1e-3)
     peak = memory.get_tracker_snapshot("peak")[CPU]["Total"]
-    parts = forecast_memory(config, shape, Hardware(GPU, torch.bfloat16, 0, 64, 8))
+    recipe = parse_recipe(config.recipe)
+    parts = forecast_memory(config, recipe, shape, Hardware(GPU, torch.bfloat16, 0, 64, 8))
     assert peak == pytest.approx(sum(parts.values()), rel=0.15)

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from config.recipes import Recipe, parse_recipe
-from model.compile import for_training
 from model.config import GPTConfig
+from model.execution import Execution
 from model.gpt import GPT
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, gather_state, load_optimizer_state, sync_gradients
@@ -80,7 +80,7 @@ def test_recomputation_changes_no_gradient(checkpointing, dtype, dropout, recipe
     shape = GPTConfig(n_layer=2, n_head=2, **parse_recipe(recipe).shape(32, 16, 257))
     for mode in ("none", checkpointing):
         torch.manual_seed(0)
-        model = for_training(GPT(replace(shape, dropout=dropout)), CPU, mode)
+        model = GPT(replace(shape, dropout=dropout), Execution(mode))
         with FlopCounterMode(display=False) as counter:
             with autocast(CPU, dtype, keep_weights=False):
                 loss = model(idx, idx)

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config.recipes import Recipe, parse_recipe
-from model.compile import for_training
 from model.config import GPTConfig
+from model.execution import Execution
 from model.gpt import GPT
 from training.optim import make_optimizers
 from training.plan import Hardware, choose_micro_batch, forecast_memory
@@ -52,10 +52,10 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_activations_are_about_what_autograd_keeps(recipe, dtype, checkpointing, monkeypatch):
     shape = GPTConfig(n_layer=6, n_head=4, **parse_recipe(recipe).shape(128, 512, 256))
-    model, idx = GPT(shape), torch.randint(0, 256, (2, 512))
+    model = GPT(shape, Execution(checkpointing))
+    idx = torch.randint(0, 256, (2, 512))
     # the loss is computed in chunks, as that of large models
     monkeypatch.setattr("model.loss.PLAIN_BYTES", 0)
-    for_training(model, CPU, checkpointing)
     run = {"micro_batch_size": 2, "block_size": 512, "total_batch_size": 1024}
     config = train_options(activation_checkpointing=checkpointing, **run)
     parts = forecast_memory(config, Recipe(), shape, Hardware(CPU, dtype, 0, 1))

@@ -1,4 +1,4 @@
-"""What for_training does to the blocks' forward."""
+"""Activation checkpointing and compilation of the blocks."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from tiny import tiny_gpt
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.compile import for_training
+from model.execution import Execution
 from utils.devices import autocast
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def test_recomputed_blocks_have_the_gradients_of_kept_ones(mode, dtype, recipe):
     found, flops = {}, {}
     idx = torch.randint(0, 257, (2, 16))
     for checkpointing in ("none", mode):
-        model = for_training(tiny_gpt(recipe), CPU, checkpointing)
+        model = tiny_gpt(recipe, Execution(checkpointing))
         with FlopCounterMode(display=False) as counter:
             found[checkpointing] = gradients(model, idx, dtype)
         flops[checkpointing] = counter.get_total_flops()
@@ -42,12 +42,12 @@ def test_recomputed_blocks_have_the_gradients_of_kept_ones(mode, dtype, recipe):
 def test_all_blocks_run_one_graph_which_gives_the_gradients_of_plain_ones(mode, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     options = {"fullgraph": True, "dynamic": False, "backend": counter}
-    monkeypatch.setattr("model.compile.compile_static", partial(torch.compile, **options))
+    monkeypatch.setattr("model.gpt.compile_static", partial(torch.compile, **options))
     torch._dynamo.reset()
     idx = torch.randint(0, 257, (2, 16))
     monkeypatch.setattr("model.loss.PLAIN_BYTES", 0)
     expected = gradients(tiny_gpt("modern"), idx)
-    model = for_training(tiny_gpt("modern"), CPU, mode, compiled=True)
+    model = tiny_gpt("modern", Execution(mode, compiled=True))
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(model, idx)
     assert counter.frame_count == 1

@@ -1,0 +1,70 @@
+"""How the blocks of a model run in training: activation checkpointing and torch.compile.
+
+Both trade memory for speed and leave the results alone. `Block` of model/gpt.py has the
+`if` statements that choose between them by an Execution; this file has what PyTorch needs.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+# Operations whose outputs "cheap" checkpointing keeps: matmuls and attention, which take nearly all
+# of the time. The list follows torchtitan's selective activation checkpointing.
+SAVED_OPS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+# `context_fn` of torch.utils.checkpoint.checkpoint: keep SAVED_OPS, recompute everything else
+keep_matmuls = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to run the blocks of a GPT; the default is plain PyTorch."""
+
+    checkpointing: str = "none"
+    """Activations that the backward pass computes again: "none", "cheap" (all but the outputs of
+    matmuls and attention) or "block" (all but the input of each block; a third more compute)."""
+    compiled: bool = False
+    """Compile the blocks, which share one graph, and on GPUs the loss."""
+
+
+def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile a function as one graph for each shape of its inputs."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def configure_compiler(execution: Execution) -> None:
+    """Set the options of the compiler that exist for the whole process alone."""
+    import torch._dynamo.config  # here, because it takes a second, also in runs that do not compile
+    import torch._functorch.config
+
+    # DDP would cut the graph of a block at the borders of its gradient buckets. Blocks are small
+    # enough that DDP can send the gradients of one during the backward pass of the next.
+    torch._dynamo.config.optimize_ddp = False
+    # Batches of fine-tuning have several lengths, each with a graph of its own. Above the limit,
+    # which is 8 by default, the compiler raises an error.
+    torch._dynamo.config.recompile_limit = 64
+    # The compiler chooses what the backward pass recomputes. By default it keeps what takes long to
+    # recompute; "cheap" lifts these rules, and it recomputes everything that it can fuse.
+    may_recompute = execution.checkpointing == "cheap"
+    torch._functorch.config.ban_recompute_used_far_apart = not may_recompute
+    torch._functorch.config.ban_recompute_long_fusible_chains = not may_recompute
+    torch._functorch.config.ban_recompute_materialized_backward = not may_recompute
+
+
+def uncompiled(compiled: bool) -> AbstractContextManager:
+    """Return a context in which compiled functions run as if they were not, for inputs whose shapes
+    vary and would be compiled one by one; without effect unless the model is `compiled`."""
+    if compiled:
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()

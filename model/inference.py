@@ -1,0 +1,61 @@
+"""Models for sampling and scoring, where weights are read and never change.
+
+Training runs the modules of model/gpt.py as they are, on every device. Sampling reads all weights
+for each new token, so its time is that of reading them: on a CPU oneDNN reads a weight faster in a
+layout of its own, on a GPU casting a weight for each token would take as long as the matmul.
+"""
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model.gpt import GPT
+from utils.devices import has_onednn
+
+onednn = torch.ops.mkldnn  # oneDNN's former name
+
+
+class OneDNNLinear(nn.Module):
+    """Linear layer on a CPU, whose weight lies in the layout that oneDNN chooses."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, num_rows: int
+    ) -> None:
+        """Copy a weight (out, in) and a bias (out,); oneDNN chooses the layout for inputs of about
+        `num_rows` tokens."""
+        super().__init__()
+        self.dtype = dtype
+        self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), num_rows)
+        self.bias = None
+        if bias is not None:
+            self.bias = bias.detach().to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # "none", [] and "": no activation is fused into the matmul
+        return onednn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
+
+
+def prepare_for_inference(
+    model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1
+) -> GPT:
+    """Prepare a model on `device` for inference, in place, for about `rows` tokens at a time.
+
+    Matmuls run in `dtype`, as under autocast; embeddings and norms are float32. On a CPU whose
+    oneDNN has that dtype, linear layers and the head become OneDNNLinear. On a GPU the weights of
+    the blocks are cast.
+    """
+    model.float()
+    blocks = model.transformer.h
+    if device.type == "cpu" and has_onednn(dtype):
+        for name, module in list(blocks.named_modules()):
+            if isinstance(module, nn.Linear):
+                packed = OneDNNLinear(module.weight, module.bias, dtype, rows)
+                blocks.set_submodule(name, packed)
+        # the head's weight may be the embedding, which stays float32: the head becomes a copy
+        head_weight = model.head_weight[: model.config.vocab_size]
+        model.inference_head = OneDNNLinear(head_weight, None, dtype, rows)
+    elif device.type == "cuda":
+        for module in blocks.modules():
+            if isinstance(module, nn.Linear):
+                module.to(dtype)
+    return model.eval()
