@@ -29,8 +29,8 @@ from training.saver import save_checkpoint
 from utils.cli import start_script
 from utils.errors import UserError
 
-CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template
-# how its example makes the inputs of a model
+CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template for str.format
+# Python code of the card's example, which makes the inputs of a model
 TEXT_INPUTS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
 CHAT_INPUTS = """\
 messages = [{"role": "user", "content": "What is 2+3?"}]
@@ -56,22 +56,21 @@ def export_checkpoint(config: ConvertConfig) -> None:
     path = find_checkpoint(config.checkpoint)
     if path is None:
         raise UserError(f"--checkpoint {config.checkpoint} is no checkpoint of this project")
-    model, spec, saved = open_model(path, exact=True)
-    export(model, spec, saved, path, config.out)
+    model, tokenizer_spec, checkpoint = open_model(path, exact=True)
+    export(model, tokenizer_spec, checkpoint, path, config.out)
     print(f"on the hub: hf upload USER/NAME {config.out}")
-    if model.config.activation == "relu2":
-        print("note: only transformers runs ReLU²; llama.cpp and vLLM compute another function")
 
 
-def export(model: GPT, spec: str, saved: dict, checkpoint: Path, out: Path) -> None:
-    """Write weights, tokenizer and model card into the folder `out`."""
-    tokenizer = load_tokenizer(spec)
+def export(model: GPT, tokenizer_spec: str, checkpoint: dict, path: Path, out: Path) -> None:
+    """Write weights, tokenizer and model card of the checkpoint at `path` into the folder `out`."""
+    tokenizer = load_tokenizer(tokenizer_spec)
     save_pretrained(model, out, tokenizer.eot, tokenizer.end_ids)
-    template = tokenizer.chat_template
-    if template is None and is_chat(saved, str(checkpoint), spec):
-        template = CHAT_TEMPLATE
-    save_tokenizer(tokenizer, out, model.config.block_size, template)
-    card = model_card(model, tokenizer.name, saved, checkpoint, template is not None)
+    chat_template = tokenizer.chat_template
+    if chat_template is None and is_chat(checkpoint, str(path), tokenizer_spec):
+        chat_template = CHAT_TEMPLATE
+    save_tokenizer(tokenizer, out, model.config.block_size, chat_template)
+    inputs = TEXT_INPUTS if chat_template is None else CHAT_INPUTS
+    card = model_card(model, tokenizer.name, checkpoint, path, inputs)
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -85,47 +84,59 @@ def commit_of(folder: Path) -> str | None:
 
 
 def public_name(source: str) -> str:
-    """Return a name on the hub or a relative path as it is, of an absolute path the last part, of a
-    checkpoint the name of its run: the folders of this machine say nothing to others."""
+    """Return the name of a source of weights or data for others, to whom this machine's folders say
+    nothing: of a checkpoint the name of its run, of another absolute path the last part."""
     path = Path(source)
     if path.suffix == ".pt":
-        return path.resolve().parent.parent.name
-    return path.name if path.is_absolute() else source
+        return path.resolve().parent.parent.name  # RUN/checkpoints/model_best.pt
+    if path.is_absolute():
+        return path.name
+    return source  # a relative path, or a name of the hub
 
 
-def read_scores(checkpoint: Path, saved: dict) -> list[Result]:
-    """Return the results that evaluate.py has written beside a checkpoint, for its very step."""
-    results = []
-    for path in sorted(checkpoint.parent.glob(f"{checkpoint.stem}_*.json")):
-        scores = json.loads(path.read_text() or "{}")  # empty while it is being scored
-        if (scores.get("run_id"), scores.get("step")) == (saved["run_id"], saved["step"]):
+def read_scores(path: Path, checkpoint: dict) -> list[Result]:
+    """Return the results that evaluate.py has written beside the checkpoint at `path`."""
+    results: list[Result] = []
+    for scores_path in sorted(path.parent.glob(f"{path.stem}_*.json")):
+        scores = json.loads(scores_path.read_text() or "{}")  # empty while it is being scored
+        # model_best.pt may have been replaced since: only scores of the very same step count
+        is_same_run = scores.get("run_id") == checkpoint["run_id"]
+        if is_same_run and scores.get("step") == checkpoint["step"]:
             results += [Result(**row) for row in scores["results"]]
     return results
 
 
-def model_card(model: GPT, tokenizer: str, saved: dict, path: Path, is_chat: bool) -> str:
+def model_card(model: GPT, tokenizer: str, checkpoint: dict, path: Path, inputs: str) -> str:
     """Return the README.md of a model: what it is, how it was trained, its scores, how to load it.
-    Scores are those that evaluate.py has written beside the checkpoint."""
-    shape, options, best = model.config, saved["config"], saved["best_loss"]
+
+    `tokenizer` is the name of one, `inputs` is Python code for the example.
+    """
+    shape = model.config
+    options = checkpoint["config"]
     rows = {
         "parameters": f"{model.num_parameters():,}",
         "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
         f"context {shape.block_size}, {shape.vocab_size:,} tokens ({tokenizer})",
-        "trained by": f"{saved['script']}, {options.get('method') or options.get('recipe')}",
+        # options of finetune.py have a method, those of train.py a recipe
+        "trained by": f"{checkpoint['script']}, {options.get('method') or options.get('recipe')}",
         "began from": public_name(options.get("init_from") or "random weights"),
-        "data": saved.get("corpus") or public_name(options.get("data") or ""),
-        "steps": f"{saved['step']:,}, {saved['tokens']:,} tokens",
-        "lowest validation loss": f"{best:.4f} nats" if best < math.inf else None,
+        # train.py writes the corpus itself, which may be a mixture
+        "data": checkpoint.get("corpus") or public_name(options.get("data") or ""),
+        "steps": f"{checkpoint['step']:,}, {checkpoint['tokens']:,} tokens",
         "commit of the code": commit_of(CARD.parent),
     }
+    if checkpoint["best_loss"] < math.inf:
+        rows["lowest validation loss"] = f"{checkpoint['best_loss']:.4f} nats"
+    table = [f"| {name} | {value} |" for name, value in rows.items() if value]
     scores = ""
-    if results := read_scores(path, saved):
+    results = read_scores(path, checkpoint)
+    if results:
         scores = f"## Scores\n\n```\n{format_table(results, shape.size or 'gpt2')}\n```\n\n"
     return CARD.read_text(encoding="utf-8").format(
         name=path.resolve().parent.parent.name,
-        table="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value),
+        table="\n".join(table),
         scores=scores,
-        inputs=CHAT_INPUTS if is_chat else TEXT_INPUTS,
+        inputs=inputs,
     )
 
 
@@ -133,12 +144,12 @@ def import_model(config: ConvertConfig) -> None:
     """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt with --model")
-    model, tokenizer, _ = open_model(config.model, exact=True)
-    recipe = Recipe()
+    model, tokenizer_spec, _ = open_model(config.model, exact=True)
+    recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
     # init_from: a run that resumes the file takes the architecture of its weights
     options = TrainConfig(init_from=config.model, block_size=model.config.block_size)
     options = resolve_from_recipe(options, recipe)
-    state = assemble(
+    content = assemble(
         model.state_dict(),
         optimizer={},
         script="train.py",
@@ -146,12 +157,13 @@ def import_model(config: ConvertConfig) -> None:
         derived=DERIVED,
         recipe=asdict(recipe),
         model_config=asdict(model.config),
-        tokenizer=tokenizer,
-        train_tokens=0,
+        tokenizer=tokenizer_spec,
+        train_tokens=0,  # unknown
+        # step 0 of a new run
         **TrainState.start(None).to_checkpoint(),
     )
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(config.out, state)
+    save_checkpoint(config.out, content)
 
 
 def main(config: ConvertConfig) -> None:
@@ -159,7 +171,10 @@ def main(config: ConvertConfig) -> None:
         raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
     if config.out.exists():
         raise UserError(f"--out {config.out} exists already; choose another path")
-    (export_checkpoint if config.model is None else import_model)(config)
+    if config.model is None:
+        export_checkpoint(config)
+    else:
+        import_model(config)
     print(f"wrote {config.out}")
 
 

@@ -70,17 +70,13 @@ class GPTConfig:
     """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:
-        # "n_kv_head=12" and its default are one architecture and have to compare equal
-        if self.n_kv_head == self.n_head:
-            object.__setattr__(self, "n_kv_head", None)
-        if self.n_inner == 4 * self.n_embd:
-            object.__setattr__(self, "n_inner", None)
-
-        counts = [*COUNTS]
-        counts += [name for name in ("n_kv_head", "n_inner") if getattr(self, name) is not None]
-        for name in counts:
+        for name in COUNTS:
             value = getattr(self, name)
             self.check(name, type(value) is int and value >= 1, "a whole number of at least 1")
+        for name in ("n_kv_head", "n_inner"):
+            value = getattr(self, name)
+            is_valid = value is None or (type(value) is int and value >= 1)
+            self.check(name, is_valid, "a whole number of at least 1")
         for name in ("rope_base", "norm_eps"):
             value = getattr(self, name)
             is_positive = type(value) in (int, float) and 0 < value < 1e30
@@ -95,6 +91,12 @@ class GPTConfig:
             raise UserError(f"n_embd {self.n_embd} does not divide by {heads}")
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
+
+        # "n_kv_head=12" and its default are one architecture and have to compare equal
+        if self.n_kv_head == self.n_head:
+            object.__setattr__(self, "n_kv_head", None)
+        if self.n_inner == 4 * self.n_embd:
+            object.__setattr__(self, "n_inner", None)
 
     def check(self, name: str, is_valid: bool, rule: str) -> None:
         """Raise UserError for a field that is not valid."""

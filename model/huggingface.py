@@ -2,6 +2,7 @@
 
 The functions named _from_hf and _to_hf map dicts to dicts; load_pretrained and save_pretrained read
 and write folders of transformers. A model that is no GPT-2 is a LLaMA, with QK-norm a Qwen3.
+In each function `hf` in a name stands for transformers' side, everything else is this project's.
 """
 
 import json
@@ -19,9 +20,16 @@ from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, is_of_machine
 
-# fields of GPTConfig, and of transformers' GPT2Config and LlamaConfig
-GPT2_FIELDS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-GPT2_FIELDS["block_size"] = "n_positions"
+MAX_TOKENS = 65_535  # ids of shards have 16 bits
+
+# Fields of config.json, by the fields of GPTConfig that hold the same.
+GPT2_FIELDS = {
+    "vocab_size": "vocab_size",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "block_size": "n_positions",
+}
 LLAMA_FIELDS = {
     "block_size": "max_position_embeddings",
     "vocab_size": "vocab_size",
@@ -34,8 +42,9 @@ LLAMA_FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
+# values of transformers' LlamaConfig for fields that a config.json leaves out
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-# fields of config.json with the only value that is supported here
+# Fields of config.json with the one value that this project computes.
 GPT2_CONSTANTS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -44,47 +53,64 @@ GPT2_CONSTANTS = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-LLAMA_CONSTANTS = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False)
-LLAMA_CONSTANTS["rope_scaling"] = None
-# fields of GPTConfig that every LLaMA has
-LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "ngrams": 1}
-MAX_TOKENS = 65_535  # ids of shards have 16 bits
-LLAMA_WEIGHTS = {  # our names, each with those of the weights that it stacks
-    "transformer.wte": "model.embed_tokens",
-    "transformer.ln_f": "model.norm",
-    "lm_head": "lm_head",
-    "ln_1": "input_layernorm",
-    "ln_2": "post_attention_layernorm",
-    "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attn.c_proj": "self_attn.o_proj",
-    "mlp.c_fc": "mlp.gate_proj mlp.up_proj",
-    "mlp.c_proj": "mlp.down_proj",
+LLAMA_CONSTANTS = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+}
+# fields of GPTConfig with the value that they have in every LLaMA
+LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "activation": "swiglu", "ngrams": 1}
+
+# Names of LLaMA's weights, by the names of ours. Three and two of them are stacked in ours.
+LLAMA_WEIGHTS = {
+    "transformer.wte": ["model.embed_tokens"],
+    "transformer.ln_f": ["model.norm"],
+    "lm_head": ["lm_head"],
+    "ln_1": ["input_layernorm"],
+    "ln_2": ["post_attention_layernorm"],
+    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.c_proj": ["self_attn.o_proj"],
+    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.c_proj": ["mlp.down_proj"],
 }
 TABLES = ("transformer.wte.weight", "lm_head.weight")  # with a row for each token
 # OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-GPT2_COPIES = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # causal masks, tied head
+# entries of GPT-2's files that are no parameters: causal masks, and the head, which is tied
+GPT2_COPIES = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
-def config_from_hf(values: dict) -> GPTConfig:
+def config_from_hf(hf_config: dict) -> GPTConfig:
     """Return the GPTConfig of a config.json; raise UserError naming a value that would give another
     config.json if the model was exported again."""
-    rope = values.get("rope_parameters") or {}
+    # transformers 5 writes fields of RoPE as one dict, transformers 4 beside the others
+    rope = hf_config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        values = {**values, "rope_scaling": rope}
-    names, fields = GPT2_FIELDS, {}
-    if values["model_type"] in ("llama", "qwen3"):
-        given = {name: value for name, value in values.items() if value is not None}
-        values = {**LLAMA_DEFAULTS, **rope, **given}
-        names, fields = LLAMA_FIELDS, {**LLAMA, "activation": "swiglu"}
-        fields["qk_norm"] = values["model_type"] == "qwen3"
-    if values["vocab_size"] > MAX_TOKENS:
-        raise UserError(f"it has {values['vocab_size']:,} tokens, more than {MAX_TOKENS:,}")
-    config = GPTConfig(**fields, **{ours: values.get(theirs) for ours, theirs in names.items()})
-    for name, value in config_to_hf(config).items():
-        checked = name not in ("architectures", "n_ctx") and "drop" not in name
-        if checked and values.get(name) not in (value, None):
-            raise UserError(f"config.json has {name} {values[name]!r}; only {value} is supported")
+        hf_config = hf_config | {"rope_scaling": rope}  # refused below
+
+    names = GPT2_FIELDS
+    fields = {}
+    if hf_config["model_type"] in ("llama", "qwen3"):
+        names = LLAMA_FIELDS
+        fields = LLAMA | {"qk_norm": hf_config["model_type"] == "qwen3"}
+        not_null = {name: value for name, value in hf_config.items() if value is not None}
+        hf_config = LLAMA_DEFAULTS | rope | not_null
+    if hf_config["vocab_size"] > MAX_TOKENS:
+        raise UserError(f"it has {hf_config['vocab_size']:,} tokens, more than {MAX_TOKENS:,}")
+    for name, hf_name in names.items():
+        fields[name] = hf_config.get(hf_name)
+    config = GPTConfig(**fields)
+
+    # Export the architecture again: a field that differs is one that this project ignores.
+    for hf_name, value in config_to_hf(config).items():
+        # the class and the context change no logits, and dropout is for training
+        is_checked = hf_name not in ("architectures", "n_ctx") and "drop" not in hf_name
+        if is_checked and hf_config.get(hf_name) not in (value, None):
+            raise UserError(
+                f"config.json has {hf_name} {hf_config[hf_name]!r}; only {value} is supported"
+            )
     return config
 
 
@@ -92,28 +118,29 @@ def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
     if config.is_gpt2:
-        return {
+        hf_config = {name: getattr(config, ours) for ours, name in GPT2_FIELDS.items()}
+        return hf_config | {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
-            **{theirs: getattr(config, ours) for ours, theirs in GPT2_FIELDS.items()},
             "n_ctx": config.block_size,
             "n_inner": config.inner,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.dropout,
             **GPT2_CONSTANTS,
         }
-    # relu2 becomes a gated ReLU whose gate equals its input: relu(x) * x = relu(x)²
-    activation = "relu2" if config.activation == "relu2" else "swiglu"
-    if misfits := config.differences(replace(config, **LLAMA, activation=activation)):
+    misfits = config.differences(replace(config, **LLAMA))
+    if misfits:
         fields = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
             f"transformers has no class for this model: it is no GPT-2, and no LLaMA with {fields}"
         )
-    name = "Qwen3" if config.qk_norm else "Llama"
-    return {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": name.lower(),
-        "hidden_act": "relu" if activation == "relu2" else "silu",
-        **{theirs: getattr(config, ours) for ours, theirs in LLAMA_FIELDS.items()},
+    class_name = "Qwen3" if config.qk_norm else "Llama"
+    hf_config = {name: getattr(config, ours) for ours, name in LLAMA_FIELDS.items()}
+    return hf_config | {
+        "architectures": [f"{class_name}ForCausalLM"],
+        "model_type": class_name.lower(),
+        # None in our fields stands for a width that follows from others
         "intermediate_size": config.inner,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
@@ -123,57 +150,70 @@ def config_to_hf(config: GPTConfig) -> dict:
 
 
 def names_in_hf(name: str, config: GPTConfig) -> list[str]:
-    """Return the names under which transformers has the parts of our weight `name`."""
+    """Return the names of transformers' weights that our weight `name` is a stack of."""
     if config.is_gpt2:
         return [name]
-    name, prefix = name.removesuffix(".weight"), ""
-    if ".h." in name:
+    # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
+    name = name.removesuffix(".weight")
+    prefix = ""
+    if name.startswith("transformer.h."):
         _, _, layer, name = name.split(".", 3)
         prefix = f"model.layers.{layer}."
-    return [f"{prefix}{part}.weight" for part in LLAMA_WEIGHTS[name].split()]
+    return [f"{prefix}{hf_name}.weight" for hf_name in LLAMA_WEIGHTS[name]]
 
 
-def weights_from_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+def weights_from_hf(hf_weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return our float32 state dict, made from that of transformers' GPT-2, LLaMA or Qwen3."""
-    if config.is_gpt2:  # names of a GPT2Model lack the prefix
-        state = {
-            f"transformer.{name.removeprefix('transformer.')}": x
-            for name, x in state.items()
-            if not name.endswith(GPT2_COPIES)
-        }
-    state, ours = dict(state), {}
+    hf_weights = dict(hf_weights)
+    if config.is_gpt2:
+        for name in list(hf_weights):
+            x = hf_weights.pop(name)
+            if not name.endswith(GPT2_COPIES):
+                # names of a GPT2Model lack the prefix
+                hf_weights["transformer." + name.removeprefix("transformer.")] = x
+
+    weights: dict[str, Tensor] = {}
     for name in build_without_weights(config).state_dict():
-        x = torch.cat([state.pop(part).float() for part in names_in_hf(name, config)])
+        stacked = [hf_weights.pop(hf_name).float() for hf_name in names_in_hf(name, config)]
+        x = torch.cat(stacked)
         if config.is_gpt2 and name.endswith(TRANSPOSED):
             x = x.T.contiguous()
-        if name in TABLES:
+        if name in TABLES:  # append the padded rows
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
-        ours[name] = x
-    for name, x in state.items():  # gains of QK-norm, which ours does not have
+        weights[name] = x
+
+    # Only Qwen3's gains of QK-norm may be left, if they are 1: our QK-norm has none.
+    for name, x in hf_weights.items():
         is_one = config.qk_norm and name.endswith("_norm.weight") and (x == 1).all()
         assert is_one, f"{name} is not supported"
-    return ours
+    return weights
 
 
-def weights_to_hf(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM,
     without padding of the vocabulary."""
-    theirs, kv_rows = {}, config.kv_heads * config.head_size
-    rows = {2: [config.inner] * 2, 3: [config.n_embd, kv_rows, kv_rows]}  # of parts in a stack
-    for name, x in state.items():
+    kv_rows = config.kv_heads * config.head_size
+    hf_weights: dict[str, Tensor] = {}
+    for name, x in weights.items():
         if name in TABLES:
             x = x[: config.vocab_size]
-        if config.is_gpt2 and name.endswith(TRANSPOSED):
-            x = x.T
-        if config.activation == "relu2" and "c_fc" in name:
-            x = torch.cat([x, x])
-        names = names_in_hf(name, config)
-        theirs |= zip(names, x.split(rows.get(len(names), len(x))), strict=True)
-    for layer in range(config.n_layer if config.qk_norm else 0):
-        for part in "qk":
-            gain = torch.ones(config.head_size)
-            theirs[f"model.layers.{layer}.self_attn.{part}_norm.weight"] = gain
-    return theirs
+        if config.is_gpt2:
+            hf_weights[name] = x.T if name.endswith(TRANSPOSED) else x
+            continue
+        # take a stack apart
+        num_rows = [len(x)]
+        if "c_attn" in name:
+            num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
+        elif "c_fc" in name:
+            num_rows = [config.inner, config.inner]  # gate, input
+        hf_names = names_in_hf(name, config)
+        hf_weights.update(zip(hf_names, x.split(num_rows), strict=True))
+    if config.qk_norm:  # Qwen3 has gains, which ours are without
+        for layer in range(config.n_layer):
+            for norm in ("q_norm", "k_norm"):
+                gain = torch.ones(config.head_size)
+                hf_weights[f"model.layers.{layer}.self_attn.{norm}.weight"] = gain
+    return hf_weights
 
 
 @cache
@@ -181,11 +221,13 @@ def find_folder(name: str) -> Path:
     """Return the folder `name`, or download the hub repository of that name if it is not cached."""
     if Path(name).is_dir():
         return Path(name)
+    # here, because only names of the hub need it
     from huggingface_hub import errors, snapshot_download
 
+    # no weights in other formats, which many repositories also hold
+    patterns = ["*.json", "*.jinja", "merges.txt", "*.safetensors"]
     try:
-        patterns = ["*.json", "*.jinja", "merges.txt", "*.safetensors"]
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except errors.LocalEntryNotFoundError as error:
         raise UserError(
             f"{name} is no folder, its model is not in the cache, and there is no network to the "
@@ -196,16 +238,18 @@ def find_folder(name: str) -> Path:
             f"{name} is no folder, and the Hugging Face hub did not provide a model of that name "
             f"({type(error).__name__}); check the name"
         ) from error
-    return folder
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of the .safetensors files of a folder."""
-    from safetensors.torch import load_file  # not needed for training
+    from safetensors.torch import load_file  # here, because training does without it
 
-    paths = [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]
-    assert paths, "it has no model.safetensors"
-    return {name: x for path in paths for name, x in load_file(path).items()}
+    weights: dict[str, Tensor] = {}
+    # large models are cut into model-00001-of-00003.safetensors, ...
+    for path in [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]:
+        weights |= load_file(path)
+    assert weights, "it has no model.safetensors"
+    return weights
 
 
 def load_pretrained(name_or_folder: str | Path) -> GPT:
@@ -217,12 +261,14 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
         model = build_without_weights(config)
         model.load_state_dict(weights_from_hf(read_weights(folder), config), assign=True)
     except Exception as error:
-        if is_of_machine(error):
+        if is_of_machine(error):  # a lack of memory is no damage
             raise
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        reason = textwrap.shorten(f"{kind}{error}", 300)
+        message = str(error)
+        if not isinstance(error, UserError):
+            message = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{name_or_folder} is damaged or not a GPT-2, LLaMA or Qwen3: {reason}"
+            f"{name_or_folder} is damaged or not a GPT-2, LLaMA or Qwen3: "
+            f"{textwrap.shorten(message, 300)}"
         ) from error
     return model
 
@@ -231,25 +277,29 @@ def save_pretrained(
     model: GPT, folder: str | Path, eot: int | None = None, end_ids: Collection[int] = ()
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors, which transformers'
-    AutoModelForCausalLM loads; `eot` is the id of end of text, the last one if not given, and
-    generation ends at it and at `end_ids`. Raises UserError for a model that is neither a GPT-2 nor
-    in the shape of a LLaMA or Qwen3."""
-    from safetensors.torch import save_file
+    AutoModelForCausalLM loads.
 
-    folder, config = Path(folder), model.config
-    eot = config.vocab_size - 1 if eot is None else eot
-    ends = {"bos_token_id": eot, "eos_token_id": eot}
-    values = config_to_hf(config) | {"dtype": "float32", **ends}
-    weights = {
-        name: x.detach().cpu().contiguous()
-        for name, x in weights_to_hf(model.state_dict(), config).items()
-    }
+    `eot` is the id of end of text, by default the last one. Generation ends at it and at `end_ids`.
+    Raises UserError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3.
+    """
+    from safetensors.torch import save_file  # here, because training does without it
+
+    folder = Path(folder)
+    if eot is None:
+        eot = model.config.vocab_size - 1
+    special_ids = {"bos_token_id": eot, "eos_token_id": eot}
+    hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids
+    generation = special_ids | {"pad_token_id": eot, "do_sample": True}
+    other_ends = sorted(set(end_ids) - {eot})
+    if other_ends:
+        generation["eos_token_id"] = [eot, *other_ends]
+    weights: dict[str, Tensor] = {}
+    for name, x in weights_to_hf(model.state_dict(), model.config).items():
+        weights[name] = x.detach().cpu().contiguous()  # safetensors takes no views
+
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
-    generation = ends | {"pad_token_id": eot, "do_sample": True}
-    others = sorted(set(end_ids) - {eot})
-    if others:
-        generation["eos_token_id"] = [eot, *others]
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # as the others
+    path = folder / "model.safetensors"
+    save_file(weights, path, metadata={"format": "pt"})  # transformers refuses a file without it
+    path.chmod(0o644)  # safetensors makes files that others cannot read

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import bad, environment, folders, losses, script, train_args, weights
 
-from convert import commit_of, export, model_card
+from convert import TEXT_INPUTS, commit_of, export, model_card
 from model.huggingface import load_pretrained
 from training.checkpoint import join_float32, load_checkpoint, load_model
 
@@ -98,7 +98,7 @@ def test_a_model_card_names_no_folder_of_this_machine(trained, changes, rows):
     model, saved = load_model(path)
     corpus = changes.pop("corpus", "shards")
     saved = {**saved, "corpus": corpus, "config": {**saved["config"], **changes}}
-    card = model_card(model, "bytes", saved, path, is_chat=False)
+    card = model_card(model, "bytes", saved, path, TEXT_INPUTS)
     assert all(row in card for row in rows) and "/home/me" not in card
 
 
