@@ -14,7 +14,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -69,18 +69,14 @@ class SampleConfig:
     """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
 
     def __post_init__(self) -> None:
-        least = {"num_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
-        for name, value in least.items():
-            if (given := getattr(self, name)) is not None and not given >= value:
-                raise UserError(f"--{name} {given} must be at least {value}")
+        minima = {"num_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
+        for name, minimum in minima.items():
+            value = getattr(self, name)
+            # not (a >= b), because NaN is neither above nor below
+            if value is not None and not value >= minimum:
+                raise UserError(f"--{name} {value} must be at least {minimum}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p} must be above 0 and at most 1")
-
-    @property
-    def sampling(self) -> Sampling:
-        """How to draw tokens."""
-        limits = {"top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
-        return Sampling(self.max_new_tokens, self.temperature, **limits)
 
 
 def read_prompt(prompt: str) -> str:
@@ -96,52 +92,78 @@ def read_prompt(prompt: str) -> str:
 
 
 @dataclass
+class Sample:
+    """One text of a model, as a line of --json."""
+
+    sample: int
+    """Its number, from 0."""
+    prompt: str
+    text: str = ""
+    """What the model wrote after the prompt."""
+    tokens: int = 0
+    """Number of its tokens."""
+    finish: str = "length"
+    """Why it ended: "length" or "end of text"."""
+
+
+@dataclass
 class Writer:
-    """Writes samples of a model, of which `show` gets the text piece by piece."""
+    """Writes samples of a model; `show` gets their text piece by piece."""
 
     model: GPT
     tokenizer: Tokenizer
     config: SampleConfig
     show: Callable[[str], None]
 
-    def write(self, text: str, history: Messages, seed: int) -> list[dict]:
-        """Continue a prompt, or with --chat answer it as the newest message after `history`. Return
-        prompt, text, number of tokens and reason of the end ("finish") of each sample."""
-        config, tokenizer, T = self.config, self.tokenizer, self.model.config.block_size
-        prompt, heading = tokenizer.encode(text).tolist() or [tokenizer.eot], text
+    def write(self, prompt: str, history: Messages, seed: int) -> list[Sample]:
+        """Continue a prompt, or with --chat answer it as the newest message after `history`."""
+        config, tokenizer = self.config, self.tokenizer
+        block_size = self.model.config.block_size
         if config.chat:
-            messages = [*history, {"role": "user", "content": text}]
-            prompt, heading = fit_history(messages, tokenizer, T, config.max_new_tokens), ""
-        if len(prompt) > T:
+            messages = [*history, {"role": "user", "content": prompt}]
+            prompt_ids = fit_history(messages, tokenizer, block_size, config.max_new_tokens)
+            heading = ""  # an answer is shown without its question
+        else:
+            # an empty prompt is the end of the text before
+            prompt_ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot]
+            heading = prompt
+        if len(prompt_ids) > block_size:
             raise UserError(
-                f"the prompt has {len(prompt):,} tokens; this model reads at most {T:,}"
+                f"the prompt has {len(prompt_ids):,} tokens; this model reads at most "
+                f"{block_size:,}"
             )
-        start = {"prompt": text, "text": "", "tokens": 0, "finish": "length"}
-        samples = [{"sample": i, **start} for i in range(config.num_samples)]
+
+        samples = [Sample(number, prompt) for number in range(config.num_samples)]
         # incremental, because a character can span several tokens
-        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in samples]
+        new_decoder = codecs.getincrementaldecoder("utf-8")
+        decoders = [new_decoder("replace") for _ in samples]
+        sampling = Sampling(
+            config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
+        )
+        steps = generate(self.model, [prompt_ids] * len(samples), sampling)
         device = self.model.transformer.wte.weight.device
-        sampling = replace(config.sampling, seed=seed)
-        rows = generate(self.model, [prompt] * len(samples), sampling)
         self.show(heading)
         with autocast(device, pick_dtype(config.dtype, device)):
-            for tokens in rows:
-                for sample, decoder, token in zip(samples, decoders, tokens.tolist(), strict=True):
+            for token_ids in steps:
+                for sample, decoder, token in zip(
+                    samples, decoders, token_ids.tolist(), strict=True
+                ):
                     if token in tokenizer.end_ids:
-                        sample["finish"] = "end of text"
-                    if sample["finish"] == "length":
+                        sample.finish = "end of text"
+                    # rows that have ended are generated on, with the others, and not shown
+                    if sample.finish == "length":
                         piece = decoder.decode(tokenizer.decode_bytes([token]))
-                        if config.chat and sample["tokens"] == 0:
+                        if config.chat and sample.tokens == 0:
                             piece = piece.removeprefix(" ")  # after "Assistant:"
-                        sample["text"] += piece
-                        sample["tokens"] += 1
+                        sample.text += piece
+                        sample.tokens += 1
                         if sample is samples[0]:
                             self.show(piece)
-                if all(sample["finish"] == "end of text" for sample in samples):
+                if all(sample.finish == "end of text" for sample in samples):
                     break
-        for sample in samples:  # without the part of a character at the end
-            rule = f"\n{'-' * 80}\n{heading}{sample['text']}"
-            self.show(("" if sample is samples[0] else rule) + "\n")
+        self.show("\n")
+        for sample in samples[1:]:
+            self.show(f"\n{'-' * 80}\n{heading}{sample.text}\n")
         return samples
 
     def converse(self) -> None:
@@ -155,43 +177,48 @@ class Writer:
         while True:
             try:
                 line = input("> ")
-                if line.strip() in ("/quit", "quit", "exit"):
+                command = line.strip()
+                if command in ("/quit", "quit", "exit"):
                     return
-                if line.strip() == "/help":
+                if command == "/help":
                     self.show(commands)
-                elif line.strip() == "/new" and self.config.chat:
+                elif command == "/new" and self.config.chat:
                     history = []
                 elif line:
-                    answer, *_ = self.write(line, history, seed)
-                    history += [{"role": "user", "content": line}]
-                    history += [{"role": "assistant", "content": answer["text"]}]
+                    answer = self.write(line, history, seed)[0]
+                    history.append({"role": "user", "content": line})
+                    history.append({"role": "assistant", "content": answer.text})
                     seed += 1  # another text next time
-            except UserError as error:
+            except UserError as error:  # a prompt that is too long: the next may be shorter
                 self.show(f"{error}\n")
             except KeyboardInterrupt:
                 self.show("\n")
-            except EOFError:
+            except EOFError:  # Ctrl-D, or the end of a file
                 return
 
 
 def main(config: SampleConfig) -> None:
-    interactive = config.interactive or (config.chat and not config.prompt)
-    if interactive and (config.json or config.prompt):
+    is_interactive = config.interactive or (config.chat and not config.prompt)
+    if is_interactive and (config.json or config.prompt):
         raise UserError("--interactive asks for prompts: leave out --prompt and --json")
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     name = config.model or config.checkpoint
-    model, tokenizer, saved = open_model(name, exact=dtype is not torch.bfloat16)
-    if config.chat and not is_chat(saved, name, tokenizer):
+    # bfloat16 takes the upper half of each weight alone: half the bytes to read
+    model, tokenizer_spec, checkpoint = open_model(name, exact=dtype is not torch.bfloat16)
+    if config.chat and not is_chat(checkpoint, name, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     prepare_for_inference(model.to(device), device, dtype)
-    show = (lambda piece: None) if config.json else partial(print, end="", flush=True)
-    writer = Writer(model, load_tokenizer(tokenizer), config, show)
-    if interactive:
+
+    show = partial(print, end="", flush=True)
+    if config.json:
+        show = lambda piece: None  # noqa: E731  the lines below are all that is printed
+    writer = Writer(model, load_tokenizer(tokenizer_spec), config, show)
+    if is_interactive:
         return writer.converse()
     for sample in writer.write(read_prompt(config.prompt), [], config.seed):
         if config.json:
-            print(json.dumps(sample))
+            print(json.dumps(asdict(sample)))
 
 
 if __name__ == "__main__":

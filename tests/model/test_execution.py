@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny import tiny_gpt
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.flop_counter import FlopCounterMode
 
 from model.execution import Execution
 from utils.devices import autocast
@@ -19,23 +18,6 @@ def gradients(model, idx, dtype=torch.float32):
         loss = model(idx, idx)
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("mode", ["cheap", "block"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["gpt2", "speedrun", "llama,n_kv_head=1"])
-def test_recomputed_blocks_have_the_gradients_of_kept_ones(mode, dtype, recipe):
-    found, flops = {}, {}
-    idx = torch.randint(0, 257, (2, 16))
-    for checkpointing in ("none", mode):
-        model = tiny_gpt(recipe, Execution(checkpointing))
-        with FlopCounterMode(display=False) as counter:
-            found[checkpointing] = gradients(model, idx, dtype)
-        flops[checkpointing] = counter.get_total_flops()
-    for name, grad in found["none"].items():
-        assert torch.equal(grad, found[mode][name]), name
-    recomputed = flops[mode] - flops["none"]
-    assert recomputed > 0 if mode == "block" else recomputed == 0  # cheap repeats no matmul
 
 
 @pytest.mark.parametrize("mode", ["none", "cheap", "block"])

@@ -1,11 +1,8 @@
-import copy
-
 import pytest
 import torch
 from tiny import RECIPES, tiny_gpt
 
 from model.generate import Sampling, complete, generate, sample_token
-from model.inference import prepare_for_inference
 
 OPTIONS = [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}]
 
@@ -46,13 +43,6 @@ def test_prompts_of_different_lengths_go_on_as_each_alone(model, use_cache):
     together = tokens(model, prompts, 40, temperature=0, use_cache=use_cache)
     alone = [tokens(model, [prompt], 40, temperature=0)[0] for prompt in prompts]
     assert together == alone and len(set(map(tuple, alone))) == 4
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_packed_weights_change_no_token(model, options):
-    packed = prepare_for_inference(copy.deepcopy(model), torch.device("cpu"), torch.float32)
-    prompts = [[1, 2, 3], [4]]
-    assert tokens(packed, prompts, 60, **options) == tokens(model, prompts, 60, **options)
 
 
 def draw(logits, n=20_000, **options):

@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import script
 from tiny import RECIPES, tiny_gpt
 
@@ -64,27 +63,6 @@ def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
     cache = KVCache(16)
     parts = [model.logits(model.hidden(part, cache)) for part in x.split([5, 4, 1, 1, 5], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("chunk_rows", [1, 7, 48, 1000])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_rows, recipe, monkeypatch):
-    model = tiny(recipe)
-    row = 4 * model.config.padded_vocab_size
-    monkeypatch.setattr("model.loss.LOGITS_BYTES_ON_CPU", chunk_rows * row)
-    # the gradient of 320 rows of the embedding in slices of 100
-    monkeypatch.setattr("model.loss.MATMUL_BYTES_ON_CPU", 4 * 32 * 100)
-    x, y = torch.randint(0, 257, (2, 3, 16))
-    y[0, :5] = -1  # does not count
-    ours = model(x, y)
-    (2 * ours).backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    plain = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
-    (2 * plain).backward()
-    torch.testing.assert_close(ours, plain)
-    for mine, parameter in zip(gradients, model.parameters(), strict=True):
-        torch.testing.assert_close(mine, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():

@@ -109,19 +109,14 @@ def test_a_llama_of_others_has_their_logits_and_goes_back_equal(shape, tmp_path)
     assert differ(ours, again, (L, H, C, 64, 300)) < 1e-5
 
 
-def test_the_full_124m_configuration_agrees_and_generates_the_same(tmp_path):
-    torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
+def test_greedy_texts_are_those_of_transformers(tmp_path):
+    theirs = random_hf(SHAPES[2])
     theirs.save_pretrained(tmp_path)
     ours = load_pretrained(tmp_path).eval()
-    assert differ(ours, theirs, (12, 12, 768, 128, 50257)) < 1e-4
-    prompt = torch.randint(0, 50257, (1, 8))
-    with torch.no_grad():
-        expected = theirs.generate(
-            prompt, max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    (found,) = complete(ours, prompt.tolist(), frozenset(), Sampling(50, temperature=0))
-    assert found.tokens == expected[0, 8:].tolist() and len(found.tokens) == 50
+    prompt = torch.randint(0, 257, (1, 8))
+    expected = theirs.generate(prompt, max_new_tokens=50, do_sample=False, eos_token_id=None)
+    (text,) = complete(ours, prompt.tolist(), frozenset(), Sampling(50, temperature=0))
+    assert text.tokens == expected[0, 8:].tolist() and len(text.tokens) == 50
 
 
 def test_bare_names_load_too(tmp_path):

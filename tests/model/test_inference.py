@@ -8,7 +8,6 @@ import torch
 from tiny import RECIPES, tiny_gpt
 
 from model import loss as loss_module
-from model.execution import compile_static
 from model.gpt import GPT
 from model.inference import OneDNNLinear, prepare_for_inference
 from model.loss import HeadCrossEntropy, cross_entropy_
@@ -19,29 +18,32 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", "gpu", "compiled for a gpu"])
-def test_the_loss_in_small_chunks_is_that_of_whole_logits(device, dtype, monkeypatch):
+@pytest.mark.parametrize("variant", ["cpu", "gpu", "compiled"])
+def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(variant, dtype, monkeypatch):
     torch.manual_seed(0)
     x, weight, targets = torch.randn(100, 32), torch.randn(320, 32), torch.randint(300, (100,))
     targets[::7] = -1
     # the loss of GPUs takes the place of that of CPUs
-    if device == "gpu":
+    if variant == "gpu":
         monkeypatch.setattr(loss_module, "cross_entropy_on_cpu_", cross_entropy_)
-    elif device == "compiled for a gpu":
-        compiled = compile_static(cross_entropy_)
+    elif variant == "compiled":
+        compiled = torch.compile(cross_entropy_, fullgraph=True, dynamic=False)
         monkeypatch.setattr(loss_module, "cross_entropy_on_cpu_", compiled)
     monkeypatch.setattr(loss_module, "SOFTMAX_BYTES_ON_CPU", 4 * 320 * 5)
-    results = []
-    for has_chunks in (False, True):
-        if has_chunks:
-            monkeypatch.setattr(loss_module, "LOGITS_BYTES_ON_CPU", 4 * 320 * 50)
-            monkeypatch.setattr(loss_module, "MATMUL_BYTES_ON_CPU", 4 * 32 * 100)
+    monkeypatch.setattr(loss_module, "MATMUL_BYTES_ON_CPU", 4 * 32 * 100)
+
+    def loss_and_gradients(chunk_rows):
+        monkeypatch.setattr(loss_module, "LOGITS_BYTES_ON_CPU", 4 * 320 * chunk_rows)
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         with autocast(CPU, dtype):
             loss = HeadCrossEntropy(300)(*leaves, targets)
         (3 * loss).backward()
-        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(*results, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+    whole = loss_and_gradients(1000)  # by F.cross_entropy
+    for chunk_rows in (7, 48) if variant != "compiled" else (48,):
+        chunked = loss_and_gradients(chunk_rows)
+        torch.testing.assert_close(chunked, whole, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

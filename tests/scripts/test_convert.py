@@ -141,7 +141,7 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (["sample.py", "--model", tmp_path / "none"], "none"),
         (["train.py", "--dry_run", "--init_from", tmp_path], "holds no checkpoint"),
         (["train.py", "--dry_run", "--init_from", exported], "has a context of 32"),
-        (other, "has another n_layer: leave out"),
+        (other, "holds a model of another shape: n_layer 2 (here 3)"),
     ):
         bad(args, message)
     assert not list(tmp_path.rglob("[a-z]*.*"))
