@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from config.options import log_folder, with_defaults
 from config.recipes import Recipe
 from data.loader import step_sequences
 from data.tokenizer import load_tokenizer
@@ -75,6 +76,7 @@ class Data:
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
+    options = with_defaults(options, log_dir=log_folder(options.checkpoint_dir))
     options = resolve_compile(options, derived)
     if options.method == "grpo":  # its completions have too many lengths to compile each
         options = replace(options, use_torch_compile=False)

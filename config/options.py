@@ -40,7 +40,7 @@ DERIVED = (
 Options = TypeVar("Options", bound="RunOptions")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunOptions:
     """Where the run reads and writes."""
 
@@ -83,7 +83,7 @@ class RunOptions:
         return values
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataOptions:
     """Tokens and batches."""
 
@@ -95,7 +95,7 @@ class DataOptions:
     """Sequences per forward pass of a process; auto, the default on CUDA: what should fit."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelOptions:
     """Architecture: sizes from --model_type or from these options, the rest from --recipe."""
 
@@ -115,7 +115,7 @@ class ModelOptions:
     """Dropout probability; 0 for runs of about one epoch."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerOptions:
     """Steps, learning rate and AdamW."""
 
@@ -139,7 +139,7 @@ class OptimizerOptions:
     """Largest gradient norm; 0: no clipping."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SaveOptions:
     """Evaluation, checkpoints and samples."""
 
@@ -153,7 +153,7 @@ class SaveOptions:
     """Steps between samples in samples.txt; 0: none."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluationOptions:
     """Validation, benchmarks and trackers."""
 
@@ -175,7 +175,7 @@ class EvaluationOptions:
     """Log to trackio as well, a local dashboard without an account; TRACKIO_PROJECT names it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class MachineOptions:
     """Device, precision, parallelism and memory."""
 
@@ -193,7 +193,7 @@ class MachineOptions:
     """Compile the training step, except that of grpo; on by default on CUDA alone."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepOptions:
     """Planning."""
 
@@ -202,7 +202,7 @@ class StepOptions:
     that need not be there, too: a100, h100, h200, b200, t4, ..."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig(
     StepOptions,
     MachineOptions,

@@ -13,7 +13,6 @@ from config.options import (
     SaveOptions,
     check_ranges,
     check_run_options,
-    log_folder,
     with_defaults,
 )
 from training.schedule import check_schedule
@@ -21,7 +20,7 @@ from utils.cli import flag_value
 from utils.errors import UserError
 
 
-@dataclass
+@dataclass(frozen=True)
 class FileOptions(RunOptions):
     """Files and folders."""
 
@@ -40,7 +39,7 @@ class FileOptions(RunOptions):
     """Folder for checkpoints; default: runs/METHOD/checkpoints."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchOptions(OptimizerOptions):
     """Batch size, learning rate and AdamW."""
 
@@ -69,7 +68,7 @@ class BatchOptions(OptimizerOptions):
     beta2: float = 0.999
 
 
-@dataclass
+@dataclass(frozen=True)
 class MethodOptions:
     """Preferences and rewards."""
 
@@ -89,7 +88,7 @@ class MethodOptions:
     """grpo: optimizer updates with the completions of a step."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, FileOptions):
     """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
 
@@ -103,9 +102,6 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
                 raise UserError(f"give --{name}; --help says what it takes")
         if self.method == "grpo" and self.reward is None:
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
-        # folders at once, before anything is read: --overwrite and --resume auto look into them
-        self.checkpoint_dir = self.checkpoint_dir or Path(f"runs/{self.method}/checkpoints")
-        self.log_dir = self.log_dir or log_folder(self.checkpoint_dir)
         check_ranges(self, "group_size", 2)  # one completion alone has no advantage
         check_ranges(self, "max_steps batch_size micro_batch_size max_new_tokens updates", 1)
         check_ranges(self, "beta clip kl", 0)

@@ -44,7 +44,7 @@ SECONDS = 5  # that a repeat counts, at least one unit of work
 Work = Callable[[], int]  # does the work of a job once and returns how many units that was
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchOptions:
     """Measurements and peers."""
 
@@ -62,7 +62,7 @@ class BenchOptions:
     """Run one repeat of this job alone."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
     """Measure training steps on this machine, beside nanoGPT."""
 

@@ -58,7 +58,9 @@ def read_options(
         flags = to_flags(saved_options) + flags
         resume = str(path)
 
-    options = replace(parse(config_class, flags), resume=resume)
+    # finetune.py names its folder after --method if no --checkpoint_dir is given
+    folder = config_class.checkpoint_folder(flags)
+    options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
     # found here, and not after the data has been read
     for package in ("trackio", "wandb"):
         if getattr(options, package, False) and find_spec(package) is None:

@@ -20,6 +20,7 @@ from conftest import (
     train_options,
 )
 
+from config.options import log_folder
 from data.mixture import Mixture
 from data.shards import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig
@@ -89,9 +90,9 @@ def test_going_back_needs_another_folder_or_overwrites_what_came_later(shards, t
 )
 def test_the_log_follows_the_checkpoints(checkpoints, logs):
     assert train_options(checkpoint_dir=Path(checkpoints)).log_dir == Path(logs)
-    options = {"method": "sft", "init_from": "x", "data": "y"}
-    assert FinetuneConfig(**options, checkpoint_dir=Path(checkpoints)).log_dir == Path(logs)
-    assert FinetuneConfig(**options).log_dir == Path("runs/sft/logs")
+    assert log_folder(FinetuneConfig.checkpoint_folder(["--method", "sft"])) == Path(
+        "runs/sft/logs"
+    )
 
 
 @pytest.mark.parametrize("copied", ["checkpoints", "branch"])
