@@ -1,7 +1,9 @@
-"""Memory of a run: its forecast, and --micro_batch_size auto.
+"""Memory of a run: its forecast by part, and the micro-batch that fits.
 
-State is counted exactly. Activations, cast weights and the logits follow one formula from the shape
-of the model; docs/SCALING.md says how far it is off.
+Weights, gradients and optimizer state are counted exactly. Activations, cast weights and logits are
+sums of terms, one for each tensor that is alive at the peak; docs/SCALING.md says how far they are
+off. Nothing is allocated: models here are on the device "meta". Time and cost are
+training/dry_run.py.
 """
 
 from dataclasses import dataclass, replace
@@ -19,113 +21,175 @@ from utils.distributed import free_memory, launched, num_nodes
 from utils.errors import UserError
 from utils.throughput import GPU, NAMED_GPUS
 
-GPUS_PER_MACHINE = 8
-USABLE = 0.9  # share of the free memory that a micro-batch is chosen for
+FLOAT32_BYTES = 4
+GPUS_PER_MACHINE = 8  # where a launcher does not say how many processes a machine has
+USABLE = 0.9  # share of the free memory that a micro-batch is chosen for; the forecast is not exact
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices of a run: `world_size` processes on `nodes` machines, each with `free` bytes."""
+    """Devices of a run: `world_size` processes on `nodes` machines."""
 
     device: torch.device
     dtype: torch.dtype
+    """Dtype of matmuls."""
     free: int
+    """Bytes that each process can allocate."""
     world_size: int
     nodes: int = 1
     gpu: GPU | None = None
     """GPU that --device names; this machine need not have it."""
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "Hardware":
+    def of(cls, options: TrainConfig) -> "Hardware":
         """Return the hardware that the options name: a GPU by name, or that of this machine."""
-        if gpu := NAMED_GPUS.get(config.device):
-            device, free = torch.device("cuda"), gpu.memory * 10**9
-            dtype = getattr(torch, gpu.dtype if config.dtype == "auto" else config.dtype)
+        gpu = NAMED_GPUS.get(options.device)
+        if gpu is not None:
+            device = torch.device("cuda")
+            free = gpu.memory * 10**9
+            dtype_name = gpu.dtype if options.dtype == "auto" else options.dtype
+            dtype = getattr(torch, dtype_name)
         else:
-            device = pick_device(config.device, launched("LOCAL_RANK"))
-            dtype, free = pick_dtype(config.dtype, device), free_memory(device)
+            device = pick_device(options.device, launched("LOCAL_RANK"))
+            free = free_memory(device)
+            dtype = pick_dtype(options.dtype, device)
         nodes = num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
         return cls(device, dtype, free, launched("WORLD_SIZE", 1), nodes, gpu)
 
 
-def block_activations(shape: GPTConfig, e: int, checkpointing: str) -> int:
-    """Return the bytes per token that autograd keeps of one block; `e` is the itemsize of matmuls,
-    norms and the residual stream are float32."""
-    C, inner, gates = shape.n_embd, shape.inner, int(shape.activation == "swiglu")
-    qkv, fc = C + 2 * shape.kv_heads * shape.head_size, inner * (1 + gates)
-    if checkpointing == "block":  # the block's input
-        return 4 * C
-    if checkpointing == "cheap":  # ... and the outputs of linear layers and attention
-        return 4 * C + e * (qkv + fc + 3 * C)
-    attention = qkv * (2 if shape.position == "rotary" else 1) + C
-    return 8 * C + e * (attention + 2 * C + fc + inner * (1 + gates))
+def block_activations(shape: GPTConfig, itemsize: int, checkpointing: str) -> int:
+    """Return the bytes per token that autograd keeps of one block for the backward pass.
+
+    `itemsize` is that of the dtype of matmuls; norms and the residual stream are float32.
+    """
+    C = shape.n_embd
+    residual = FLOAT32_BYTES * C
+    if checkpointing == "block":
+        return residual  # its input alone
+
+    is_gated = shape.activation == "swiglu"
+    qkv = C + 2 * shape.kv_heads * shape.head_size  # channels of c_attn's output
+    hidden = 2 * shape.inner if is_gated else shape.inner  # channels of c_fc's output
+    attention = C
+    if checkpointing == "cheap":
+        # the block's input, and the outputs of the four linear layers and of attention
+        projections = 2 * C
+        return residual + itemsize * (qkv + attention + hidden + projections)
+
+    residuals = 2 * residual  # inputs of the two norms
+    normed = 2 * C  # outputs of the norms, which are the inputs of c_attn and c_fc
+    if shape.position == "rotary":
+        qkv *= 2  # before and after the rotation
+    activated = shape.inner  # input of the MLP's c_proj
+    if is_gated:
+        activated += shape.inner  # SiLU of the gate, which multiplies the other half
+    return residuals + itemsize * (normed + qkv + attention + hidden + activated)
+
+
+def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware) -> int:
+    """Return the bytes that the loss of `tokens` tokens holds at its peak (model/loss.py)."""
+    itemsize = hardware.dtype.itemsize
+    C = shape.n_embd
+    V = shape.padded_vocab_size
+    # the loss computes gradients of hidden states and of the head's weight in its forward pass
+    gradients = FLOAT32_BYTES * (tokens * C + V * C)
+    copies = 0
+    if itemsize < FLOAT32_BYTES:
+        copies = itemsize * (tokens * C + V * C)  # of hidden states and weight, for the matmuls
+    # one chunk of logits in the dtype of matmuls, and its float32 copy and softmax
+    chunk_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
+    logits = (itemsize + 2 * FLOAT32_BYTES) * min(tokens, chunk_rows) * V
+    return gradients + copies + logits
 
 
 def forecast_memory(
-    config: TrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+    options: TrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> dict[str, int]:
-    """Return the bytes of one process by part. Sharding divides state among the processes of each
-    machine; a CPU also holds a copy of the state while it is saved."""
-    e, world_size = hardware.dtype.itemsize, hardware.world_size
-    model = build_without_weights(shape)
-    total = sum(p.numel() for p in model.parameters())
-    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
-    moments = 2 * total - (2 - MOMENTS[recipe.optimizer]) * matrices
-    shards = world_size // hardware.nodes if config.sharding != "none" else 1
-    micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
-    whole_gradients = config.sharding == "zero1" and micro_steps > 1
-    # DDP's buckets, and apart from them the gradients of the micro-steps that are not synchronized
-    gradient_bytes = 8 if config.sharding == "none" and world_size > 1 and micro_steps > 1 else 4
-    cast = 0
-    if shards > 1:  # zero3 gathers the current block, the next, and a buffer to receive it
-        gathered = min(1, 3 / shape.n_layer) if config.sharding == "zero3" else 1
-        cast = int(e * gathered * matrices) + 4 * (total - matrices)
-    elif e < 4 and config.activation_checkpointing == "none":
-        cast = e * matrices
+    """Return the bytes of one process at its peak, by part.
 
-    tokens, V, C = config.micro_batch_size * shape.block_size, shape.padded_vocab_size, shape.n_embd
-    kept = block_activations(shape, e, config.activation_checkpointing)
-    rows = min(tokens, loss.rows_within(loss.chunk_bytes(hardware.device), 4 * V))
-    head = (4 + e % 4) * (V + tokens) * C + (e + 8) * rows * V
-    backward = tokens * (12 * C + block_activations(shape, e, "none") - kept)  # of one block
-    parts = {
-        "weights": 4 * total // shards,
-        "weights cast or gathered for compute": cast,
-        "gradients": gradient_bytes * total // (1 if whole_gradients else shards),
-        "optimizer": 4 * moments // shards,
-        "activations": tokens * (shape.n_layer * kept + 4 * C),
-        "head and logits, or one block's backward pass": max(head, backward),
+    Sharding divides state among the processes of each machine. Names are printed by --dry_run.
+    """
+    itemsize = hardware.dtype.itemsize
+    world_size = hardware.world_size
+    model = build_without_weights(shape)
+    weights = sum(p.numel() for p in model.parameters())
+    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
+    moments = MOMENTS["adamw"] * (weights - matrices) + MOMENTS[recipe.optimizer] * matrices
+    sequences = options.sequences_per_step(world_size)
+    micro_steps = sequences // (options.micro_batch_size * world_size)
+    is_sharded = options.sharding != "none"
+    shards = world_size // hardware.nodes if is_sharded else 1
+
+    gradients = FLOAT32_BYTES * weights
+    if not is_sharded and world_size > 1 and micro_steps > 1:
+        gradients *= 2  # DDP's buckets, and apart from them what earlier micro-steps have summed
+    if options.sharding != "zero1" or micro_steps == 1:
+        gradients //= shards  # zero1 sums whole gradients until the last micro-step
+
+    compute_weights = 0
+    if shards > 1:
+        gathered = itemsize * matrices
+        if options.sharding == "zero3":
+            # the current block, the next, and a buffer to receive it
+            gathered = int(itemsize * min(1, 3 / shape.n_layer) * matrices)
+        # embeddings, norms and head are gathered in float32
+        compute_weights = gathered + FLOAT32_BYTES * (weights - matrices)
+    elif itemsize < FLOAT32_BYTES and options.activation_checkpointing == "none":
+        compute_weights = itemsize * matrices  # autocast's copies, which autograd keeps
+
+    tokens = options.micro_batch_size * shape.block_size
+    per_block = block_activations(shape, itemsize, options.activation_checkpointing)
+    final_norm = FLOAT32_BYTES * shape.n_embd  # its input
+    # One block's backward pass: its activations, where they are computed again, and three float32
+    # gradients of the residual stream. The loss is over by then, so only the larger one counts.
+    recomputed = block_activations(shape, itemsize, "none") - per_block
+    block_backward = tokens * (3 * FLOAT32_BYTES * shape.n_embd + recomputed)
+    forecast = {
+        "weights": FLOAT32_BYTES * weights // shards,
+        "weights cast or gathered for compute": compute_weights,
+        "gradients": gradients,
+        "optimizer": FLOAT32_BYTES * moments // shards,
+        "activations": tokens * (shape.n_layer * per_block + final_norm),
+        "head and logits, or one block's backward pass": max(
+            head_memory(shape, tokens, hardware), block_backward
+        ),
     }
-    on_cpu = hardware.device.type == "cpu"
-    return parts | ({"copy for saving": 4 * (total + moments)} if on_cpu else {})
+    if hardware.device.type == "cpu":
+        # a thread writes the checkpoint from a copy while training goes on
+        forecast["copy for saving"] = FLOAT32_BYTES * (weights + moments)
+    return forecast
 
 
 def choose_micro_batch(
-    config: TrainConfig,
+    options: TrainConfig,
     recipe: Recipe,
     shape: GPTConfig,
     hardware: Hardware,
     checkpoint: dict | None,
 ) -> tuple[int, str]:
-    """Return the micro-batch for --micro_batch_size auto: that of the checkpoint, where it divides
-    a process's share of a step, else the largest divisor whose forecast is within USABLE of the
-    free memory; and a sentence on it. Raises UserError where there is none."""
+    """Return the sequences of a micro-batch for --micro_batch_size auto, and a sentence about it.
 
-    def need(size: int) -> int:
-        trial = replace(config, micro_batch_size=size)
-        return sum(forecast_memory(trial, recipe, shape, hardware).values())
+    That is the checkpoint's number, where it divides a process's share of a step: sums in another
+    order would round differently. Else it is the largest divisor whose forecast fits USABLE of the
+    free memory. Raises UserError if not even one sequence fits.
+    """
+    sequences = replace(options, micro_batch_size=1).sequences_per_step(hardware.world_size)
+    share = sequences // hardware.world_size
+    bytes_by_size: dict[int, int] = {}
+    for size in range(1, share + 1):
+        if share % size == 0:
+            trial = replace(options, micro_batch_size=size)
+            bytes_by_size[size] = sum(forecast_memory(trial, recipe, shape, hardware).values())
 
-    one = replace(config, micro_batch_size=1)
-    share = one.sequences_per_step(hardware.world_size) // hardware.world_size
-    sizes = [n for n in range(1, share + 1) if share % n == 0]
-    fitting = [n for n in sizes if need(n) <= USABLE * hardware.free]
     free = f"{hardware.free / 1e9:.2f} GB free"
+    fitting = [n for n, needed in bytes_by_size.items() if needed <= USABLE * hardware.free]
     if not fitting:
         raise UserError(
-            f"one sequence needs {need(1) / 1e9:.2f} GB, but a process has {free}: see "
+            f"one sequence needs {bytes_by_size[1] / 1e9:.2f} GB, but a process has {free}: see "
             "--activation_checkpointing and --sharding"
         )
     size = fitting[-1]
-    if checkpoint and checkpoint["config"]["micro_batch_size"] in sizes:
+    if checkpoint and checkpoint["config"]["micro_batch_size"] in bytes_by_size:
         size = checkpoint["config"]["micro_batch_size"]
-    return size, f"--micro_batch_size auto: {size}, by forecast {need(size) / 1e9:.2f} GB of {free}"
+    forecast = f"by forecast {bytes_by_size[size] / 1e9:.2f} GB of {free}"
+    return size, f"--micro_batch_size auto: {size}, {forecast}"

@@ -1,18 +1,44 @@
-"""Learning rate as a pure function of the step. A schedule is an entry of SCHEDULES."""
+"""Learning rate as a pure function of the step.
+
+A run warms up linearly to max_lr, keeps it until the decay begins, and decays to exactly min_lr at
+its last update. A schedule is an entry of SCHEDULES. There is no state: a resumed run computes the
+same.
+"""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from config.options import OptimizerOptions
 from utils.errors import UserError, did_you_mean
 
-# name: share of the learning rate that is left, by progress of the decay from 0 to 1; share of all
-# updates that the decay takes, if warmup leaves room
+
+@dataclass(frozen=True)
+class Schedule:
+    """Decay of the learning rate from max_lr to min_lr."""
+
+    remaining: Callable[[float], float]
+    """Share of max_lr - min_lr that remains, for the progress of the decay from 0 to 1."""
+    decay_share: float = 1.0
+    """Share of all updates that the decay takes; 1: it begins at the end of warmup."""
+
+
+def cosine(progress: float) -> float:
+    """Fall along half a cosine: slow, fast, slow (Loshchilov and Hutter 2017)."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def linear(progress: float) -> float:
+    """Fall along a line."""
+    return 1 - progress
+
+
 SCHEDULES = {
-    "cosine": (lambda progress: 0.5 * (1 + math.cos(math.pi * progress)), 1.0),  # Brown et al. 2020
-    "linear": (lambda progress: 1 - progress, 1.0),
-    "wsd": (lambda progress: 1 - progress, 0.2),  # warmup, stable, decay: Hu et al. 2024
+    "cosine": Schedule(cosine),  # of GPT-3 (Brown et al. 2020) and nanoGPT
+    "linear": Schedule(linear),
+    "wsd": Schedule(linear, decay_share=0.2),  # warmup, stable, decay (Hu et al. 2024)
 }
 
 
@@ -25,28 +51,37 @@ def check_schedule(name: str) -> None:
 
 def warmup_length(options: OptimizerOptions) -> int:
     """Return --warmup_steps, but at most half of all updates, so that some are left to decay."""
-    return min(options.warmup_steps, (options.last_update + 1) // 2)
+    num_updates = options.last_update + 1
+    return min(options.warmup_steps, num_updates // 2)
 
 
 def learning_rate(step: int, options: OptimizerOptions) -> float:
-    """Return the learning rate of update `step`, which counts from 0. Linear warmup to max_lr at
-    the end of warmup, constant until the decay begins, then decay to exactly min_lr at update
-    `last_update`."""
-    max_lr, min_lr, last = options.max_lr, options.min_lr, options.last_update
-    warmup = warmup_length(options)
-    if step < warmup:
-        return max_lr * (step + 1) / (warmup + 1)
-    remaining, share = SCHEDULES[options.schedule]
-    start = max(warmup, last + 1 - round(share * (last + 1)))
-    progress = min(1.0, max(0, step - start) / max(1, last - start))
-    return min_lr + remaining(progress) * (max_lr - min_lr)
+    """Return the learning rate of update `step`, which counts from 0."""
+    warmup_steps = warmup_length(options)
+    if step < warmup_steps:
+        # not 0 at the first update, and max_lr at the first one after warmup
+        return options.max_lr * (step + 1) / (warmup_steps + 1)
+
+    schedule = SCHEDULES[options.schedule]
+    num_updates = options.last_update + 1
+    decay_updates = round(schedule.decay_share * num_updates)
+    decay_start = max(warmup_steps, num_updates - decay_updates)
+    # min_lr belongs to the last update itself; a run of one update has nothing to divide by
+    decay_length = max(1, options.last_update - decay_start)
+    progress = max(0, step - decay_start) / decay_length
+    remaining = schedule.remaining(min(1.0, progress))
+    return options.min_lr + remaining * (options.max_lr - options.min_lr)
 
 
 def set_rates(
     optimizers: list[torch.optim.Optimizer], options: OptimizerOptions, step: int
 ) -> float:
-    """Set the learning rate of every parameter group for update `step`; return it."""
+    """Set the learning rate of every parameter group for update `step`; return it.
+
+    A group's "lr_scale" (training/optim.py) multiplies it: recipes give embeddings their own rate.
+    """
     lr = learning_rate(step, options)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = lr * group["lr_scale"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
     return lr
