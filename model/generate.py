@@ -59,14 +59,11 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
 
 
 @torch.no_grad()
-def generate(
-    model: GPT, prompts: list[list[int]], sampling: Sampling, *, use_cache: bool = True
-) -> Iterator[Tensor]:
+def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterator[Tensor]:
     """Yield the next token ids (B,) of B prompts, each of one token or more, on the model's device.
 
     Where the context is full, its older half is dropped and the newer one read again; a prompt
-    longer than the context keeps its end. `use_cache=False` reads the whole context for each token
-    and gives the same tokens. Nothing here waits for the GPU.
+    longer than the context keeps its end. Nothing here waits for the GPU.
     """
     T = model.config.block_size
     device = model.transformer.wte.weight.device
@@ -77,9 +74,8 @@ def generate(
     # 0 is any token: the mask hides it
     rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     context = torch.tensor(rows, device=device)  # (B, S)
-    cache = None
-    if use_cache:
-        cache = KVCache(min(T, longest + sampling.max_new_tokens))
+    capacity = min(T, longest + sampling.max_new_tokens)
+    cache = KVCache(capacity)
     unread = context  # the tokens that are not in the cache yet
 
     for uniform in uniforms.unbind(1):
@@ -88,8 +84,7 @@ def generate(
             lengths = [length if length <= T else max(1, T // 2) for length in lengths]
             context = context[:, -max(lengths) :]
             unread = context
-            if cache is not None:
-                cache.clear()
+            cache = KVCache(capacity)
 
         # rows of different lengths have padding, which needs a mask, and positions that skip it
         longest = max(lengths)
@@ -103,8 +98,8 @@ def generate(
         hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, T, C)
         tokens = sample_token(model.logits(hidden[:, -1]), uniform, sampling)  # (B,)
         yield tokens
-        context = torch.cat([context, tokens.unsqueeze(1)], dim=1)
-        unread = context[:, -1:] if use_cache else context
+        unread = tokens.unsqueeze(1)  # (B, 1)
+        context = torch.cat([context, unread], dim=1)
         lengths = [length + 1 for length in lengths]
 
 

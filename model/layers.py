@@ -85,13 +85,19 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     are LLaMA's pairs; the paper pairs neighbours."""
     cos, sin = angles
     a, b = x.chunk(2, dim=-1)  # (B, T, heads, D / 2) twice
-    # the angles are float32 and so is the product
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    # the angles are float32 and so are the products
+    rotated_a = a * cos - b * sin
+    rotated_b = b * cos + a * sin
+    return torch.cat((rotated_a, rotated_b), dim=-1).type_as(x)
 
 
 # attention
 
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITHOUT_CUDNN = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class ScaledDotProduct(nn.Module):
@@ -106,7 +112,8 @@ class ScaledDotProduct(nn.Module):
         """Return (B, H, T, D) for queries (B, H, T, D) of the newest T of S tokens, keys and values
         (B, K, S, D). Attention is causal, or by a mask that broadcasts to (B, H, T, S) and is true
         where a token may attend."""
-        T, S = q.size(2), k.size(2)
+        T = q.size(2)
+        S = k.size(2)
         if mask is None and 1 < T < S:
             # is_causal would align the first query with the first key; here the last ones align
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
@@ -159,7 +166,3 @@ class KVCache:
     def advance(self, num_new: int) -> None:
         """Count the new tokens, after the last layer has appended them."""
         self.length += num_new
-
-    def clear(self) -> None:
-        """Forget all tokens, and keep the memory."""
-        self.length = 0
