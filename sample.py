@@ -99,7 +99,7 @@ class Sample:
     """Its number, from 0."""
     prompt: str
     text: str = ""
-    """What the model wrote after the prompt."""
+    """Text of the model after the prompt."""
     tokens: int = 0
     """Number of its tokens."""
     finish: str = "length"
