@@ -24,9 +24,10 @@ from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.evaluator import read_on_all
-from evaluation.scoring import Scorer, too_few_tokens, weighted_mean
+from evaluation.scoring import ItemScorer
 from evaluation.table import format_table
 from evaluation.tasks import Result, TaskScores
+from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder
@@ -117,7 +118,9 @@ def check_writable(path: Path) -> None:
     open(path, "a").close()  # creates the file, or leaves the one of an earlier evaluation
 
 
-def open_validation(config: EvalConfig, scorer: Scorer, trained_on: tuple[Path, ...]) -> ScoreTask:
+def open_validation(
+    config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]
+) -> ScoreTask:
     """Open the validation split of --data_dir, or of the shards that the model was trained on, and
     return the function that scores it."""
     folders = config.data_dir or trained_on
@@ -136,7 +139,7 @@ def open_validation(config: EvalConfig, scorer: Scorer, trained_on: tuple[Path, 
     return partial(score_validation, val, scorer, config.val_tokens)
 
 
-def score_validation(val: Mixture, scorer: Scorer, val_tokens: int) -> TaskScores:
+def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: int) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus, and of several the weighted mean.
     The corpus stands in the place of the protocol."""
     counts = [part.count_within(val_tokens) * part.block_size for part in val.parts]  # tokens
@@ -152,7 +155,9 @@ def score_validation(val: Mixture, scorer: Scorer, val_tokens: int) -> TaskScore
     return results, []
 
 
-def open_benchmark(name: str, path: Path | None, config: EvalConfig, scorer: Scorer) -> ScoreTask:
+def open_benchmark(
+    name: str, path: Path | None, config: EvalConfig, scorer: ItemScorer
+) -> ScoreTask:
     """Read a benchmark's file, or download it, and return the function that scores it."""
     task = BENCHMARKS[name]
     rows = read_on_all(partial(task.read, path), scorer.process)  # one process downloads
@@ -162,7 +167,7 @@ def open_benchmark(name: str, path: Path | None, config: EvalConfig, scorer: Sco
     return partial(task.score, rows[: config.limit], scorer.score, protocols)
 
 
-def open_questions(path: Path, config: EvalConfig, scorer: Scorer) -> ScoreTask:
+def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
     """Read a file of questions, and return the function that asks them."""
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
     sizes = (config.max_new_tokens, config.batch_size)
@@ -172,7 +177,7 @@ def open_questions(path: Path, config: EvalConfig, scorer: Scorer) -> ScoreTask:
     return partial(questions.score, scorer.model, *sampling, scorer.progress)
 
 
-def open_tasks(config: EvalConfig, scorer: Scorer, trained_on: tuple[Path, ...]) -> ScoreTasks:
+def open_tasks(config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]) -> ScoreTasks:
     """Open the data of all tasks, before the first forward pass: a mistake costs no time."""
     score_tasks: ScoreTasks = {}
     data_paths = list(config.data)
@@ -205,7 +210,7 @@ def main(config: EvalConfig) -> None:
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     bar = tqdm(unit="row", disable=None if process.is_main else True)  # None: only on a terminal
     tokenizer = load_tokenizer(tokenizer)
-    scorer = Scorer(model, tokenizer, process, dtype, config.batch_size, bar.update)
+    scorer = ItemScorer(model, tokenizer, process, dtype, config.batch_size, bar.update)
 
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
     score_tasks = open_tasks(config, scorer, trained_on)

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import numpy as np
 from tqdm import tqdm
 
-from data.file_tokenizer import read_tokenizer
+from data.file_tokenizer import FileTokenizer, read_tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.source import Skipped, Source, list_files
-from data.tokenizer import TOKENIZER, TOKENIZERS, FileTokenizer, Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder

@@ -17,6 +17,7 @@ import re
 import struct
 import zlib
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -174,9 +175,8 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
     path = folder / TOKENIZER
     name = manifest.get("tokenizer")
     if path.exists():
-        from data.file_tokenizer import read_tokenizer  # most folders have no tokenizer.json
-
-        spec = read_tokenizer(path, manifest.get("end_of_text"))
+        file_tokenizer = import_module("data.file_tokenizer")  # on demand: most folders lack one
+        spec = file_tokenizer.read_tokenizer(path, manifest.get("end_of_text"))
         if name is not None and name != load_tokenizer(spec).name:
             raise UserError(
                 f"{path} is not the tokenizer of these shards, which have {name} tokens"

@@ -6,7 +6,8 @@ scoring.py, how a benchmark is scored in tasks.py.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +15,7 @@ import torch
 from config.options import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
-from evaluation.benchmarks import BENCHMARKS
-from evaluation.scoring import Scorer, weighted_mean
-from evaluation.tasks import Task
+from evaluation.validation import Scorer, weighted_mean
 from model.execution import uncompiled
 from model.generate import Sampling, complete
 from model.gpt import GPT
@@ -73,14 +72,19 @@ class Evaluator:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-        self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
-        self.benchmark_rows: list[tuple[Task, list[dict]]] = []
-        if tokenizer:
-            for name in config.benchmarks:
-                if getattr(config, f"{name}_every"):
-                    self.open_benchmark(BENCHMARKS[name])
+        scorer_fields = (model, tokenizer, process, dtype, config.micro_batch_size)
+        self.scorer = Scorer(*scorer_fields)
+        self.benchmark_rows: list[tuple[Any, list[dict]]] = []
+        """Tasks of evaluation/benchmarks.py, and the rows of each that are scored."""
+        names = [name for name in config.benchmarks if getattr(config, f"{name}_every")]
+        if tokenizer and names:
+            # on demand: most runs score no benchmark
+            self.scorer = import_module("evaluation.scoring").ItemScorer(*scorer_fields)
+            benchmarks = import_module("evaluation.benchmarks").BENCHMARKS
+            for name in names:
+                self.open_benchmark(benchmarks[name])
 
-    def open_benchmark(self, task: Task) -> None:
+    def open_benchmark(self, task: Any) -> None:
         """Read the rows of a benchmark that will be scored, the same ones each time."""
         path = getattr(self.config, f"{task.name}_data")
         rows = read_on_all(partial(task.read, path), self.scorer.process)

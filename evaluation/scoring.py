@@ -1,4 +1,4 @@
-"""Scorer: a model's validation loss, and log-probabilities of continuations for benchmarks.
+"""ItemScorer: log-probabilities of continuations, for benchmarks.
 
 All processes take part: each scores its share of the batches, and all of them get the figures of
 every batch before anything is summed up. So the number of processes changes no figure.
@@ -9,7 +9,7 @@ not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.loader import Sequences
 from data.tokenizer import Tokenizer
 from evaluation.tasks import Item, Score
-from model.gpt import GPT
+from evaluation.validation import Scorer
 from model.loss import rows_within
 from utils.devices import autocast
 from utils.distributed import Process
@@ -31,30 +30,6 @@ from utils.errors import UserError
 # Small slices stay in the caches of a CPU; a GPU needs large matmuls to be busy.
 CPU_SLICE_BYTES = 2**24
 GPU_SLICE_BYTES = 2**29
-
-
-def too_few_tokens(name: str, sequences: Sequences, tokens: int) -> str:
-    """Return the sentence for a corpus whose validation split is smaller than `tokens`."""
-    held_out = len(sequences) * sequences.block_size
-    return (
-        f"note: validation reads all {held_out:,} tokens of {name}, fewer than --val_tokens "
-        f"{tokens:,}: the fewer, the rougher the loss"
-    )
-
-
-def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[str, float]:
-    """Return the figures of a mixture from those of validation_loss for its corpora.
-
-    The weights are shares of tokens. So bits per byte are the mean of bits per token over the mean
-    of bytes per token, not a mean of the corpora's bits per byte.
-    """
-    loss = sum(weight * x["loss"] for weight, x in zip(weights, scores, strict=True))
-    if not all("bits_per_byte" in x for x in scores):
-        return {"loss": loss}
-    bytes_per_token = 0.0
-    for weight, x in zip(weights, scores, strict=True):
-        bytes_per_token += weight * x["loss"] / math.log(2) / x["bits_per_byte"]
-    return {"loss": loss, "bits_per_byte": loss / math.log(2) / bytes_per_token}
 
 
 @dataclass(frozen=True)
@@ -216,51 +191,8 @@ def merge_on_all(scores: dict[int, Score], process: Process) -> dict[int, Score]
     return merged
 
 
-@dataclass
-class Scorer:
-    """A model, and how to run it. All processes call each method with the same arguments and get
-    the same figures. A signal ends a method between two batches: Process.share raises Stopped."""
-
-    model: GPT
-    tokenizer: Tokenizer | None  # None where only the loss is needed
-    process: Process
-    dtype: torch.dtype  # autocast dtype of matmuls
-    batch_size: int
-    progress: Callable[[int], None] = lambda num_rows: None
-    """Called with the number of rows that were just scored."""
-
-    @torch.no_grad()
-    def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
-        """Return the mean loss in nats per token over the first `tokens` targets of a split.
-
-        Where the shards tell the size of their text, there is also bits_per_byte = loss / ln 2 /
-        (bytes of source text for a token of the whole split), by which runs with different
-        tokenizers can be compared.
-        """
-        self.model.eval()
-        num_sequences = sequences.count_within(tokens)
-        starts = range(self.batch_size, num_sequences, self.batch_size)
-        batches = np.array_split(np.arange(num_sequences), starts)
-        nats = torch.zeros(len(batches), dtype=torch.float64)  # sum over the targets of each batch
-        for place, batch, counts in self.process.share(batches):
-            # The last batch is filled up with sequences that do not count, as another shape would
-            # be compiled anew. Targets of -1 are left out of the mean.
-            filled = np.resize(batch, len(batches[0]))
-            inputs, targets = sequences.batch(filled)  # (B, T)
-            targets[len(batch) :] = -1
-            ids = torch.from_numpy(inputs).to(self.process.device)
-            target_ids = torch.from_numpy(targets).to(self.process.device)
-            with autocast(self.process.device, self.dtype):
-                loss = self.model(ids, target_ids)
-            if counts:
-                nats[place] = loss.item() * targets[: len(batch)].size
-        total_nats = self.process.sum_float64(nats).sum().item()
-        self.model.train()
-        scores = {"loss": total_nats / (num_sequences * sequences.block_size)}
-        bytes_per_token = sequences.stream.bytes_per_token
-        if bytes_per_token:
-            scores["bits_per_byte"] = scores["loss"] / math.log(2) / bytes_per_token
-        return scores
+class ItemScorer(Scorer):
+    """Scorer that gives the log-probabilities of continuations, too."""
 
     @torch.no_grad()
     def score(

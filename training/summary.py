@@ -4,7 +4,7 @@ from config.options import TrainConfig
 from data.loader import Slicing, TokenStream
 from data.mixture import Mixture, parse_corpora
 from data.tokenizer import tokenizer_identity
-from evaluation.scoring import too_few_tokens
+from evaluation.validation import too_few_tokens
 from model.gpt import GPT
 from training.run import Run
 from utils.devices import seconds_on_cpu

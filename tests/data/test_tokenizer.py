@@ -13,9 +13,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 import evaluate
 import train
 from data.export_tokenizer import save_tokenizer
-from data.file_tokenizer import pretrained_tokenizer, read_tokenizer
+from data.file_tokenizer import byte_characters, pretrained_tokenizer, read_tokenizer
 from data.shards import TokenStream, open_folder, read_manifest, write_manifest
-from data.tokenizer import byte_characters, load_tokenizer
+from data.tokenizer import load_tokenizer
 from evaluation.scoring import pack
 from evaluation.tasks import Item
 from model.config import GPTConfig

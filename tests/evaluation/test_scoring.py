@@ -13,9 +13,10 @@ from data.shards import open_folder, read_manifest, write_manifest
 from data.tokenizer import load_tokenizer
 from evaluation import scoring
 from evaluation.benchmarks import BENCHMARKS
-from evaluation.scoring import Scorer, score_targets, weighted_mean
+from evaluation.scoring import ItemScorer, score_targets
 from evaluation.table import format_table
 from evaluation.tasks import Item
+from evaluation.validation import weighted_mean
 from model.config import GPTConfig
 from model.gpt import GPT
 from utils.distributed import Process
@@ -39,7 +40,7 @@ def scorer(request):
     model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
-    return Scorer(model.eval(), load_tokenizer("bytes"), ALONE, torch.float32, 16)
+    return ItemScorer(model.eval(), load_tokenizer("bytes"), ALONE, torch.float32, 16)
 
 
 def with_weights(scorer, value):

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
 from data.export_tokenizer import byte_level, save_tokenizer, to_engine
-from data.file_tokenizer import CHAT_TEMPLATE, pretrained_tokenizer, read_tokenizer
-from data.tokenizer import ByteTokenizer, byte_characters, load_tokenizer
+from data.file_tokenizer import CHAT_TEMPLATE, byte_characters, pretrained_tokenizer, read_tokenizer
+from data.tokenizer import ByteTokenizer, load_tokenizer
 from finetuning.chat import (
     Example,
     Segment,
