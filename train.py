@@ -230,9 +230,9 @@ def checkpoint_entries(derived: tuple[str, ...], recipe: Recipe, train_data: Mix
     return {
         "script": "train.py",
         "command": sys.argv,
-        "derived": derived,
+        "derived": derived,  # options that nobody gave: a resumed run derives them again
         "recipe": asdict(recipe),
-        "tokenizer": train_data.stream.tokenizer,
+        "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
         "train_tokens": len(train_data.stream),
         "data_digest": train_data.stream.digest,
         "corpus": train_data.title,

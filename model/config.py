@@ -130,6 +130,11 @@ class GPTConfig:
         return -(-self.vocab_size // 64) * 64
 
     @property
+    def is_gated(self) -> bool:
+        """True if the activation function takes two inputs for each of its outputs."""
+        return self.activation == "swiglu"
+
+    @property
     def kv_heads(self) -> int:
         """Key/value heads, K."""
         return self.n_kv_head or self.n_head

@@ -83,7 +83,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         # SwiGLU takes two inputs for each of its outputs; one matrix makes both
-        num_inputs = 2 if config.activation == "swiglu" else 1
+        num_inputs = 2 if config.is_gated else 1
         self.c_fc = nn.Linear(config.n_embd, num_inputs * config.inner, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)

@@ -2,9 +2,9 @@
 
     python scripts/bench.py --use_torch_compile --peer ../nanoGPT
 
-Each repeat of a job is a process of its own, which warms up and then counts for some seconds. Jobs
-that are compared take turns, repeat by repeat; medians count. The comparison is printed and
-appended to --out as a line of JSON.
+Each measurement is a process of its own, which takes some steps to warm up and then counts for some
+seconds. This project and nanoGPT take turns, and medians count: so a machine that gets slower for a
+while slows both. The comparison is printed and appended to --out as a line of JSON.
 """
 
 import importlib
@@ -14,15 +14,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
 import torch
-import torch._dynamo.utils
 import torch.nn as nn
 from torch import Tensor
 
@@ -33,23 +31,23 @@ from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, build_without_weights
 from training.optim import make_optimizers
-from training.parallel import clip_grad_norm
 from utils.cli import start_script, to_flags
 from utils.devices import autocast, describe, pick_device, pick_dtype
 from utils.errors import UserError
 from utils.throughput import peak_flops
 
-VOCABULARY = GPT2Tokenizer.vocab_size
-SECONDS = 5  # that a repeat counts, at least one unit of work
-Work = Callable[[], int]  # does the work of a job once and returns how many units that was
+VOCAB_SIZE = GPT2Tokenizer.vocab_size
+WARMUP_STEPS = 3  # the first one compiles
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Measurements and peers."""
+    """Measurements and peer."""
 
     repeats: int = 5
-    """Repeats of each measurement; the median counts."""
+    """Measurements of each side; the median counts."""
+    seconds: float = 5.0
+    """Length of a measurement; it has one step at least."""
     micro_batch_size: int = 4
     """Sequences in a training step."""
     peer: Path | None = None
@@ -58,8 +56,8 @@ class BenchOptions:
     """JSON lines file to append to."""
     profile: bool = False
     """Trace a step into trace.json, for ui.perfetto.dev, and print its slowest operations."""
-    worker: str | None = None
-    """Run one repeat of this job alone."""
+    worker: Literal["ours", "nanogpt"] | None = None
+    """Make one measurement of this side alone, and print it."""
 
 
 @dataclass(frozen=True)
@@ -67,145 +65,160 @@ class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
     """Measure training steps on this machine, beside nanoGPT."""
 
     @property
-    def training(self) -> TrainConfig:
-        """The options of train.py that these stand for."""
-        shared = [f.name for f in fields(TrainConfig) if hasattr(self, f.name)]
-        options = TrainConfig(**{name: getattr(self, name) for name in shared})
+    def train_options(self) -> TrainConfig:
+        """Options of train.py with the values of these."""
+        names = [field.name for field in fields(TrainConfig) if hasattr(self, field.name)]
+        options = TrainConfig(**{name: getattr(self, name) for name in names})
         return resolve_from_recipe(options, parse_recipe(self.recipe))
 
     @property
     def shape(self) -> GPTConfig:
         """Architecture of the model."""
-        return self.training.model_config(parse_recipe(self.recipe), VOCABULARY)
-
-    @property
-    def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
-        """Device, and dtype of its matmuls."""
-        device = pick_device(self.device)
-        return device, pick_dtype(self.dtype, device)
+        return self.train_options.model_config(parse_recipe(self.recipe), VOCAB_SIZE)
 
 
-def train(config: BenchConfig) -> Work:
-    """Prepare training steps with this project's model and optimizers."""
-    device, dtype = config.device_and_dtype
-    execution = Execution(config.activation_checkpointing, config.use_torch_compile)
-    model = GPT(config.shape, execution).to(device)
-    optimizers = make_optimizers(model, config.training, parse_recipe(config.recipe), dtype)
-    return training_step(config, model, partial(clip_grad_norm, model, 1.0), optimizers)
+class Trainer:
+    """A model with what a training step on random tokens needs."""
 
+    def __init__(self, config: BenchConfig) -> None:
+        self.device = pick_device(config.device)
+        self.dtype = pick_dtype(config.dtype, self.device)
+        shape = (config.micro_batch_size, config.block_size)
+        self.idx = torch.randint(VOCAB_SIZE, shape, device=self.device)  # (B, T)
+        self.targets = torch.randint(VOCAB_SIZE, shape, device=self.device)  # (B, T)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.model: nn.Module
+        if config.worker == "nanogpt":
+            self.build_nanogpt(config)
+        else:
+            self.build_ours(config)
 
-def train_nanogpt(config: BenchConfig) -> Work:
-    """Prepare training steps with the model and optimizer of nanoGPT."""
-    sys.path.insert(0, str(config.peer))
-    ours = sys.modules.pop("model")
-    nanogpt = importlib.import_module("model")  # its model.py instead of this project's package
-    sys.modules["model"] = ours
-    shape = {name: getattr(config.shape, name) for name in ("n_layer", "n_head", "n_embd")}
-    shape |= {"block_size": config.block_size, "vocab_size": config.shape.padded_vocab_size}
-    model = nanogpt.GPT(nanogpt.GPTConfig(bias=True, **shape))
-    device = pick_device(config.device)
-    torch.set_float32_matmul_precision("high")  # as its train.py
-    optimizer = model.to(device).configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
-    module = torch.compile(model) if config.use_torch_compile else model
-    clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()], 1.0)
-    return training_step(config, lambda *batch: module(*batch)[1], clip, [optimizer])
+    def build_ours(self, config: BenchConfig) -> None:
+        """Make this project's model and optimizers."""
+        execution = Execution(config.activation_checkpointing, config.use_torch_compile)
+        self.model = GPT(config.shape, execution).to(self.device)
+        recipe = parse_recipe(config.recipe)
+        self.optimizers = make_optimizers(self.model, config.train_options, recipe, self.dtype)
 
+    def build_nanogpt(self, config: BenchConfig) -> None:
+        """Make nanoGPT's model and optimizer, as its train.py does."""
+        # its model.py has the name of this project's package, which is in use already
+        ours = sys.modules.pop("model")
+        sys.path.insert(0, str(config.peer))
+        nanogpt = importlib.import_module("model")
+        sys.modules["model"] = ours
 
-def training_step(
-    config: BenchConfig,
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    clip: Callable[[], object],
-    optimizers: list[torch.optim.Optimizer],
-) -> Work:
-    """Return a step on one micro-batch of random tokens: forward, backward, clip, update."""
-    device, dtype = config.device_and_dtype
-    tokens = torch.randint(VOCABULARY, (2, config.micro_batch_size, config.block_size)).to(device)
+        shape = config.shape
+        model_config = nanogpt.GPTConfig(
+            block_size=config.block_size,
+            vocab_size=shape.padded_vocab_size,
+            n_layer=shape.n_layer,
+            n_head=shape.n_head,
+            n_embd=shape.n_embd,
+            bias=True,
+        )
+        torch.set_float32_matmul_precision("high")
+        model = nanogpt.GPT(model_config).to(self.device)
+        optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), self.device.type)
+        self.optimizers = [optimizer]
+        self.model = torch.compile(model) if config.use_torch_compile else model
 
-    def step() -> int:
-        with autocast(device, dtype, keep_weights=False):
-            loss = loss_of(*tokens)
+    def loss(self) -> Tensor:
+        """Return the loss of the batch; nanoGPT's model returns logits, too."""
+        outputs = self.model(self.idx, self.targets)
+        return outputs[1] if isinstance(outputs, tuple) else outputs
+
+    def step(self) -> None:
+        """Take a step: forward, backward, clip, update; wait for the device."""
+        with autocast(self.device, self.dtype, keep_weights=False):
+            loss = self.loss()
         loss.backward()
-        clip()
-        for optimizer in optimizers:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits for the device
-        return tokens[0].numel()
-
-    return step
 
 
-JOBS: dict[str, Callable[[BenchConfig], Work]] = {"train": train, "nanogpt": train_nanogpt}
+def measure_here(config: BenchConfig) -> None:
+    """Measure one side in this process; print tokens/s, seconds of warm-up and peak memory."""
+    start_seconds = time.perf_counter()
+    trainer = Trainer(config)
+    for _ in range(WARMUP_STEPS):
+        trainer.step()
+    warm_seconds = time.perf_counter()
+    num_tokens = 0
+    while num_tokens == 0 or time.perf_counter() < warm_seconds + config.seconds:
+        trainer.step()
+        num_tokens += trainer.idx.numel()
+    seconds = time.perf_counter() - warm_seconds
+    if trainer.device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        # the most that this process had in memory; getrusage gives that of its parent, if larger
+        status = Path("/proc/self/status").read_text()
+        peak_bytes = 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+    warmup_seconds = warm_seconds - start_seconds
+    figures = {"rate": num_tokens / seconds, "start_s": warmup_seconds, "peak_bytes": peak_bytes}
+    print(json.dumps(figures))
 
 
-def num_compiled_graphs() -> int:
-    """Return how many graphs torch.compile has made in this process."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def work(config: BenchConfig) -> None:
-    """Be the worker of a job: print seconds of warm-up, units per second and peak memory."""
-    began = time.perf_counter()
-    once = JOBS[config.worker](config)
-    graphs = -1
-    while graphs < num_compiled_graphs():  # the second step compiles more of Muon
-        graphs = num_compiled_graphs()
-        once()
-    ready, units = time.perf_counter(), 0
-    while time.perf_counter() < ready + SECONDS:
-        units += once()
-    rate = units / (time.perf_counter() - ready)
-    on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    own = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())  # not its parent's
-    peak = on_gpu or 1024 * int(own[1])
-    print(json.dumps({"rate": rate, "start_s": ready - began, "peak_bytes": peak}))
+def measure(config: BenchConfig, sides: list[str]) -> dict[str, dict[str, float]]:
+    """Return the medians of the figures of each side, which take turns."""
+    figures: dict[str, list[dict]] = {side: [] for side in sides}
+    for _ in range(config.repeats):
+        for side in sides:
+            flags = to_flags(vars(replace(config, worker=side)))
+            done = subprocess.run(
+                [sys.executable, __file__, *flags], stdout=subprocess.PIPE, text=True
+            )
+            if done.returncode:
+                raise UserError(f"the measurement of {side} failed; its error is above")
+            # the last line, as a model may print something, too
+            figures[side].append(json.loads(done.stdout.splitlines()[-1]))
+    medians: dict[str, dict[str, float]] = {}
+    for side, rows in figures.items():
+        medians[side] = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return medians
 
 
 def profile_step(config: BenchConfig) -> None:
-    """Profile a training step after another."""
-    (step := train(config))()
+    """Trace a step into trace.json, and print its slowest operations."""
+    trainer = Trainer(config)
+    trainer.step()
     with torch.profiler.profile() as profiler:
-        step()
+        trainer.step()
     profiler.export_chrome_trace("trace.json")
-    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    key = f"self_{trainer.device.type}_time_total"
     print(profiler.key_averages().table(sort_by=key, row_limit=15))
-
-
-def measure(config: BenchConfig, jobs: list[str]) -> dict[str, dict]:
-    """Return the medians of what the workers of each job print; the jobs take turns."""
-    found: dict[str, list[dict]] = {job: [] for job in jobs}
-    for _ in range(config.repeats):
-        for job, figures in found.items():
-            command = [sys.executable, __file__, *to_flags(vars(replace(config, worker=job)))]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                raise UserError(f"the job {job} failed; its error is above")
-            figures.append(json.loads(done.stdout.splitlines()[-1]))
-    return {
-        job: {name: statistics.median(x[name] for x in figures) for name in figures[0]}
-        for job, figures in found.items()
-    }
 
 
 def main(config: BenchConfig) -> None:
     if config.worker:
-        return work(config)
+        return measure_here(config)
     if config.profile:
         return profile_step(config)
-    if config.peer and not (config.peer / "model.py").is_file():
-        raise UserError(f"--peer {config.peer} has no model.py; give a checkout of nanoGPT")
-    measured = measure(config, ["train"] if config.peer is None else ["train", "nanogpt"])
-    row = describe(pick_device(config.device)) | {"unit": "tokens/s", "measured": measured}
-    row["options"] = {name: value for name, value in vars(config).items() if value}
-    if peak := peak_flops(*config.device_and_dtype):
+    sides = ["ours"]
+    if config.peer is not None:
+        if not (config.peer / "model.py").is_file():
+            raise UserError(f"--peer {config.peer} has no model.py; give a checkout of nanoGPT")
+        sides.append("nanogpt")
+    measured = measure(config, sides)
+
+    device = pick_device(config.device)
+    peak = peak_flops(device, pick_dtype(config.dtype, device))
+    if peak is not None:
         flops = build_without_weights(config.shape).flops_per_token()
         for figures in measured.values():
             figures["mfu"] = flops * figures["rate"] / peak
-    if config.peer:
-        ours, theirs = measured.values()
+    row = {**describe(device), "unit": "tokens/s", "measured": measured}
+    row["options"] = {name: value for name, value in vars(config).items() if value}
+    if config.peer is not None:
+        ours = measured["ours"]
+        theirs = measured["nanogpt"]
         row["ratio"] = ours["rate"] / theirs["rate"]
         row["memory_ratio"] = ours["peak_bytes"] / theirs["peak_bytes"]
-    line = json.dumps(row, default=str)
+    line = json.dumps(row, default=str)  # paths as text
     config.out.parent.mkdir(parents=True, exist_ok=True)
     with open(config.out, "a") as file:
         file.write(line + "\n")

@@ -189,7 +189,8 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of checkpoints that a folder is, or that it holds: that of a run, too."""
+    """Return `path` if checkpoints lie in it, else the folder in it that holds them, as in that of
+    a run; `path` again if there are none."""
     for folder in (path, path / "checkpoints", *sorted(path.glob("*/"))):
         if list(folder.glob("model_*.pt")):
             return folder

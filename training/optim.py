@@ -72,7 +72,7 @@ def muon_groups(model: GPT) -> list[dict]:
     config = model.config
     kv_rows = config.kv_heads * config.head_size
     stacked = {"c_attn": (config.n_embd, kv_rows, kv_rows)}
-    if config.activation == "swiglu":
+    if config.is_gated:
         stacked["c_fc"] = (config.inner, config.inner)
 
     parameters_by_layout = defaultdict(list)

@@ -67,9 +67,8 @@ def block_activations(shape: GPTConfig, itemsize: int, checkpointing: str) -> in
     if checkpointing == "block":
         return residual  # its input alone
 
-    is_gated = shape.activation == "swiglu"
     qkv = C + 2 * shape.kv_heads * shape.head_size  # channels of c_attn's output
-    hidden = 2 * shape.inner if is_gated else shape.inner  # channels of c_fc's output
+    hidden = 2 * shape.inner if shape.is_gated else shape.inner  # channels of c_fc's output
     attention = C
     if checkpointing == "cheap":
         # the block's input, and the outputs of the four linear layers and of attention
@@ -81,7 +80,7 @@ def block_activations(shape: GPTConfig, itemsize: int, checkpointing: str) -> in
     if shape.position == "rotary":
         qkv *= 2  # before and after the rotation
     activated = shape.inner  # input of the MLP's c_proj
-    if is_gated:
+    if shape.is_gated:
         activated += shape.inner  # SiLU of the gate, which multiplies the other half
     return residuals + itemsize * (normed + qkv + attention + hidden + activated)
 

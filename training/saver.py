@@ -72,8 +72,8 @@ class Saver:
     last_step: int = field(init=False)
     """Step of the newest model_last.pt; at the start that of the checkpoint that is resumed."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
-    errors: dict[str, Exception] = field(init=False, default_factory=dict)
-    """Error of the newest write of each file that failed, by the name of the file."""
+    error_of_file: dict[str, Exception] = field(init=False, default_factory=dict)
+    """Errors of failed writes, by the name of the file; a later write that succeeds removes its."""
 
     def __post_init__(self) -> None:
         self.last_step = self.run.start_step
@@ -105,17 +105,17 @@ class Saver:
         step = entries["step"]
         try:
             save_checkpoint(folder / name, assemble(weights, moments, **entries))
-            self.errors.pop(name, None)
+            self.error_of_file.pop(name, None)
             # model_last.pt is saved before the validation of its step. Where that makes it the
             # best, it becomes the same file as model_best.pt, which knows its validation loss: a
             # resumed run would take a worse model for the best otherwise.
             if name == BEST and step == self.last_step:
                 link_or_copy(folder / BEST, folder / LAST)
-                self.errors.pop(LAST, None)
+                self.error_of_file.pop(LAST, None)
             if step == self.last_step:
                 keep_numbered(folder, step, self.run.config.keep_last)
         except Exception as error:  # an exception of a thread would get lost
-            self.errors[name] = error
+            self.error_of_file[name] = error
             self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:
@@ -139,6 +139,6 @@ class Saver:
     def finish(self) -> None:
         """Wait on all processes for the last write; raise UserError for a file that failed."""
         self.wait()
-        problem = next(iter(self.errors.values()), None)
+        problem = next(iter(self.error_of_file.values()), None)
         if not self.run.process.all_agree(problem is None):
             raise UserError(str(problem or "the main process could not save")) from problem

@@ -52,7 +52,8 @@ class StopSignal:
     def __init__(self, announce: bool) -> None:
         self.announce = announce
         self.signal = 0
-        self.received_seconds = 0.0  # by the monotonic clock
+        # time of the first signal; torchrun sends each one twice, at most a second apart
+        self.received_seconds = 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and so do we

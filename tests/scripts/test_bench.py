@@ -38,7 +38,18 @@ TINY = (
 
 def bench(out, *args, code=0):
     return script(
-        "scripts/bench.py", *TINY, "--device", "cpu", "--out", out, "--repeats", 1, *args, code=code
+        "scripts/bench.py",
+        *TINY,
+        "--device",
+        "cpu",
+        "--out",
+        out,
+        "--repeats",
+        1,
+        "--seconds",
+        0,
+        *args,
+        code=code,
     )
 
 
@@ -52,7 +63,7 @@ def test_training_is_measured_beside_a_peer(tmp_path):
     done = bench(out, "--peer", tmp_path)
     (row,) = rows_of(out)
     assert json.loads(done.stdout.splitlines()[-1]) == row
-    ours, theirs = row["measured"]["train"], row["measured"]["nanogpt"]
+    ours, theirs = row["measured"]["ours"], row["measured"]["nanogpt"]
     assert row["ratio"] == pytest.approx(ours["rate"] / theirs["rate"])
     assert all(10**8 < figures["peak_bytes"] < 10**10 for figures in (ours, theirs))
     assert row["options"]["n_layer"] == 2 and len(row["device"]) >= len("cpu")
@@ -63,7 +74,7 @@ def test_what_cannot_be_measured_is_a_sentence(tmp_path):
     assert "has no model.py" in bench(out, "--peer", tmp_path, code=2).stderr
     (tmp_path / "model.py").write_text("raise ImportError('of another project')")
     done = bench(out, "--peer", tmp_path, code=2)
-    assert "of another project" in done.stderr and "job nanogpt failed" in done.stderr
+    assert "of another project" in done.stderr and "measurement of nanogpt failed" in done.stderr
     assert not out.exists()
 
 
