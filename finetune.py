@@ -25,7 +25,7 @@ from data.loader import step_sequences
 from data.tokenizer import load_tokenizer
 from evaluation.evaluator import is_due
 from finetuning.answers import Questions
-from finetuning.examples import TextEncoder, count_rows
+from finetuning.examples import TextEncoder, read_lines
 from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import (
     DirectPreference,
@@ -88,7 +88,7 @@ def main() -> None:
     claim_folders(options, checkpoint, process)
     # the lengths of run and batches depend on what is read here
     model, entries = build_model(options)
-    num_rows = count_rows(options.data)
+    num_rows = len(read_lines(options.data))
     options = resolve_options(options, num_rows, model.num_parameters(), process.world_size)
     entries |= {"derived": derived, "command": sys.argv}
 
@@ -110,7 +110,11 @@ def main() -> None:
     if options.eval_data:
         run.validate_on(str(zlib.crc32(options.eval_data.read_bytes())))
     saver = Saver(run, model, optimizers, entries)
-    print_summary(run, method)
+    summary = f"{options.method} of {options.init_from} on {options.data}: {len(method):,} "
+    summary += f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps"
+    if run.start_step:
+        summary += f"; resumed at step {run.start_step}"
+    process.print(summary)
     peak = peak_flops(process.device, run.dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
@@ -151,16 +155,6 @@ def main() -> None:
 
     saver.finish()
     run.finish(f"done: see {options.checkpoint_dir}")
-
-
-def print_summary(run: Run, method: Method) -> None:
-    """Print what is trained, on which rows, and how long."""
-    options = run.config
-    summary = f"{options.method} of {options.init_from} on {options.data}; {method.unit}: "
-    summary += f"{len(method):,}, in a step: {options.batch_size}; steps: {options.max_steps:,}"
-    if run.start_step:
-        summary += f"; resumed at step {run.start_step}"
-    run.process.print(summary)
 
 
 def train_step(
@@ -307,29 +301,28 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     return model.train(), entries
 
 
-def open_reference(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None) -> GPT:
-    """Return the model of --init_from, which dpo and grpo compare the trained one with. Its
-    checksum is added to the entries of checkpoints: raise UserError if a resumed run began with
-    other weights."""
-    options, process = run.config, run.process
-    pretrained, _, _ = open_model(options.init_from, exact=True)
-    # compiled if the trained model is: both then round alike
-    reference = rebuild(pretrained, shape, Execution(compiled=options.use_torch_compile))
-    entries["reference"] = checksum(reference.state_dict())
-    if checkpoint is not None and checkpoint.get("reference") != entries["reference"]:
-        raise UserError(f"{options.init_from} has changed since this run began, which needs it")
-    return reference.eval().requires_grad_(False).to(process.device)
-
-
 def open_data(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None) -> Data:
     """Read and encode the rows of a run, and open the models that its method needs beside the
-    trained one, which has the given shape."""
+    trained one, which has the given shape.
+
+    The checksum of a reference model is added to the entries of checkpoints. Raise UserError if a
+    resumed run began with another one.
+    """
     options, process = run.config, run.process
     tokenizer = load_tokenizer(entries["tokenizer"])
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=shape.block_size)
+
+    # dpo and grpo compare the trained model with that of --init_from
     reference = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
-        reference = open_reference(run, shape, entries, checkpoint)
+        pretrained, _, _ = open_model(options.init_from, exact=True)
+        # compiled if the trained model is: both then round alike
+        reference = rebuild(pretrained, shape, Execution(compiled=options.use_torch_compile))
+        entries["reference"] = checksum(reference.state_dict())
+        if checkpoint is not None and checkpoint.get("reference") != entries["reference"]:
+            raise UserError(f"{options.init_from} has changed since this run began, which needs it")
+        reference = reference.eval().requires_grad_(False).to(process.device)
+
     reward = None
     if options.method == "grpo":
         reward = load_reward(options.reward, encoder, process, run.dtype)

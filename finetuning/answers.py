@@ -15,7 +15,6 @@ from finetuning.completions import Completion, complete_questions, is_exact
 from finetuning.examples import TextEncoder, read_jsonl
 from model.generate import Sampling
 from model.gpt import GPT
-from utils.devices import autocast
 from utils.distributed import Process
 
 
@@ -59,11 +58,9 @@ class Questions:
                 # numbers the rows of all samples: no two completions draw the same
                 first_row=sample * num_questions + start,
             )
-            # every few tokens all_done looks for a signal, which ends the run within seconds
-            with autocast(self.process.device, self.dtype):
-                batch = complete_questions(
-                    model, questions, self.encoder, sampling, self.process.all_done
-                )
+            batch = complete_questions(
+                model, questions, self.encoder, sampling, self.process, self.dtype
+            )
             completions.update(enumerate(batch, start))
         # Processes exchange the texts themselves: --dump and the logs need those of all.
         shares = [completions]

@@ -1,6 +1,7 @@
-"""Dialogs, prompts and completions as token ids, and which of these ids are learned.
+"""Dialogs and prompts as token ids, and which of these ids are learned.
 
-Not about reading rows or building batches: see finetuning/examples.py.
+Sampling and fine-tuning encode by these functions alike. Not about the texts that a model learns
+from, their rows and batches: see finetuning/examples.py.
 
 The project's own format puts end of text before each turn, as the shards have it before each
 document, and after the last one. The model learns what the assistant says and the end of text
@@ -32,23 +33,9 @@ class Segment:
     is_learned: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Example:
-    """Token ids (T,) of a text, uint16, and a bool mask (T,), true where they count in the loss."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-
-    @classmethod
-    def join(cls, segments: list[Segment]) -> "Example":
-        """Join the segments of a text."""
-        tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.uint16)
-        lengths = [len(segment.tokens) for segment in segments]
-        loss_mask = np.repeat([segment.is_learned for segment in segments], lengths)
-        return cls(tokens, loss_mask)
-
-
-def encode_turns(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
+def encode_turns(
+    messages: Messages, tokenizer: Tokenizer, open_turn: bool = False
+) -> list[Segment]:
     """Encode a dialog; `open_turn` begins an answer after it. The assistant's turns are learned."""
     if tokenizer.chat_template:
         return encode_by_template(messages, tokenizer, open_turn)
@@ -114,45 +101,13 @@ def split_answer(text: str, content: str, tokenizer: Tokenizer) -> list[Segment]
     return [Segment([*answer, tokenizer.eot], True), Segment(after_answer, False)]
 
 
-def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
-    """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
-    chat template does not let one of them be found."""
-    segments = encode_turns(messages, tokenizer, open_turn=False)
-    # An answer in an unlearned segment would be lost for training without a word.
-    num_answers = sum(message["role"] == "assistant" for message in messages)
-    if sum(segment.is_learned for segment in segments) < num_answers:
-        raise ValueError("the chat template changes earlier turns with later ones")
-    return Example.join(segments)
-
-
 def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> list[int]:
     """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
     `chat` false of the prompt's text after end of text."""
     if not chat:
         return [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
     segments = encode_turns(as_messages(prompt), tokenizer, open_turn=True)
-    return Example.join(segments).tokens.tolist()
-
-
-def encode_completion(
-    prompt: str | Messages, completion: str, tokenizer: Tokenizer, chat: bool
-) -> Example:
-    """Encode a prompt, which does not count in the loss, and a completion with the token that ends
-    it, which do. Nothing of what a chat template writes after that token is part of it."""
-    prompt_segment = Segment(encode_prompt(prompt, tokenizer, chat), False)
-    if chat and tokenizer.chat_template:
-        messages = as_messages(prompt)
-        before_answer = tokenizer.render(messages, open_turn=True)
-        answer_message = {"role": "assistant", "content": completion}
-        after_answer = tokenizer.render([*messages, answer_message])
-        if not after_answer.startswith(before_answer):
-            raise ValueError("the chat template changes earlier turns with later ones")
-        answer = after_answer[len(before_answer) :]
-        return Example.join([prompt_segment, split_answer(answer, completion, tokenizer)[0]])
-    if chat:
-        completion = f" {completion}"  # after "Assistant:"
-    ids = tokenizer.encode_continuation(completion)
-    return Example.join([prompt_segment, Segment([*ids, tokenizer.eot], True)])
+    return np.concatenate([segment.tokens for segment in segments]).tolist()
 
 
 def as_messages(prompt: str | Messages) -> Messages:
@@ -175,14 +130,6 @@ def fit_history(
             return prompt_ids
         # a message of the system before the first question stays
         messages = messages[: questions[0]] + messages[questions[1] :]
-
-
-def decode_completion(tokens: list[int], tokenizer: Tokenizer, chat: bool) -> str:
-    """Return the text of a completion's ids without the space after "Assistant:"."""
-    text = tokenizer.decode_bytes(tokens).decode(errors="replace")
-    if chat and not tokenizer.chat_template:
-        return text.removeprefix(" ")
-    return text
 
 
 def is_chat(checkpoint: dict, name: str, tokenizer: str) -> bool:

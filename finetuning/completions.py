@@ -1,12 +1,15 @@
 """Text that a model writes after the prompts of questions, for --questions, rewards and GRPO."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from finetuning.chat import Example, Segment, decode_completion
-from finetuning.examples import Question, TextEncoder
+import torch
+
+from finetuning.chat import Segment
+from finetuning.examples import Example, Question, TextEncoder
 from model.generate import Sampling, complete
 from model.gpt import GPT
+from utils.devices import autocast
+from utils.distributed import Process
 
 
 @dataclass
@@ -33,13 +36,17 @@ def complete_questions(
     questions: list[Question],
     encoder: TextEncoder,
     sampling: Sampling,
-    all_done: Callable[[bool], bool],
+    process: Process,
+    dtype: torch.dtype,
 ) -> list[Completion]:
-    """Return a completion of each question; `all_done` as in model.generate.complete."""
+    """Return a completion of each question; `dtype` is the autocast dtype of matmuls. Every
+    process must call it with equally many questions. Raises Stopped after a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]
     model.eval()  # without dropout
-    texts = complete(model, prompts, tokenizer.end_ids, sampling, all_done)
+    # every few tokens all_done looks for a signal, which ends the run within seconds
+    with autocast(process.device, dtype):
+        texts = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
     model.train()
     completions = []
     for question, text in zip(questions, texts, strict=True):
@@ -48,6 +55,14 @@ def complete_questions(
         ids = text.tokens if is_cut else [*text.tokens, text.end_id]
         example = Example.join([Segment(question.prompt_ids, False), Segment(ids, True)])
         # without the end: <|im_end|> is no part of the text
-        decoded = decode_completion(text.tokens, tokenizer, encoder.chat)
+        decoded = decode_completion(text.tokens, encoder)
         completions.append(Completion(question.row, decoded, example, is_cut))
     return completions
+
+
+def decode_completion(ids: list[int], encoder: TextEncoder) -> str:
+    """Return the text of a completion's ids without the space after "Assistant:"."""
+    text = encoder.tokenizer.decode_bytes(ids).decode(errors="replace")
+    if encoder.chat and not encoder.tokenizer.chat_template:
+        return text.removeprefix(" ")
+    return text

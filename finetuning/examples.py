@@ -16,41 +16,77 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from finetuning.chat import (
-    ROLES,
-    Example,
-    Messages,
-    encode_completion,
-    encode_messages,
-    encode_prompt,
-)
+from finetuning.chat import ROLES, Messages, Segment, as_messages, encode_prompt, encode_turns
 from utils.distributed import Process
 from utils.errors import UserError
 
 NO_TARGET = -1  # the loss of model/gpt.py leaves out targets of this value
 
 
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file of UTF-8 text, of which some can be empty."""
+@dataclass(frozen=True, eq=False)
+class Example:
+    """Token ids (T,) of a text, uint16, and a bool mask (T,), true where they count in the loss."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+
+    @classmethod
+    def join(cls, segments: list[Segment]) -> "Example":
+        """Join the segments of a text."""
+        tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.uint16)
+        lengths = [len(segment.tokens) for segment in segments]
+        loss_mask = np.repeat([segment.is_learned for segment in segments], lengths)
+        return cls(tokens, loss_mask)
+
+
+def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
+    """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
+    chat template does not let one of them be found."""
+    segments = encode_turns(messages, tokenizer)
+    # An answer in an unlearned segment would be lost for training without a word.
+    num_answers = sum(message["role"] == "assistant" for message in messages)
+    if sum(segment.is_learned for segment in segments) < num_answers:
+        raise ValueError("the chat template changes earlier turns with later ones")
+    return Example.join(segments)
+
+
+def encode_completion(
+    prompt: str | Messages, completion: str, tokenizer: Tokenizer, chat: bool
+) -> Example:
+    """Encode a prompt, which does not count in the loss, and a completion with the token that ends
+    it, which do. Nothing of what a chat template writes after that token is part of it."""
+    prompt_ids = encode_prompt(prompt, tokenizer, chat)
+    if chat:
+        answer = {"role": "assistant", "content": completion}
+        dialog = Example.join(encode_turns([*as_messages(prompt), answer], tokenizer))
+        # The answer is what is learned after the prompt's ids: earlier answers are part of these.
+        learned = np.flatnonzero(dialog.loss_mask)
+        start = len(prompt_ids)
+        end = learned[-1] + 1 if len(learned) else 0
+        if dialog.tokens[:start].tolist() != prompt_ids or end <= start:
+            raise ValueError("the chat template changes earlier turns with later ones")
+        completion_ids = dialog.tokens[start:end]
+    else:
+        completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eot]
+    return Example.join([Segment(prompt_ids, False), Segment(completion_ids, True)])
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """Return the lines of a file of UTF-8 text that are not empty, each with its number from 1."""
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
         raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
-
-
-def count_rows(path: Path) -> int:
-    """Return the number of rows of a .jsonl file."""
-    return sum(line.strip() != "" for line in read_lines(path))
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
     """Return what `encode` makes of each row of a .jsonl file; raise UserError with file and line
     for a row that it raises for."""
     examples = []
-    for number, line in enumerate(read_lines(path), 1):  # as editors count lines
+    for number, line in read_lines(path):
         try:
-            if line.strip():
-                examples.append(encode(json.loads(line)))
+            examples.append(encode(json.loads(line)))
         except Exception as error:  # a row can be wrong in any way
             raise UserError(f"{path}, line {number}: {error}") from error
     if not examples:

@@ -33,18 +33,19 @@ class GroupRelativePolicy(Method):
         has_answer = self.config.reward == "exact"
         return self.encoder.question(row, self.config.max_new_tokens, has_answer=has_answer)
 
-    def roll_out(self, model: GPT, ids: np.ndarray, sampling: Sampling) -> list[Completion]:
-        """Return a completion of the prompt of each of the examples `ids`."""
-        questions = [self.examples[i] for i in ids]
-        with autocast(self.process.device, self.dtype):
-            all_done = self.process.all_done
-            return complete_questions(model, questions, self.encoder, sampling, all_done)
+    def roll_out(
+        self, model: GPT, questions: list[Question], sampling: Sampling
+    ) -> list[Completion]:
+        """Return a completion of each question."""
+        return complete_questions(
+            model, questions, self.encoder, sampling, self.process, self.dtype
+        )
 
     def prepare(self, model: GPT, step: int, ids: np.ndarray) -> PreparedStep:
         group_size = self.config.group_size
         num_completions = len(ids) * group_size
-        # places of this process, (micro-steps, micro-batch)
-        places = self.slice(num_completions, self.config.micro_batch_size)
+        # places of this process, a list for each micro-step
+        places = self.divide(range(num_completions), self.config.micro_batch_size)
 
         # Sample the completions. The random numbers of one depend on seed, step and place alone,
         # so that any number of processes samples the same.
@@ -52,10 +53,10 @@ class GroupRelativePolicy(Method):
         seed = zlib.crc32(f"{self.config.seed} {step}".encode())
         completions: list[list[Completion]] = []  # for each micro-step
         for micro_places in places:
-            first_row = int(micro_places[0])
-            sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=first_row)
-            row_ids = ids[micro_places // group_size]
-            completions.append(self.roll_out(model, row_ids, sampling))
+            questions = [self.examples[ids[place // group_size]] for place in micro_places]
+            length = self.config.max_new_tokens
+            sampling = Sampling(length, seed=seed, first_row=micro_places[0])
+            completions.append(self.roll_out(model, questions, sampling))
         rollout_seconds = time.perf_counter() - start_time
 
         # Reward them. Each process leaves zeros at the places of others, for the sum.
@@ -74,7 +75,8 @@ class GroupRelativePolicy(Method):
         for micro_places, written in zip(places, completions, strict=True):
             batches.append(self.batch(model, written, advantages[micro_places]))
         sample = f"prompt: {completions[0][0].row['prompt']!r}"
-        for place, completion in list(zip(places[0], completions[0], strict=True))[:group_size]:
+        # its places begin at 0, as those of `rewards`
+        for place, completion in enumerate(completions[0][:group_size]):
             sample += f"\n{rewards[place].item():g}  {completion.text!r}"
         metrics = {
             "reward": rewards.mean().item(),
@@ -115,8 +117,10 @@ class GroupRelativePolicy(Method):
             for name, values in metrics.items()
         }
 
-    def held_out_means(self, model: GPT, items: np.ndarray, divisor: int) -> dict[str, Tensor]:
+    def held_out_means(
+        self, model: GPT, questions: list[Question], divisor: int
+    ) -> dict[str, Tensor]:
         """Return the reward of the likeliest completions."""
         sampling = Sampling(self.config.max_new_tokens, temperature=0)  # no random numbers
-        rewards = self.reward(self.roll_out(model, items, sampling))
+        rewards = self.reward(self.roll_out(model, questions, sampling))
         return {"reward": torch.tensor(rewards, dtype=torch.float64).sum() / divisor}

@@ -7,6 +7,7 @@ and processes these parts are the mean, whatever the number of either.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import Slicing
-from finetuning.chat import Example
 from finetuning.examples import (
     Batch,
+    Example,
     TextEncoder,
     collate_packed,
     collate_padded,
@@ -55,8 +56,8 @@ class Method:
     """Base of the methods: the encoded rows of a file, and their batches.
 
     A subclass adds encode(row), which raises ValueError for a row that it cannot learn from,
-    batch(ids), and partial_means(model, batch, divisor), which returns "loss" and further metrics,
-    each summed over the batch and divided by `divisor`.
+    batch(items), and partial_means(model, batch, divisor), which returns "loss" and further
+    metrics, each summed over the batch and divided by `divisor`.
     """
 
     unit = "pairs"  # the examples that --batch_size counts
@@ -80,32 +81,39 @@ class Method:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def divisor(self, ids: np.ndarray) -> int:
-        """Return what the metrics of the examples `ids` are a mean over."""
-        return len(ids)
+    def items(self, examples: list) -> list:
+        """Return what batches are made of: the examples themselves, or with sft rows of them."""
+        return examples
+
+    def divisor(self, examples: list) -> int:
+        """Return what the metrics of these examples are a mean over."""
+        return len(examples)
 
     def prepare(self, model: GPT, step: int, ids: np.ndarray) -> PreparedStep:
         """Return the data of step number `step`, which takes the examples `ids` (batch_size,)."""
-        batches = []
-        # as in pre-training: one micro-batch after another, each process its own share
-        for places in self.slice(len(ids), self.config.micro_batch_size):
-            batches.append(self.batch(ids[places]))
-        return PreparedStep(batches, self.divisor(ids))
+        examples = [self.examples[i] for i in ids]
+        micro_batches = self.divide(self.items(examples), self.config.micro_batch_size)
+        batches = [self.batch(items) for items in micro_batches]
+        return PreparedStep(batches, self.divisor(examples))
 
-    def slice(self, num_items: int, micro_batch_size: int) -> np.ndarray:
-        """Return the indices (micro-steps, micro-batch) of this process's share of the items of a
-        step."""
+    def divide(self, items: Sequence, size: int) -> list[list]:
+        """Return this process's share of the items of a step: `size` items for each micro-step."""
         process = self.process
-        slicing = Slicing(num_items, micro_batch_size, process.rank, process.world_size)
-        return slicing.rank_ids(np.arange(num_items))
+        # as in pre-training: one micro-batch after another, each process its own share
+        slicing = Slicing(len(items), size, process.rank, process.world_size)
+        micro_batches = []
+        for places in slicing.rank_ids(np.arange(len(items))):
+            micro_batches.append([items[place] for place in places])
+        return micro_batches
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each metric over all examples, the same on every process."""
         model.eval()
-        divisor = self.divisor(np.arange(len(self)))
+        divisor = self.divisor(self.examples)
+        micro_batches = self.micro_batches(self.items(self.examples))
         sums: dict[str, float] = {}  # of this process's batches, by name of the metric
-        for _, items, is_counted in self.process.share(self.evaluation_batches()):
+        for _, items, is_counted in self.process.share(micro_batches):
             with autocast(self.process.device, self.dtype):
                 means = self.held_out_means(model, items, divisor)
             for name, mean in means.items():
@@ -116,13 +124,13 @@ class Method:
         totals = self.process.sum_float64(torch.tensor(list(sums.values()), dtype=torch.float64))
         return dict(zip(sums, totals.tolist(), strict=True))
 
-    def evaluation_batches(self) -> list:
-        """Return the indices of all examples in order, in arrays of at most a micro-batch."""
+    def micro_batches(self, items: list) -> list[list]:
+        """Return the items in order, in lists of at most --micro_batch_size."""
         size = self.config.micro_batch_size
-        return np.array_split(np.arange(len(self)), range(size, len(self), size))
+        return [items[start : start + size] for start in range(0, len(items), size)]
 
-    def held_out_means(self, model: GPT, items: np.ndarray, divisor: int) -> dict[str, Tensor]:
-        """Return the metrics of one of the evaluation_batches, each a part of its mean."""
+    def held_out_means(self, model: GPT, items: list, divisor: int) -> dict[str, Tensor]:
+        """Return the metrics of a micro-batch of held-out items, each a part of its mean."""
         return self.partial_means(model, self.batch(items), divisor)
 
 
@@ -135,34 +143,30 @@ class SupervisedTuning(Method):
     def encode(self, row: dict) -> Example:
         return self.encoder.dialog(row)
 
-    def divisor(self, ids: np.ndarray) -> int:
+    def divisor(self, examples: list[Example]) -> int:
         # targets: the first token of a text follows nothing, so it is none
-        return sum(int(self.examples[i].loss_mask[1:].sum()) for i in ids)
+        return sum(int(example.loss_mask[1:].sum()) for example in examples)
 
-    def pack_rows(self, ids: np.ndarray) -> list[list[Example]]:
-        """Return the dialogs `ids` in few rows."""
-        dialogs = [self.examples[i] for i in ids]
-        lengths = [len(dialog.tokens) - 1 for dialog in dialogs]  # without the last, a target alone
+    def items(self, examples: list[Example]) -> list[list[Example]]:
+        """Return the dialogs in few rows."""
+        # without the last token, which is a target alone
+        lengths = [len(example.tokens) - 1 for example in examples]
         rows = pack(lengths, self.encoder.block_size)
-        return [[dialogs[i] for i in row] for row in rows]
+        return [[examples[i] for i in row] for row in rows]
 
-    def prepare(self, model: GPT, step: int, ids: np.ndarray) -> PreparedStep:
-        rows = self.pack_rows(ids)
-        world_size = self.process.world_size
+    def divide(self, rows: list[list[Example]], size: int) -> list[list[list[Example]]]:
+        """Return this process's share of the rows of a step, with empty rows beside them."""
         # How many rows a step has depends on its dialogs. They are divided anew each time.
+        world_size = self.process.world_size
         rows_per_process = math.ceil(len(rows) / world_size)
         if self.config.use_torch_compile:
             rows_per_process = power_of_2(rows_per_process)  # each shape costs a compilation
-        micro_batch_size = min(rows_per_process, self.config.micro_batch_size)
-        micro_steps = math.ceil(rows_per_process / micro_batch_size)
+        size = min(rows_per_process, size)
         # Empty rows give each process equally many batches of one size: forward passes can be
         # collectives, in which a process without a batch would block the others.
-        num_rows = micro_steps * micro_batch_size * world_size
-        rows += [[]] * (num_rows - len(rows))
-        batches = []
-        for places in self.slice(num_rows, micro_batch_size):
-            batches.append(self.batch([rows[i] for i in places]))
-        return PreparedStep(batches, self.divisor(ids))
+        num_rows = math.ceil(rows_per_process / size) * size * world_size
+        padding = [[]] * (num_rows - len(rows))
+        return super().divide(rows + padding, size)
 
     def batch(self, rows: list[list[Example]]) -> Batch:
         """Return rows of dialogs as a batch."""
@@ -172,12 +176,6 @@ class SupervisedTuning(Method):
             batch.targets[0, 0] = 0
         return batch.to_device(self.process)
 
-    def evaluation_batches(self) -> list[list[list[Example]]]:
-        """Return the rows of all dialogs, in lists of at most a micro-batch."""
-        rows = self.pack_rows(np.arange(len(self)))
-        size = self.config.micro_batch_size
-        return [rows[start : start + size] for start in range(0, len(rows), size)]
-
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
         mask = dialog_mask(batch.dialog)
         loss = model(batch.idx, batch.targets, positions=batch.positions, mask=mask)
@@ -185,20 +183,31 @@ class SupervisedTuning(Method):
         return {"loss": loss * batch.num_targets / divisor}
 
 
+@dataclass
+class Pair:
+    """A chosen and a rejected completion of a prompt."""
+
+    chosen: Example
+    rejected: Example
+    ref_logprobs: Tensor | None = None
+    """dpo: log-probabilities (2,) of both under the reference model, float32."""
+
+
 class RewardModeling(Method):
     """Reward model: of two completions the chosen one gets the higher reward (Ouyang et al. 2022,
     equation 1)."""
 
-    def encode(self, row: dict) -> tuple[Example, Example]:
+    def encode(self, row: dict) -> Pair:
         chosen = self.encoder.completion(row, "chosen")
-        return chosen, self.encoder.completion(row, "rejected")
+        return Pair(chosen, self.encoder.completion(row, "rejected"))
 
-    def batch(self, ids: np.ndarray) -> Batch:
-        """Return the chosen texts of the pairs `ids` (N,), then the rejected ones: 2 N rows."""
-        chosen = [self.examples[i][0] for i in ids]
-        rejected = [self.examples[i][1] for i in ids]
-        block_size = self.encoder.block_size
-        batch = collate_padded(chosen + rejected, block_size, self.config.use_torch_compile)
+    def batch(self, pairs: list[Pair]) -> Batch:
+        """Return the chosen texts of N pairs, then the rejected ones: 2 N rows."""
+        texts = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+        batch = collate_padded(texts, self.encoder.block_size, self.config.use_torch_compile)
+        if pairs[0].ref_logprobs is not None:
+            # flattened as the texts are: all chosen ones, then all rejected ones
+            batch.ref_logprobs = torch.stack([pair.ref_logprobs for pair in pairs], 1).flatten()
         return batch.to_device(self.process)
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -223,24 +232,19 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()
+        size = self.config.micro_batch_size
+        starts = range(0, len(self), size)
         logprobs = torch.zeros(2, len(self), dtype=torch.float64)  # of chosen and rejected texts
         # each process computes some of the pairs and leaves zeros for the sum at the others
-        batches = self.evaluation_batches()
-        for ids in batches[self.process.rank :: self.process.world_size]:
+        for start in starts[self.process.rank :: self.process.world_size]:
+            batch = self.batch(self.examples[start : start + size])
             with autocast(self.process.device, self.dtype):
-                # super: the batch method of this class would look up what is computed here
-                batch = super().batch(ids)
                 text_logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
-            pair_logprobs = text_logprobs.view(2, -1)  # (2, N): of the chosen, of the rejected
-            logprobs[:, ids] = pair_logprobs.cpu().double()
-        self.ref_logprobs = self.process.sum_float64(logprobs).float()  # (2, pairs)
+            logprobs[:, start : start + size] = text_logprobs.view(2, -1)
+        sums = self.process.sum_float64(logprobs).float()
+        for i, pair in enumerate(self.examples):
+            pair.ref_logprobs = sums[:, i]
         self.reference = None  # frees its memory
-
-    def batch(self, ids: np.ndarray) -> Batch:
-        batch = super().batch(ids)
-        # flattened as the texts of a batch are: all chosen ones, then all rejected ones
-        batch.ref_logprobs = self.process.copy(self.ref_logprobs[:, ids].flatten())
-        return batch
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         chosen, rejected = token_logprobs(model, batch).sum(1).chunk(2)  # (N,) each, of texts

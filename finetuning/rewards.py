@@ -12,9 +12,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from data.tokenizer import tokenizer_identity
-from finetuning.chat import Example, Segment, is_chat
+from finetuning.chat import Segment, is_chat
 from finetuning.completions import Completion, is_exact
-from finetuning.examples import Batch, Question, TextEncoder, collate_padded
+from finetuning.examples import Batch, Example, Question, TextEncoder, collate_padded
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT
@@ -62,7 +62,14 @@ def load_reward(name: str, encoder: TextEncoder, process: Process, dtype: torch.
     # the last colon: a path can have one, too
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
-        return load_reward_function(name, Path(file), function_name)
+        sys.path.append(str(Path(file).resolve().parent))  # it may import modules beside it
+        try:
+            function = runpy.run_path(file)[function_name]
+        except Exception as error:
+            raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
+        return lambda completions: [
+            float(function(c.row["prompt"], c.text, c.row)) for c in completions
+        ]
     # a .py file without a function is no checkpoint, though it is a file
     path = None if name.endswith(".py") else find_checkpoint(name)
     if path is None:
@@ -83,18 +90,6 @@ def load_reward(name: str, encoder: TextEncoder, process: Process, dtype: torch.
             "context than this run"
         )
     return partial(rate, model.to(process.device), process, dtype)
-
-
-def load_reward_function(name: str, file: Path, function_name: str) -> Reward:
-    """Return the reward of a function (prompt, completion, row) -> number in a Python file."""
-    sys.path.append(str(file.resolve().parent))  # the file may import modules beside it
-    try:
-        function = runpy.run_path(str(file))[function_name]
-    except Exception as error:
-        raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
-    return lambda completions: [
-        float(function(c.row["prompt"], c.text, c.row)) for c in completions
-    ]
 
 
 def check_reward(name: str, reward: Reward, question: Question, eot: int) -> None:

@@ -43,31 +43,31 @@ REWARDS = [[1.0, 0.0, 0.5, -2.0], [0.0, 0.0, 0.0, 1.0], [0.25, 0.25, 0.25, 0.25]
 def filled(shapes: dict[str, Sequence[int]], phase: float) -> dict[str, Tensor]:
     """Return float32 weights of the given shapes that depend on names and `phase` alone: 0.1
     sin(i^2 + phase) with i counting through all of them by name, plus 1 in gains of norms."""
-    weights, start = {}, 0
+    weights = {}
+    start = 0
     for name in sorted(shapes):
         i = torch.arange(start, start + math.prod(shapes[name]), dtype=torch.float64)
-        gain = 1.0 if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")) else 0.0
-        weights[name] = (gain + 0.1 * (i**2 + phase).sin()).float().reshape(*shapes[name])
+        is_gain = name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight"))
+        weights[name] = (is_gain + 0.1 * (i**2 + phase).sin()).float().reshape(*shapes[name])
         start += len(i)
     return weights
 
 
 def fill(model: nn.Module, phase: float) -> None:
     """Give a model of transformers the weights of a phase."""
-    parameters = dict(model.named_parameters())
-    for name, x in filled({name: p.shape for name, p in parameters.items()}, phase).items():
-        parameters[name].data.copy_(x)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict(filled(shapes, phase), strict=False)  # lm_head is wte
 
 
 def make_model(kind: type, phase: float) -> nn.Module:
     """Return a tiny GPT-2 of transformers, of the class `kind`, with the weights of a phase."""
     from transformers import GPT2Config
 
-    dropouts = dict.fromkeys(
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0
-    )
-    tokens = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": END}
-    model = kind(GPT2Config(**SHAPE, n_positions=BLOCK_SIZE, num_labels=1, **dropouts, **tokens))
+    config = GPT2Config(
+        **SHAPE, n_positions=BLOCK_SIZE, num_labels=1, pad_token_id=PAD, eos_token_id=END,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    )  # fmt: skip
+    model = kind(config)
     fill(model, phase)
     return model
 
@@ -85,8 +85,8 @@ def make_tokenizer() -> object:
 
 def options(folder: str) -> dict:
     """Return the options of all trainers: float32 on the CPU, and nothing logged."""
-    quiet = {"output_dir": folder, "report_to": "none", "disable_tqdm": True}
-    return {**quiet, "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    quiet = {"output_dir": folder, "report_to": "none"}
+    return quiet | {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
 
 
 def rounded(x: Tensor) -> list | float:
@@ -97,21 +97,16 @@ def rounded(x: Tensor) -> list | float:
 
 
 def measure(trainer: object, inputs: dict[str, Tensor]) -> dict:
-    """Return trl's loss of a batch with gradients: of some parameters, and the norm of all."""
+    """Return trl's loss of a batch, and the gradients of some parameters."""
     model = trainer.model.train()
     model.zero_grad()
     loss = trainer.compute_loss(model, dict(inputs))
     loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
-    some = {name: rounded(grad) for name, grad in grads.items() if name.endswith(GRADIENTS)}
-    return {"loss": rounded(loss.detach()), "norm": rounded(norm), "gradients": some}
-
-
-def batch(ids: Tensor, attention: Tensor, learned: Tensor) -> dict:
-    """Return token ids (N, T) with their masks: of what is no padding, and of completions."""
-    masks = {"attention_mask": attention.int().tolist(), "learned": learned.int().tolist()}
-    return {"input_ids": ids.tolist(), **masks}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(GRADIENTS):
+            gradients[name] = rounded(parameter.grad)
+    return {"loss": rounded(loss.detach()), "gradients": gradients}
 
 
 def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given) -> dict:
@@ -130,11 +125,18 @@ def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given
         **given,
     )
     inputs = trainer.data_collator(list(trainer.train_dataset))
-    mask = inputs["attention_mask"]
-    learned = inputs.get("completion_mask", torch.zeros_like(mask))
-    if "labels" in inputs:
+    attention_mask = inputs["attention_mask"]
+    if name == "SFT":
         learned = inputs["labels"] != -100
-    return batch(inputs["input_ids"], mask, learned) | beta | measure(trainer, inputs)
+    else:  # none of a reward model
+        learned = inputs.get("completion_mask", torch.zeros_like(attention_mask))
+    return {
+        "input_ids": inputs["input_ids"].tolist(),
+        "attention_mask": attention_mask.tolist(),
+        "learned": learned.int().tolist(),
+        **beta,
+        **measure(trainer, inputs),
+    }
 
 
 def roll_out(prompts: list[str], trainer: object) -> dict:
@@ -175,24 +177,18 @@ def record_grpo(folder: str) -> dict:
     rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
     inputs = trainer._generate_and_score_completions(rows)
     fill(trainer.model, POLICY)
-    parts = {
-        name: torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1)
-        for name in ("ids", "mask")
-    }
-    prompt, mask = inputs["prompt_mask"], inputs["completion_mask"]
-    learned = torch.cat([torch.zeros_like(prompt), mask], 1)
-    scored = {
-        f"{name}_logprobs": rounded(inputs[f"{name}_per_token_logps"][mask.bool()])
-        for name in ("old", "ref")
-    }
-    measured = measure(trainer, inputs)
-    clipped = trainer._metrics["train"]["clip_ratio/region_mean"][-1]
+    learned = inputs["completion_mask"]
+    prompt_mask = inputs["prompt_mask"]
     return {
-        **batch(parts["ids"], parts["mask"], learned),
-        **scored,
-        **{"clip": CLIP, "kl": KL, "rewards": REWARDS, "clipped": clipped},
+        "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1).tolist(),
+        "attention_mask": torch.cat([prompt_mask, learned], 1).tolist(),
+        "learned": torch.cat([torch.zeros_like(prompt_mask), learned], 1).tolist(),
+        "clip": CLIP,
+        "kl": KL,
+        "rewards": REWARDS,
         "advantages": rounded(inputs["advantages"]),
-        **measured,
+        **measure(trainer, inputs),
+        "clipped": trainer._metrics["train"]["clip_ratio/region_mean"][-1],
     }
 
 

@@ -8,19 +8,19 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
 from data.export_tokenizer import byte_level, save_tokenizer, to_engine
-from data.file_tokenizer import CHAT_TEMPLATE, byte_characters, pretrained_tokenizer, read_tokenizer
+from data.file_tokenizer import CHAT_TEMPLATE, byte_characters, pretrained_tokenizer
 from data.tokenizer import ByteTokenizer, load_tokenizer
-from finetuning.chat import (
+from finetuning.chat import Segment, encode_prompt, fit_history, is_chat
+from finetuning.completions import decode_completion
+from finetuning.examples import (
     Example,
-    Segment,
-    decode_completion,
+    TextEncoder,
+    collate_padded,
     encode_completion,
     encode_messages,
-    encode_prompt,
-    fit_history,
-    is_chat,
+    pack,
+    read_jsonl,
 )
-from finetuning.examples import TextEncoder, collate_padded, pack, read_jsonl
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -31,8 +31,8 @@ QUESTION = [{"role": "user", "content": "2+3?"}]
 DIALOG = [*QUESTION, {"role": "assistant", "content": "5"}]
 
 
-def text(tokens: list[int]) -> str:
-    return "".join("|" if t == BYTES.eot else chr(t) for t in tokens)
+def text(tokens) -> str:
+    return "".join("|" if token == BYTES.eot else chr(token) for token in tokens)
 
 
 def masked(example: Example) -> str:
@@ -46,26 +46,34 @@ def test_of_a_dialog_the_assistants_turns_count_in_the_loss():
     assert masked(example) == "~" * 22 + " 5|" + "~" * 21 + " 5|"
 
 
-def test_prompt_and_completion_are_the_dialog_of_both_or_plain_text():
-    dialog = encode_messages(DIALOG, BYTES)
-    for prompt in ("2+3?", QUESTION):
-        example = encode_completion(prompt, "5", BYTES, chat=True)
-        assert (text(example.tokens), masked(example)) == (text(dialog.tokens), masked(dialog))
-    assert text(encode_prompt("2+3?", BYTES, chat=True)) == "|User: 2+3?|Assistant:"
-    plain = encode_completion("2+3=", "5", BYTES, chat=False)
-    assert (text(plain.tokens), masked(plain)) == ("|2+3=5|", "~~~~~5|")
+@pytest.mark.parametrize(
+    ("prompt", "chat", "whole", "learned"),
+    [
+        ("2+3?", True, "|User: 2+3?|Assistant: 5|", " 5|"),
+        (QUESTION, True, "|User: 2+3?|Assistant: 5|", " 5|"),
+        ([*DIALOG, *QUESTION], True, "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant: 5|", " 5|"),
+        ("2+3=", False, "|2+3=5|", "5|"),
+    ],
+)
+def test_of_prompt_and_completion_the_latter_counts(prompt, chat, whole, learned):
+    example = encode_completion(prompt, "5", BYTES, chat)
+    assert text(example.tokens) == whole and masked(example).strip("~") == learned
+    assert text(encode_prompt(prompt, BYTES, chat)) == whole.removesuffix(learned)
 
 
 def test_old_turns_make_room_for_the_answer():
     """A question goes with its answer, and what the system said stays."""
     history = [*DIALOG] * 4 + QUESTION
-    assert text(fit_history(history, BYTES, 1000, 10)).count("User") == 5
-    short = text(fit_history(history, BYTES, 64, 10))
-    assert short == "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
     system = [{"role": "system", "content": "Add."}]
-    short = text(fit_history(system + history, BYTES, 80, 10))
-    assert short == "|System: Add.|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
-    assert text(fit_history(history, BYTES, 16, 10)) == "|User: 2+3?|Assistant:"
+
+    def fit(messages, block_size: int) -> str:
+        return text(fit_history(messages, BYTES, block_size, 10))
+
+    assert fit(history, 1000).count("User") == 5
+    assert fit(history, 64) == "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
+    long = "|System: Add.|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
+    assert fit(system + history, 80) == long
+    assert fit(history, 16) == "|User: 2+3?|Assistant:"
 
 
 def test_packed_rows_hold_each_example_once_and_waste_little():
@@ -111,16 +119,12 @@ def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, encode, probl
         read_jsonl(path, encode)
 
 
-@pytest.mark.parametrize(
-    "content, problem",
-    [(b"\n", "holds no rows"), (b"\xff\xfe\x00", "as UTF-8 text"), (None, "No such file")],
-)
-def test_files_without_rows_are_refused(tmp_path, content, problem):
+def test_a_file_without_rows_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
-    if content is not None:
+    for content, problem in ((b"\n", "holds no rows"), (b"\xff\xfe\x00", "as UTF-8 text")):
         path.write_bytes(content)
-    with pytest.raises(UserError, match=f"rows.jsonl .*{problem}"):
-        read_jsonl(path, dict)
+        with pytest.raises(UserError, match=f"rows.jsonl .*{problem}"):
+            read_jsonl(path, dict)
 
 
 def test_a_long_example_is_cut():
@@ -138,23 +142,14 @@ def test_the_chat_template_gives_the_same_tokens():
 
 
 def test_a_model_of_others_keeps_its_chat_template(tmp_path):
-    engine = to_engine(BYTES)
-    engine.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    (tmp_path / "tokenizer.json").write_text(engine.to_str())
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
-    )
-    spec = read_tokenizer(tmp_path / "tokenizer.json", "<|im_end|>", template)
-    tokenizer = load_tokenizer(spec)
-    start, end = 257, 258
-    prompt_ids = [start, *b"user: 2+2?", end, start, *b"assistant: "]
-    assert encode_prompt("2+2?", tokenizer, chat=True) == prompt_ids
+    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML)
+    spec = pretrained_tokenizer(tmp_path, 257)
     whole = encode_completion("2+2?", "4", tokenizer, chat=True)
-    assert whole.tokens.tolist() == [*prompt_ids, *b"4", end]
-    assert whole.loss_mask.tolist() == [False] * len(prompt_ids) + [True, True]
+    written = tokenizer.engine.decode(whole.tokens.tolist(), skip_special_tokens=False)
+    assert written == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    assert whole.loss_mask.tolist() == [False] * (len(whole.tokens) - 2) + [True, True]
     assert is_chat({}, "some/name", spec) and not is_chat({}, "some/name", "gpt2")
-    odd = load_tokenizer(spec.replace("assistant: {%", "assistant:  {%"))
+    odd = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML.replace("t\n{%", "t \n{%"))
     with pytest.raises(ValueError, match="changes earlier turns"):
         encode_completion("2+2?", "4", odd, chat=True)
 
@@ -229,7 +224,7 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
         whole = encode_completion(prompt, "44", tokenizer, chat)
         answer = whole.tokens[whole.loss_mask].tolist()
         assert whole.tokens.tolist() == [*prompt_ids, *answer] and answer[-1] in tokenizer.end_ids
-        assert decode_completion(answer[:-1], tokenizer, chat).rstrip(" ") == "44"
+        assert decode_completion(answer[:-1], TextEncoder(tokenizer, chat, 64)).rstrip(" ") == "44"
     dialog = [*DIALOG, *DIALOG]
     tokens = encode_messages(dialog, tokenizer).tokens.tolist()
     for end in (1, 3):
@@ -262,7 +257,6 @@ def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, tem
 @pytest.mark.parametrize(
     ("config", "generation", "ends"),
     [
-        (256, None, {256}),
         ([256, 10], None, {256, 10}),
         (256, [256, 10, 13], {256, 10, 13}),
         (None, 256, {256}),
@@ -286,11 +280,12 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path, added, config, generation, 
 
 
 def test_targets_are_the_tokens_after_and_padding_has_none():
+    prompt = Example.join([Segment([5], False)])
     learned = Example.join([Segment([5], False), Segment([6, 7], True)])
-    batch = collate_padded([learned, Example.join([Segment([5], False)])], 64)
+    batch = collate_padded([learned, prompt], 64)
     assert batch.idx.shape == (2, 8) and batch.last.tolist() == [2, 0]
     assert batch.targets.tolist() == [[6, 7, *[-1] * 6], [-1] * 8]
     assert collate_padded([learned], 5).idx.shape == (1, 5)
-    long = [Example.join([Segment([5] * 17, True)])]
-    shapes = [collate_padded(long, 64, compiled).idx.shape for compiled in (False, True)]
-    assert shapes == [(1, 24), (1, 32)]  # a compiler sees few shapes
+    long = Example.join([Segment([5] * 17, True)])
+    assert collate_padded([long], 64).idx.shape == (1, 24)
+    assert collate_padded([long], 64, compiled=True).idx.shape == (1, 32)  # few shapes

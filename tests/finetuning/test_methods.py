@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
-from finetune import train_step
+from finetune import METHODS, train_step
 from finetuning.answers import Questions, pass_at_k
-from finetuning.chat import Example, decode_completion
-from finetuning.completions import Completion
-from finetuning.examples import Batch, TextEncoder, dialog_mask
-from finetuning.grpo import GroupRelativePolicy
-from finetuning.methods import DirectPreference, Method, RewardModeling, SupervisedTuning
+from finetuning.completions import Completion, decode_completion
+from finetuning.examples import Batch, Example, TextEncoder, dialog_mask
+from finetuning.methods import Method
 from finetuning.objectives import group_advantages
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardModel, load_reward, rate
@@ -42,15 +40,13 @@ LETTERS = [{"prompt": "a" * n, "completion": "b" * n} for n in (3, 9, 5, 25, 12,
 def make(tmp_path):
     """A function that makes a method on rows of plain text."""
 
-    def make_method(
-        kind: type[Method], name: str, rows=PAIRS, reference=None, reward=None, **options
-    ) -> Method:
+    def make_method(name: str, rows=PAIRS, reference=None, reward=None, **options) -> Method:
         path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps({"answer": 1, **row}) + "\n" for row in rows))
-        options = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "exact"} | options
-        config = FinetuneConfig(init_from="a", data=path, method=name, **options)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
+        config = FinetuneConfig(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)
-        return kind(config, CPU, torch.float32, encoder, reference, reward, path)
+        return METHODS[name](config, CPU, torch.float32, encoder, reference, reward, path)
 
     return make_method
 
@@ -73,31 +69,35 @@ def logprobs_by_hand(model: GPT, example: Example) -> Tensor:
     return picked[torch.from_numpy(example.loss_mask[1:])]
 
 
-def step_means(method: Method, model: GPT) -> tuple[dict[str, float], list[Batch], dict]:
-    """Metrics and batches of one step on all examples, and the means of the step."""
-    prepared = method.prepare(model, 0, np.arange(len(method)))
+def sum_means(method: Method, model: GPT, batches: list[Batch], divisor: int) -> dict[str, Tensor]:
+    """The means over a step, from the parts of its batches."""
     means: dict[str, Tensor] = {}
-    for batch in prepared.batches:
-        for name, part in method.partial_means(model, batch, prepared.divisor).items():
+    for batch in batches:
+        for name, part in method.partial_means(model, batch, divisor).items():
             means[name] = means.get(name, 0) + part
-    return prepared.metrics, prepared.batches, means
+    return means
+
+
+def step_means(method: Method, model: GPT) -> dict[str, Tensor]:
+    """The means of one step on all examples."""
+    prepared = method.prepare(model, 0, np.arange(len(method)))
+    return sum_means(method, model, prepared.batches, prepared.divisor)
 
 
 @pytest.mark.parametrize("ngrams, position", [(1, "learned"), (3, "rotary")])
 def test_packed_dialogs_do_not_see_each_other(make, ngrams, position):
     model = make_model(position=position, ngrams=ngrams).eval()
-    method = make(SupervisedTuning, "sft", LETTERS[:3])
-    _, (batch,), means = step_means(method, model)
+    method = make("sft", LETTERS[:3])
+    rows = method.items(method.examples)
+    assert len(rows) == 1
+    batch = method.batch(rows)
     assert batch.idx.shape == (1, 40)  # 37 inputs in one row
-    mask = dialog_mask(batch.dialog)
-    losses = model(
-        batch.idx, batch.targets, positions=batch.positions, mask=mask, reduction="none"
-    ).flatten()
-    (dialogs,) = method.pack_rows(range(3))
-    apart = torch.cat([-logprobs_by_hand(model, dialog) for dialog in dialogs])
-    torch.testing.assert_close(losses[batch.targets.flatten() >= 0], apart)
-    assert losses[batch.targets.flatten() < 0].eq(0).all()
-    torch.testing.assert_close(means["loss"], apart.mean())
+    masks = {"positions": batch.positions, "mask": dialog_mask(batch.dialog)}
+    losses = model(batch.idx, batch.targets, **masks, reduction="none").flatten()
+    apart = torch.cat([-logprobs_by_hand(model, dialog) for dialog in rows[0]])
+    is_target = batch.targets.flatten() >= 0
+    torch.testing.assert_close(losses[is_target], apart)
+    assert losses[~is_target].eq(0).all()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -109,7 +109,7 @@ def test_a_step_of_dialogs_has_one_loss_for_all_slicings(
     model = make_model().eval()
     ids = np.array([4, 0, 6, 2, 5])
     options = {"use_torch_compile": compiled, "micro_batch_size": micro_batch_size}
-    method = make(SupervisedTuning, "sft", LETTERS, **options)
+    method = make("sft", LETTERS, **options)
     total = 0.0
     shapes = set()
     for rank in range(world_size):
@@ -118,7 +118,7 @@ def test_a_step_of_dialogs_has_one_loss_for_all_slicings(
         shapes.add((len(prepared.batches), *{len(batch.idx) for batch in prepared.batches}))
         for batch in prepared.batches:
             assert batch.idx.shape[0] <= micro_batch_size and batch.idx.shape[1] <= 64
-            total += method.partial_means(model, batch, prepared.divisor)["loss"]
+        total += sum_means(method, model, prepared.batches, prepared.divisor)["loss"]
     assert len(shapes) == 1
     apart = torch.cat([-logprobs_by_hand(model, method.examples[i]) for i in ids])
     torch.testing.assert_close(total, apart.mean())
@@ -126,32 +126,32 @@ def test_a_step_of_dialogs_has_one_loss_for_all_slicings(
 
 def test_dpo_scores_the_texts_by_the_reference_once(make):
     reference = make_model(1).requires_grad_(False)
-    method = make(DirectPreference, "dpo", reference=reference, beta=0.3)
-    for i, pair in enumerate(method.examples):
-        sums = torch.stack([logprobs_by_hand(reference, text).sum() for text in pair])
-        torch.testing.assert_close(method.ref_logprobs[:, i], sums)
-    _, _, means = step_means(method, reference)
+    method = make("dpo", reference=reference, beta=0.3)
+    for pair in method.examples:
+        texts = (pair.chosen, pair.rejected)
+        by_hand = torch.stack([logprobs_by_hand(reference, text).sum() for text in texts])
+        torch.testing.assert_close(pair.ref_logprobs, by_hand)
+    means = step_means(method, reference)  # a model that equals its reference has no preference
     assert means["loss"].item() == pytest.approx(math.log(2), abs=1e-5)
     assert means["accuracy"] == 0
 
 
 def test_a_reward_is_read_at_the_last_token(make):
     model = make_model(3, RewardModel).requires_grad_(False)
-    method = make(RewardModeling, "reward")
-    rewards = []
-    for pair in method.examples:
-        texts = [torch.from_numpy(example.tokens.astype(np.int64)) for example in pair]
-        rewards.append([model(text[None])[0, -1, 0] for text in texts])
-    chosen, rejected = torch.tensor(rewards).T
-    _, _, means = step_means(method, model)
-    torch.testing.assert_close(means["margin"], (chosen - rejected).mean())
-    completions = [Completion({}, "", text) for text, _ in method.examples]
-    rated = rate(model, CPU, torch.float32, completions)
-    torch.testing.assert_close(torch.tensor(rated), chosen)
+    method = make("reward")
+
+    def by_hand(example: Example) -> Tensor:
+        return model(torch.from_numpy(example.tokens.astype(np.int64))[None])[0, -1, 0]
+
+    chosen = torch.stack([by_hand(pair.chosen) for pair in method.examples])
+    rejected = torch.stack([by_hand(pair.rejected) for pair in method.examples])
+    torch.testing.assert_close(step_means(method, model)["margin"], (chosen - rejected).mean())
+    completions = [Completion({}, "", pair.chosen) for pair in method.examples]
+    rewards = rate(model, CPU, torch.float32, completions)
+    torch.testing.assert_close(torch.tensor(rewards), chosen)
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-def test_grpo_rewards_what_it_samples_and_scores_it_by_both_models(make, updates):
+def test_grpo_rewards_what_it_samples_and_scores_it_by_both_models(make):
     """A completion ends with end of text unless it is as long as a completion may be."""
     reference, model = make_model(4), make_model(5)
     with torch.no_grad():  # so that some completions end early
@@ -162,55 +162,39 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_both_models(make, updates
         completions.extend(written)
         return [len(set(x.text)) + x.text.count("a") / 7 for x in written]
 
-    options = {"group_size": 4, "max_new_tokens": 12, "updates": updates, "micro_batch_size": 8}
-    method = make(GroupRelativePolicy, "grpo", reference=reference, reward=reward, **options)
-    metrics, batches, _ = step_means(method, model)
-    assert metrics["cut"] == np.mean([x.is_cut for x in completions])
-    for completion in completions:
-        ids = completion.example.tokens[completion.example.loss_mask].tolist()
-        assert (BYTES.eot in ids) == (ids[-1] == BYTES.eot) != completion.is_cut
-        assert len(ids) == 12 or not completion.is_cut
-        ids = ids if completion.is_cut else ids[:-1]
-        assert decode_completion(ids, BYTES, False) == completion.text
-    assert {x.is_cut for x in completions} == {False, True} and len(completions) == 16
-
-    advantages = group_advantages(torch.tensor(reward(completions[:16])).view(-1, 4)).flatten()
+    options = {"group_size": 4, "max_new_tokens": 12, "updates": 2, "micro_batch_size": 8}
+    method = make("grpo", reference=reference, reward=reward, **options)
+    prepared = method.prepare(model, 0, np.arange(4))
+    advantages = group_advantages(torch.tensor(reward(completions[:16])).view(4, 4)).flatten()
+    assert {x.is_cut for x in completions} == {False, True}
+    assert prepared.metrics["cut"] == np.mean([x.is_cut for x in completions[:16]])
     for i, completion in enumerate(completions[:16]):
-        batch, row = batches[i // 8], i % 8
+        ids = completion.example.tokens[completion.example.loss_mask].tolist()
+        assert len(ids) == 12 or not completion.is_cut
+        if not completion.is_cut:
+            assert ids.pop() == BYTES.eot
+        assert BYTES.eot not in ids
+        assert decode_completion(ids, method.encoder) == completion.text
+
+        batch, row = prepared.batches[i // 8], i % 8
         torch.testing.assert_close(batch.advantages[row], advantages[i])
         is_target = batch.targets[row] >= 0
-        scored = [(reference, batch.ref_logprobs)]
-        if updates == 2:
-            scored.append((model, batch.old_logprobs))
-        for scorer, logprobs in scored:
+        for scorer, scored in ((reference, batch.ref_logprobs), (model, batch.old_logprobs)):
             by_hand = logprobs_by_hand(scorer, completion.example)
-            torch.testing.assert_close(logprobs[row][is_target], by_hand)
-    assert (batches[0].old_logprobs is None) == (updates == 1)
-
-
-GRPO = {"group_size": 2, "max_new_tokens": 4, "kl": 0.0}
-
-
-def test_without_a_reference_there_is_no_kl(make):
-    method = make(GroupRelativePolicy, "grpo", reward=lambda written: [0.0] * len(written), **GRPO)
-    _, _, means = step_means(method, make_model(6))
-    assert list(means) == ["loss"]
+            torch.testing.assert_close(scored[row][is_target], by_hand)
 
 
 def test_a_step_counts_once_and_says_how_many_updates_were_applied(make, monkeypatch):
-    """Here the second of two updates is never finite."""
-    options = {"updates": 2, "max_steps": 9, "warmup_steps": 0, "max_lr": 1e-3, **GRPO}
-
-    def reward(written: list[Completion]) -> list[int]:
-        return [len(completion.text) for completion in written]
-
-    method = make(GroupRelativePolicy, "grpo", reward=reward, micro_batch_size=8, **options)
+    """Here the second of two updates is never finite. Without a reference there is no kl."""
+    method = make(
+        "grpo", PAIRS[:1], reward=lambda written: [len(x.text) for x in written],
+        group_size=2, max_new_tokens=4, kl=0.0, updates=2, max_steps=9, warmup_steps=0, max_lr=1e-3,
+    )  # fmt: skip
     partial_means = method.partial_means
     factors = [1.0, math.nan] * 3
 
     def second_is_not_finite(*args) -> dict[str, Tensor]:
-        factor = factors.pop(0)
-        return {name: value * factor for name, value in partial_means(*args).items()}
+        return {"loss": partial_means(*args)["loss"] * factors.pop(0)}
 
     monkeypatch.setattr(method, "partial_means", second_is_not_finite)
     model, state = make_model(8), TrainState()
@@ -218,7 +202,8 @@ def test_a_step_counts_once_and_says_how_many_updates_were_applied(make, monkeyp
     process = replace(CPU, stop=SimpleNamespace(signal=0))
     run = SimpleNamespace(config=method.config, process=process, dtype=torch.float32, state=state)
     for step in (1, 2, 3):
-        prepared = method.prepare(model, step, np.arange(4))
+        prepared = method.prepare(model, step, np.arange(1))
+        assert list(partial_means(model, prepared.batches[0], 2)) == ["loss"]
         result = train_step(run, model, [optimizer], method, prepared)
         assert result.figures["updates"] == 1 and math.isfinite(result.figures["loss"])
         assert "loss nan" in result.skip_reason
@@ -227,7 +212,7 @@ def test_a_step_counts_once_and_says_how_many_updates_were_applied(make, monkeyp
 
 @pytest.mark.parametrize("end_ids, exact", [([], 0.0), ([ord("!")], 1.0)])
 def test_a_cut_answer_is_not_exact(tmp_path, end_ids, exact):
-    """A model that writes "aaa..." gives the answer "aaaa" only if it ends there."""
+    """A model that writes "aaaa!!!!" gives the answer "aaaa" only if it ends there."""
     model = make_model(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -238,19 +223,17 @@ def test_a_cut_answer_is_not_exact(tmp_path, end_ids, exact):
         model.transformer.wpe.weight[5, 1] = 10.0
         model.transformer.ln_f.weight[1] = 10.0
         model.transformer.wte.weight[ord("!"), 1] = 1.0
-    tokenizer = SimpleNamespace(
-        eot=256, end_ids=frozenset([256, *end_ids]), chat_template=None,
-        encode=BYTES.encode, decode_bytes=BYTES.decode_bytes,
-    )  # fmt: skip
-    row = {"prompt": "b", "answer": "aaaa"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    tokenizer = ByteTokenizer()
+    tokenizer.end_ids = frozenset([256, *end_ids])
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "b", "answer": "aaaa"}')
     encoder = TextEncoder(tokenizer, False, 64)
     reward = load_reward("exact", encoder, CPU, torch.float32)
     for longest in (4, 8):
-        questions = Questions(tmp_path / "rows.jsonl", encoder, CPU, torch.float32, longest, 1)
-        (result,), (example,) = questions.score(model)
+        questions = Questions(path, encoder, CPU, torch.float32, longest, 1)
+        (result,), (row,) = questions.score(model)
         assert result.value == (exact if longest == 8 else 0.0)
-        assert example["cut"] == (longest == 4 or not end_ids)
+        assert row["cut"] == (longest == 4 or not end_ids)
         assert reward(questions.answers(model)) == [result.value]
 
 

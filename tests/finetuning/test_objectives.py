@@ -3,16 +3,15 @@ trl.json, and numbers computed by hand."""
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from record_trl import BLOCK_SIZE, FILE, OLD, POLICY, REFERENCE, SHAPE, filled
 from torch import Tensor
 
+from finetune import METHODS
 from finetuning.examples import Batch
-from finetuning.grpo import GroupRelativePolicy
-from finetuning.methods import DirectPreference, Method, RewardModeling, token_logprobs
+from finetuning.methods import token_logprobs
 from finetuning.objectives import group_advantages, grpo_losses
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardModel
@@ -21,7 +20,6 @@ from model.gpt import GPT
 from model.huggingface import weights_from_hf, weights_to_hf
 
 TRL = json.loads(FILE.read_text())
-TOLERANCE = 1e-5
 
 
 def make_model(phase: float, kind: type[GPT] = GPT) -> GPT:
@@ -45,65 +43,45 @@ def make_batch(recorded: dict) -> Batch:
     return Batch(idx, targets, last=torch.tensor(recorded["attention_mask"]).sum(1) - 1)
 
 
-def loss_of(kind: type[Method], model: GPT, batch: Batch, divisor: int, **options) -> Tensor:
+def loss_of(name: str, model: GPT, batch: Batch, recorded: dict) -> Tensor:
     """Return the loss of a method, which reads no rows for it, on one batch."""
-    method = object.__new__(kind)
-    paths = {"init_from": "", "data": Path(), "reward": "exact"}
-    method.config = FinetuneConfig(method="grpo", **paths, **options)
-    return method.partial_means(model, batch, divisor)["loss"]
+    if name == "sft":
+        return model(batch.idx, batch.targets)
+    method = object.__new__(METHODS[name])
+    given = {key: recorded[key] for key in ("beta", "clip", "kl") if key in recorded}
+    method.config = FinetuneConfig(method=name, init_from="", data="", reward="exact", **given)
+    num_items = len(batch.idx) if name == "grpo" else len(batch.idx) // 2  # else pairs
+    return method.partial_means(model, batch, num_items)["loss"]
 
 
-def assert_close(ours: Tensor, theirs: Tensor | list | float) -> None:
-    """Compare tensors of the same shape."""
-    theirs = torch.as_tensor(theirs, dtype=ours.dtype)
-    torch.testing.assert_close(ours.detach(), theirs, atol=TOLERANCE, rtol=0)
+def assert_close(ours: Tensor, theirs: list | float) -> None:
+    theirs = torch.tensor(theirs, dtype=ours.dtype)
+    torch.testing.assert_close(ours.detach(), theirs, atol=1e-5, rtol=0)
 
 
-def assert_equal(model: GPT, loss: Tensor, recorded: dict) -> None:
-    """Compare the loss and its gradients with those of trl."""
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
+def test_loss_and_gradients_are_those_of_trl(name):
+    recorded = TRL[name]
+    model = make_model(POLICY, RewardModel if name == "reward" else GPT)
+    batch = make_batch(recorded)
+    if name in ("dpo", "grpo"):
+        batch.ref_logprobs = token_logprobs(make_model(REFERENCE), batch).detach()
+    if name == "dpo":
+        batch.ref_logprobs = batch.ref_logprobs.sum(1)
+    if name == "grpo":
+        assert 0 < recorded["clipped"] < 1  # the share of tokens whose ratio is clipped
+        batch.advantages = group_advantages(torch.tensor(recorded["rewards"])).flatten()
+        assert_close(batch.advantages, recorded["advantages"])
+        batch.old_logprobs = token_logprobs(make_model(OLD), batch).detach()
+
+    loss = loss_of(name, model, batch, recorded)
     assert_close(loss, recorded["loss"])
     loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    assert_close(torch.nn.utils.get_total_norm(grads.values()), recorded["norm"])
-    head = grads.pop("reward_head.weight", None)
-    ours = weights_to_hf(grads, model.config) | {"score.weight": head}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    head = gradients.pop("reward_head.weight", None)
+    ours = weights_to_hf(gradients, model.config) | {"score.weight": head}
     for name, theirs in recorded["gradients"].items():
         assert_close(ours[name], theirs)
-
-
-def test_supervised_tuning_is_that_of_trl():
-    model, batch = make_model(POLICY), make_batch(TRL["sft"])
-    assert_equal(model, model(batch.idx, batch.targets), TRL["sft"])
-
-
-def test_dpo_is_that_of_trl():
-    model, recorded = make_model(POLICY), TRL["dpo"]
-    batch = make_batch(recorded)
-    batch.ref_logprobs = token_logprobs(make_model(REFERENCE), batch).sum(1).detach()
-    loss = loss_of(DirectPreference, model, batch, len(batch.idx) // 2, beta=recorded["beta"])
-    assert_equal(model, loss, recorded)
-
-
-def test_reward_modeling_is_that_of_trl():
-    model, batch = make_model(POLICY, RewardModel), make_batch(TRL["reward"])
-    loss = loss_of(RewardModeling, model, batch, len(batch.idx) // 2)
-    assert_equal(model, loss, TRL["reward"])
-
-
-def test_grpo_is_that_of_trl():
-    recorded, model = TRL["grpo"], make_model(POLICY)
-    assert 0 < recorded["clipped"] < 1  # the share of tokens whose ratio is clipped
-    batch = make_batch(recorded)
-    batch.advantages = group_advantages(torch.tensor(recorded["rewards"])).flatten()
-    assert_close(batch.advantages, recorded["advantages"])
-    batch.old_logprobs = token_logprobs(make_model(OLD), batch).detach()
-    batch.ref_logprobs = token_logprobs(make_model(REFERENCE), batch).detach()
-    loss_mask = batch.targets >= 0
-    assert_close(batch.old_logprobs[loss_mask], recorded["old_logprobs"])
-    assert_close(batch.ref_logprobs[loss_mask], recorded["ref_logprobs"])
-    options = {"clip": recorded["clip"], "kl": recorded["kl"]}
-    loss = loss_of(GroupRelativePolicy, model, batch, len(batch.idx), **options)
-    assert_equal(model, loss, recorded)
 
 
 @pytest.mark.parametrize("reward", [0.1, 1e8 + 0.1])
