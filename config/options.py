@@ -290,8 +290,6 @@ def check_run_options(options: OptimizerOptions) -> None:
     check_ranges(options, "max_lr min_lr weight_decay grad_clip", 0)
     if None not in (options.max_lr, options.min_lr) and options.min_lr > options.max_lr:
         raise UserError(f"--min_lr {options.min_lr} is above --max_lr {options.max_lr}")
-    if not (0 <= options.beta1 < 1 and 0 <= options.beta2 < 1):
-        raise UserError("--beta1 and --beta2 must be at least 0 and below 1")
 
 
 def check_ranges(options: object, names: str, least: int) -> None:

@@ -6,13 +6,13 @@ branch in make_optimizers. The learning rate is set by training/schedule.py, ste
 """
 
 from collections import defaultdict
+from importlib import import_module
 
 import torch
 
 from config.options import OptimizerOptions
 from config.recipes import Recipe
 from model.gpt import GPT
-from training.muon import Muon
 from utils.errors import UserError
 
 # Float32 numbers of state that an optimizer keeps for each entry of a matrix: two moments of AdamW,
@@ -59,7 +59,8 @@ def make_optimizers(
     betas = (options.beta1, options.beta2)
     optimizers = [torch.optim.AdamW(groups, betas=betas, fused=True)]
     if has_muon:
-        optimizers.append(Muon(muon_groups(model), recipe, options.weight_decay, dtype))
+        muon = import_module("training.muon")  # on demand: GPT-2 itself is trained without it
+        optimizers.append(muon.Muon(muon_groups(model), recipe, options.weight_decay, dtype))
     return optimizers
 
 
