@@ -110,11 +110,11 @@ def main() -> None:
     if options.eval_data:
         run.validate_on(str(zlib.crc32(options.eval_data.read_bytes())))
     saver = Saver(run, model, optimizers, entries)
-    summary = f"{options.method} of {options.init_from} on {options.data}: {len(method):,} "
-    summary += f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps"
-    if run.start_step:
-        summary += f"; resumed at step {run.start_step}"
-    process.print(summary)
+    resumed = f"; resumed at step {run.start_step}" if run.start_step else ""
+    process.print(
+        f"{options.method} of {options.init_from} on {options.data}: {len(method):,} "
+        f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
+    )
     peak = peak_flops(process.device, run.dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 

@@ -32,11 +32,11 @@ PAIRS = [
     {"prompt": "90 33 61 2 14", "chosen": " 140", "rejected": " 55 139"},
 ]
 PROMPTS = ["3 1 4 1", "2 7 18 28", "100 50 25 12"]  # of equal length: GPT-2 would shift padded ones
-COMPLETIONS = [
-    [[20, 21, 22, END], [20, END], [23, 9, 7, 40, 41, END], [60, 61, 62, 63, 64, 65]],
-    [[17, END], [18, 19, 20, END], [99, 98, 97, 96, 95, END], [11, 12, 13, 14, 15, 16]],
-    [[6, 5, 4, END], [130, END], [131, 132, END], [END]],
-]
+COMPLETIONS = [  # a line for each prompt; 256 is END
+    "20 21 22 256", "20 256", "23 9 7 40 41 256", "60 61 62 63 64 65",
+    "17 256", "18 19 20 256", "99 98 97 96 95 256", "11 12 13 14 15 16",
+    "6 5 4 256", "130 256", "131 132 256", "256",
+]  # fmt: skip
 REWARDS = [[1.0, 0.0, 0.5, -2.0], [0.0, 0.0, 0.0, 1.0], [0.25, 0.25, 0.25, 0.25]]
 
 
@@ -142,7 +142,8 @@ def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given
 def roll_out(prompts: list[str], trainer: object) -> dict:
     """Return the given completions, in place of sampled ones."""
     prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-    return {"prompt_ids": prompt_ids, "completion_ids": sum(COMPLETIONS, []), "logprobs": None}
+    completion_ids = [[int(number) for number in text.split()] for text in COMPLETIONS]
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
 
 def reward(completions: list[str], **_: object) -> list[float]:

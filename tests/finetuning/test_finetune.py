@@ -41,8 +41,8 @@ def base(shards, tmp_path_factory):
     script(*train_args(shards, run, 10, "--block_size", 64, "--recipe", "speedrun"))
     rows = []
     for i in range(1, 13):
-        texts = {"prompt": f"{i}?", "completion": f"say {i}", "chosen": f"{i}", "rejected": "no"}
-        rows.append(texts | {"answer": i})
+        row = {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no"}
+        rows.append(row | {"answer": i})
     write_rows(run / "rows.jsonl", rows)
     write_rows(run / "bad.jsonl", [{"prompt": "a"}])
     (run / "letters.py").write_text(
@@ -75,11 +75,9 @@ def write_rows(path, rows: list[dict]) -> None:
 
 def finetune_args(base, run, method, *extra) -> list:
     """The command line of a small run of finetune.py in the folder `run`."""
-    options = METHODS[method].replace("letters.py", str(base / "letters.py")).split()
-    data = ["--init_from", base, "--data", base / "rows.jsonl"]
-    return [
-        "finetune.py", "--method", method, *data, *folders(run), *SMALL.split(), *options, *extra
-    ]  # fmt: skip
+    options = METHODS[method].replace("letters.py", str(base / "letters.py"))
+    data = ["--init_from", base, "--data", base / "rows.jsonl", *folders(run)]
+    return ["finetune.py", "--method", method, *data, *SMALL.split(), *options.split(), *extra]
 
 
 def steps_args(base, run, method, *extra) -> list:
@@ -93,7 +91,7 @@ def rows(run, split="train") -> list[dict]:
     left_out = ("ms", "per_s", "split", "mfu", "tokens")
     return [
         {name: value for name, value in row.items() if not name.endswith(left_out)}
-        for row in read_metrics(run / "logs")[split]
+        for row in read_metrics(run / "logs").get(split, [])
     ]
 
 
@@ -103,12 +101,10 @@ def samples(run) -> list[str]:
 
 def assert_close(run, other, tolerance):
     """Compare the rows and the weights of two runs."""
-    for split in {"train", "val", "held_out"} & read_metrics(run / "logs").keys():
+    for split in ("train", "val", "held_out"):
         for ours, theirs in zip(rows(run, split), rows(other, split), strict=True):
             assert ours == pytest.approx(theirs, abs=tolerance, rel=tolerance)
-    theirs = weights(other)
-    for name, weight in weights(run).items():
-        torch.testing.assert_close(weight, theirs[name], atol=tolerance, rtol=0)
+    torch.testing.assert_close(weights(run), weights(other), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -119,12 +115,9 @@ def test_a_resumed_run_continues_to_the_last_digit(base, whole, tmp_path, method
     resumed = script("finetune.py", "--resume", start, *folders(tmp_path))
     assert "resumed at step 2" in resumed.stdout
     assert load_checkpoint(start)["config"]["init_from"].endswith("model_best.pt")
-    for split in ("train", "held_out" if method == "grpo" else "val"):
-        assert rows(tmp_path, split) == rows(complete, split)
+    assert_close(tmp_path, complete, 0)
+    assert len(samples(complete)) == (5 if method == "grpo" else 1)
     assert samples(tmp_path)[1:] == samples(complete)[3:]
-    assert (len(samples(complete)) == 5) == (method == "grpo")
-    theirs = weights(complete)
-    assert all(torch.equal(weight, theirs[name]) for name, weight in weights(tmp_path).items())
 
 
 def test_sigterm_ends_the_texts_of_grpo_and_the_step_is_done_again(base, whole, tmp_path):
@@ -143,9 +136,9 @@ def test_two_processes_and_shardings_equal_one(base, whole, tmp_path, method, sh
     assert_close(tmp_path, whole(method), 1e-4)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path, method):
-    """As whole graphs, without the compiler's kernels. Of grpo the sampling is compiled."""
+    """As whole graphs, without the compiler's kernels."""
     patched = tmp_path / "finetune_by_graphs.py"
     patched.write_text(
         "import functools, torch\n"
@@ -169,14 +162,11 @@ def test_rewards_are_learned(base, tmp_path):
 
 
 def test_the_defaults_of_sft_teach_a_few_dialogs_of_one_kind(trained, tmp_path):
-    write_rows(
-        tmp_path / "data.jsonl", [{"prompt": f"{i}?", "completion": "yes"} for i in range(200)]
-    )
+    dialogs = [{"prompt": f"{i}?", "completion": "yes"} for i in range(200)]
+    write_rows(tmp_path / "data.jsonl", dialogs)
     options = ["--method", "sft", "--init_from", trained, "--data", tmp_path / "data.jsonl"]
     script("finetune.py", *options, *folders(tmp_path), "--device", "cpu", "--dtype", "float32")
     assert rows(tmp_path)[-1]["loss"] < 0.1
-    config = json.loads((tmp_path / "logs/config.json").read_text())["config"]
-    assert config["batch_size"] * config["max_steps"] >= 3 * 200
 
 
 def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
@@ -186,10 +176,10 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
     assert rows(reward, "val")[-1]["accuracy"] > 0.9
     script(*finetune_args(base, tmp_path, "grpo", "--reward", reward, "--max_steps", 2))
     assert len({row["reward"] for row in rows(tmp_path)}) == 2
+    checkpoint = reward / "checkpoints/model_last.pt"
     with pytest.raises(UserError, match="is a reward model"):
-        load_model(reward / "checkpoints/model_last.pt")
-    state = load_checkpoint(reward / "checkpoints/model_last.pt")
-    save_checkpoint(tmp_path / "gpt2.pt", state | {"tokenizer": "gpt2"})
+        load_model(checkpoint)
+    save_checkpoint(tmp_path / "gpt2.pt", load_checkpoint(checkpoint) | {"tokenizer": "gpt2"})
     encoder = TextEncoder(load_tokenizer("bytes"), True, 64)
     process = Process(0, 1, torch.device("cpu"))
     for name, problem in ((base, "is no reward model"), (tmp_path / "gpt2.pt", "another token")):
@@ -198,25 +188,24 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
 
 
 def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
-    """The exact matches that are logged are those of evaluate.py."""
-    pairs = [{"prompt": f"{i}?", "completion": str(i)} for i in range(1, 13)]
-    write_rows(tmp_path / "data.jsonl", pairs)
+    """The exact matches that are logged are those of evaluate.py, and sample.py answers alike."""
     options = ("--batch_size", 12, "--max_steps", 60, "--max_lr", 1e-2, "--save_every", 0)
     questions = ("--questions", base / "rows.jsonl", "--max_new_tokens", 8)
-    data = ("--data", tmp_path / "data.jsonl")
-    script(*finetune_args(base, tmp_path, "sft", *questions, *options, *data))
+    script(*finetune_args(base, tmp_path, "sft", *questions, *options))
     logged = read_metrics(tmp_path / "logs")["answers"][-1]
     command = ("evaluate.py", "--checkpoint", tmp_path, "--tasks", base / "rows.jsonl")
-    options = ("--max_new_tokens", 8, "--out", tmp_path / "t.json", "--dump", tmp_path / "d.jsonl")
-    script(*command, *options, "--dtype", "float32")
-    results = {r["metric"]: r for r in json.loads((tmp_path / "t.json").read_text())["results"]}
-    assert results["exact match"]["value"] == logged["exact"] > 0.5
-    assert list(results) == ["exact match", "pass@1", "pass@2", "pass@4", "pass@8"]
-    values = [results[f"pass@{k}"]["value"] for k in (1, 2, 4, 8)]
-    assert values == sorted(values) and 0 < values[0] < 1
-    dumped = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
-    assert sum(row["exact"] for row in dumped) == 12 * logged["exact"]
-    assert sum(row["right_samples"] for row in dumped) / 96 == pytest.approx(values[0])
+    files = ("--out", tmp_path / "table.json", "--dump", tmp_path / "rows.jsonl")
+    script(*command, *files, "--max_new_tokens", 8, "--dtype", "float32")
+    values = {}
+    for result in json.loads((tmp_path / "table.json").read_text())["results"]:
+        values[result["metric"]] = result["value"]
+    assert list(values) == ["exact match", "pass@1", "pass@2", "pass@4", "pass@8"]
+    exact, *chances = values.values()
+    assert exact == logged["exact"] > 0.5
+    assert chances == sorted(chances) and 0 < chances[0] < 1
+    dumped = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert sum(row["exact"] for row in dumped) == 12 * exact
+    assert sum(row["right_samples"] for row in dumped) / 96 == pytest.approx(chances[0])
     chat = ("sample.py", "--checkpoint", tmp_path, "--chat", "--temperature", 0, "--prompt", "7?")
     assert script(*chat, "--dtype", "float32").stdout.strip() == dumped[6]["completion"]
 
