@@ -36,7 +36,6 @@ from finetuning.methods import (
 )
 from finetuning.options import FinetuneConfig, resolve_options
 from finetuning.rewards import RewardModel, check_reward, load_reward
-from model.config import GPTConfig
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
 from training.checkpoint import BEST, LAST, checksum, find_checkpoint, load_model, open_model
@@ -95,7 +94,7 @@ def main() -> None:
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
     run = Run.start(options, checkpoint, process)
     state = run.state
-    data = open_data(run, model.config, entries, checkpoint)
+    data = open_data(run, model, entries, checkpoint)
     method = data.method
     wrapped = wrap(model, process, options.sharding, run.dtype)
     # the default recipe is AdamW for all weights, also of a model that was trained with Muon
@@ -172,6 +171,7 @@ def train_step(
     options, state = run.config, run.state
     lr = set_rates(optimizers, options, state.step)
     seed_step(options.seed, state.step, run.process.rank)  # for dropout
+
     # each update of grpo uses the same completions, sampled before the first
     max_updates = options.updates if options.method == "grpo" else 1
     figures: dict[str, float] = {}  # stays empty if no update is applied
@@ -193,9 +193,11 @@ def train_step(
         state.scaler.update()  # a lower scale after infinities
         if skip_reason is None:
             num_updates += 1
-            # of all processes; padding counts, as it takes the same time
+            # of all processes; padding counts, as it takes the same time (for tokens per second)
             num_tokens += round(means["tokens"])
             figures = means | prepared.metrics | {"lr": lr}
+
+    # a step counts once, however many updates it has; none at all makes it a skipped one
     state.advance(num_tokens, skip_reason)
     if figures:
         figures["tokens"] = state.tokens
@@ -252,7 +254,7 @@ def evaluate(run: Run, model: GPT, data: Data, saver: Saver) -> None:
     step = run.state.step
     if data.held_out:
         scores = data.held_out.evaluate(model)
-        if data.held_out.selects_best_by_loss:
+        if "loss" in scores:  # grpo has the reward instead, and no best model
             run.logger.log_scores("val", scores, step)
             # before the questions: a signal while they are answered would lose the best model
             if run.state.record_validation(scores["loss"]):
@@ -278,9 +280,12 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     else:
         name = options.init_from
         model, tokenizer, checkpoint = open_model(name, exact=True)
+
+    # its shape: a shorter context, and the dropout of fine-tuning
     T = options.block_size or model.config.block_size
     if T > model.config.block_size:
         raise UserError(f"--block_size {T} exceeds {name}'s context of {model.config.block_size}")
+
     # A chat model would rate or write plain text badly, and the other way round. sft may change it.
     learned_plain = checkpoint.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
@@ -291,38 +296,40 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     shape = replace(model.config, block_size=T, dropout=dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     model = rebuild(model, shape, execution)
-    if is_reward and not options.resumes:
+    if is_reward and not options.resumes:  # a resumed one has its head already
         model = RewardModel.from_gpt(model)
     entries = {
         "script": "finetune.py",
         "tokenizer": tokenizer,
-        "train_tokens": checkpoint.get("train_tokens", 0),
+        "train_tokens": checkpoint.get("train_tokens", 0),  # in the data of pre-training
     }
     return model.train(), entries
 
 
-def open_data(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None) -> Data:
-    """Read and encode the rows of a run, and open the models that its method needs beside the
-    trained one, which has the given shape.
+def open_data(run: Run, model: GPT, entries: dict, checkpoint: dict | None) -> Data:
+    """Read and encode the rows of a run, and open the models that its method needs beside `model`,
+    the trained one.
 
     The checksum of a reference model is added to the entries of checkpoints. Raise UserError if a
     resumed run began with another one.
     """
     options, process = run.config, run.process
     tokenizer = load_tokenizer(entries["tokenizer"])
-    encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=shape.block_size)
+    block_size = model.config.block_size
+    encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
     # dpo and grpo compare the trained model with that of --init_from
     reference = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
         pretrained, _, _ = open_model(options.init_from, exact=True)
         # compiled if the trained model is: both then round alike
-        reference = rebuild(pretrained, shape, Execution(compiled=options.use_torch_compile))
+        reference = rebuild(pretrained, model.config, Execution(compiled=options.use_torch_compile))
         entries["reference"] = checksum(reference.state_dict())
         if checkpoint is not None and checkpoint.get("reference") != entries["reference"]:
             raise UserError(f"{options.init_from} has changed since this run began, which needs it")
         reference = reference.eval().requires_grad_(False).to(process.device)
 
+    # rows, and what rates completions of theirs
     reward = None
     if options.method == "grpo":
         reward = load_reward(options.reward, encoder, process, run.dtype)
@@ -330,6 +337,7 @@ def open_data(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None
     open_rows = partial(method_class, options, process, run.dtype, encoder, reference, reward)
     data = Data(open_rows(options.data))
     if reward is not None:
+        # once before open_log, which removes the files of another run with --overwrite
         check_reward(options.reward, reward, data.method.examples[0], tokenizer.eot)
     if options.eval_data:
         data.held_out = open_rows(options.eval_data)
@@ -337,7 +345,7 @@ def open_data(run: Run, shape: GPTConfig, entries: dict, checkpoint: dict | None
         sizes = (options.max_new_tokens, options.micro_batch_size)
         data.questions = Questions(options.questions, encoder, process, run.dtype, *sizes)
     if encoder.num_cut:
-        process.print(f"warning: {encoder.num_cut:,} texts are cut to {shape.block_size} tokens")
+        process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
     return data
 
 

@@ -21,6 +21,7 @@ from utils.distributed import Process
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Estimate the chance that one of k completions is right, from `num_samples` completions of
     which `num_right` are (Chen et al. 2021, equation 1)."""
+    # 1 - the chance that k completions, drawn without putting back, are all wrong
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -47,6 +48,7 @@ class Questions:
         seed, sample and question alone, whatever the number of processes."""
         num_questions = len(self.examples)
         completions: dict[int, Completion] = {}  # by index of the question
+        # Every process samples equally many batches, as a sharded model's forward is a collective.
         # A batch that comes twice, so that all processes have equally many, gives the same texts.
         starts = range(0, num_questions, self.batch_size)
         for _, start, _ in self.process.share(starts):
@@ -89,12 +91,14 @@ class Questions:
         answers = self.answers(model)  # greedy: temperature 0
         exact = [is_exact(answer) for answer in answers]
         progress(len(answers))
+
+        # samples with temperature, one of each question at a time, for pass@k
         num_right = np.zeros(len(answers), np.int64)  # samples that are right, by question
         for sample in range(num_samples):
             num_right += [is_exact(x) for x in self.answers(model, temperature, seed, sample)]
             progress(len(answers))
 
-        # the share of exact answers and its standard error
+        # the share of exact answers and its standard error; then those of pass@k
         results = [mean_result(name, f"greedy, {text_format}", "exact match", exact)]
         protocol = f"{num_samples} samples, temperature {temperature:g}, {text_format}"
         k = 1  # then 2, 4, ...
@@ -112,7 +116,7 @@ class Questions:
                 "completion": answer.text,
                 "cut": answer.is_cut,
                 "exact": exact[i],
-                "right_samples": int(num_right[i]),
+                "right_samples": int(num_right[i]),  # of num_samples
             }
             rows.append(row)
         return results, rows

@@ -27,7 +27,7 @@ class Completion:
 def is_exact(completion: Completion) -> bool:
     """Return True if a completion is the row's answer, white space around either aside. One that
     was cut is not: it may be the beginning of another answer."""
-    answer = str(completion.row["answer"])
+    answer = str(completion.row["answer"])  # may be a number
     return not completion.is_cut and completion.text.strip() == answer.strip()
 
 
@@ -50,7 +50,7 @@ def complete_questions(
     model.train()
     completions = []
     for question, text in zip(questions, texts, strict=True):
-        is_cut = text.end_id is None
+        is_cut = text.end_id is None  # nothing ended it before --max_new_tokens
         # The end is part of what GRPO teaches: an answer has to end. A cut one has none to learn.
         ids = text.tokens if is_cut else [*text.tokens, text.end_id]
         example = Example.join([Segment(question.prompt_ids, False), Segment(ids, True)])
@@ -62,6 +62,7 @@ def complete_questions(
 
 def decode_completion(ids: list[int], encoder: TextEncoder) -> str:
     """Return the text of a completion's ids without the space after "Assistant:"."""
+    # a cut text can end in the middle of a character, which becomes U+FFFD
     text = encoder.tokenizer.decode_bytes(ids).decode(errors="replace")
     if encoder.chat and not encoder.tokenizer.chat_template:
         return text.removeprefix(" ")

@@ -34,6 +34,7 @@ class Example:
     def join(cls, segments: list[Segment]) -> "Example":
         """Join the segments of a text."""
         tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.uint16)
+        # a value for each segment becomes one for each of its tokens
         lengths = [len(segment.tokens) for segment in segments]
         loss_mask = np.repeat([segment.is_learned for segment in segments], lengths)
         return cls(tokens, loss_mask)
@@ -74,6 +75,7 @@ def encode_completion(
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Return the lines of a file of UTF-8 text that are not empty, each with its number from 1."""
     try:
+        # without the mark that Windows puts first; splitlines would also split at U+2028 in a text
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
         raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
@@ -96,7 +98,7 @@ def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
 
 def get_field(row: dict, name: str, *types: type) -> Any:
     """Return a field of a row; raise ValueError unless it is there and of one of the types."""
-    if not isinstance(row.get(name), types):
+    if not isinstance(row.get(name), types):  # None where the field is missing
         type_names = " or ".join(one.__name__ for one in types)
         raise ValueError(f'there is no "{name}" of type {type_names}, but fields {", ".join(row)}')
     return row[name]
@@ -131,7 +133,7 @@ class TextEncoder:
 
     def completion(self, row: dict, name: str) -> Example:
         """Encode the "prompt" of a row and the completion in its field `name`."""
-        prompt = self.get_text(row, "prompt")
+        prompt = self.get_text(row, "prompt")  # a text or messages
         completion = get_field(row, name, str)
         return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat))
 
@@ -142,7 +144,7 @@ class TextEncoder:
         # such a row would teach nothing, and a mean over its targets would be NaN
         if not example.loss_mask[:T].any():
             raise ValueError(f"the first {T} tokens, the context, have no answer")
-        if len(example.tokens) > T:
+        if len(example.tokens) > T:  # finetune.py warns of their number
             self.num_cut += 1
         return Example(example.tokens[:T], example.loss_mask[:T])
 
@@ -166,7 +168,7 @@ class TextEncoder:
             return get_field(row, name, str)
         value = get_field(row, name, str, list)
         if isinstance(value, list):
-            for message in value:
+            for message in value:  # one turn of the dialog
                 get_field(message, "content", str)
                 role = get_field(message, "role", str)
                 if role not in ROLES:
@@ -187,7 +189,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         place = bisect_left(rooms, (lengths[i], 0))
         if place < len(rooms):
             room, row = rooms.pop(place)
-        else:
+        else:  # no row has room: a new one
             room, row = capacity, len(rows)
             rows.append([])
         rows[row].append(i)
@@ -237,7 +239,7 @@ def collate_packed(rows: list[list[Example]], block_size: int, compiled: bool = 
     row_lengths = [sum(len(example.tokens) - 1 for example in row) for row in rows]
     shape = (len(rows), padded_length(max(row_lengths), block_size, compiled))
     idx = np.zeros(shape, np.int64)
-    targets = np.full(shape, NO_TARGET)
+    targets = np.full(shape, NO_TARGET)  # also where nothing is written below: padding
     positions = np.zeros(shape, np.int64)
     dialog = np.zeros(shape, np.int64)
     for b, examples in enumerate(rows):
@@ -261,13 +263,14 @@ def collate_packed(rows: list[list[Example]], block_size: int, compiled: bool = 
 def dialog_mask(dialog: Tensor) -> Tensor:
     """Return the causal mask (B, 1, T, T) that hides the dialogs of a row from each other, by the
     number (B, T) of each token's dialog."""
+    # query rows against key columns; all heads share the mask
     same_dialog = dialog[:, None, :, None] == dialog[:, None, None, :]  # (B, 1, T, T)
     return same_dialog.tril()  # no token sees later ones; padding sees padding, and no NaN arises
 
 
 def collate_padded(examples: list[Example], block_size: int, compiled: bool = False) -> Batch:
     """Give each example a row of its own, with padding on the right, which no token attends to."""
-    last = np.array([len(example.tokens) - 1 for example in examples])
+    last = np.array([len(example.tokens) - 1 for example in examples])  # column of the last token
     shape = (len(examples), padded_length(int(last.max()) + 1, block_size, compiled))
     idx = np.zeros(shape, np.int64)
     targets = np.full(shape, NO_TARGET)

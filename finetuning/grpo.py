@@ -27,9 +27,9 @@ class GroupRelativePolicy(Method):
     reference model, if there is one, adds a KL divergence to the loss."""
 
     unit = "prompts"
-    selects_best_by_loss = False
 
     def encode(self, row: dict) -> Question:
+        # a reward function may do without an answer
         has_answer = self.config.reward == "exact"
         return self.encoder.question(row, self.config.max_new_tokens, has_answer=has_answer)
 
@@ -55,6 +55,7 @@ class GroupRelativePolicy(Method):
         for micro_places in places:
             questions = [self.examples[ids[place // group_size]] for place in micro_places]
             length = self.config.max_new_tokens
+            # the places of a micro-step are consecutive: row i of it is place first_row + i
             sampling = Sampling(length, seed=seed, first_row=micro_places[0])
             completions.append(self.roll_out(model, questions, sampling))
         rollout_seconds = time.perf_counter() - start_time
@@ -67,7 +68,7 @@ class GroupRelativePolicy(Method):
             columns = [self.reward(written), lengths, are_cut]
             values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
         rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
-        groups = rewards.view(-1, group_size)
+        groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
         advantages = group_advantages(groups).flatten().float()
 
         # The batches, and the first group of the main process as a sample
@@ -92,7 +93,7 @@ class GroupRelativePolicy(Method):
         """Return completions (N) and their advantages (N,) as a batch."""
         examples = [completion.example for completion in completions]
         batch = collate_padded(examples, self.encoder.block_size)
-        batch.advantages = advantages
+        batch.advantages = advantages  # (N,)
         batch = batch.to_device(self.process)  # all that the micro-step needs
         with autocast(self.process.device, self.dtype):
             if self.reference is not None:
@@ -111,7 +112,7 @@ class GroupRelativePolicy(Method):
         metrics = {"loss": grpo_losses(logprobs, old, ref, batch.advantages, clip=clip, kl=kl)}
         if batch.ref_logprobs is not None:
             metrics["kl"] = kl_estimate(current, ref)
-        loss_mask = batch.targets >= 0
+        loss_mask = batch.targets >= 0  # (N, T): the completion's tokens
         return {
             name: mean_over_tokens(values, loss_mask).sum() / divisor
             for name, values in metrics.items()

@@ -61,7 +61,6 @@ class Method:
     """
 
     unit = "pairs"  # the examples that --batch_size counts
-    selects_best_by_loss = True  # a lower loss on --eval_data means a better model
 
     config: FinetuneConfig
     process: Process
@@ -102,17 +101,18 @@ class Method:
         # as in pre-training: one micro-batch after another, each process its own share
         slicing = Slicing(len(items), size, process.rank, process.world_size)
         micro_batches = []
-        for places in slicing.rank_ids(np.arange(len(items))):
+        for places in slicing.rank_ids(np.arange(len(items))):  # (micro-steps, size)
             micro_batches.append([items[place] for place in places])
         return micro_batches
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each metric over all examples, the same on every process."""
-        model.eval()
+        model.eval()  # without dropout
         divisor = self.divisor(self.examples)
         micro_batches = self.micro_batches(self.items(self.examples))
         sums: dict[str, float] = {}  # of this process's batches, by name of the metric
+        # raises Stopped between two batches after a signal
         for _, items, is_counted in self.process.share(micro_batches):
             with autocast(self.process.device, self.dtype):
                 means = self.held_out_means(model, items, divisor)
@@ -177,6 +177,7 @@ class SupervisedTuning(Method):
         return batch.to_device(self.process)
 
     def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+        # dialogs that share a row do not attend to each other, and each has positions from 0
         mask = dialog_mask(batch.dialog)
         loss = model(batch.idx, batch.targets, positions=batch.positions, mask=mask)
         # the model's loss is a mean over the targets of this batch: times their number it is a sum
@@ -198,6 +199,7 @@ class RewardModeling(Method):
     equation 1)."""
 
     def encode(self, row: dict) -> Pair:
+        # the prompt is in both texts, and counts in neither
         chosen = self.encoder.completion(row, "chosen")
         return Pair(chosen, self.encoder.completion(row, "rejected"))
 
@@ -221,7 +223,7 @@ class RewardModeling(Method):
         margin = metrics["margin"]  # (N,)
         # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
         metrics["loss"] = -F.logsigmoid(margin)
-        metrics["accuracy"] = (margin > 0).float()
+        metrics["accuracy"] = (margin > 0).float()  # a tie is wrong
         return {name: values.sum() / divisor for name, values in metrics.items()}
 
 
@@ -233,7 +235,7 @@ class DirectPreference(RewardModeling):
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.config.micro_batch_size
-        starts = range(0, len(self), size)
+        starts = range(0, len(self), size)  # of the batches of pairs
         logprobs = torch.zeros(2, len(self), dtype=torch.float64)  # of chosen and rejected texts
         # each process computes some of the pairs and leaves zeros for the sum at the others
         for start in starts[self.process.rank :: self.process.world_size]:
@@ -241,7 +243,7 @@ class DirectPreference(RewardModeling):
             with autocast(self.process.device, self.dtype):
                 text_logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
             logprobs[:, start : start + size] = text_logprobs.view(2, -1)
-        sums = self.process.sum_float64(logprobs).float()
+        sums = self.process.sum_float64(logprobs).float()  # (2, pairs)
         for i, pair in enumerate(self.examples):
             pair.ref_logprobs = sums[:, i]
         self.reference = None  # frees its memory
@@ -256,4 +258,5 @@ class DirectPreference(RewardModeling):
 
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability (B, T) of each target in nats, 0 where there is none."""
+    # the model's loss of a token is its cross-entropy; where there is no target it is 0
     return -model(batch.idx, batch.targets, reduction="none")

@@ -104,7 +104,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
         check_ranges(self, "group_size", 2)  # one completion alone has no advantage
         check_ranges(self, "max_steps batch_size micro_batch_size max_new_tokens updates", 1)
-        check_ranges(self, "beta clip kl", 0)
+        check_ranges(self, "beta clip kl", 0)  # negative ones would turn the loss around
         check_run_options(self)
 
     @classmethod
@@ -116,7 +116,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
     @property
     def last_update(self) -> int:
         """Update, counted from 0, at which the learning rate is --min_lr."""
-        return self.max_steps
+        return self.max_steps  # one after the last: the last step still learns, as with trl
 
 
 def resolve_options(
@@ -132,6 +132,7 @@ def resolve_options(
         batch_size //= 2
     options = with_defaults(options, batch_size=batch_size)
 
+    # examples of a forward pass: those of a step divide into micro-batches of equal size
     if options.method == "sft":
         options = with_defaults(options, micro_batch_size=8)  # empty rows fill the last one up
     else:
@@ -148,12 +149,14 @@ def resolve_options(
                 "--micro_batch_size x processes; change it, or --batch_size"
             )
 
+    # steps; each completion of grpo costs a forward pass for each token, so one epoch has to do
     num_epochs = 1 if options.method == "grpo" else 3
     max_steps = math.ceil(num_epochs * num_rows / options.batch_size)
     if options.method == "sft":
         max_steps = max(max_steps, 200)  # enough to learn a few dialogs
     options = with_defaults(options, max_steps=max_steps)
 
+    # learning rate
     rates = {"dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # of trl 1.16
     # trl's 2e-5 suits models of 1B parameters; small models need more
     rates["sft"] = min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters))

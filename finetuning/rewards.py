@@ -33,7 +33,7 @@ class RewardModel(GPT):
         super().__init__(config, execution)
         # beside the token embedding, which `tied` models also use as their head
         self.reward_head = nn.Linear(config.n_embd, 1, bias=False)
-        nn.init.zeros_(self.reward_head.weight)
+        nn.init.zeros_(self.reward_head.weight)  # all rewards begin at 0
 
     @classmethod
     def from_gpt(cls, model: GPT) -> "RewardModel":
@@ -45,6 +45,7 @@ class RewardModel(GPT):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return rewards (B, T, 1) of hidden states (B, T, C), in float32 also under autocast."""
+        # no matmul: autocast would round the result to bfloat16, in which close rewards are equal
         return (x.float() * self.reward_head.weight.float()).sum(-1, keepdim=True)
 
 
@@ -64,7 +65,7 @@ def load_reward(name: str, encoder: TextEncoder, process: Process, dtype: torch.
     if file.endswith(".py"):
         sys.path.append(str(Path(file).resolve().parent))  # it may import modules beside it
         try:
-            function = runpy.run_path(file)[function_name]
+            function = runpy.run_path(file)[function_name]  # the file's code runs here
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
         return lambda completions: [
@@ -77,6 +78,8 @@ def load_reward(name: str, encoder: TextEncoder, process: Process, dtype: torch.
             f"--reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of --method "
             "reward or its folder"
         )
+
+    # a reward model, which stays in memory beside the trained one
     model, checkpoint = load_model(path, RewardModel, exact=True)
     tokenizer = checkpoint["tokenizer"]
     # With other tokens or turns the model would rate another text than was written.
@@ -95,6 +98,7 @@ def load_reward(name: str, encoder: TextEncoder, process: Process, dtype: torch.
 def check_reward(name: str, reward: Reward, question: Question, eot: int) -> None:
     """Raise UserError if a reward fails for a first completion, the row's answer if it has one.
     Called before --overwrite removes the checkpoints of another run."""
+    # a reward model reads ids: those of an empty answer do
     example = Example.join([Segment(question.prompt_ids, False), Segment([eot], True)])
     completion = Completion(question.row, str(question.row.get("answer", "")), example)
     try:
@@ -112,6 +116,7 @@ def rate(
 ) -> list[float]:
     """Return the rewards of completions by a reward model."""
     examples = [completion.example for completion in completions]
+    # the context of the reward model is at least as long as that of the texts
     batch = collate_padded(examples, model.config.block_size).to_device(process)
     with autocast(process.device, dtype):
         return rewards_at_end(model, batch).tolist()

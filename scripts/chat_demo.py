@@ -16,6 +16,7 @@ STAGES = {"sums": "trained on sums", "sft": "8 dialogs", "grpo": "rewards"}
 
 def worked_sum(a: int, b: int) -> str:
     """Return a sum of two numbers below 100, worked from the units: "7+8=15, 2+5+1=8, 85"."""
+    # as by hand: the units, then the tens with what is carried over
     units = a % 10 + b % 10
     carry = units // 10
     tens = a // 10 + b // 10 + carry
@@ -33,13 +34,14 @@ def write_data(folder: Path, seed: int) -> None:
     """Write texts, dialogs and questions; no stage sees the sums of the held-out questions."""
     two_digits = range(10, 100)
     pairs = list(itertools.product(two_digits, two_digits))
-    random.Random(seed).shuffle(pairs)
+    random.Random(seed).shuffle(pairs)  # 8,100 pairs
     held_out = pairs[:200]
     known = pairs[200:]
     folder.mkdir(parents=True, exist_ok=True)
     # Training reads less than the six copies. Each has a sum at another place of a sequence.
     texts = [{"text": f"{a}+{b}: {worked_sum(a, b)}"} for a, b in known]
     write_rows(folder / "sums.jsonl", 6 * texts)
+    # few dialogs: they teach the form of an answer, and rewards teach to answer
     write_rows(folder / "dialogs.jsonl", question_rows(known[:8], answer_field="completion"))
     write_rows(folder / "questions.jsonl", question_rows(known[400:]))
     write_rows(folder / "held_out.jsonl", question_rows(held_out))
@@ -68,13 +70,14 @@ def summarize(folder: Path) -> None:
     errors: list[float] = []
     for stage, name in STAGES.items():
         scores = json.loads((folder / f"{stage}_held_out.json").read_text())
-        exact = scores["results"][0]  # pass@k follows
+        exact = scores["results"][0]  # share of greedy answers that are exact; pass@k follows
         percents.append(100 * exact["value"])
         errors.append(100 * exact["stderr"])
         print(f"  {name:16} {percents[-1]:5.1f}% ± {errors[-1]:.1f}%")
 
     figure, axes = plt.subplots(layout="constrained")
     bars = axes.bar(list(STAGES.values()), percents, yerr=errors)
+    # the numbers stand above the bars, of which the highest are near 100 %
     axes.bar_label(bars, fmt="%.0f %%", padding=3)
     axes.set(ylabel="answered exactly (%)", ylim=(0, 112), title="200 held-out sums")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,5 +1,6 @@
 """finetune.py as users run it: resumed, on two processes, compiled, and what it refuses."""
 
+import functools
 import json
 import shutil
 import signal
@@ -58,13 +59,12 @@ def base(shards, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
     """A function that returns a run of a method which was never stopped, by STEPS."""
-    runs = {}
 
+    @functools.cache
     def get(method):
-        if method not in runs:
-            runs[method] = tmp_path_factory.mktemp(method)
-            script(*steps_args(base, runs[method], method))
-        return runs[method]
+        run = tmp_path_factory.mktemp(method)
+        script(*steps_args(base, run, method))
+        return run
 
     return get
 

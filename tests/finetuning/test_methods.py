@@ -15,7 +15,7 @@ from data.tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
 from finetuning.answers import Questions, pass_at_k
 from finetuning.completions import Completion, decode_completion
-from finetuning.examples import Batch, Example, TextEncoder, dialog_mask
+from finetuning.examples import Batch, Example, TextEncoder
 from finetuning.methods import Method
 from finetuning.objectives import group_advantages
 from finetuning.options import FinetuneConfig
@@ -84,32 +84,19 @@ def step_means(method: Method, model: GPT) -> dict[str, Tensor]:
     return sum_means(method, model, prepared.batches, prepared.divisor)
 
 
-def test_packed_dialogs_do_not_see_each_other(make):
-    """Neither by attention and positions, nor by n-grams of their tokens."""
-    model = make_model(position="rotary", ngrams=3).eval()
-    method = make("sft", LETTERS[:3])
-    rows = method.items(method.examples)
-    assert len(rows) == 1
-    batch = method.batch(rows)
-    assert batch.idx.shape == (1, 40)  # 37 inputs in one row
-    masks = {"positions": batch.positions, "mask": dialog_mask(batch.dialog)}
-    losses = model(batch.idx, batch.targets, **masks, reduction="none").flatten()
-    apart = torch.cat([-logprobs_by_hand(model, dialog) for dialog in rows[0]])
-    is_target = batch.targets.flatten() >= 0
-    torch.testing.assert_close(losses[is_target], apart)
-    assert losses[~is_target].eq(0).all()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("micro_batch_size, compiled", [(1, False), (2, False), (4, True)])
-def test_a_step_of_dialogs_has_one_loss_for_all_slicings(
-    make, world_size, micro_batch_size, compiled
+@pytest.mark.parametrize(
+    ("world_size", "shape"), [(1, {}), (3, {"position": "rotary", "ngrams": 3})]
+)
+@pytest.mark.parametrize(("micro_batch_size", "compiled"), [(1, False), (2, False), (4, True)])
+def test_packed_dialogs_have_the_loss_of_each_alone_for_all_slicings(
+    make, world_size, shape, micro_batch_size, compiled
 ):
-    """Its processes have equally many batches, none larger than --micro_batch_size rows."""
-    model = make_model().eval()
-    ids = np.array([4, 0, 6, 2, 5])
+    """Processes have equally many batches, none larger than --micro_batch_size rows."""
+    model = make_model(**shape).eval()
+    ids = np.array([4, 0, 6, 2, 5])  # 103 inputs, which two rows of 64 hold
     options = {"use_torch_compile": compiled, "micro_batch_size": micro_batch_size}
     method = make("sft", LETTERS, **options)
+    assert len(method.items([method.examples[i] for i in ids])) == 2
     total = 0.0
     shapes = set()
     for rank in range(world_size):
@@ -120,8 +107,8 @@ def test_a_step_of_dialogs_has_one_loss_for_all_slicings(
             assert batch.idx.shape[0] <= micro_batch_size and batch.idx.shape[1] <= 64
         total += sum_means(method, model, prepared.batches, prepared.divisor)["loss"]
     assert len(shapes) == 1
-    apart = torch.cat([-logprobs_by_hand(model, method.examples[i]) for i in ids])
-    torch.testing.assert_close(total, apart.mean())
+    alone = torch.cat([-logprobs_by_hand(model, method.examples[i]) for i in ids])
+    torch.testing.assert_close(total, alone.mean())
 
 
 def test_dpo_scores_the_texts_by_the_reference_once(make):
