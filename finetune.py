@@ -75,13 +75,7 @@ class Data:
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    options = with_defaults(options, log_dir=log_folder(options.checkpoint_dir))
-    options = resolve_compile(options, derived)
-    if options.method == "grpo":  # its completions have too many lengths to compile each
-        options = replace(options, use_torch_compile=False)
-    # the path of a checkpoint: a resumed run reads the same one, not the best or newest by then
-    init_from = str(find_checkpoint(options.init_from) or options.init_from)
-    options = replace(options, init_from=init_from)
+    options = resolve_paths_and_compile(options, derived)
     process = distributed.start(options.device, catch_signals=True)
     options = resolve_dtype(options, process, is_new=checkpoint is None)
     claim_folders(options, checkpoint, process)
@@ -154,6 +148,18 @@ def main() -> None:
 
     saver.finish()
     run.finish(f"done: see {options.checkpoint_dir}")
+
+
+def resolve_paths_and_compile(options: FinetuneConfig, derived: tuple[str, ...]) -> FinetuneConfig:
+    """Return the options with the folder of the log, the file of --init_from, and whether the step
+    is compiled; `derived` are the names of options that nobody gave."""
+    options = resolve_compile(options, derived)
+    if options.method == "grpo":  # its completions have too many lengths to compile each
+        options = replace(options, use_torch_compile=False)
+    # the path of a checkpoint: a resumed run reads the same one, not the best or newest by then
+    init_from = str(find_checkpoint(options.init_from) or options.init_from)
+    options = replace(options, init_from=init_from)
+    return with_defaults(options, log_dir=log_folder(options.checkpoint_dir))
 
 
 def train_step(
