@@ -136,9 +136,10 @@ def make_document(
     depend on the order of the source, on workers or on where a run continues, and a copy of a
     validation document is never trained on.
     """
+    # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
-    tokens = np.append(np.uint16(tokenizer.eot), ids)
+    tokens = np.append(np.uint16(tokenizer.eot), ids)  # (n + 1,), end of text first
     return Document(tokens, 0 if is_val else len(tokens), len(utf8))
 
 
@@ -208,7 +209,8 @@ def write_shards(
     seconds = 0.1 if sys.stderr.isatty() else 60  # between two updates of the bar
     bar = tqdm(total=max_tokens, unit="tok", unit_scale=True, delay=seconds, mininterval=seconds)
     bar.update(sharder.num_tokens)
-    num_written = state["tokens"]  # of the first document, by an earlier run
+    # tokens of the first document that are in the shards already
+    num_written = state["tokens"]
     for document, is_last in mark_last(documents):
         if document.lost and not config.allow_loss:
             characters = "".join(dict.fromkeys(document.lost))  # each one once
@@ -243,6 +245,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
         worker_index=config.worker_index,
         worker_count=config.worker_count,
     )
+    # everything the tokens depend on; the manifest keeps it, and Sharder compares it
     settings = {name: getattr(config, name) for name in SETTINGS}
     settings["tokenizer"] = tokenizer.name
     settings["vocab_size"] = tokenizer.vocab_size
@@ -251,6 +254,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
     settings["files"] = file_sizes
     if isinstance(tokenizer, FileTokenizer):
         settings["end_of_text"] = tokenizer.end_of_text
+    # two processes would overwrite each other's shards
     lock = lock_folder(folder, "sharding into")
     try:
         sharder = Sharder(folder, settings, config.max_shards)
@@ -262,6 +266,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
             return manifest, 0
         sharder.reopen()
         num_before = sharder.num_tokens
+        # full already if an earlier run was killed after its last shard and before `end`
         is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
         if is_complete and not manifest["documents"]:
             raise UserError(

@@ -21,6 +21,8 @@ import numpy as np
 from data.shards import TokenStream
 from utils.errors import UserError
 
+# With ideal hashes, four rounds make a strong pseudorandom permutation (Luby and Rackoff 1988);
+# two more make up for a hash that is only fast. Another number gives another data order for every seed.
 FEISTEL_ROUNDS = 6
 
 
@@ -40,9 +42,11 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     # the fewest bits, an even number of them, that write all numbers below n
     half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     half_mask = np.uint64((1 << int(half_bits)) - 1)
+    # a uint64 key for each round; the hash is the same on every machine, as Python's hash() is not
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, "<u8")
 
+    # uint64: a product wraps around, and a shift to the right fills with zeros
     ids = positions.astype(np.uint64)
     outside = np.ones(ids.shape, bool)  # not yet permuted, or permuted to n or above
     while outside.any():
@@ -111,6 +115,7 @@ class Sequences:
 def shift(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets, (B, T) each, of B rows (T + 1,): a target is the next token."""
     tokens = np.stack(rows)  # (B, T + 1)
+    # copies, as such slices are not contiguous in memory
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
@@ -130,6 +135,8 @@ class Slicing:
 
     def rank_ids(self, ids: np.ndarray) -> np.ndarray:
         """Return this rank's ids (micro_steps, micro_batch) of those of a global batch (batch,)."""
+        # Micro-step first, rank second: micro-step i of all ranks is sequences [i*B*W, (i+1)*B*W)
+        # of the step, whatever the number of ranks W and the micro-batch B.
         return ids.reshape(self.micro_steps, self.world_size, self.micro_batch)[:, self.rank]
 
 
@@ -140,6 +147,7 @@ def train_batches(
     step. `sequences` may be a Mixture (data/mixture.py), too."""
     for step in steps:
         positions = step * slicing.batch + np.arange(slicing.batch)
+        # every rank computes the order of the whole step, and reads only its own sequences
         for ids in slicing.rank_ids(sequences.order(positions, seed)):
             yield sequences.batch(ids)
 
@@ -147,6 +155,7 @@ def train_batches(
 def prefetch(items: Iterator, depth: int = 4) -> Iterator:
     """Yield items, none of them None, that a background thread computes up to `depth` ahead, so
     that training does not wait for the disk. An error is raised where its item would come."""
+    # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
         ready = deque(worker.submit(next, items, None) for _ in range(depth))
@@ -156,5 +165,5 @@ def prefetch(items: Iterator, depth: int = 4) -> Iterator:
                 return
             ready.append(worker.submit(next, items, None))
             yield item
-    finally:
+    finally:  # also when the consumer stops early: the waiting calls are dropped
         worker.shutdown(cancel_futures=True)

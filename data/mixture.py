@@ -55,6 +55,7 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
         return [Corpus(folders, Fraction(1))]
     if len(corpora) < len(folders) or min(corpus.weight for corpus in corpora) <= 0:
         raise UserError("--data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
+    # fractions, not floats: the shares of a period have to be whole numbers
     total = sum(corpus.weight for corpus in corpora)
     return [Corpus(corpus.folders, corpus.weight / total) for corpus in corpora]
 
@@ -111,10 +112,12 @@ class Mixture:
             self.names = [str(folder.path) for folder in first_folders]
         self.starts = np.cumsum([0, *map(len, self.parts)])
         """Id of the first sequence of each corpus; last, the number of sequences."""
+        # the fewest positions of which each weight is a whole number
         self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
         """Positions after which the places of the corpora repeat."""
         self.shares = [int(corpus.weight * self.period) for corpus in corpora]
         """Places of each corpus in a period."""
+        # `places` holds two int64 for each position of a period, found by a loop in Python
         if self.period > LONGEST_PERIOD:
             raise UserError(
                 "--data_dir: give weights of at most six digits, or whole numbers that add up to "
@@ -130,6 +133,7 @@ class Mixture:
         """Return the corpus of each position, and its position in that corpus' own order, int64
         (N,) each, for positions (N,) of the data order."""
         corpus_of_place, rank_of_place = self.places
+        # earlier periods gave a corpus shares[corpus] positions each, this one its rank so far
         periods, places = np.divmod(positions, self.period)
         corpus = corpus_of_place[places]
         return corpus, periods * np.array(self.shares)[corpus] + rank_of_place[places]
@@ -138,6 +142,7 @@ class Mixture:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
         corpus, corpus_positions = self.locate(positions)
         ids = np.empty_like(corpus_positions)
+        # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
         for i, part in enumerate(self.parts):
             chosen = corpus == i
             ids[chosen] = self.starts[i] + part.order(corpus_positions[chosen], seed)
@@ -147,6 +152,7 @@ class Mixture:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
         rows = []
         for sequence_id in ids:
+            # the last corpus whose first id is not above this one
             corpus = int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
             rows.append(self.parts[corpus].read(sequence_id - self.starts[corpus]))
         return shift(rows)

@@ -45,7 +45,8 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     """Divide a document into train and validation tokens. The end of each of PIECES equal spans is
     held out, so that both sides hold all parts of the text, as chapters in another language. End of
     text precedes every piece."""
-    end_of_text = document.tokens[:1]
+    end_of_text = document.tokens[:1]  # a slice, to be concatenated
+    # fewer tokens than PIECES are held out one by one, so that no piece is empty
     num_pieces = min(PIECES, num_held_out)
     size = num_held_out // num_pieces
     train, val = [], []
@@ -91,6 +92,7 @@ class ShardWriter:
         self.sync()
         self.file.close()
         digest = sha256(self.temporary)
+        # the content is on disk, so that the name never stands for a part of a shard
         os.replace(self.temporary, self.path)
         sync_folder(self.path.parent)
         return {
@@ -135,10 +137,12 @@ class Sharder:
                 "state": {"source": None, "documents": 0, "tokens": 0, "open": {}},
             }
             write_manifest(folder, self.manifest)
+        # one folder is one sharding: with other settings the new shards would not follow the old
         for key, value in settings.items():
             if self.manifest.get(key) != value:
                 present = f"{self.manifest.get(key)!r:.99}"
                 raise UserError(f"{folder} holds shards of {key} {present}; {advice}")
+        # a damaged shard is named now, not when training reaches it
         for entry in self.manifest["shards"]:
             inspect_shard(folder / entry["file"])
 
@@ -191,8 +195,9 @@ class Sharder:
     def write(self, document: Document, start: int) -> bool:
         """Append a document's tokens from `start` on, those before being written by an earlier run;
         return False once the folder is full. Saves the manifest each time a shard gets full."""
+        # counts up to this document, so that a continued run does not count them again
         self.manifest["skipped"] = document.skipped
-        if start == 0:
+        if start == 0:  # else an earlier run has counted the document
             self.manifest["documents"] += 1
             self.manifest["lost_bytes"] += len(document.lost.encode())
         total = len(document.tokens)
@@ -203,6 +208,7 @@ class Sharder:
             if split not in self.writers:
                 self.open_shard(split)
             writer = self.writers[split]
+            # as much as fits: a document may go on in the next shard, or in the other split
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             writer.append(document.tokens[start:end])
             # A cut text counts by its share of the tokens: no token knows its bytes, as a

@@ -75,6 +75,7 @@ def inspect_shard(path: Path) -> Shard:
                 magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
             if (magic, version) != (BIN_MAGIC, BIN_VERSION):
                 raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
+            # maps the file without reading it
             array = np.memmap(path, "<u2", "r", BIN_HEADER.size, (num_tokens,))
         else:
             array = np.load(path, mmap_mode="r")
@@ -158,6 +159,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             f"some: python data/fineweb-edu.py --input YOUR_TEXT --local_dir {folder}"
         )
     manifest = read_manifest(folder)
+    # a missing shard would shift every later sequence: another data order, without an error
     if manifest:
         on_disk = {(shard.path.name, shard.num_tokens) for shard in shards}
         listed = {(x["file"], x["tokens"]) for x in manifest["shards"] if x["split"] == split}
@@ -246,21 +248,24 @@ class TokenStream:
         Raises UserError for an id that the tokenizer does not have."""
         assert 0 <= start and start + length <= len(self)
         pieces = []
+        # the last shard that begins at `start` or before
         index = int(np.searchsorted(self.starts, start, side="right")) - 1
         while length > 0:
             shard = self.shards[index]
             offset = start - int(self.starts[index])
             piece = shard.read(offset, min(length, shard.num_tokens - offset))
+            # on a GPU an id beyond the embedding is an assertion without a file's name
             highest = piece.max(initial=0)
             if highest >= self.vocab_size:
                 raise UserError(
                     f"{shard.path} holds token id {highest}, not one of the {self.vocab_size:,} of "
                     f"{self.tokenizer_identity}"
                 )
-            pieces.append(piece)
+            pieces.append(piece)  # uint16
             start += len(piece)
             length -= len(piece)
             index += 1
+        # PyTorch's embedding and cross entropy take int64 (uint16 has hardly any operation there)
         return np.concatenate(pieces).astype(np.int64)
 
     @property
@@ -280,6 +285,7 @@ class TokenStream:
         checksum = 0
         for shard in self.shards:
             checksum = zlib.crc32(f"{shard.num_tokens}".encode(), checksum)
+            # quick, as it runs at each start of a training run; data/verify.py reads all tokens
             checksum = zlib.crc32(shard.read(count=1000).tobytes(), checksum)
         return checksum
 
