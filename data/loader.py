@@ -22,7 +22,8 @@ from data.shards import TokenStream
 from utils.errors import UserError
 
 # With ideal hashes, four rounds make a strong pseudorandom permutation (Luby and Rackoff 1988);
-# two more make up for a hash that is only fast. Another number gives another data order for every seed.
+# two more make up for a hash that is only fast. Another number would change the data order of
+# every seed.
 FEISTEL_ROUNDS = 6
 
 

@@ -84,11 +84,12 @@ def main(config: TokenizerConfig) -> None:
         raise UserError(f"--vocab_size {config.vocab_size} must be 257 to 65,535")
     sizes = list_files(config.input)
     source = Source(list(sizes), column=config.text_column)
+    # by the sizes of the files: compressed ones give more text than --sample_mb
     share = config.sample_mb * 1e6 / max(1, sum(sizes.values()))
     held_out: list[str] = []
     engine = byte_level(models.BPE(), config.split)
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size - 1,
+        vocab_size=config.vocab_size - 1,  # end of text is added below
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, also unseen ones
         show_progress=False,
     )

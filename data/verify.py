@@ -36,15 +36,17 @@ def main(config: VerifyConfig) -> None:
     for split in ("val", "train"):
         mixture = Mixture(config.data_dir, split, config.block_size)
         for part in mixture.parts:
-            check_shards(part.stream)
+            check_shards(part.stream)  # reads every token
             print(f"{split}: {len(part.stream):,} tokens of {part.stream.tokenizer_identity}")
         for folder in mixture.stream.unfinished:
             print(f"{folder} holds a part of its text: run the sharding to its end")
     for part in mixture.parts:  # those of the train split
         n = len(part)
+        # the order of a whole epoch at once; visits (n,) counts each sequence id
         visits = np.bincount(part.order(np.arange(n), config.seed), minlength=n)
         assert (visits == 1).all(), "an epoch misses or repeats a sequence"
         print(f"{n:,} sequences of {config.block_size} tokens, each exactly once in an epoch")
+    # one period shows the shares of the whole order, as the next ones repeat it
     corpus_of_place, _ = mixture.places
     shares = np.bincount(corpus_of_place)
     assert shares.tolist() == mixture.shares, "a corpus has another share than its weight"
