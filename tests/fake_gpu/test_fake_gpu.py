@@ -46,7 +46,9 @@ def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path,
         assert with_cudnn == (queries == 512 and not has_mask)
 
 
-@pytest.mark.parametrize("method", ["sft", "grpo", pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["sft", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "grpo"))]
+)
 def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tmp_path, method):
     rows = [
         {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no", "answer": i}

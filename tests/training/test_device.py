@@ -91,6 +91,8 @@ def test_a_sharded_model_computes_the_same(device, sharding, tmp_path):
 
 
 def test_a_run_is_that_of_the_cpu_and_resumes(shards, trained, device, tmp_path):
+    if device.type == "cpu":
+        pytest.skip("tests/training/test_train.py shows it, to the bit")
     whole, rest, far = tmp_path / "whole", tmp_path / "rest", 1e-2
     flags = ("--device", device, "--dtype", "bfloat16")
     script(*train_args(shards, whole, 20, *flags, "--save_every", 10, "--keep_last", 2))
@@ -98,8 +100,8 @@ def test_a_run_is_that_of_the_cpu_and_resumes(shards, trained, device, tmp_path)
     script(*train_args(shards, rest, 20, *flags, "--resume", tenth))
     found, resumed, expected = losses(whole), losses(rest), losses(trained)
     assert max(abs(found[n] - expected[n]) for n in expected) < far
-    same = 0 if device.type == "cpu" else far  # a GPU adds in another order each time
-    assert max(abs(found[n] - resumed[n]) for n in resumed) <= same
+    # a GPU adds in another order each time
+    assert max(abs(found[n] - resumed[n]) for n in resumed) <= far
 
 
 def test_forward_and_backward_do_not_wait_for_the_gpu(device):

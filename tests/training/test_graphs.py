@@ -87,8 +87,17 @@ class Graphs:
         )(graph, inputs)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "cheap"])
-@pytest.mark.parametrize("recipe", ["gpt2", "modern", "speedrun"])
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing"),
+    [
+        ("gpt2", "none"),
+        ("modern", "cheap"),
+        pytest.param("gpt2", "cheap", marks=pytest.mark.slow),
+        pytest.param("modern", "none", marks=pytest.mark.slow),
+        pytest.param("speedrun", "none", marks=pytest.mark.slow),
+        pytest.param("speedrun", "cheap", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(
     compile_with, loss_of_gpus, recipe, checkpointing, monkeypatch
 ):
@@ -163,7 +172,9 @@ def traffic(
     return within * (shards - 1) / shards, 8 * total / shards * (machines - 1) / machines
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "sharding", ["zero3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("zero1", "zero2"))]
+)
 def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     fake_ranks, loss_of_gpus, monkeypatch, sharding
 ):
