@@ -11,6 +11,7 @@ first run.
 
 import itertools
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -137,7 +138,10 @@ def to_markdown(groups: Groups, metric: str) -> str:
     read the same data in the same order, so that pairs differ less than losses do."""
     losses: dict[str, dict[str, float]] = {}  # by group and seed
     for name, runs in groups.items():
-        losses[name] = {seed: run.log["val"][-1][metric] for seed, run in runs.items()}
+        losses[name] = {}
+        for seed, run in runs.items():
+            # NaN: of shards made elsewhere, the size of the text, and so bits per byte, is unknown
+            losses[name][seed] = run.log["val"][-1].get(metric, math.nan)
     # best first, by the mean over all seeds of a group
     names = sorted(groups, key=lambda name: fmean(losses[name].values()))
     best_losses = losses[names[0]]
