@@ -130,7 +130,14 @@ def test_sigterm_ends_the_texts_of_grpo_and_the_step_is_done_again(base, whole, 
     assert rows(tmp_path) == rows(whole("grpo"))
 
 
-@pytest.mark.parametrize("method, sharding", [("sft", "zero2"), ("dpo", "none"), ("grpo", "zero3")])
+@pytest.mark.parametrize(
+    "method, sharding",
+    [
+        ("sft", "zero2"),
+        ("dpo", "none"),
+        pytest.param("grpo", "zero3", marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_and_shardings_equal_one(base, whole, tmp_path, method, sharding):
     torchrun(2, *steps_args(base, tmp_path, method, "--sharding", sharding))
     assert_close(tmp_path, whole(method), 1e-4)

@@ -18,7 +18,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", ["cpu", "gpu", "compiled"])
+@pytest.mark.parametrize(
+    "variant", ["cpu", "gpu", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(variant, dtype, monkeypatch):
     torch.manual_seed(0)
     x, weight, targets = torch.randn(100, 32), torch.randn(320, 32), torch.randint(300, (100,))

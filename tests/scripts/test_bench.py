@@ -57,6 +57,7 @@ def rows_of(out):
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_training_is_measured_beside_a_peer(tmp_path):
     (tmp_path / "model.py").write_text(PEER)
     out = tmp_path / "logs" / "bench.jsonl"

@@ -158,6 +158,7 @@ def test_seeds_have_other_dropout():
     assert masks[0] == masks[4] and len({str(mask) for mask in masks}) == 4
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_picture(shards, tmp_path):
     script(*train_args(shards, tmp_path, 2), fork=False)  # forks have no matplotlib
     assert (tmp_path / "logs" / "log_plot.png").stat().st_size > 10_000
