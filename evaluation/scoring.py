@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from evaluation.tasks import Item, Score
 from evaluation.validation import Scorer
 from model.loss import rows_within
 from utils.devices import autocast
-from utils.distributed import Process
 from utils.errors import UserError
 
 # Bytes of the float32 logits that are computed at a time: V = 50,257 of them for each scored token.
@@ -176,21 +174,6 @@ def score_targets(
     return torch.cat(logprobs), torch.cat(is_argmax), torch.cat(is_allowed_argmax)
 
 
-def merge_on_all(scores: dict[int, Score], process: Process) -> dict[int, Score]:
-    """Return the scores of all processes, on every process. Raise UserError if one is NaN."""
-    shares = [scores]
-    if process.world_size > 1:
-        shares = [{}] * process.world_size  # filled with those of all processes
-        dist.all_gather_object(shares, scores)
-    merged: dict[int, Score] = {}
-    for share in shares:
-        merged.update(share)
-    # Comparisons with NaN are all false: argmax would call the first choice the best one.
-    if any(math.isnan(score.logprob + score.context_logprob) for score in merged.values()):
-        raise UserError("the model gives NaN (not a number) instead of a probability")
-    return merged
-
-
 class ItemScorer(Scorer):
     """Scorer that gives the log-probabilities of continuations, too."""
 
@@ -224,7 +207,10 @@ class ItemScorer(Scorer):
                 scores.update(enumerate(row_scores, row.first_score))
             self.progress(len(batch) * self.process.world_size)
         self.model.train()
-        scores = merge_on_all(scores, self.process)
+        scores = self.process.merge(scores)
+        # Comparisons with NaN are all false: argmax would call the first choice the best one.
+        if any(math.isnan(score.logprob + score.context_logprob) for score in scores.values()):
+            raise UserError("the model gives NaN (not a number) instead of a probability")
 
         scores_of_items = []
         start = 0

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from evaluation.tasks import Result, mean_result
 from finetuning.completions import Completion, complete_questions, is_exact
@@ -65,12 +64,7 @@ class Questions:
             )
             completions.update(enumerate(batch, start))
         # Processes exchange the texts themselves: --dump and the logs need those of all.
-        shares = [completions]
-        if self.process.world_size > 1:
-            shares = [{}] * self.process.world_size  # filled with those of all processes
-            dist.all_gather_object(shares, completions)
-        for share in shares:
-            completions.update(share)
+        completions = self.process.merge(completions)
         return [completions[i] for i in range(num_questions)]
 
     def score(

@@ -169,6 +169,18 @@ class Process:
             return self.sum(values.to(self.device)).cpu()
         return self.sum(values)
 
+    def merge(self, results: dict[int, Item]) -> dict[int, Item]:
+        """Return the results of all processes, each by the index of its item. An item that several
+        processes have done, as `share` gives the last one out again, has equal results."""
+        shares = [results]
+        if self.world_size > 1:
+            shares = [{}] * self.world_size  # filled with those of all processes
+            dist.all_gather_object(shares, results)
+        merged: dict[int, Item] = {}
+        for share in shares:
+            merged.update(share)
+        return merged
+
 
 def launched(name: str, default: int = 0) -> int:
     """Return a number that the launcher has set in the environment, as RANK or WORLD_SIZE."""
