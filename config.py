@@ -5,7 +5,7 @@ OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too; other s
 options themselves. This file is not about files, checkpoints or processes.
 
 Options are frozen, and go one way: flags -> options, in which None stands for what nobody gave ->
-resolved options, which training/start.py completes from the recipe and the machine.
+resolved options, which training/options.py completes from the recipe and the machine.
 """
 
 import math
@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from config.recipes import Recipe
 from model.config import SIZES, GPTConfig
+from model.recipes import Recipe
 from utils.cli import flag_value
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS

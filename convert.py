@@ -13,8 +13,7 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config.options import DERIVED, TrainConfig, resolve_from_recipe
-from config.recipes import Recipe
+from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
 from data.file_tokenizer import CHAT_TEMPLATE
 from data.tokenizer import load_tokenizer
@@ -23,6 +22,7 @@ from evaluation.tasks import Result
 from finetuning.chat import is_chat
 from model.gpt import GPT
 from model.huggingface import save_pretrained
+from model.recipes import Recipe
 from training.checkpoint import assemble, find_checkpoint, open_model
 from training.run import TrainState
 from training.saver import save_checkpoint

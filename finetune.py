@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from config.options import log_folder, with_defaults
-from config.recipes import Recipe
+from config import log_folder, with_defaults
 from data.loader import step_sequences
 from data.tokenizer import load_tokenizer
 from evaluation.evaluator import is_due
@@ -38,6 +37,7 @@ from finetuning.options import FinetuneConfig, resolve_options
 from finetuning.rewards import RewardModel, check_reward, load_reward
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
+from model.recipes import Recipe
 from training.checkpoint import BEST, LAST, checksum, find_checkpoint, load_model, open_model
 from training.optim import make_optimizers
 from training.options import read_options, resolve_compile, resolve_dtype

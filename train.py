@@ -24,13 +24,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from config.options import TrainConfig
-from config.recipes import Recipe
+from config import TrainConfig
 from data.loader import Slicing, TokenStream, prefetch, train_batches
 from data.mixture import Mixture
 from evaluation.evaluator import Evaluator, is_due
 from model.execution import Execution
 from model.gpt import GPT, rebuild
+from model.recipes import Recipe
 from training.checkpoint import BEST, LAST, open_model
 from training.optim import make_optimizers
 from training.options import (

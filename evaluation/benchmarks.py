@@ -1,7 +1,7 @@
 """The benchmarks: HellaSwag, LAMBADA, and the Children's Book Test.
 
 To add one, write a subclass of Task here and put an instance into TASKS. train.py scores it, too,
-if config/options.py has the options NAME_every and NAME_data. docs/EVALUATION.md says what each
+if config.py has the options NAME_every and NAME_data. docs/EVALUATION.md says what each
 protocol can be compared with. Figures of OpenAI's GPT-2 are in evaluation/table.py.
 """
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from config.options import TrainConfig
+from config import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.validation import Scorer, weighted_mean

@@ -7,6 +7,7 @@ benchmarks without it. The benchmarks themselves are in evaluation/benchmarks.py
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def mean_result(
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr, ties)
 
 
-class Task:
+class Task(ABC):
     """A benchmark. A subclass sets the attributes and defines `items`; it overrides `values` if a
     continuation is not chosen by its log-probability, `parse` if its file is not JSON lines."""
 
@@ -94,9 +95,9 @@ class Task:
     needs_context = False
     """True if `values` reads context_logprob, for which the head is applied to more tokens."""
 
+    @abstractmethod
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return an Item for each row."""
-        raise NotImplementedError
 
     def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
         """Return the value of a continuation by metric: the highest value is the model's choice."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config.options import (
+from config import (
     WARMUP_STEPS,
     MachineOptions,
     OptimizerOptions,

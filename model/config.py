@@ -1,6 +1,6 @@
 """GPTConfig: the architecture of a model, and the named GPT-2 sizes.
 
-How a model is trained is no part of it: that stands in config/.
+How a model is trained is no part of it: that stands in config.py and model/recipes.py.
 """
 
 from dataclasses import dataclass

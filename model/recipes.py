@@ -2,7 +2,7 @@
 
 A recipe says what --model_type and the options of sizes do not: the architecture beside its sizes,
 the optimizer, the learning rates and their schedule. docs/RECIPES.md says what each part gives.
-This file is not about options: config/options.py lets the user choose a recipe and override it.
+This file is not about options: config.py lets the user choose a recipe and override it.
 """
 
 import math

@@ -24,12 +24,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from config.options import MachineOptions, ModelOptions, TrainConfig, resolve_from_recipe
-from config.recipes import parse_recipe
+from config import MachineOptions, ModelOptions, TrainConfig, resolve_from_recipe
 from data.tokenizer import GPT2Tokenizer
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, build_without_weights
+from model.recipes import parse_recipe
 from training.optim import make_optimizers
 from utils.cli import start_script, to_flags
 from utils.devices import autocast, describe, pick_device, pick_dtype

@@ -33,8 +33,8 @@ SMALL = (
 
 def train_options(**options: object):
     """Return resolved options of train.py."""
-    from config.options import TrainConfig, resolve_from_recipe
-    from config.recipes import parse_recipe
+    from config import TrainConfig, resolve_from_recipe
+    from model.recipes import parse_recipe
 
     given = TrainConfig(**options)
     return resolve_from_recipe(given, parse_recipe(given.recipe))

@@ -9,9 +9,9 @@ import torch
 from conftest import train_options
 from torch.distributed.tensor import DTensor
 
-from config.recipes import Recipe
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.recipes import Recipe
 from training import parallel
 from training.optim import make_optimizers
 from utils import distributed

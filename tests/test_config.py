@@ -6,11 +6,11 @@ import pytest
 import torch
 from conftest import ROOT, bad, script, train_options
 
-from config.options import TrainConfig
-from config.recipes import parse_recipe
+from config import TrainConfig
 from finetuning.options import FinetuneConfig
 from model.config import GPTConfig
 from model.gpt import build_without_weights
+from model.recipes import parse_recipe
 from training.options import model_shape
 from utils.cli import parse
 from utils.devices import pick_device

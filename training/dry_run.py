@@ -3,12 +3,12 @@
 import os
 from dataclasses import replace
 
-from config.options import TrainConfig
-from config.recipes import Recipe
+from config import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import build_without_weights
+from model.recipes import Recipe
 from training.checkpoint import open_model
 from training.options import model_shape
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory

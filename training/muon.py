@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from config.recipes import Recipe
+from model.recipes import Recipe
 
 # Jordan et al. 2024: the polynomial a s + b s^3 + c s^5 of a singular value s, chosen steep at 0
 # so that small singular values grow to about 1 in five iterations.

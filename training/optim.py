@@ -10,9 +10,9 @@ from importlib import import_module
 
 import torch
 
-from config.options import OptimizerOptions
-from config.recipes import Recipe
+from config import OptimizerOptions
 from model.gpt import GPT
+from model.recipes import Recipe
 from utils.errors import UserError
 
 # Float32 numbers of state that an optimizer keeps for each entry of a matrix: two moments of AdamW,

@@ -4,7 +4,7 @@ Options are a list of flags wherever they come from: a resumed checkpoint, a --c
 command line. They are parsed together, and the last of equal flags wins. What nobody gave is then
 resolved once from the recipe, the device and the memory; nothing later changes an option.
 
-This file is not about single options (config/options.py) or about a run's files (training/run.py).
+This file is not about single options (config.py) or about a run's files (training/run.py).
 """
 
 import json
@@ -15,9 +15,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from config.options import DERIVED, Options, TrainConfig, resolve_from_recipe
-from config.recipes import Recipe, parse_recipe
+from config import DERIVED, Options, TrainConfig, resolve_from_recipe
 from model.config import GPTConfig
+from model.recipes import Recipe, parse_recipe
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
 from training.schedule import check_schedule
 from utils.cli import flag_value, named_flags, parse, to_flags

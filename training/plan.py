@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from config.options import TrainConfig
-from config.recipes import Recipe
+from config import TrainConfig
 from model import loss
 from model.config import GPTConfig
 from model.gpt import build_without_weights
+from model.recipes import Recipe
 from training.optim import MOMENTS
 from utils.devices import pick_device, pick_dtype
 from utils.distributed import free_memory, launched, num_nodes

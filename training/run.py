@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.amp import GradScaler
 
-from config.options import RunOptions, log_folder
+from config import RunOptions, log_folder
 from data.tokenizer import tokenizer_identity
 from model.gpt import GPT
 from training.checkpoint import load_checkpoint, newest_first, reading, verify

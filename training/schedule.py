@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from config.options import OptimizerOptions
+from config import OptimizerOptions
 from utils.errors import UserError, did_you_mean
 
 

@@ -1,6 +1,6 @@
 """What train.py tells the user before the first step: warnings, and a summary of the run."""
 
-from config.options import TrainConfig
+from config import TrainConfig
 from data.loader import Slicing, TokenStream
 from data.mixture import Mixture, parse_corpora
 from data.tokenizer import tokenizer_identity

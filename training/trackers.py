@@ -5,7 +5,7 @@ Both are optional packages, which are imported where they are asked for.
 
 import os
 
-from config.options import RunOptions
+from config import RunOptions
 from utils.logger import Tracker
 
 

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from record_harness import with_all_fields
 
 import evaluate
-from config.options import TrainConfig
+from config import TrainConfig
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from config.options import TrainConfig
+from config import TrainConfig
 from data.mixture import Mixture
 from evaluation import evaluator
 from evaluation.evaluator import Evaluator, read_on_all

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from config.recipes import parse_recipe
 from data.loader import Sequences, TokenStream
 from data.shards import open_folder, read_manifest, write_manifest
 from data.tokenizer import load_tokenizer
@@ -19,6 +18,7 @@ from evaluation.tasks import Item
 from evaluation.validation import weighted_mean
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.recipes import parse_recipe
 from utils.distributed import Process
 from utils.errors import UserError
 

@@ -12,13 +12,13 @@ from conftest import ROOT, environment, folders, script, torchrun, train_args, w
 from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
 import finetune
-from config.recipes import parse_recipe
 from data.tokenizer import load_tokenizer
 from finetuning.examples import TextEncoder
 from finetuning.rewards import load_reward
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
+from model.recipes import parse_recipe
 from training.checkpoint import checksum, load_checkpoint, load_model
 from training.saver import save_checkpoint
 from utils.distributed import Process

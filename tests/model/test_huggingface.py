@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from config.recipes import parse_recipe
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
 from model.generate import Sampling, complete
 from model.gpt import GPT, rebuild
 from model.huggingface import load_pretrained, save_pretrained, weights_from_hf
+from model.recipes import parse_recipe
 from training.checkpoint import open_model
 from utils.errors import UserError
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 from conftest import SHARED, script
 
-from config.recipes import parse_recipe
 from data.export_tokenizer import save_tokenizer
 from data.file_tokenizer import read_tokenizer
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
+from model.recipes import parse_recipe
 
 READ = """
 import json, sys

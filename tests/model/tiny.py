@@ -2,9 +2,9 @@
 
 import torch
 
-from config.recipes import parse_recipe
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.recipes import parse_recipe
 
 RECIPES = ("gpt2", "modern", "speedrun", "llama,n_kv_head=1")
 

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from conftest import losses, script, train_args
 from torch.distributed.tensor import DTensor
 
-from config.options import TrainConfig
-from config.recipes import parse_recipe
+from config import TrainConfig
 from model import loss as loss_module
 from model.execution import Execution
 from model.gpt import GPT
+from model.recipes import parse_recipe
 from training.parallel import wrap
 from utils.devices import autocast, pick_device
 from utils.distributed import Process

@@ -20,7 +20,7 @@ from conftest import (
     train_options,
 )
 
-from config.options import log_folder
+from config import log_folder
 from data.mixture import Mixture
 from data.shards import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config.recipes import parse_recipe
 from model import loss
 from model.config import GPTConfig
 from model.execution import Execution, compile_static
 from model.gpt import GPT
+from model.recipes import parse_recipe
 from training import parallel
 from training.optim import make_optimizers
 from training.parallel import sync_gradients

@@ -2,9 +2,9 @@ import pytest
 import torch
 from conftest import train_options
 
-from config.recipes import Recipe, parse_recipe
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.recipes import Recipe, parse_recipe
 from training.muon import Muon
 from training.optim import make_optimizers
 from utils.errors import UserError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import ROOT, bad, folders, losses, script, train_args
 
-from config.options import TrainConfig
-from config.recipes import RECIPES
+from config import TrainConfig
+from model.recipes import RECIPES
 from training import options as options_module
 from training.checkpoint import load_checkpoint
 from training.options import find_recipe, read_file, read_options, resolve_options

@@ -7,10 +7,10 @@ from conftest import train_options
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from config.recipes import Recipe, parse_recipe
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT
+from model.recipes import Recipe, parse_recipe
 from training.optim import make_optimizers
 from training.parallel import clip_grad_norm, gather_state, load_optimizer_state, sync_gradients
 from utils.devices import autocast

@@ -8,10 +8,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config.recipes import Recipe, parse_recipe
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT
+from model.recipes import Recipe, parse_recipe
 from training.optim import make_optimizers
 from training.plan import Hardware, choose_micro_batch, forecast_memory
 from utils.devices import autocast

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import bad, gap, losses, script, torchrun, train_args, train_options, weights
 
-from config.recipes import RECIPES, Recipe, parse_recipe
+from model.recipes import RECIPES, Recipe, parse_recipe
 from train import build_model
 from utils.errors import UserError
 from utils.logger import read_metrics

@@ -5,9 +5,9 @@ import pytest
 import torch
 from conftest import train_options
 
-from config.recipes import Recipe
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.recipes import Recipe
 from training import checkpoint as ckpt
 from training import saver as saver_module
 from training.checkpoint import BEST, LAST

@@ -6,8 +6,8 @@ from typing import Literal
 import pytest
 import torch
 
-from config.options import TrainConfig
-from config.recipes import RECIPES
+from config import TrainConfig
+from model.recipes import RECIPES
 from utils.cli import flag_value, parse, to_flags, user_message
 from utils.errors import UserError
 
