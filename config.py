@@ -171,8 +171,6 @@ class EvaluationOptions:
     """LAMBADA .jsonl in OpenAI's format; default: from the hub."""
     wandb: bool = False
     """Log to Weights & Biases as well; WANDB_PROJECT and WANDB_NAME name project and run."""
-    trackio: bool = False
-    """Log to trackio as well, a local dashboard without an account; TRACKIO_PROJECT names it."""
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,8 @@ def read_options(
     folder = config_class.checkpoint_folder(flags)
     options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
     # found here, and not after the data has been read
-    for package in ("trackio", "wandb"):
-        if getattr(options, package, False) and find_spec(package) is None:
-            raise UserError(f"--{package} needs a package: pip install {package}")
+    if getattr(options, "wandb", False) and find_spec("wandb") is None:
+        raise UserError("--wandb needs a package: pip install wandb")
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):

@@ -9,6 +9,7 @@ options of a run (training/options.py), its steps (train.py) or its checkpoints'
 import contextlib
 import json
 import math
+import os
 import signal
 import sys
 import uuid
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.amp import GradScaler
@@ -32,7 +34,7 @@ from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, check_space, lock_folder
-from utils.logger import CONFIG, PICTURE, Logger, Tracker, copy_log, logged_run
+from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 # Options that may differ between the machines of a run: their own folders, files and devices.
@@ -226,6 +228,25 @@ def find_log(options: RunOptions, checkpoint: dict) -> Path | None:
     return None
 
 
+def open_wandb(options: RunOptions, run_id: str) -> Any:
+    """Open a run of Weights & Biases, or go on with it. WANDB_PROJECT and WANDB_NAME in the
+    environment name project and run."""
+    import wandb  # an optional package
+
+    wandb_run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "gpt2"),
+        id=run_id,
+        dir=str(options.log_dir),
+        config=options.to_dict(),
+        resume="allow",
+    )
+    # The charts have the step of training as their axis. The service's own step only grows: it
+    # would drop the rows of steps that a resumed run does again.
+    wandb_run.define_metric("step")
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run
+
+
 # a run
 
 
@@ -286,7 +307,7 @@ class Run:
         """
         options = self.config
         state = self.state
-        trackers: list[Tracker] = []
+        wandb_run = None
         warmup_steps = warmup_length(options)  # at most half of all steps
         if warmup_steps < options.warmup_steps:
             self.process.print(
@@ -304,16 +325,15 @@ class Run:
             existing_bytes = sum(path.stat().st_size for path in existing)
             needed_bytes = 3 * 12 * model.num_parameters() - existing_bytes
             check_space(options.checkpoint_dir, needed_bytes, "saving this run")
-            if getattr(options, "wandb", False) or getattr(options, "trackio", False):
-                services = import_module("training.trackers")  # on demand: few runs use them
-                trackers = services.open_trackers(options, state.run_id)
+            if getattr(options, "wandb", False):  # finetune.py has no such option
+                wandb_run = open_wandb(options, state.run_id)
         self.logger = Logger(
             options.log_dir,
             start=state.step,
             total=options.max_steps,
             is_main=self.process.is_main,
             overwrite=self.earlier_log is None,  # another run's, which check_folders has allowed
-            trackers=trackers,
+            wandb_run=wandb_run,
         )
         if self.process.is_main:
             content = {

@@ -15,22 +15,15 @@ from training.checkpoint import BEST, LAST, NUMBERED, assemble, first_line, numb
 from training.parallel import gather_state
 from training.run import PATIENCE, Run
 from utils.errors import UserError
-from utils.files import atomic_write, check_space, link_or_copy, sync_folder
+from utils.files import atomic_write, link_or_copy, sync_folder
 
 THREAD = "saver"  # name of the thread that writes
-BYTES_OF_NAMES = 1000  # per tensor in a file: its name, shape and padding, generously
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
     """Write a file atomically: `path` is the old file or the whole new one. Raises UserError if it
-    cannot be written; a disk that is too full is found before."""
-    tensors = [*content["model"].values(), *content["model_low"].values()]
-    for moments in content["optimizer"].values():
-        tensors += moments.values()
-    needed_bytes = sum(BYTES_OF_NAMES + tensor.nbytes for tensor in tensors)
+    cannot be written, as on a full disk."""
     try:
-        path.with_name(path.name + ".tmp").unlink(missing_ok=True)  # left by a killed run
-        check_space(path.parent, needed_bytes, path.name)
         with atomic_write(path) as file:
             torch.save(content, file)
     except Exception as error:  # a full disk is a RuntimeError to torch

@@ -10,9 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -28,19 +27,11 @@ PICTURE = "log_plot.png"
 SECONDS_PER_LINE = 10  # between two lines of training on a console without a progress bar
 
 
-class Tracker(Protocol):
-    """Service that draws charts of numbers, such as a run of Weights & Biases."""
-
-    def log(self, values: dict[str, float], step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class Logger:
     """Write the log of a run that begins after the step `start` and ends at the step `total`.
 
     It does nothing unless `is_main`. With `overwrite` the files begin empty; otherwise a row marks
-    where an existing log continues. Numbers go to the `trackers`, too.
+    where an existing log continues. Numbers go to `wandb_run`, too, if it is given.
     """
 
     def __init__(
@@ -51,12 +42,12 @@ class Logger:
         total: int,
         is_main: bool,
         overwrite: bool = False,
-        trackers: Sequence[Tracker] = (),
+        wandb_run: Any = None,
     ) -> None:
         self.is_main = is_main
         if not is_main:
             return
-        self.trackers = trackers
+        self.wandb_run = wandb_run
         self.last_line_seconds = float("-inf")  # time of the last line of training, on the console
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
@@ -75,16 +66,17 @@ class Logger:
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
 
     def log(self, row: dict, step: int) -> None:
-        """Write one row, which has its "split", and give its numbers to the trackers."""
+        """Write one row, which has its "split", and send its numbers to Weights & Biases."""
         if not self.is_main:
             return
         self.metrics.write(json.dumps({"step": step, **row}) + "\n")
-        values = {}
+        if self.wandb_run is None:
+            return
+        values = {"step": step}
         for name, value in row.items():
             if isinstance(value, int | float):
                 values[f"{row['split']}/{name}"] = value
-        for tracker in self.trackers:
-            tracker.log(values, step=step)
+        self.wandb_run.log(values)
 
     def log_train(self, row: dict, step: int) -> None:
         """Write a row of the split "train"; show it on the progress bar, or as a line at times."""
@@ -142,14 +134,14 @@ class Logger:
             sys.stdout = open(os.devnull, "w")
 
     def close(self) -> None:
-        """Close the files, the bar and the trackers."""
+        """Close the files, the bar and the run of Weights & Biases."""
         if not self.is_main:
             return
         self.bar.close()
         self.metrics.close()
         self.samples.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        if self.wandb_run is not None:
+            self.wandb_run.finish()
 
 
 def logged_run(folder: Path) -> dict | None:

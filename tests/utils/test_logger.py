@@ -4,7 +4,7 @@ import types
 import pytest
 from conftest import bad, train_options
 
-from training.trackers import open_trackers
+from training.run import open_wandb
 from utils.errors import UserError
 from utils.logger import Logger, logged_run, read_metrics
 
@@ -63,45 +63,40 @@ def test_the_run_of_a_log_is_read_from_its_config(trained, tmp_path):
     assert logged_run(tmp_path) == {}
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_tracker_gets_every_number_also_of_steps_that_are_done_again(
-    tmp_path, monkeypatch, package
-):
-    rows, metrics, given = [], {}, {}
+def test_wandb_gets_every_number_also_of_steps_that_are_done_again(tmp_path, monkeypatch):
+    rows, axes, options = [], {}, {}
 
-    class Tracker:
+    class WandbRun:
         """As wandb's run, which drops a row of an earlier step than its newest."""
 
         newest = 0
 
         def define_metric(self, name, step_metric=None):
-            metrics[name] = step_metric
+            axes[name] = step_metric
 
         def log(self, values, step=None):
-            if package == "trackio":
-                rows.append(values | {"step": step})
-            elif step is None or step >= Tracker.newest:
-                Tracker.newest = step or Tracker.newest
+            if step is None or step >= WandbRun.newest:
+                WandbRun.newest = step or WandbRun.newest
                 rows.append(values)
 
         def finish(self):
-            given["finished"] = True
+            options["finished"] = True
 
-    def init(**options):
-        given.update(options)
-        return Tracker()
+    def init(**given):
+        options.update(given)
+        return WandbRun()
 
-    monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(init=init))
-    monkeypatch.setenv(f"{package.upper()}_PROJECT", "mine")
-    config = train_options(log_dir=tmp_path, **{package: True})
-    write(tmp_path, 0, range(1, 4), 1.5, trackers=open_trackers(config, "run"))
-    write(tmp_path, 1, range(2, 4), 2.5, trackers=open_trackers(config, "run"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    config = train_options(log_dir=tmp_path, wandb=True)
+    write(tmp_path, 0, range(1, 4), 1.5, wandb_run=open_wandb(config, "run"))
+    write(tmp_path, 1, range(2, 4), 2.5, wandb_run=open_wandb(config, "run"))
     rows = [row for row in rows if "train/loss" in row]
     assert [row["train/loss"] for row in rows] == 3 * [1.5] + 2 * [2.5]
     assert [row["step"] for row in rows] == [1, 2, 3, 2, 3] and "train/mfu" not in rows[0]
-    assert (given["project"], given["resume"], given["finished"]) == ("mine", "allow", True)
-    assert given["config"]["max_steps"] == 19_073
-    assert package == "trackio" or metrics == {"step": None, "*": "step"}
+    assert (options["project"], options["resume"], options["finished"]) == ("mine", "allow", True)
+    assert options["config"]["max_steps"] == 19_073
+    assert axes == {"step": None, "*": "step"}
 
 
 def test_a_console_that_is_gone_ends_nothing(tmp_path, monkeypatch):
