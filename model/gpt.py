@@ -8,6 +8,8 @@ Shapes: B batch, T time, C channels of the residual stream, V vocabulary, L laye
 K key/value heads (GPT-2 has K = H), D = C / H channels of a head.
 """
 
+from importlib import import_module
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -27,7 +29,6 @@ from model.layers import (
     rotate,
 )
 from model.loss import HeadCrossEntropy
-from model.ngrams import ngram_rows
 
 
 class Attention(nn.Module):
@@ -164,7 +165,8 @@ class GPT(nn.Module):
         if config.position == "learned":
             modules["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         if config.ngrams > 1:
-            modules["ngrams"] = nn.Embedding(config.ngram_rows, config.n_embd)
+            ngrams = import_module("model.ngrams")  # on demand: GPT-2 itself has none
+            modules["ngrams"] = ngrams.NgramEmbedding(config)
         modules["drop"] = nn.Dropout(config.dropout)
         blocks = [Block(config, layer, self.execution) for layer in range(config.n_layer)]
         modules["h"] = nn.ModuleList(blocks)
@@ -241,8 +243,7 @@ class GPT(nn.Module):
         # embed tokens and positions
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngrams > 1:
-            rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1), N the longest n-gram
-            x = x + self.transformer.ngrams(rows).sum(-2)
+            x = x + self.transformer.ngrams(idx, cache, mask)
         angles = None
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)

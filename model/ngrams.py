@@ -1,11 +1,12 @@
-"""Hashed n-grams: which rows of the n-gram table belong to a token and the tokens before it.
+"""Embeddings of n-grams, which are added to those of tokens.
 
-Their embeddings tell the first block which tokens precede one, before any attention (after
-modded-nanogpt's hashed bigrams). N-grams of all lengths share one table. It is much smaller than
-the number of n-grams, so several share a row.
+They tell the first block which tokens precede one, before any attention (after modded-nanogpt's
+hashed bigrams). N-grams of all lengths share one table. It is much smaller than the number of
+n-grams, so several share a row: that of their hash.
 """
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,6 +14,19 @@ from model.config import GPTConfig
 from model.layers import KVCache
 
 MULTIPLIER = 1_000_003  # a prime, as in Python's hash of a tuple
+
+
+class NgramEmbedding(nn.Embedding):
+    """Table of C channels for n-grams of up to N tokens; it begins at zero, as if there were none."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config.ngram_rows, config.n_embd)
+        self.config = config
+
+    def forward(self, idx: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        """Return the sum (B, T, C) of the embeddings of the n-grams that end at each id (B, T)."""
+        rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
+        return super().forward(rows).sum(-2)
 
 
 def ngram_rows(
