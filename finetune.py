@@ -77,7 +77,7 @@ def main() -> None:
     options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
     options = resolve_paths_and_compile(options, derived)
     process = distributed.start(options.device, catch_signals=True)
-    options = resolve_dtype(options, process, is_new=checkpoint is None)
+    options = resolve_dtype(options, process)
     claim_folders(options, checkpoint, process)
     # the lengths of run and batches depend on what is read here
     model, entries = build_model(options)

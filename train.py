@@ -60,7 +60,7 @@ def main() -> None:
         dry_run = import_module("training.dry_run")  # on demand: a run does without it
         return dry_run.print_forecast(options, recipe, checkpoint)
     process = distributed.start(options.device, catch_signals=True)
-    options = resolve_dtype(options, process, is_new=checkpoint is None)
+    options = resolve_dtype(options, process)
     claim_folders(options, checkpoint, process)
 
     # data: the batch of a step is a pure function of (seed, step)

@@ -17,7 +17,7 @@ MULTIPLIER = 1_000_003  # a prime, as in Python's hash of a tuple
 
 
 class NgramEmbedding(nn.Embedding):
-    """Table of C channels for n-grams of up to N tokens; it begins at zero, as if there were none."""
+    """Table of C channels for n-grams of up to N tokens; zeros at first, as if there were none."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.ngram_rows, config.n_embd)

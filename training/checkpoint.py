@@ -17,16 +17,14 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from data.tokenizer import count_tokens
 from model.config import GPTConfig
-from model.gpt import GPT, build_without_weights, rebuild
+from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, is_of_machine
 
 FORMAT_VERSION = 3
@@ -225,18 +223,7 @@ def open_model(name: str | Path, *, exact: bool = False) -> tuple[GPT, str, dict
         model, checkpoint = load_model(path, exact=exact)
         return model, checkpoint["tokenizer"], checkpoint
 
-    # on demand: most runs do without these two, and safetensors and tokenizers are slow to import
-    huggingface = import_module("model.huggingface")
-    file_tokenizer = import_module("data.file_tokenizer")
-    model = huggingface.load_pretrained(name)
-    vocab_size = model.config.vocab_size
-    folder = huggingface.find_folder(str(name))
-    tokenizer = file_tokenizer.pretrained_tokenizer(folder, vocab_size)
-    num_tokens = count_tokens(tokenizer)
-    if num_tokens > vocab_size:
-        raise UserError(
-            f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {vocab_size:,}"
-        )
-    if num_tokens < vocab_size:  # rows of padding, as 50,304 for GPT-2's 50,257 tokens
-        model = rebuild(model, replace(model.config, vocab_size=num_tokens))
+    # on demand: most runs do without it, and the library `tokenizers` is slow to import
+    pretrained = import_module("training.pretrained")
+    model, tokenizer = pretrained.open_pretrained(name)
     return model.eval(), tokenizer, {}

@@ -20,63 +20,87 @@ MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nano
 DOLLARS_PER_GPU_HOUR = 2.50
 
 
-def print_forecast(config: TrainConfig, recipe: Recipe, saved: dict | None) -> None:
+def print_forecast(options: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> None:
     """Print what would be trained and its forecast; on the main process, for all."""
     if os.environ.get("RANK", "0") != "0":
         return
-    hardware, shape = Hardware.of(config), planned_shape(config, recipe, saved)
-    world_size, gpu = hardware.world_size, hardware.gpu
-    model = build_without_weights(shape)
-    if config.micro_batch_size == "auto":
-        size, sentence = choose_micro_batch(config, recipe, shape, hardware, saved)
+    hardware = Hardware.of(options)
+    shape = planned_shape(options, recipe, checkpoint)
+    if options.micro_batch_size == "auto":
+        size, sentence = choose_micro_batch(options, recipe, shape, hardware, checkpoint)
         print(sentence)
-        config = replace(config, micro_batch_size=size)
-    micro_steps = config.sequences_per_step(world_size) // config.micro_batch_size // world_size
-    print(
-        f"{model.num_parameters():,} parameters; {config.max_steps:,} steps of "
-        f"{config.total_batch_size:,} tokens = {micro_steps} micro-steps x "
-        f"{config.micro_batch_size} sequences x {config.block_size} tokens x {world_size} on "
-        f"{gpu.name if gpu else hardware.device.type}, {hardware.dtype}"
-    )
-    parts = forecast_memory(config, recipe, shape, hardware)
-    print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
-    for name, value in parts.items():
-        print(f"  {value / 1e9:8.2f}  {name}")
-    need = sum(parts.values())
-    fits = "fits" if need <= USABLE * hardware.free else "does not fit"
-    print(f"  {need / 1e9:8.2f}  in all: {fits} {hardware.free / 1e9:.2f} GB")
+        options = replace(options, micro_batch_size=size)
 
-    tokens = config.total_batch_size * (config.max_steps - (saved["step"] if saved else 0))
-    recompute = 4 / 3 if config.activation_checkpointing == "block" else 1
-    flops = recompute * tokens * model.flops_per_token()
-    took = ""
-    if peak := gpu.peak if gpu else peak_flops(hardware.device, hardware.dtype):
-        hours = flops / (peak * MFU) / 3600
-        took = (
-            f": {hours / world_size:,.2f} hours on {world_size} GPU and "
-            f"{hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "
-            f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
-        )
-    elif hardware.device.type == "cpu":
-        took = f": about {seconds_on_cpu(flops, hardware.dtype) / 3600:,.2f} h on this processor"
-    print(f"{flops:.3g} FLOPs for {tokens:,} tokens{took}")
-    for folder in () if gpu else config.data_dir:  # train.sh makes missing ones
-        print(f"data_dir: {folder}")
+    # what is trained, on what
+    model = build_without_weights(shape)
+    world_size = hardware.world_size
+    sequences_per_process = options.sequences_per_step(world_size) // world_size
+    micro_steps = sequences_per_process // options.micro_batch_size
+    device_name = hardware.device.type
+    if hardware.gpu is not None:
+        device_name = hardware.gpu.name
+    print(
+        f"{model.num_parameters():,} parameters; {options.max_steps:,} steps of "
+        f"{options.total_batch_size:,} tokens = {micro_steps} micro-steps x "
+        f"{options.micro_batch_size} sequences x {options.block_size} tokens x {world_size} on "
+        f"{device_name}, {hardware.dtype}"
+    )
+
+    # memory
+    bytes_by_part = forecast_memory(options, recipe, shape, hardware)
+    print("peak memory of one process in GB, without Python, CUDA's context and dropout's masks:")
+    for name, num_bytes in bytes_by_part.items():
+        print(f"  {num_bytes / 1e9:8.2f}  {name}")
+    needed = sum(bytes_by_part.values())
+    fits = "fits" if needed <= USABLE * hardware.free else "does not fit"
+    print(f"  {needed / 1e9:8.2f}  in all: {fits} {hardware.free / 1e9:.2f} GB")
+
+    # time and cost, of the steps that are left
+    steps_done = checkpoint["step"] if checkpoint else 0
+    tokens = options.total_batch_size * (options.max_steps - steps_done)
+    flops = tokens * model.flops_per_token()
+    if options.activation_checkpointing == "block":
+        flops *= 4 / 3  # forward, forward again and backward, which costs as much as two of them
+    print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware)}")
+    if hardware.gpu is None:  # else train.sh makes the shards, on the machine of that GPU
+        for folder in options.data_dir:
+            print(f"data_dir: {folder}")
     print("This was a dry run: nothing was trained or written.")
 
 
-def planned_shape(config: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> GPTConfig:
+def describe_time(flops: float, hardware: Hardware) -> str:
+    """Return the time, and on GPUs the cost, in which the hardware computes a number of FLOPs; ""
+    where its speed is not known."""
+    if hardware.device.type == "cpu":
+        hours = seconds_on_cpu(flops, hardware.dtype) / 3600
+        return f": about {hours:,.2f} h on this processor"
+    if hardware.gpu is not None:
+        peak = hardware.gpu.peak
+    else:
+        peak = peak_flops(hardware.device, hardware.dtype)
+    if peak is None:
+        return ""
+    gpu_hours = flops / (peak * MFU) / 3600
+    return (
+        f": {gpu_hours / hardware.world_size:,.2f} hours on {hardware.world_size} GPU and "
+        f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "
+        f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
+    )
+
+
+def planned_shape(options: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> GPTConfig:
     """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
-    weights, vocab_size = None, TOKENIZERS["gpt2"].vocab_size
-    if checkpoint:
+    weights = None  # architecture of the weights that are resumed, or those of --init_from
+    vocab_size = TOKENIZERS["gpt2"].vocab_size
+    if checkpoint is not None:
         weights = GPTConfig(**checkpoint["model_config"])
-    elif config.init_from:
-        weights = open_model(config.init_from)[0].config
+    elif options.init_from is not None:
+        weights = open_model(options.init_from)[0].config
     else:
         try:
-            data = Mixture(config.data_dir, "train", config.block_size)
+            data = Mixture(options.data_dir, "train", options.block_size)
             vocab_size = data.stream.vocab_size
-            print(data.describe_epochs(config.max_steps * config.total_batch_size))
-        except UserError as error:
+            print(data.describe_epochs(options.max_steps * options.total_batch_size))
+        except UserError as error:  # no shards
             print(error)
-    return model_shape(config, recipe, vocab_size, weights)
+    return model_shape(options, recipe, vocab_size, weights)

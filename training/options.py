@@ -163,17 +163,12 @@ def resolve_compile(options: Options, derived: tuple[str, ...]) -> Options:
     return replace(options, use_torch_compile=compiled)
 
 
-def resolve_dtype(options: Options, process: Process, *, is_new: bool) -> Options:
-    """Return the options with the dtype that all processes multiply in for auto; warn of a slower
-    one. Every process must call it."""
-    # measured on CPUs; processes that took different dtypes could not sum their gradients
-    fastest = pick_dtype("auto", process.device, process.all_agree)
-    if options.dtype == "auto":
-        return replace(options, dtype=str(fastest).removeprefix("torch."))
-    dtype = pick_dtype(options.dtype, process.device)  # raises UserError where a GPU lacks it
-    if dtype is not fastest and is_new:  # a resumed run was told when it began
-        process.print(f"warning: --dtype {options.dtype}, where auto would take {fastest}")
-    return options
+def resolve_dtype(options: Options, process: Process) -> Options:
+    """Return the options with a dtype for auto, the same on all processes: gradients of different
+    dtypes could not be summed. Every process must call it. Raises UserError for a dtype that a GPU
+    lacks."""
+    dtype = pick_dtype(options.dtype, process.device, process.all_agree)
+    return replace(options, dtype=str(dtype).removeprefix("torch."))
 
 
 def resolve_micro_batch(

@@ -6,7 +6,10 @@ off. Nothing is allocated: models here are on the device "meta". Time and cost a
 training/dry_run.py.
 """
 
+import os
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -17,7 +20,7 @@ from model.gpt import build_without_weights
 from model.recipes import Recipe
 from training.optim import MOMENTS
 from utils.devices import pick_device, pick_dtype
-from utils.distributed import free_memory, launched, num_nodes
+from utils.distributed import launched, num_nodes
 from utils.errors import UserError
 from utils.throughput import GPU, NAMED_GPUS
 
@@ -55,6 +58,19 @@ class Hardware:
             dtype = pick_dtype(options.dtype, device)
         nodes = num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
         return cls(device, dtype, free, launched("WORLD_SIZE", 1), nodes, gpu)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process can allocate: on its GPU, or its share of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        free = 1024 * int(re.search(r"MemAvailable:\s*(\d+) kB", meminfo)[1])
+    except OSError:  # not Linux: half of the memory that is there
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
+    return free // processes_here
 
 
 def block_activations(shape: GPTConfig, itemsize: int, checkpointing: str) -> int:

@@ -11,13 +11,11 @@ the others fail at once, and torchrun restarts all of them; TIMEOUT is for machi
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -244,16 +242,3 @@ def stop() -> None:
     # process does not, and can deadlock: one of its threads may wait for the interpreter lock.
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.destroy_process_group()
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process can allocate: on its GPU, or its share of the host."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        free = 1024 * int(re.search(r"MemAvailable:\s*(\d+) kB", meminfo)[1])
-    except OSError:  # not Linux: half of the memory that is there
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
-    return free // processes_here

@@ -1,0 +1,30 @@
+"""Models of Hugging Face's format, with their tokenizers.
+
+training/checkpoint.py opens this project's own files, and this file the others.
+model/huggingface.py knows the names of weights, data/file_tokenizer.py the files of a tokenizer.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from data.file_tokenizer import pretrained_tokenizer
+from data.tokenizer import count_tokens
+from model.gpt import GPT, rebuild
+from model.huggingface import find_folder, load_pretrained
+from utils.errors import UserError
+
+
+def open_pretrained(name: str | Path) -> tuple[GPT, str]:
+    """Return the model of a Hugging Face folder or name, and the spec of its tokenizer. Raises
+    UserError for a model that is no GPT-2, LLaMA or Qwen3, or whose tokenizer does not fit."""
+    model = load_pretrained(name)
+    num_rows = model.config.vocab_size  # of the embedding, those of padding included
+    tokenizer = pretrained_tokenizer(find_folder(str(name)), num_rows)
+    num_tokens = count_tokens(tokenizer)
+    if num_tokens > num_rows:
+        raise UserError(
+            f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {num_rows:,}"
+        )
+    if num_tokens < num_rows:  # padded, as 50,304 rows for GPT-2's 50,257 tokens
+        model = rebuild(model, replace(model.config, vocab_size=num_tokens))
+    return model, tokenizer
