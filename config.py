@@ -67,7 +67,7 @@ class RunOptions:
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
         """Return the --checkpoint_dir of a command line."""
-        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir).expanduser()
+        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
 
     def to_dict(self) -> dict:
         """Return the resolved options as plain values, for checkpoints and config.json."""

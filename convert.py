@@ -158,7 +158,6 @@ def import_model(config: ConvertConfig) -> None:
         recipe=asdict(recipe),
         model_config=asdict(model.config),
         tokenizer=tokenizer_spec,
-        train_tokens=0,  # unknown
         # step 0 of a new run
         **TrainState.start(None).to_checkpoint(),
     )

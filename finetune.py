@@ -307,7 +307,6 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     entries = {
         "script": "finetune.py",
         "tokenizer": tokenizer,
-        "train_tokens": checkpoint.get("train_tokens", 0),  # in the data of pre-training
     }
     return model.train(), entries
 

@@ -44,7 +44,7 @@ from training.parallel import clip_grad_norm, sync_gradients, wrap
 from training.run import Run, StepResult, claim_folders, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.summary import check_tokenizer, print_summary, warn_of_data
+from training.summary import check_tokenizer, data_order, print_summary, warn_of_data
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -85,9 +85,9 @@ def main() -> None:
     slicing = Slicing(num_sequences, options.micro_batch_size, process.rank, process.world_size)
     peak = peak_flops(process.device, run.dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
-    batches = timer.count_waiting(open_batches(run, slicing, train_data, val_data))
+    batches = open_batches(run, slicing, train_data, val_data)
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
-    entries = checkpoint_entries(derived, recipe, train_data)
+    entries = checkpoint_entries(options, derived, recipe, train_data)
     run.open_log(model, entries)
     saver = Saver(run, model, optimizers, entries)
     run.validate_on(evaluator.validation_text)
@@ -225,7 +225,9 @@ def open_batches(
     return prefetch(run.process.to_device(batches))
 
 
-def checkpoint_entries(derived: tuple[str, ...], recipe: Recipe, train_data: Mixture) -> dict:
+def checkpoint_entries(
+    options: TrainConfig, derived: tuple[str, ...], recipe: Recipe, train_data: Mixture
+) -> dict:
     """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     return {
         "script": "train.py",
@@ -233,9 +235,8 @@ def checkpoint_entries(derived: tuple[str, ...], recipe: Recipe, train_data: Mix
         "derived": derived,  # options that nobody gave: a resumed run derives them again
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
-        "train_tokens": len(train_data.stream),
-        "data_digest": train_data.stream.digest,
         "corpus": train_data.title,
+        "data_order": data_order(options, train_data),
     }
 
 

@@ -50,7 +50,7 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
         except (ValueError, ZeroDivisionError):  # no number: a path may hold a colon, too
             continue
         if folder:
-            corpora.append(Corpus([Path(folder).expanduser()], weight))
+            corpora.append(Corpus([Path(folder)], weight))
     if not corpora:
         return [Corpus(folders, Fraction(1))]
     if len(corpora) < len(folders) or min(corpus.weight for corpus in corpora) <= 0:

@@ -111,7 +111,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
     def checkpoint_folder(cls, flags: list[str]) -> Path:
         """Return the --checkpoint_dir of a command line."""
         default = f"runs/{flag_value(flags, 'method')}/checkpoints"
-        return Path(flag_value(flags, "checkpoint_dir") or default).expanduser()
+        return Path(flag_value(flags, "checkpoint_dir") or default)
 
     @property
     def last_update(self) -> int:

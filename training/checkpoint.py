@@ -4,7 +4,7 @@
     model_low     float32 bits minus the bfloat16 half, int16: both give the float32 weights
     optimizer     state by parameter name
     step, tokens, best_loss, run_id, ... (with the seed, all random state there is)
-    script, config (options, resolved), model_config, tokenizer, train_tokens, versions
+    script, config (options, resolved), model_config, tokenizer, data_order, versions
     checksums     CRC-32 of the tensors of model, model_low and optimizer
 
 Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. The state is
@@ -27,7 +27,7 @@ from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, is_of_machine
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 LAST = "model_last.pt"
 BEST = "model_best.pt"
 NUMBERED = "model_step_{:06d}.pt"

@@ -41,7 +41,9 @@ def read_options(
     flags = list(command_line)
     config_file = flag_value(flags, "config")
     if config_file is not None:
-        flags = to_flags(read_file(Path(config_file).expanduser())) + flags
+        flags = to_flags(read_file(Path(config_file))) + flags
+    # ~ is the home folder, as in a shell, which has seen neither files nor quoted words
+    flags = [os.path.expanduser(word) for word in flags]
 
     checkpoint = None
     resume = flag_value(flags, "resume")
@@ -112,7 +114,7 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
         if newest is None and os.environ.get("RANK", "0") == "0":
             print(f"no checkpoint in {folder}: a new run", flush=True)
         return newest
-    path = Path(resume).expanduser()
+    path = Path(resume)
     if path.is_dir():
         newest = find_newest(checkpoint_folder(path))
         if newest is None:

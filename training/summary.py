@@ -2,7 +2,7 @@
 
 from config import TrainConfig
 from data.loader import Slicing, TokenStream
-from data.mixture import Mixture, parse_corpora
+from data.mixture import Mixture
 from data.tokenizer import tokenizer_identity
 from evaluation.validation import too_few_tokens
 from model.gpt import GPT
@@ -45,18 +45,20 @@ def warn_of_data(run: Run, checkpoint: dict | None, train_data: Mixture, val_dat
     # order of data to go on with.
     if checkpoint is None or not checkpoint["optimizer"]:
         return
-    earlier_options = checkpoint["config"]
-    corpora = parse_corpora(earlier_options["data_dir"])
-    changes = [
-        ("total_batch_size", earlier_options["total_batch_size"], options.total_batch_size),
-        ("seed", earlier_options["seed"], options.seed),
-        ("weights", [float(corpus.weight) for corpus in corpora], train_data.weights),
-    ]
-    for name, before, after in changes:
-        if before != after:
-            warn(f"warning: {name} was {before}, is {after}: the data order changes")
-    if checkpoint["data_digest"] != train_data.stream.digest:
-        warn("warning: --data_dir has other shards, or another order: the data order changes")
+    for name, value in data_order(options, train_data).items():
+        earlier_value = checkpoint["data_order"][name]
+        if value != earlier_value:
+            warn(f"warning: {name}: {earlier_value}, is {value} now: the data order changes")
+
+
+def data_order(options: TrainConfig, train_data: Mixture) -> dict:
+    """Return what the batch of a step follows from, beside the step; checkpoints keep it."""
+    return {
+        "total_batch_size": options.total_batch_size,
+        "seed": options.seed,
+        "weights of --data_dir": train_data.weights,
+        "checksum of --data_dir": train_data.stream.digest,
+    }
 
 
 def print_summary(run: Run, model: GPT, train_data: Mixture, slicing: Slicing) -> None:

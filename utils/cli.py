@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, make_dataclass
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.errors import UserError, is_out_of_memory
@@ -34,8 +33,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     }
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
-        values = vars(tyro.cli(config_class, **settings))
-        return config_class(**expand_home(values))
+        return tyro.cli(config_class, **settings)
 
     # tyro makes a group of each field that is a dataclass itself: parse into a class with one such
     # field for each group, and take them apart again
@@ -55,19 +53,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     values = {}
     for group in vars(grouped).values():
         values |= vars(group)
-    return config_class(**expand_home(values))
-
-
-def expand_home(values: dict[str, object]) -> dict[str, object]:
-    """Return the values of options with the home folder for ~ in paths and in tuples of paths."""
-    expanded = {}
-    for name, value in values.items():
-        if isinstance(value, Path):
-            value = value.expanduser()
-        if isinstance(value, tuple):
-            value = tuple(x.expanduser() if isinstance(x, Path) else x for x in value)
-        expanded[name] = value
-    return expanded
+    return config_class(**values)
 
 
 def to_flags(values: dict[str, object]) -> list[str]:

@@ -6,13 +6,9 @@ needs at the measured tokens/s, divided by the peak of the devices.
 
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-
-Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class StepTimer:
-    """Measure the time of training steps, and the part of it that is spent waiting for data.
+    """Measure the time of training steps.
 
     `peak_flops` is that of one device, None if unknown; `num_devices` train together.
     """
@@ -87,22 +83,10 @@ class StepTimer:
         self.peak_flops = peak_flops
         self.num_devices = num_devices
         self.start_seconds = 0.0  # start of the step, by the performance counter
-        self.waiting_seconds = 0.0  # in this step, for data
 
     def start(self) -> None:
         """Begin a step."""
         self.start_seconds = time.perf_counter()
-        self.waiting_seconds = 0.0
-
-    def count_waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and count the time until each of them is there."""
-        while True:
-            start_seconds = time.perf_counter()
-            batch = next(batches, None)
-            self.waiting_seconds += time.perf_counter() - start_seconds
-            if batch is None:
-                return
-            yield batch
 
     def stop(self, tokens: int) -> dict[str, float | None]:
         """End a step on `tokens` tokens; return columns for the log: tokens/s, MFU, milliseconds.
@@ -119,5 +103,4 @@ class StepTimer:
             "tokens_per_s": tokens_per_second,
             "mfu": mfu,
             "ms": 1000 * seconds,
-            "data_ms": 1000 * self.waiting_seconds,
         }

@@ -131,7 +131,7 @@ def test_every_bit_of_the_tensors_and_their_names_count_for_the_checksum():
 def test_a_file_of_an_older_format_is_refused_in_a_sentence(trained, tmp_path):
     state = load_checkpoint(trained / "checkpoints" / "model_last.pt")
     torch.save(state | {"format_version": 2}, tmp_path / "old.pt")
-    with pytest.raises(UserError, match="old.pt has format 2, and this code reads 3"):
+    with pytest.raises(UserError, match="old.pt has format 2, and this code reads 4"):
         load_checkpoint(tmp_path / "old.pt")
 
 

@@ -25,7 +25,7 @@ from data.mixture import Mixture
 from data.shards import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig
 from training.checkpoint import load_checkpoint
-from training.summary import warn_of_data
+from training.summary import data_order, warn_of_data
 
 
 def test_a_second_run_in_the_same_folders_is_refused_and_a_dead_one_blocks_nobody(shards, tmp_path):
@@ -191,23 +191,22 @@ def test_another_order_of_the_folders_is_warned_of_and_another_place_is_not(
         sizes = {"block_size": 32, "total_batch_size": 512, "max_steps": 10, "val_tokens": 1024}
         config = train_options(data_dir=names, **sizes)
         train, val = (Mixture(names, split, 32) for split in ("train", "val"))
-        options = {**config.to_dict(), "data_dir": [str(first), str(second)]}
-        checkpoint = {"optimizer": {"": {}}, "config": options, "data_digest": digest}
+        checkpoint = {"optimizer": {"": {}}, "data_order": data_order(config, original)}
         process = SimpleNamespace(print=print)
         warn_of_data(SimpleNamespace(config=config, process=process), checkpoint, train, val)
         return capsys.readouterr().out
 
-    digest = Mixture([first, second], "train", 32).stream.digest
+    original = Mixture([first, second], "train", 32)
     assert not warnings(first, second) and not warnings(moved, second)
-    assert "--data_dir has other shards, or another order" in warnings(second, first)
+    assert "checksum of --data_dir" in warnings(second, first)
 
 
 def test_what_changes_the_order_of_the_data_is_warned_of(shards, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     args = train_args(shards, tmp_path / "run", 22, "--resume", "auto")
     done = script(*args, "--total_batch_size", 1024, "--seed", 8)
-    assert "total_batch_size was 512, is 1024: the data order changes" in done.stdout
-    assert "seed was 7, is 8" in done.stdout and "other shards" not in done.stdout
+    assert "total_batch_size: 512, is 1024 now: the data order changes" in done.stdout
+    assert "seed: 7, is 8 now" in done.stdout and "checksum" not in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "run/logs/metrics.jsonl").open()]
     tokens = {row["step"]: row["tokens"] for row in rows if row["split"] == "train"}
     assert [tokens[s] for s in (20, 21, 22)] == [10_240, 11_264, 12_288]

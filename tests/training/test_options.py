@@ -56,6 +56,14 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(shards, tmp_path):
     assert (found["weight_decay"], found["seed"], max(losses(tmp_path))) == (0.3, 3, 7)
 
 
+def test_a_tilde_is_the_home_folder_in_a_file_and_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.toml").write_text('data_dir = ["~/a"]')
+    options, _ = resolve("--config", tmp_path / "my.toml", "--checkpoint_dir", "~/b~")
+    assert options.data_dir == (tmp_path / "a",)
+    assert options.checkpoint_dir == tmp_path / "b~"
+
+
 def test_options_that_are_not_given_come_from_the_checkpoint(shards, tmp_path):
     script(*train_args(shards, tmp_path, 4, "--sample_every", 2, "--save_every", 3))
     script("train.py", "--resume", tmp_path, "--max_steps", 6)

@@ -30,7 +30,7 @@ def saver(tmp_path, said):
     torch.manual_seed(0)
     config = train_options(checkpoint_dir=tmp_path, keep_last=2)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
-    entries = {"script": "train.py", "tokenizer": "gpt2", "train_tokens": 100}
+    entries = {"script": "train.py", "tokenizer": "gpt2"}
     optimizers = make_optimizers(model, config, Recipe())
     run = Run(config, ALONE, torch.float32, TrainState(), 0, None)
     run.logger = SimpleNamespace(print=said.append)

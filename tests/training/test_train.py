@@ -167,8 +167,8 @@ def test_a_run_ends_with_a_picture(shards, tmp_path):
 def test_rows_tell_what_happened(trained):
     rows = [json.loads(line) for line in (trained / "logs" / "metrics.jsonl").open()]
     train = [row for row in rows if row["split"] == "train"]
-    keys = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms", "data_ms"}
-    assert keys <= set(train[0]) and train[0]["data_ms"] > 0
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms"}
+    assert keys <= set(train[0])
     assert train[-1]["tokens"] == 20 * 512 and train[-1]["mfu"] is None  # no peak known for a CPU
     val = [row for row in rows if row["split"] == "val"]
     assert [row["step"] for row in val] == [0, 10, 20]

@@ -68,8 +68,3 @@ def test_later_flags_win_and_are_found_by_name():
     assert parse(Options, flags) == Options((Path("x"), Path("y")), "a", 2.0, on=False)
     assert flag_value(flags, "number") == "2" and flag_value(flags, "text") == "a"
     assert flag_value(flags, "size") is None and flag_value(["--max-lr", "1"], "max_lr") == "1"
-
-
-def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert parse(Options, ["--folders", "~/b", "a~"]).folders == (tmp_path / "b", Path("a~"))
