@@ -148,8 +148,7 @@ class ChildrensBookTest(Task):
     """Choose the word for a blank in a book (Hill et al. 2016), as in Radford et al. 2019, section
     3.2. The files are those of CBTest, by kind of word: common nouns (CN), named entities (NE)."""
 
-    protocols = ("full sequence", "from the blank")
-    needs_context = True
+    protocols = ("from the blank",)
 
     def __init__(self, name: str, configuration: str) -> None:
         self.name = name
@@ -185,15 +184,6 @@ class ChildrensBookTest(Task):
             choices = tuple(f" {option}{after}" for option in row["options"])
             items.append(Item(context, choices, row["options"].index(row["answer"])))
         return items
-
-    def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
-        """Return the mean log-probability of all tokens, or the sum of those from the blank on."""
-        if protocol == "from the blank":
-            return {"acc": score.logprob}
-        # The context is common to all candidates, but a longer candidate spreads it over more
-        # tokens: the mean of all tokens needs its sum.
-        num_tokens = score.num_context_tokens + score.num_tokens
-        return {"acc": (score.context_logprob + score.logprob) / num_tokens}
 
 
 TASKS = (

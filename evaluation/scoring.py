@@ -85,7 +85,7 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
 @dataclass(frozen=True)
 class Batch:
     """Rows of packed items as tensors, and the N targets: tokens whose probability is needed. The
-    targets of a row stand together, first those in its context, then those of its choices."""
+    targets of a row stand together, choice by choice."""
 
     ids: Tensor  # (B, T)
     positions: Tensor  # (B, T)
@@ -95,8 +95,8 @@ class Batch:
     target_ids: Tensor  # (N,)
 
 
-def make_batch(rows: list[PackedItem], with_context: bool, device: torch.device) -> Batch:
-    """Return the batch of some rows; with `with_context` the contexts' tokens are targets, too.
+def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
+    """Return the batch of some rows.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row:
 
@@ -115,9 +115,6 @@ def make_batch(rows: list[PackedItem], with_context: bool, device: torch.device)
         ids[b, :context_length] = row.context
         positions[b, :context_length] = range(context_length)
         part[b, :context_length] = 0
-        if with_context:
-            for t, token in enumerate(row.context[1:]):
-                targets.append((b, t, token))
         start = context_length
         for n, choice in enumerate(row.choices, 1):
             end = start + len(choice) - 1
@@ -178,11 +175,9 @@ class ItemScorer(Scorer):
     """Scorer that gives the log-probabilities of continuations, too."""
 
     @torch.no_grad()
-    def score(
-        self, items: list[Item], banned_words: Sequence[str] = (), with_context: bool = False
-    ) -> list[list[Score]]:
+    def score(self, items: list[Item], banned_words: Sequence[str] = ()) -> list[list[Score]]:
         """Return a Score for each continuation of each item. `banned_words` may not come first in
-        is_greedy_filtered; `with_context` scores the contexts, too. Raise UserError for NaN."""
+        is_greedy_filtered. Raise UserError for NaN."""
         self.model.eval()
         # Only a word that is one token can be banned as a first token.
         encoded_words = [self.tokenizer.encode(f" {word}").tolist() for word in banned_words]
@@ -202,14 +197,14 @@ class ItemScorer(Scorer):
         # A batch that comes twice, so that all processes have equally many, gives equal scores.
         scores: dict[int, Score] = {}  # by place among the continuations of all items
         for _, batch, _ in self.process.share(batches):
-            batch_scores = self.score_batch(batch, banned_ids, with_context)
+            batch_scores = self.score_batch(batch, banned_ids)
             for row, row_scores in zip(batch, batch_scores, strict=True):
                 scores.update(enumerate(row_scores, row.first_score))
             self.progress(len(batch) * self.process.world_size)
         self.model.train()
         scores = self.process.merge(scores)
         # Comparisons with NaN are all false: argmax would call the first choice the best one.
-        if any(math.isnan(score.logprob + score.context_logprob) for score in scores.values()):
+        if any(math.isnan(score.logprob) for score in scores.values()):
             raise UserError("the model gives NaN (not a number) instead of a probability")
 
         scores_of_items = []
@@ -220,11 +215,9 @@ class ItemScorer(Scorer):
             start = end
         return scores_of_items
 
-    def score_batch(
-        self, rows: list[PackedItem], banned_ids: list[int], with_context: bool
-    ) -> list[list[Score]]:
+    def score_batch(self, rows: list[PackedItem], banned_ids: list[int]) -> list[list[Score]]:
         """Return a Score for each choice of each row."""
-        batch = make_batch(rows, with_context, self.process.device)
+        batch = make_batch(rows, self.process.device)
         with autocast(self.process.device, self.dtype):
             x = self.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
         # Only hidden states that predict a target go through the head: logits of whole rows would
@@ -239,12 +232,6 @@ class ItemScorer(Scorer):
         scores: list[list[Score]] = []
         start = 0
         for row in rows:
-            num_context_tokens = 0
-            if with_context:
-                num_context_tokens = len(row.context) - 1
-            context_end = start + num_context_tokens
-            context_logprob = logprobs[start:context_end].sum().item()
-            start = context_end
             row_scores = []
             for choice in row.choices:
                 end = start + len(choice)
@@ -257,8 +244,6 @@ class ItemScorer(Scorer):
                         is_allowed_argmax[start] and is_argmax[start + 1 : end].all()
                     ),
                     is_last_greedy=bool(is_argmax[end - 1]),
-                    context_logprob=context_logprob,
-                    num_context_tokens=num_context_tokens,
                 )
                 row_scores.append(score)
                 start = end

@@ -42,10 +42,6 @@ class Score:
     """True if greedy decoding writes it when no banned word may come first."""
     is_last_greedy: bool
     """True if the last token is the likeliest one after all tokens before it."""
-    context_logprob: float
-    """Log-probability of the context after its first token, in nats; 0 unless requested."""
-    num_context_tokens: int
-    """Tokens in context_logprob."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Result:
 
 
 TaskScores = tuple[list[Result], list[dict]]  # results, and one row per example for --dump
-# Scorer.score: scores of each item's choices; takes `banned_words` and `with_context`
+# ItemScorer.score: scores of each item's choices; takes `banned_words`, too
 ScoreItems = Callable[..., list[list[Score]]]
 
 
@@ -92,8 +88,6 @@ class Task(ABC):
     """Ways to prepare and score the same examples; train.py logs the first one."""
     metric = "acc"
     """Metric of the first protocol that plot.py draws."""
-    needs_context = False
-    """True if `values` reads context_logprob, for which the head is applied to more tokens."""
 
     @abstractmethod
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
@@ -143,7 +137,7 @@ class Task(ABC):
             # Protocols with the same texts differ only in how they choose. They share one pass of
             # the model.
             if items != scored_items:
-                scores = score_items(items, with_context=self.needs_context)
+                scores = score_items(items)
                 scored_items = items
             protocol_results, protocol_examples = self.choose(protocol, items, scores)
             results += protocol_results

@@ -73,19 +73,12 @@ def test_each_continuation_scores_as_if_it_stood_alone(scorer):
             ids = [*(list(context.encode()) or [256]), *answer][-129:]
             expected = nats(scorer.model, ids)[-len(answer) :].sum().item()
             assert score.logprob == pytest.approx(expected, abs=1e-4)
-            assert score.num_tokens == len(answer) and score.num_context_tokens == 0
+            assert score.num_tokens == len(answer)
 
 
 def test_a_continuation_longer_than_the_context_is_refused(scorer):
     with pytest.raises(UserError, match="a continuation has 200 tokens, the context 128"):
         scorer.score([Item("a", ("b" * 200,))])
-
-
-def test_the_context_is_scored_where_requested(scorer):
-    ((score, *_),) = scorer.score(ITEMS[:1], with_context=True)
-    assert score.num_context_tokens == 10
-    expected = nats(scorer.model, list(b"The cat sat")).sum().item()
-    assert score.context_logprob == pytest.approx(expected, abs=1e-4)
 
 
 def test_greedy_last_and_filtered_mean_what_they_say(scorer):
@@ -111,19 +104,16 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer):
     assert flags(first, second, banned=[chr(first)]) == (True, False, True)
 
 
-def test_cbt_chooses_by_the_whole_text_or_by_what_follows_the_blank(scorer):
+def test_cbt_chooses_by_what_follows_the_blank(scorer):
     row = {"sentences": ["Tom had a dog ."], "question": "Where is the XXXXX ?", "answer": "dog"}
     rows, task = [row | {"options": ["cat", "dog", "Ann"]}], BENCHMARKS["cbt_cn"]
     results, examples = task.score(rows, scorer.score, task.protocols)
-    context, whole, rest = b"Tom had a dog . Where is the", [], []
+    context, expected = b"Tom had a dog . Where is the", []
     for option in (b"cat", b"dog", b"Ann"):
         logprobs = nats(scorer.model, [*context, *b" ", *option, *b" ?"])
-        whole.append(logprobs.mean().item())
-        rest.append(logprobs[len(context) - 1 :].sum().item())
-    assert examples[0]["logprobs"] == pytest.approx(whole, abs=1e-4)
-    assert examples[1]["logprobs"] == pytest.approx(rest, abs=1e-4)
-    assert [r.protocol for r in results] == ["full sequence", "from the blank"]
-    assert [r.value for r in results] == [np.argmax(whole) == 1, np.argmax(rest) == 1]
+        expected.append(logprobs[len(context) - 1 :].sum().item())
+    assert examples[0]["logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert [r.value for r in results] == [np.argmax(expected) == 1]
 
 
 ENDINGS = {"ctx": "A dog", "endings": ["abc", "a", "bcd", "cde"]}  # three of one length

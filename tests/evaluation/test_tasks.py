@@ -33,7 +33,7 @@ def test_lambada_asks_for_the_last_word():
 
 def test_cbt_asks_for_the_word_in_the_blank(tmp_path):
     (tmp_path / "cbt.txt").write_text(BOOK * 2)
-    item, _ = CBT.items(CBT.read(tmp_path / "cbt.txt"), "full sequence")
+    item, _ = CBT.items(CBT.read(tmp_path / "cbt.txt"), "from the blank")
     assert item.context == "Tom had a dog . The dog ran to Ann . `` Where is the"
     assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
 
