@@ -76,7 +76,7 @@ def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
     script(*args, *out, "--limit", 2, "--protocols", "lm-eval")
     protocols = [protocol for task, protocol, _ in results(tmp_path / "a.json")]
     assert protocols[3:8] == [*["lm-eval, ctx alone"] * 3, *["lm-eval"] * 2]
-    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 4 * 2
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 3 * 2
 
 
 @pytest.mark.parametrize("batch_size", [7, 64])
