@@ -41,8 +41,10 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     so it always fits, from -2^15 to 2^15 - 1. Every NaN becomes the same one, as rounding would
     turn some into infinity.
     """
+    # a view: the same 32 bits of each number, read as an integer
     bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
     high = ((bits + 0x8000) >> 16).to(torch.int16)  # 0x8000 is half of a unit of the upper half
+    # what rounding has added or dropped
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
     return high.view(torch.bfloat16), low
 
@@ -77,7 +79,7 @@ def checksum(tensors: dict) -> int:
     of such dicts."""
     crc = 0
     for name, x in tensors.items():
-        crc = zlib.crc32(name.encode(), crc)
+        crc = zlib.crc32(name.encode(), crc)  # two tensors that change places change the sum
         if isinstance(x, dict):  # state of one parameter: exp_avg, exp_avg_sq, step
             crc = zlib.crc32(checksum(x).to_bytes(4, "little"), crc)
         else:
@@ -105,7 +107,7 @@ def reading(path: Path) -> Iterator[None]:
     and an error of the disk pass."""
     try:
         yield
-    except UserError:
+    except UserError:  # it has its sentence already
         raise
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint {path}; give another path") from error
@@ -152,15 +154,16 @@ def load_model(
     """
     checkpoint = load_checkpoint(path)
     with reading(path):
+        # finetune.py --method reward puts this head in the place of the logits
         is_reward_model = "reward_head.weight" in checkpoint["model"]
         if model_class is GPT and is_reward_model:
             raise UserError(f"{path} is a reward model, which rates text and writes none")
         if model_class is not GPT and not is_reward_model:
             raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
-        shape = GPTConfig(**checkpoint["model_config"])
+        shape = GPTConfig(**checkpoint["model_config"])  # UserError for a shape that cannot be
         model = build_without_weights(shape, model_class=model_class)
         load_weights(model, checkpoint, exact=exact)
-    return model.eval(), checkpoint
+    return model.eval(), checkpoint  # eval: without dropout
 
 
 # the checkpoints of a folder
@@ -176,6 +179,7 @@ def numbered(folder: Path) -> list[Path]:
 def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder in the order in which they are resumed: the last, the
     numbered ones, the best."""
+    # the best one may be much older than the last
     paths = [folder / LAST, *numbered(folder), folder / BEST]
     return [path for path in paths if path.exists()]
 
@@ -183,12 +187,13 @@ def newest_first(folder: Path) -> list[Path]:
 def find_newest(folder: Path) -> Path | None:
     """Return a folder's checkpoint to resume, or None."""
     paths = newest_first(folder)
-    return paths[0] if paths else None
+    return paths[0] if paths else None  # the first of those that exist
 
 
 def checkpoint_folder(path: Path) -> Path:
     """Return `path` if checkpoints lie in it, else the folder in it that holds them, as in that of
     a run; `path` again if there are none."""
+    # a folder of checkpoints, that of a run, or the first folder in it that holds some
     for folder in (path, path / "checkpoints", *sorted(path.glob("*/"))):
         if list(folder.glob("model_*.pt")):
             return folder
@@ -199,6 +204,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
     """Return the checkpoint that a name stands for: a file, or the best, else the newest one of a
     folder; None for a Hugging Face folder or the name of a model on the hub."""
     path = Path(name)
+    # a .pt that is missing is a misspelt checkpoint, and no name of the hub
     if path.is_file() or (path.suffix == ".pt" and not path.is_dir()):
         return path
     if not path.is_dir():
@@ -207,6 +213,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
     best_or_newest = find_newest(folder)
     if (folder / BEST).exists():
         best_or_newest = folder / BEST
+    # a folder of Hugging Face's format has a config.json
     if best_or_newest is None and not (path / "config.json").exists():
         raise UserError(f"{folder} holds no checkpoint and no model of Hugging Face's format")
     if best_or_newest is not None and os.environ.get("RANK", "0") == "0":

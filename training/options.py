@@ -38,7 +38,7 @@ def read_options(
     """
     # Of equal flags the parser takes the last one: so those of the command line stand last, those
     # of --config before them, and those of the checkpoint first.
-    flags = list(command_line)
+    flags = list(command_line)  # a copy, to which others are added in front
     config_file = flag_value(flags, "config")
     if config_file is not None:
         flags = to_flags(read_file(Path(config_file))) + flags
@@ -47,18 +47,19 @@ def read_options(
 
     checkpoint = None
     resume = flag_value(flags, "resume")
-    path = find_resumed(config_class, resume, flags)
+    path = find_resumed(config_class, resume, flags)  # None: a new run
     if path is not None:
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(path)  # mapped from disk: the tensors are read later
         if checkpoint["script"] != script:
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
             )
         # The folders are those where the file lies now: it may have been copied or moved.
+        # without those that follow from others: they are derived anew, on this machine
         saved_options = given_options(checkpoint)
         saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
         flags = to_flags(saved_options) + flags
-        resume = str(path)
+        resume = str(path)  # of the file, also where a folder or "auto" was given
 
     # finetune.py names its folder after --method if no --checkpoint_dir is given
     folder = config_class.checkpoint_folder(flags)
@@ -85,6 +86,7 @@ def read_options(
 def given_options(content: dict) -> dict:
     """Return the options in a checkpoint or config.json, without those to be derived again."""
     options = content["config"]
+    # "derived" lists the names of options that nobody had given
     return {name: options[name] for name in options if name not in content["derived"]}
 
 
@@ -143,7 +145,7 @@ def find_recipe(options: TrainConfig, checkpoint: dict | None) -> Recipe:
     name stands for another one by now, unless --recipe is given anew."""
     if checkpoint and "recipe" in checkpoint and options.recipe == checkpoint["config"]["recipe"]:
         return Recipe(**checkpoint["recipe"])
-    return parse_recipe(options.recipe)
+    return parse_recipe(options.recipe)  # a new run, or --recipe was given anew
 
 
 def is_on_gpu(device: str) -> bool:
@@ -155,6 +157,7 @@ def resolve_compile(options: Options, derived: tuple[str, ...]) -> Options:
     """Return the options with --use_torch_compile: by default on CUDA alone, and nowhere that
     Triton, PyTorch's compiler for GPUs, does not work."""
     on_gpu = is_on_gpu(options.device)
+    # on CPUs a small model takes longer to compile than to train
     compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
     if compiled and on_gpu and options.device not in NAMED_GPUS:
         problem = compile_problem(pick_device(options.device))
@@ -184,6 +187,7 @@ def resolve_micro_batch(
     if options.micro_batch_size != "auto":
         return options
     plan = import_module("training.plan")  # on demand: a run with a given size does without it
+    # what is free on the device of this process
     hardware = plan.Hardware.of(options)
     # The process with the least memory decides for all, as they need equal micro-batches.
     hardware = replace(hardware, free=process.min(hardware.free))
@@ -199,7 +203,7 @@ def model_shape(
     `weights`, which are resumed or those of --init_from. Raises UserError for options that ask for
     another one."""
     if weights is None:
-        return options.model_config(recipe, vocab_size)
+        return options.model_config(recipe, vocab_size)  # a new model
 
     source = options.resume if options.resumes else options.init_from
     if options.block_size > weights.block_size:
@@ -218,6 +222,7 @@ def model_shape(
     nothing_was_given = options.init_from is not None and wanted_shape == gpt2_shape
     if wanted_shape == shape or nothing_was_given:
         return shape
+    # name what differs: "n_layer 12 (here 6)"
     changes: list[str] = []
     for name, value in vars(shape).items():
         if getattr(wanted_shape, name) != value:

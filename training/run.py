@@ -96,7 +96,7 @@ class TrainState:
 
     def advance(self, tokens: int, skip_reason: str | None) -> None:
         """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
-        self.step += 1
+        self.step += 1  # skipped steps count, too, so that a step always reads the same data
         self.tokens += tokens
         self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
 
@@ -104,7 +104,7 @@ class TrainState:
         """Forget the lowest loss if it is that of another validation text; return whether it is."""
         is_other_text = self.best_of not in (None, text)
         if is_other_text:
-            self.best_loss = math.inf
+            self.best_loss = math.inf  # every loss is lower
         self.best_of = text
         return is_other_text
 
@@ -170,13 +170,16 @@ def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
     """Raise UserError if the run would write over another's files, or over its own later ones."""
     if options.overwrite:
         return
+    # None is the id of no run: any files in the folder are then those of another
     run_id = checkpoint["run_id"] if checkpoint else None
-    step = checkpoint["step"] if checkpoint else 0
+    step = checkpoint["step"] if checkpoint else 0  # where this run begins
 
     folder = options.checkpoint_dir
     newest = newest_readable(folder)
+    # checkpoints first: they are worth more than a log
     if newest is not None and newest["run_id"] != run_id:
         raise UserError(refusal(f"{folder} holds the checkpoints of another run", "checkpoint_dir"))
+    # resumed from an earlier file: the later ones would be mixed with new ones
     if newest is not None and newest["step"] > step:
         later = f"{folder} holds a checkpoint of step {newest['step']}, after step {step}"
         raise UserError(refusal(later, "checkpoint_dir"))
@@ -213,13 +216,15 @@ def remove_checkpoints(folder: Path, state: TrainState) -> None:
         except UserError:
             is_earlier = False
         if not is_earlier:
-            path.unlink()
+            path.unlink()  # with --overwrite alone
 
 
 def find_log(options: RunOptions, checkpoint: dict) -> Path | None:
     """Return the folder with the log of the run that is resumed, None without one. It belongs to
     the folder of the checkpoint, unless that was moved alone or --log_dir was given."""
+    # a run whose whole folder was moved or copied
     beside_checkpoint = log_folder(Path(options.resume).parent)
+    # a log in another place, by --log_dir of the earlier start
     where_it_was = Path(checkpoint["config"]["log_dir"])
     for folder in (options.log_dir, beside_checkpoint, where_it_was):
         log = logged_run(folder)
@@ -272,7 +277,8 @@ class Run:
     @classmethod
     def start(cls, options: RunOptions, checkpoint: dict | None, process: Process) -> "Run":
         """Begin a run, or go on with that of a checkpoint, in the folders of claim_folders."""
-        dtype = getattr(torch, options.dtype)
+        dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
+        # disabled in other dtypes: scale(loss) is then the loss itself
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
         state = TrainState.start(checkpoint, scaler)
         earlier_log = find_log(options, checkpoint) if checkpoint else None
@@ -321,6 +327,7 @@ class Run:
                 copy_log(self.earlier_log, options.log_dir, state.step)
             # the last, the best and one that is being written, of 12 bytes a parameter: float32
             # weights and the two moments of AdamW
+            # what a resumed run replaces needs no new space
             existing = options.checkpoint_dir.glob("model_*.pt")
             existing_bytes = sum(path.stat().st_size for path in existing)
             needed_bytes = 3 * 12 * model.num_parameters() - existing_bytes
@@ -360,6 +367,6 @@ class Run:
             folder = self.config.log_dir
             with contextlib.suppress(UserError):  # a run without a step has nothing to draw
                 figure.draw([folder], folder / PICTURE)
-        distributed.stop()
+        distributed.stop()  # leaves the process group
         if self.stopping:
             sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))

@@ -69,16 +69,18 @@ class Saver:
     """Errors of failed writes, by the name of the file; a later write that succeeds removes its."""
 
     def __post_init__(self) -> None:
-        self.last_step = self.run.start_step
+        self.last_step = self.run.start_step  # a run that ends without a new step saves nothing
 
     def save(self, name: str) -> None:
         """Copy the state of the run and have it written as `name`. Every process must call it, as
         sharded state is gathered from all."""
         self.wait()  # one copy of the state at a time, or memory would grow on a slow disk
+        # on the CPU, and not changed by later steps
         weights, moments = gather_state(self.model, self.optimizers)
         state = self.run.state
         if name == LAST:
             self.last_step = state.step
+        # the other processes have helped to gather, and write nothing
         if not self.run.process.is_main:
             return
         entries = {
@@ -98,7 +100,7 @@ class Saver:
         step = entries["step"]
         try:
             save_checkpoint(folder / name, assemble(weights, moments, **entries))
-            self.error_of_file.pop(name, None)
+            self.error_of_file.pop(name, None)  # an earlier failure is made up for
             # model_last.pt is saved before the validation of its step. Where that makes it the
             # best, it becomes the same file as model_best.pt, which knows its validation loss: a
             # resumed run would take a worse model for the best otherwise.
@@ -132,6 +134,7 @@ class Saver:
     def finish(self) -> None:
         """Wait on all processes for the last write; raise UserError for a file that failed."""
         self.wait()
+        # None if the newest write of every file succeeded
         problem = next(iter(self.error_of_file.values()), None)
         if not self.run.process.all_agree(problem is None):
             raise UserError(str(problem or "the main process could not save")) from problem

@@ -64,12 +64,13 @@ def learning_rate(step: int, options: OptimizerOptions) -> float:
 
     schedule = SCHEDULES[options.schedule]
     num_updates = options.last_update + 1
+    # wsd: the last fifth of all updates; others: all that follow warmup
     decay_updates = round(schedule.decay_share * num_updates)
     decay_start = max(warmup_steps, num_updates - decay_updates)
     # min_lr belongs to the last update itself; a run of one update has nothing to divide by
     decay_length = max(1, options.last_update - decay_start)
-    progress = max(0, step - decay_start) / decay_length
-    remaining = schedule.remaining(min(1.0, progress))
+    progress = max(0, step - decay_start) / decay_length  # 0 to 1; 0 while wsd is constant
+    remaining = schedule.remaining(min(1.0, progress))  # 1 to 0
     return options.min_lr + remaining * (options.max_lr - options.min_lr)
 
 
@@ -80,7 +81,7 @@ def set_rates(
 
     A group's "lr_scale" (training/optim.py) multiplies it: recipes give embeddings their own rate.
     """
-    lr = learning_rate(step, options)
+    lr = learning_rate(step, options)  # the same on every process
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]

@@ -23,7 +23,7 @@ def check_tokenizer(stream: TokenStream, weights_from: str, tokenizer: str) -> N
             f"{weights_from} takes tokens of {identity}, the shards hold those of "
             f"{stream.tokenizer_identity}"
         )
-    stream.tokenizer = tokenizer
+    stream.tokenizer = tokenizer  # equal tokens, but the spec may hold a chat template, too
 
 
 def warn_of_data(run: Run, checkpoint: dict | None, train_data: Mixture, val_data: Mixture) -> None:
@@ -31,8 +31,10 @@ def warn_of_data(run: Run, checkpoint: dict | None, train_data: Mixture, val_dat
     the data is not that of the checkpoint that is resumed."""
     options: TrainConfig = run.config
     warn = run.process.print
+    # a sharding that was interrupted, or that still runs
     for folder in train_data.stream.unfinished:
         warn(f"warning: {folder} holds a part of its text: run the sharding to its end")
+    # each corpus is validated alone, on up to --val_tokens of its tokens
     for name, part in zip(val_data.names, val_data.parts, strict=True):
         if len(part) * part.block_size < options.val_tokens:
             warn(too_few_tokens(name, part, options.val_tokens))
@@ -79,6 +81,7 @@ def print_summary(run: Run, model: GPT, train_data: Mixture, slicing: Slicing) -
     run.logger.print(text)
 
     if run.process.device.type == "cpu":
+        # measured by one matmul: a progress bar shows nothing before the first step ends
         step_seconds = seconds_on_cpu(tokens_per_step * model.flops_per_token(), run.dtype)
         if step_seconds > SLOW_STEP_SECONDS:
             run.logger.print(f"a step takes about {step_seconds:,.0f} s on this processor")

@@ -63,7 +63,7 @@ def to_flags(values: dict[str, object]) -> list[str]:
         if value in (None, [], ()):
             continue
         if value is False:
-            flags.append(f"--no_{name}")
+            flags.append(f"--no_{name}")  # as tyro names the opposite of a flag
             continue
         flags.append(f"--{name}")
         if isinstance(value, list | tuple):
@@ -112,7 +112,7 @@ def call_and_exit(
     try:
         main()
     except SystemExit as end:
-        exit_code = end.code or 0
+        exit_code = end.code or 0  # None after sys.exit()
     except BrokenPipeError:  # the reader of standard output has ended, as `head` does: SIGPIPE
         sys.stdout = open(os.devnull, "w")
         exit_code = 128 + 13
@@ -129,8 +129,8 @@ def call_and_exit(
         rank = os.environ.get("RANK")
         label = f"error on rank {rank}" if rank else "error"
         print(f"{label}: {message}", file=sys.stderr)
-    before_exit()
-    sys.stdout.flush()
+    before_exit()  # as waiting for a checkpoint that is being written
+    sys.stdout.flush()  # os._exit writes out no buffers
     # without the interpreter's shutdown: reader threads of `datasets` can block it for ever, and
     # gloo aborts in it if one of its threads waits for the interpreter lock to release a tensor
     os._exit(exit_code)

@@ -29,11 +29,13 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     UserError for a device that this machine does not have.
     """
     available = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    # Apple GPU
     if torch.mps.is_available():
         available.append("mps")
     available.append("cpu")
     device_name = name
     if name == "auto":
+        # "cuda" for "cuda:0", so that each process takes its own
         device_name = available[0].partition(":")[0]
     if device_name == "cuda":
         device_name = f"cuda:{local_rank}"
@@ -82,13 +84,15 @@ def matmul_seconds(size: int, dtype: torch.dtype) -> float:
 
 def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
     """Return a forecast of the time in which this CPU trains for a number of FLOPs."""
+    # the fastest of three: other programs can only make it slower
     fastest_seconds = min(matmul_seconds(512, dtype) for _ in range(3))
-    matmul_flops_per_second = 2 * 512**3 / fastest_seconds
+    matmul_flops_per_second = 2 * 512**3 / fastest_seconds  # a multiplication and an addition each
     return flops / (SHARE_OF_MATMULS * matmul_flops_per_second)
 
 
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a GPU multiplies in bfloat16, as NVIDIA's do since Ampere."""
+    # the function asks about the current device
     with torch.cuda.device(device):
         return torch.cuda.is_bf16_supported(including_emulation=False)
 
@@ -110,7 +114,7 @@ def pick_dtype(
     if name != "auto":
         return getattr(torch, name)
     if is_gpu:
-        use_bfloat16 = has_bfloat16(device)
+        use_bfloat16 = has_bfloat16(device)  # "auto" on a GPU
     else:
         use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()
     if all_agree(use_bfloat16):
@@ -148,6 +152,7 @@ def autocast(
 
     `keep_weights` keeps the cast copy of each weight until the context ends, for several forwards.
     """
+    # the weights are float32, so that there is nothing to cast
     enabled = dtype is not torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
 

@@ -61,6 +61,7 @@ class StopSignal:
         """Handle a signal; Python calls this between two instructions of the main thread."""
         now = time.monotonic()
         if self.signal == 0:
+            # only remembered here: the run ends at a place where its state is whole
             self.signal = number
             self.received_seconds = now
             if self.announce:
@@ -121,6 +122,7 @@ class Process:
         last_index = len(items) - 1
         for round_start in range(0, len(items), self.world_size):
             self.end_if_stopped()
+            # this process takes item number `rank` of each round
             index = round_start + self.rank
             yield index, items[min(index, last_index)], index <= last_index
 
@@ -144,7 +146,7 @@ class Process:
     def all_equal(self, number: int) -> bool:
         """Return whether every process has the same number, below 2^63."""
         minimum = self.min(number)
-        maximum = -self.min(-number)
+        maximum = -self.min(-number)  # of equal numbers minimum and maximum are one
         return minimum == maximum
 
     def min(self, number: int) -> int:
@@ -152,6 +154,7 @@ class Process:
         if self.world_size == 1:
             return number
         minimum = torch.tensor(number, device=self.device)
+        # each process now holds the smallest
         dist.all_reduce(minimum, dist.ReduceOp.MIN)
         return int(minimum)
 
@@ -176,7 +179,7 @@ class Process:
             dist.all_gather_object(shares, results)
         merged: dict[int, Item] = {}
         for share in shares:
-            merged.update(share)
+            merged.update(share)  # an item done twice has the same index
         return merged
 
 
@@ -204,8 +207,8 @@ def start(device_name: str, *, catch_signals: bool = False) -> Process:
     The backend is NCCL between GPUs and gloo between CPUs. Raises UserError if the device is not
     there, or is one that several processes cannot share.
     """
-    rank = launched("RANK")
-    local_rank = launched("LOCAL_RANK")
+    rank = launched("RANK")  # 0 without a launcher
+    local_rank = launched("LOCAL_RANK")  # number of the process on its machine
     world_size = launched("WORLD_SIZE", 1)
     device = pick_device(device_name, local_rank)
     if world_size > 1 and (device.type == "mps" or ":" in device_name):
@@ -213,6 +216,7 @@ def start(device_name: str, *, catch_signals: bool = False) -> Process:
             f"--device {device_name} is one device, which several processes cannot share"
         )
     if device.type == "cuda":
+        # NCCL and "cuda" without a number mean this GPU then
         torch.cuda.set_device(device)
     if device.type == "cpu":
         keep_freed_memory()

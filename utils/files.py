@@ -20,7 +20,7 @@ from utils.errors import UserError
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` at the end of the block, unless it raises."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + ".tmp")  # in the same folder, as no rename crosses disks
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -56,6 +56,7 @@ def lock_folder(folder: Path, activity: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
+        # NB: fail at once instead of waiting
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(f"another process is {activity} {folder}; wait for its end") from error
@@ -71,7 +72,7 @@ def lock_folder(folder: Path, activity: str) -> int:
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a power cut: a rename is on disk only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
+    os.fsync(descriptor)  # of the names; the content of the files has an fsync of its own
     os.close(descriptor)
 
 

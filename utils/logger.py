@@ -54,6 +54,7 @@ class Logger:
         is_resumed = metrics_path.exists() and not overwrite
         if is_resumed:
             # a process that was killed may have left half a row: cut it off
+            # bytes up to the last line break
             whole_rows = metrics_path.read_bytes().rfind(b"\n") + 1
             os.truncate(metrics_path, whole_rows)
         mode = "w" if overwrite else "a"
@@ -86,16 +87,18 @@ class Logger:
         text = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s"
         if "reward" in row:  # of GRPO
             text = f"reward {row['reward']:.4f}  {text}"
+        # None on CPUs, and on GPUs whose peak is not known
         if row["mfu"]:
             text += f"  mfu {row['mfu']:.1%}"
         if not self.bar.disable:
+            # update draws the bar, at most ten times a second
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
             return
         now = time.monotonic()
         is_last = step == self.bar.total
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
-            self.last_line_seconds = now
+            self.last_line_seconds = now  # since then SECONDS_PER_LINE have to pass
             rates = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
             self.print(f"step {step}/{self.bar.total}  {text}  {rates}")
 
@@ -154,7 +157,7 @@ def logged_run(folder: Path) -> dict | None:
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
+        return {}  # written by a run that was killed, or by others
 
 
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
@@ -163,6 +166,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     `path` is a metrics.jsonl, its folder, or the folder above. Of steps that were run again, the
     last rows are returned. Raises UserError naming a line that is not a row.
     """
+    # the file, its folder, or the folder of a run
     for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
         if metrics_path.is_file():
             break
@@ -182,6 +186,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
                 message = f"{metrics_path}, line {number}, is not a row of metrics"
                 raise UserError(message) from error
             if split != "resume":
+                # a later row of a step takes the place of an earlier one
                 row_at_step.setdefault(split, {})[step] = row
                 continue
             # the run continued at `step`: rows of later steps may never be written again

@@ -55,7 +55,8 @@ VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}
 
 def find_gpu(device_name: str) -> GPU | None:
     """Return the GPU that the driver calls `device_name`, None if its peak is not known."""
-    words = set(re.split("[ -]", device_name))
+    words = set(re.split("[ -]", device_name))  # "NVIDIA H100 80GB HBM3" and "A100-SXM4-80GB"
+    # no figure is better than a wrong one
     if words & VARIANTS:
         return None
     for gpu in GPUS:
@@ -66,6 +67,7 @@ def find_gpu(device_name: str) -> GPU | None:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of matmuls on a device, None if unknown, as for CPUs and float32."""
+    # the table holds the peak of 16 bits; float32 has another
     if device.type != "cuda" or dtype is torch.float32:
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
