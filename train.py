@@ -83,6 +83,7 @@ def main() -> None:
     # batches, evaluation, log, checkpoints
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
     slicing = Slicing(num_sequences, options.micro_batch_size, process.rank, process.world_size)
+    # for MFU; None on a CPU
     peak = peak_flops(process.device, run.dtype)
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
     batches = open_batches(run, slicing, train_data, val_data)
@@ -119,6 +120,7 @@ def main() -> None:
             if result.skip_reason is None:
                 run.logger.log_train(figures, state.step)
             else:
+                # which data did it: to look at, or to leave out
                 positions = step * num_sequences + np.arange(num_sequences)
                 sequences = train_data.order(positions, options.seed).tolist()
                 run.logger.log_skip(result.skip_reason, sequences, state.step)
@@ -200,6 +202,7 @@ def build_model(options: TrainConfig, recipe: Recipe, stream: TokenStream) -> GP
     if weights_from is not None:
         model, tokenizer, _ = open_model(weights_from, exact=True)
         check_tokenizer(stream, weights_from, tokenizer)
+        # a smaller --block_size drops the last positions of the table
         shape = model_shape(options, recipe, stream.vocab_size, model.config)
         return rebuild(model, shape, execution).train()
 
@@ -218,7 +221,9 @@ def open_batches(
     step on, read ahead by a thread. Raises UserError for data that cannot be read, before the run
     has written anything."""
     seed = run.config.seed
+    # a resumed run goes on with the data of the step that comes next
     steps = range(run.state.step, run.config.max_steps)
+    # reads one sequence of each split: a damaged shard ends the run here
     val_data.batch(np.arange(1))
     next(train_batches(train_data, slicing, seed, steps), None)
     batches = train_batches(train_data, slicing, seed, steps)

@@ -40,6 +40,7 @@ class HellaSwag(Task):
             context = row["ctx"]
             endings = row["endings"]  # four of them
             if protocol != "build-nanogpt":
+                # the context in two parts, of which the second begins a sentence
                 if "ctx_a" in row:
                     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
                 context = clean_wikihow(context)
@@ -97,6 +98,7 @@ class Lambada(Task):
         white space after the word, which OpenAI's file does not have and some copies do."""
         items = []
         for row in rows:
+            # rpartition: at the last space
             context, _, word = row["text"].rstrip().rpartition(" ")
             items.append(Item(context, (f" {word}",)))
         return items
@@ -106,6 +108,7 @@ class Lambada(Task):
     ) -> TaskScores:
         """Score the last words; there is nothing to choose from, so ties cannot occur."""
         items = self.items(rows, protocols[0])  # the same for all protocols
+        # each item has one choice, the word
         scores = [choices[0] for choices in score_items(items, banned_words=STOP_WORDS)]
         hits_by_protocol = {
             "lm-eval": [score.is_greedy for score in scores],
@@ -137,6 +140,7 @@ class Lambada(Task):
         """Return the perplexity per word, exp of the mean nats of a word. Its standard error is
         that of the mean times exp's derivative, as in lm-evaluation-harness."""
         nats = mean_result(self.name, "lm-eval", "perplexity", word_nats)
+        # per word, not per token, so that tokenizers can be compared
         perplexity = float(np.exp(nats.value))
         stderr = None
         if nats.stderr is not None:

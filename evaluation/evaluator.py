@@ -43,6 +43,7 @@ def read_on_all(read: Callable[[], Content], process: Process) -> Content:
     """
     content = None
     error = None  # of this process
+    # first round: the main process reads; second round: all others
     for is_turn_of_main in (True, False):
         if process.is_main == is_turn_of_main:
             try:
@@ -67,7 +68,7 @@ class Evaluator:
         self.val = val
         # GPT-2's vocabulary is downloaded once. Training itself needs ids alone, so a run on a
         # machine without network goes on.
-        tokenizer = None
+        tokenizer = None  # None: no samples and no benchmarks
         try:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
@@ -88,6 +89,7 @@ class Evaluator:
         """Read the rows of a benchmark that will be scored, the same ones each time."""
         path = getattr(self.config, f"{task.name}_data")
         rows = read_on_all(partial(task.read, path), self.scorer.process)
+        # examples to score
         count = len(rows)
         if not self.config.eval_full:
             count = min(count, SUBSET_EXAMPLES)
@@ -101,6 +103,7 @@ class Evaluator:
         loss, which counts only against losses of the same text."""
         stream = self.val.stream
         counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]
+        # losses of other tokens, shards, lengths or weights cannot be compared
         return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
 
     def due(self, step: int, name: str = "eval") -> bool:
@@ -151,6 +154,6 @@ class Evaluator:
             uncompiled(self.config.use_torch_compile),
         ):
             texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
-        model.train()
+        model.train()  # with dropout again
         # the last character may be cut in the middle of its bytes
         return scorer.tokenizer.decode_bytes(texts[0].tokens).decode(errors="replace")

@@ -57,7 +57,7 @@ def format_table(results: list[Result], size: str) -> str:
         stderr = ""
         if result.stderr is not None:
             stderr = f"± {result.stderr:.4f}"
-        openai = ""
+        openai = ""  # no figure was published
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and size in published.values:
             mark = marks.setdefault(published.source, f"[{len(marks) + 1}]")
@@ -72,7 +72,7 @@ def format_table(results: list[Result], size: str) -> str:
             name = f"{result.task}, {result.protocol}, {result.metric}"
             tie_notes.append(f"{name}: {result.ties:,} ties; {rule}")
 
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # of the columns
     lines = []
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, strict=True)

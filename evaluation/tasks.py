@@ -106,6 +106,7 @@ class Task(ABC):
         Hugging Face hub. Raise UserError for rows that cannot be read or used."""
         try:
             if path:
+                # the original format, as its authors publish it
                 rows = self.parse(path.read_text(encoding="utf-8"))
             else:
                 from datasets import load_dataset  # imports for seconds, and files do without
@@ -138,7 +139,7 @@ class Task(ABC):
             # the model.
             if items != scored_items:
                 scores = score_items(items)
-                scored_items = items
+                scored_items = items  # of the newest forward pass
             protocol_results, protocol_examples = self.choose(protocol, items, scores)
             results += protocol_results
             examples += protocol_examples
@@ -157,6 +158,7 @@ class Task(ABC):
             example["logprobs"] = [by_metric["acc"] for by_metric in values]
             for metric in values[0]:
                 metric_values = np.array([by_metric[metric] for by_metric in values])
+                # all choices with the largest value: several where they are equal
                 best = np.flatnonzero(metric_values == metric_values.max())
                 if len(best) > 1:
                     ties[metric] += 1

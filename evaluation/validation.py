@@ -21,7 +21,7 @@ from utils.distributed import Process
 
 def too_few_tokens(name: str, sequences: Sequences, tokens: int) -> str:
     """Return the sentence for a corpus whose validation split is smaller than `tokens`."""
-    held_out = len(sequences) * sequences.block_size
+    held_out = len(sequences) * sequences.block_size  # targets
     return (
         f"note: validation reads all {held_out:,} tokens of {name}, fewer than --val_tokens "
         f"{tokens:,}: the fewer, the rougher the loss"
@@ -39,6 +39,7 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
         return {"loss": loss}
     bytes_per_token = 0.0
     for weight, x in zip(weights, scores, strict=True):
+        # bits per token / bits per byte = bytes per token of the corpus
         bytes_per_token += weight * x["loss"] / math.log(2) / x["bits_per_byte"]
     return {"loss": loss, "bits_per_byte": loss / math.log(2) / bytes_per_token}
 
@@ -64,8 +65,10 @@ class Scorer:
         (bytes of source text for a token of the whole split), by which runs with different
         tokenizers can be compared.
         """
-        self.model.eval()
+        self.model.eval()  # without dropout
+        # the first ones, the same at every evaluation
         num_sequences = sequences.count_within(tokens)
+        # where a new batch begins: array_split cuts there
         starts = range(self.batch_size, num_sequences, self.batch_size)
         batches = np.array_split(np.arange(num_sequences), starts)
         nats = torch.zeros(len(batches), dtype=torch.float64)  # sum over the targets of each batch
@@ -79,10 +82,12 @@ class Scorer:
             target_ids = torch.from_numpy(targets).to(self.process.device)
             with autocast(self.process.device, self.dtype):
                 loss = self.model(ids, target_ids)
+            # else the batch only keeps the processes in step
             if counts:
+                # the loss is a mean over the targets that count
                 nats[place] = loss.item() * targets[: len(batch)].size
         total_nats = self.process.sum_float64(nats).sum().item()
-        self.model.train()
+        self.model.train()  # with dropout again
         scores = {"loss": total_nats / (num_sequences * sequences.block_size)}
         bytes_per_token = sequences.stream.bytes_per_token
         if bytes_per_token:

@@ -40,6 +40,8 @@ class Execution:
 
 def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Compile a function as one graph for each shape of its inputs."""
+    # fullgraph: raise an error where the function cannot be one graph; dynamic=False: a graph for
+    # any size would be slower
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 

@@ -37,11 +37,11 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """Draw token ids (B,) from logits (B, V) with random numbers `uniform` (B,) in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    ids = None
+    ids = None  # of the columns of `logits`; None: column i is token i
     if sampling.top_k is not None or sampling.top_p is not None:
         V = logits.size(-1)
         logits, ids = logits.topk(min(sampling.top_k or V, V))  # (B, k), the likeliest first
-    probabilities = (logits.float() / sampling.temperature).softmax(-1)
+    probabilities = (logits.float() / sampling.temperature).softmax(-1)  # (B, V), or (B, k)
     if sampling.top_p is not None:
         # a token stays if those before it do not reach top_p; so the likeliest one always stays
         sum_before = probabilities.cumsum(-1) - probabilities
@@ -49,8 +49,9 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
 
     # Inverse of the cumulative distribution: unlike torch.multinomial it takes the random numbers
     # of each row from outside. The sum is below 1 after top_p, and off by rounding otherwise.
-    cumulative = probabilities.cumsum(-1)
+    cumulative = probabilities.cumsum(-1)  # from 0 to about 1
     threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]  # (B, 1)
+    # the first token whose cumulative probability is above the threshold
     column = torch.searchsorted(cumulative, threshold, right=True)
     column = column.clamp_(max=logits.size(-1) - 1)  # a product rounded up to the sum itself
     if ids is not None:
@@ -153,6 +154,7 @@ def complete(
     texts: list[list[int]] = [[] for _ in prompts]
     steps = generate(model, prompts, sampling)
     while True:
+        # fewer at the end, none after max_new_tokens
         columns = list(islice(steps, TOKENS_PER_CHECK))  # of (B,) token ids
         if not columns:
             break

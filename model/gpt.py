@@ -44,6 +44,7 @@ class Attention(nn.Module):
         self.qk_norm = None
         if config.qk_norm:
             self.qk_norm = RMSNorm(config.head_size, config.norm_eps, elementwise_affine=False)
+        # no weights: the choice of a kernel
         self.attend = ScaledDotProduct(config)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -56,7 +57,7 @@ class Attention(nn.Module):
         mask: Tensor | None,
     ) -> Tensor:
         B, T, C = x.shape
-        H, K = self.num_heads, self.num_kv_heads
+        H, K = self.num_heads, self.num_kv_heads  # K = H in GPT-2
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
 
         # norm and rotation work on each head alone: queries and keys go through them together
@@ -86,7 +87,7 @@ class MLP(nn.Module):
         # SwiGLU takes two inputs for each of its outputs; one matrix makes both
         num_inputs = 2 if config.is_gated else 1
         self.c_fc = nn.Linear(config.n_embd, num_inputs * config.inner, bias=config.bias)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]  # a function: it has no weights
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -178,8 +179,10 @@ class GPT(nn.Module):
         # a copy of the head for inference on a CPU, by prepare_for_inference of model/inference.py
         self.inference_head: nn.Module | None = None
 
+        # visits every module
         self.apply(self._init_weights)
         if config.ngrams > 1:
+            # the model begins as if there were no n-grams
             nn.init.zeros_(self.transformer.ngrams.weight)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -202,6 +205,7 @@ class GPT(nn.Module):
 
     def num_parameters(self) -> int:
         """Return the number of trained values; a tied head counts once, padded rows do not."""
+        # tables with a row for each token: the embedding, and an untied head
         num_tables = 1 if self.config.tied else 2
         padded_rows = num_tables * (self.config.padded_vocab_size - self.config.vocab_size)
         return sum(p.numel() for p in self.parameters()) - padded_rows * self.config.n_embd
@@ -235,6 +239,7 @@ class GPT(nn.Module):
         (B, 1, T, S), true where a token may attend to one of S tokens.
         """
         if positions is None:
+            # tokens before these, whose keys and values the cache holds
             start = 0 if cache is None else cache.length
             end = start + idx.size(1)
             assert end <= self.config.block_size, f"{end} tokens are too many"
@@ -320,9 +325,10 @@ def rebuild(model: GPT, config: GPTConfig, execution: Execution | None = None) -
         "transformer.wte.weight": config.padded_vocab_size,
         "lm_head.weight": config.padded_vocab_size,
     }
-    state = model.state_dict()
+    state = model.state_dict()  # the tensors themselves, not copies
     for name in num_rows.keys() & state.keys():
         state[name] = state[name][: num_rows[name]].contiguous()
+    # type(model): a reward model stays one
     new_model = build_without_weights(config, execution, type(model))
     new_model.load_state_dict(state, assign=True)
-    return new_model.requires_grad_()
+    return new_model.requires_grad_()  # tensors that came from a file do not ask for gradients

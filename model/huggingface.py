@@ -90,11 +90,13 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     if rope.get("rope_type", "default") != "default":
         hf_config = hf_config | {"rope_scaling": rope}  # refused below
 
-    names = GPT2_FIELDS
+    names = GPT2_FIELDS  # "model_type" of a GPT-2, and of anything that is refused below
     fields = {}
     if hf_config["model_type"] in ("llama", "qwen3"):
         names = LLAMA_FIELDS
+        # what config.json does not say, as it is the same in all of them
         fields = LLAMA | {"qk_norm": hf_config["model_type"] == "qwen3"}
+        # null stands for the default of transformers
         not_null = {name: value for name, value in hf_config.items() if value is not None}
         hf_config = LLAMA_DEFAULTS | rope | not_null
     if hf_config["vocab_size"] > MAX_TOKENS:
@@ -152,8 +154,9 @@ def config_to_hf(config: GPTConfig) -> dict:
 def names_in_hf(name: str, config: GPTConfig) -> list[str]:
     """Return the names of transformers' weights that our weight `name` is a stack of."""
     if config.is_gpt2:
-        return [name]
+        return [name]  # GPT-2 has our names: ours are its
     # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
+    # LLaMA has no biases, so all names end alike
     name = name.removesuffix(".weight")
     prefix = ""
     if name.startswith("transformer.h."):
@@ -164,6 +167,7 @@ def names_in_hf(name: str, config: GPTConfig) -> list[str]:
 
 def weights_from_hf(hf_weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return our float32 state dict, made from that of transformers' GPT-2, LLaMA or Qwen3."""
+    # a copy, from which the weights are taken out one by one: what stays was not used
     hf_weights = dict(hf_weights)
     if config.is_gpt2:
         for name in list(hf_weights):
@@ -175,7 +179,7 @@ def weights_from_hf(hf_weights: dict[str, Tensor], config: GPTConfig) -> dict[st
     weights: dict[str, Tensor] = {}
     for name in build_without_weights(config).state_dict():
         stacked = [hf_weights.pop(hf_name).float() for hf_name in names_in_hf(name, config)]
-        x = torch.cat(stacked)
+        x = torch.cat(stacked)  # along the rows
         if config.is_gpt2 and name.endswith(TRANSPOSED):
             x = x.T.contiguous()
         if name in TABLES:  # append the padded rows
@@ -196,12 +200,13 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
         if name in TABLES:
+            # the rows after it are padding
             x = x[: config.vocab_size]
         if config.is_gpt2:
             hf_weights[name] = x.T if name.endswith(TRANSPOSED) else x
             continue
         # take a stack apart
-        num_rows = [len(x)]
+        num_rows = [len(x)]  # no stack
         if "c_attn" in name:
             num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
         elif "c_fc" in name:

@@ -25,6 +25,7 @@ class OneDNNLinear(nn.Module):
         `num_rows` tokens."""
         super().__init__()
         self.dtype = dtype
+        # a copy: oneDNN alone can read its layout
         self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), num_rows)
         self.bias = None
         if bias is not None:
@@ -44,12 +45,14 @@ def prepare_for_inference(
     oneDNN has that dtype, linear layers and the head become OneDNNLinear. On a GPU the weights of
     the blocks are cast.
     """
-    model.float()
+    model.float()  # the weights of a checkpoint are bfloat16 unless `exact`
     blocks = model.transformer.h
     if device.type == "cpu" and has_onednn(dtype):
+        # a list, as modules are replaced during the loop
         for name, module in list(blocks.named_modules()):
             if isinstance(module, nn.Linear):
                 packed = OneDNNLinear(module.weight, module.bias, dtype, rows)
+                # in the place of the nn.Linear, whose weight is freed
                 blocks.set_submodule(name, packed)
         # the head's weight may be the embedding, which stays float32: the head becomes a copy
         head_weight = model.head_weight[: model.config.vocab_size]

@@ -59,7 +59,7 @@ class Recipe:
         ngrams = int(self.ngram_bits / math.log2(vocab_size + 1))
         if ngrams > 1:
             shape["ngrams"] = ngrams
-        return shape | self.model
+        return shape | self.model  # the recipe's own fields win
 
 
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "tied": False}
@@ -90,17 +90,20 @@ RECIPES = {
 def parse_recipe(text: str) -> Recipe:
     """Return the recipe of --recipe, NAME or NAME,FIELD=VALUE,...; a FIELD is one of Recipe or one
     of GPTConfig that is no option of its own. Raises UserError for an unknown name or value."""
-    name, *changes = text.split(",")
+    name, *changes = text.split(",")  # "modern,qk_norm=False"
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
+    # values of the fields: parse_value takes their types
     recipe_fields = {f.name: getattr(recipe, f.name) for f in fields(Recipe) if f.name != "model"}
     model_fields = {f.name: f.default for f in fields(GPTConfig) if f.name not in SIZED}
     for change in changes:
-        key, _, value = change.strip().partition("=")
+        key, _, value = change.strip().partition("=")  # "qk_norm", "=", "False"
         if key in recipe_fields:
+            # a field of the training: max_lr, momentum, ...
             recipe = replace(recipe, **{key: parse_value(key, value, recipe_fields[key])})
         elif key in model_fields:
+            # a field of the architecture: norm, n_kv_head, ...
             model = recipe.model | {key: parse_value(key, value, model_fields[key])}
             recipe = replace(recipe, model=model)
         else:
