@@ -17,7 +17,7 @@ from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
 from data.file_tokenizer import CHAT_TEMPLATE
 from data.tokenizer import load_tokenizer
-from evaluation.table import format_table
+from evaluation.table import format_table, openai_size
 from evaluation.tasks import Result
 from finetuning.chat import is_chat
 from model.gpt import GPT
@@ -131,7 +131,7 @@ def model_card(model: GPT, tokenizer: str, checkpoint: dict, path: Path, inputs:
     scores = ""
     results = read_scores(path, checkpoint)
     if results:
-        scores = f"## Scores\n\n```\n{format_table(results, shape.size or 'gpt2')}\n```\n\n"
+        scores = f"## Scores\n\n```\n{format_table(results, openai_size(shape))}\n```\n\n"
     return CARD.read_text(encoding="utf-8").format(
         name=path.resolve().parent.parent.name,
         table="\n".join(table),

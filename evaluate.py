@@ -25,7 +25,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.evaluator import read_on_all
 from evaluation.scoring import ItemScorer
-from evaluation.table import format_table
+from evaluation.table import format_table, openai_size
 from evaluation.tasks import Result, TaskScores
 from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import Questions
@@ -251,7 +251,7 @@ def main(config: EvalConfig) -> None:
     if process.is_main:
         if config.dump:
             config.dump.write_text("".join(f"{json.dumps(example)}\n" for example in examples))
-        print(format_table(results, model.config.size or "gpt2"))
+        print(format_table(results, openai_size(model.config)))
         print(f"wrote {', '.join(dict.fromkeys(str(path) for path in outputs.values()))}")
     distributed.stop()
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from evaluation.figure import draw
-from model.config import NICKNAMES
 from utils.cli import start_script
+
+NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
 
 
 @dataclass

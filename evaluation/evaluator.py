@@ -7,9 +7,8 @@ scoring.py, how a benchmark is scored in tasks.py.
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 
 from config import TrainConfig
@@ -25,7 +24,6 @@ from utils.errors import UserError
 
 Content = TypeVar("Content")
 
-SUBSET_EXAMPLES = 500  # of a benchmark, scored during training without --eval_full
 SAMPLE_TOKENS = 128
 SAMPLE_TEMPERATURE = 0.8  # a bit below 1: a small model's least likely tokens are mostly errors
 
@@ -73,29 +71,14 @@ class Evaluator:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-        scorer_fields = (model, tokenizer, process, dtype, config.micro_batch_size)
-        self.scorer = Scorer(*scorer_fields)
-        self.benchmark_rows: list[tuple[Any, list[dict]]] = []
-        """Tasks of evaluation/benchmarks.py, and the rows of each that are scored."""
+        self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
+        self.suite = None  # None: no benchmarks
         names = [name for name in config.benchmarks if getattr(config, f"{name}_every")]
         if tokenizer and names:
-            # on demand: most runs score no benchmark
-            self.scorer = import_module("evaluation.scoring").ItemScorer(*scorer_fields)
-            benchmarks = import_module("evaluation.benchmarks").BENCHMARKS
-            for name in names:
-                self.open_benchmark(benchmarks[name])
-
-    def open_benchmark(self, task: Any) -> None:
-        """Read the rows of a benchmark that will be scored, the same ones each time."""
-        path = getattr(self.config, f"{task.name}_data")
-        rows = read_on_all(partial(task.read, path), self.scorer.process)
-        # examples to score
-        count = len(rows)
-        if not self.config.eval_full:
-            count = min(count, SUBSET_EXAMPLES)
-        # Evenly spaced, as files are often sorted: HellaSwag begins with ActivityNet.
-        evenly_spaced = np.linspace(0, len(rows) - 1, count).astype(int)
-        self.benchmark_rows.append((task, [rows[i] for i in evenly_spaced]))
+            scoring = import_module("evaluation.scoring")  # on demand: most runs score no benchmark
+            suite = import_module("evaluation.suite")
+            scorer = scoring.ItemScorer(**vars(self.scorer))
+            self.suite = suite.BenchmarkSuite(config, scorer)
 
     @property
     def validation_text(self) -> str:
@@ -107,7 +90,7 @@ class Evaluator:
         return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
 
     def due(self, step: int, name: str = "eval") -> bool:
-        """Return True if validation ("eval"), a benchmark or a sample is due after `step` steps."""
+        """Return True if a validation ("eval") or a "sample" is due after `step` steps."""
         return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
 
     def validate(self) -> dict[str, float]:
@@ -123,17 +106,9 @@ class Evaluator:
         return means
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield the name and the figures, by the first protocol, of each benchmark that is due."""
-        for task, rows in self.benchmark_rows:
-            if not self.due(step, task.name):
-                continue
-            # Compiled blocks are of one shape: each length of a text would be compiled anew.
-            with uncompiled(self.config.use_torch_compile):
-                results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
-            scores: dict[str, float] = {"n": results[0].n}  # examples; then metrics, for the log
-            for result in results:
-                scores[result.metric] = result.value
-            yield task.name, scores
+        """Yield the name and the figures of each benchmark that is due after `step` steps."""
+        if self.suite is not None:
+            yield from self.suite.scores(step)
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""

@@ -4,7 +4,7 @@ of OpenAI's GPT-2 that stand beside the results."""
 from dataclasses import dataclass
 
 from evaluation.tasks import Result
-from model.config import SIZES
+from model.config import SIZES, GPTConfig
 
 # OpenAI did not release its evaluation code, and nobody has reproduced the paper's LAMBADA and CBT
 # figures: they are listed under the protocol that is closest to the paper's description.
@@ -45,6 +45,15 @@ PUBLISHED = {  # by task, protocol and metric; the protocol of "val" is the corp
     ("cbt_cn", "from the blank", "acc"): from_paper(0.8765, 0.9235, 0.9345, 0.9330),
     ("cbt_ne", "from the blank", "acc"): from_paper(0.834, 0.871, 0.880, 0.8905),
 }
+
+
+def openai_size(config: GPTConfig) -> str:
+    """Return the size of OpenAI's GPT-2, a key of SIZES, that a model is compared with: that of its
+    shape, else the smallest."""
+    for name, shape in SIZES.items():  # "gpt2": 12 layers, 12 heads, 768 channels
+        if all(getattr(config, field) == value for field, value in shape.items()):
+            return name
+    return "gpt2"
 
 
 def format_table(results: list[Result], size: str) -> str:

@@ -14,7 +14,6 @@ SIZES = {
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
-NICKNAMES = {"124M": "gpt2", "350M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
 # fields that train.py has flags of their own for; a recipe may set the others
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
 
@@ -90,28 +89,6 @@ class GPTConfig:
         """Raise UserError for a field that is not valid."""
         if not is_valid:
             raise UserError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
-
-    @property
-    def size(self) -> str | None:
-        """Name in SIZES of this shape, None if it has none."""
-        for name, shape in SIZES.items():  # "gpt2" for 12 layers, 12 heads, 768 channels
-            if all(getattr(self, field) == value for field, value in shape.items()):
-                return name
-        return None
-
-    @property
-    def is_gpt2(self) -> bool:
-        """True for GPT-2's architecture, of any size."""
-        # sizes and dropout aside
-        return not self.differences(GPTConfig())
-
-    def differences(self, other: "GPTConfig") -> dict:
-        """Return the fields whose values differ from those of `other`, but for sizes (SIZED)."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in SIZED and value != getattr(other, name)
-        }
 
     @property
     def padded_vocab_size(self) -> int:

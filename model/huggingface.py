@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.config import GPTConfig
+from model.config import SIZED, GPTConfig
 from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, is_of_machine
 
@@ -82,6 +82,20 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 GPT2_COPIES = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
+def differences(config: GPTConfig, other: GPTConfig) -> dict:
+    """Return the fields of an architecture, sizes and dropout aside, that differ from another's."""
+    differing = {}
+    for name, value in vars(config).items():
+        if name not in SIZED and value != getattr(other, name):
+            differing[name] = value
+    return differing
+
+
+def is_gpt2(config: GPTConfig) -> bool:
+    """Return True for GPT-2's architecture, of any size."""
+    return not differences(config, GPTConfig())
+
+
 def config_from_hf(hf_config: dict) -> GPTConfig:
     """Return the GPTConfig of a config.json; raise UserError naming a value that would give another
     config.json if the model was exported again."""
@@ -119,7 +133,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
-    if config.is_gpt2:
+    if is_gpt2(config):
         hf_config = {name: getattr(config, ours) for ours, name in GPT2_FIELDS.items()}
         return hf_config | {
             "architectures": ["GPT2LMHeadModel"],
@@ -131,7 +145,7 @@ def config_to_hf(config: GPTConfig) -> dict:
             "attn_pdrop": config.dropout,
             **GPT2_CONSTANTS,
         }
-    misfits = config.differences(replace(config, **LLAMA))
+    misfits = differences(config, replace(config, **LLAMA))
     if misfits:
         fields = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
@@ -153,7 +167,7 @@ def config_to_hf(config: GPTConfig) -> dict:
 
 def names_in_hf(name: str, config: GPTConfig) -> list[str]:
     """Return the names of transformers' weights that our weight `name` is a stack of."""
-    if config.is_gpt2:
+    if is_gpt2(config):
         return [name]  # GPT-2 has our names: ours are its
     # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
     # LLaMA has no biases, so all names end alike
@@ -169,7 +183,7 @@ def weights_from_hf(hf_weights: dict[str, Tensor], config: GPTConfig) -> dict[st
     """Return our float32 state dict, made from that of transformers' GPT-2, LLaMA or Qwen3."""
     # a copy, from which the weights are taken out one by one: what stays was not used
     hf_weights = dict(hf_weights)
-    if config.is_gpt2:
+    if is_gpt2(config):
         for name in list(hf_weights):
             x = hf_weights.pop(name)
             if not name.endswith(GPT2_COPIES):
@@ -180,7 +194,7 @@ def weights_from_hf(hf_weights: dict[str, Tensor], config: GPTConfig) -> dict[st
     for name in build_without_weights(config).state_dict():
         stacked = [hf_weights.pop(hf_name).float() for hf_name in names_in_hf(name, config)]
         x = torch.cat(stacked)  # along the rows
-        if config.is_gpt2 and name.endswith(TRANSPOSED):
+        if is_gpt2(config) and name.endswith(TRANSPOSED):
             x = x.T.contiguous()
         if name in TABLES:  # append the padded rows
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
@@ -202,7 +216,7 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
         if name in TABLES:
             # the rows after it are padding
             x = x[: config.vocab_size]
-        if config.is_gpt2:
+        if is_gpt2(config):
             hf_weights[name] = x.T if name.endswith(TRANSPOSED) else x
             continue
         # take a stack apart

@@ -14,6 +14,7 @@ both rounded up. A process holds r rows: R without sharding, else at most S.
 """
 
 import math
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,37 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from model.gpt import GPT
 from model.recipes import Recipe
 
 # Jordan et al. 2024: the polynomial a s + b s^3 + c s^5 of a singular value s, chosen steep at 0
 # so that small singular values grow to about 1 in five iterations.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_ITERATIONS = 5
+
+
+def shape_groups(model: GPT) -> list[dict]:
+    """Return the blocks' matrices in groups of one shape.
+
+    "split_sizes" of a group are the row counts of the matrices that a weight stacks: queries, keys
+    and values in c_attn, gate and value of SwiGLU in c_fc.
+    """
+    config = model.config
+    kv_rows = config.kv_heads * config.head_size
+    stacked = {"c_attn": (config.n_embd, kv_rows, kv_rows)}
+    if config.is_gated:
+        stacked["c_fc"] = (config.inner, config.inner)
+
+    parameters_by_layout = defaultdict(list)
+    for name, p in model.transformer.h.named_parameters():
+        if p.dim() >= 2:
+            layer_name = name.split(".")[-2]  # "c_attn" of "0.attn.c_attn.weight"
+            split_sizes = stacked.get(layer_name, (p.size(0),))
+            parameters_by_layout[p.shape, split_sizes].append(p)
+    return [
+        {"params": parameters, "lr_scale": 1.0, "split_sizes": split_sizes}
+        for (_, split_sizes), parameters in parameters_by_layout.items()
+    ]
 
 
 class Muon(torch.optim.Optimizer):

@@ -5,7 +5,6 @@ the rest. Another optimizer is a file of its own, as training/muon.py, an entry 
 branch in make_optimizers. The learning rate is set by training/schedule.py, step by step.
 """
 
-from collections import defaultdict
 from importlib import import_module
 
 import torch
@@ -60,29 +59,6 @@ def make_optimizers(
     optimizers = [torch.optim.AdamW(groups, betas=betas, fused=True)]
     if has_muon:
         muon = import_module("training.muon")  # on demand: GPT-2 itself is trained without it
-        optimizers.append(muon.Muon(muon_groups(model), recipe, options.weight_decay, dtype))
+        groups = muon.shape_groups(model)
+        optimizers.append(muon.Muon(groups, recipe, options.weight_decay, dtype))
     return optimizers
-
-
-def muon_groups(model: GPT) -> list[dict]:
-    """Return the blocks' matrices in groups of one shape, for Muon.
-
-    "split_sizes" of a group are the row counts of the matrices that a weight stacks: queries, keys
-    and values in c_attn, gate and value of SwiGLU in c_fc.
-    """
-    config = model.config
-    kv_rows = config.kv_heads * config.head_size
-    stacked = {"c_attn": (config.n_embd, kv_rows, kv_rows)}
-    if config.is_gated:
-        stacked["c_fc"] = (config.inner, config.inner)
-
-    parameters_by_layout = defaultdict(list)
-    for name, p in model.transformer.h.named_parameters():
-        if p.dim() >= 2:
-            layer_name = name.split(".")[-2]  # "c_attn" of "0.attn.c_attn.weight"
-            split_sizes = stacked.get(layer_name, (p.size(0),))
-            parameters_by_layout[p.shape, split_sizes].append(p)
-    return [
-        {"params": parameters, "lr_scale": 1.0, "split_sizes": split_sizes}
-        for (_, split_sizes), parameters in parameters_by_layout.items()
-    ]

@@ -142,10 +142,21 @@ def resolve_options(
 
 def find_recipe(options: TrainConfig, checkpoint: dict | None) -> Recipe:
     """Return the recipe of a run. A resumed run keeps the one that it began with, also where its
-    name stands for another one by now, unless --recipe is given anew."""
-    if checkpoint and "recipe" in checkpoint and options.recipe == checkpoint["config"]["recipe"]:
-        return Recipe(**checkpoint["recipe"])
-    return parse_recipe(options.recipe)  # a new run, or --recipe was given anew
+    name stands for another one by now, unless --recipe is given anew. Raises UserError for one with
+    another optimizer than that of the state in the checkpoint."""
+    if checkpoint is None:
+        return parse_recipe(options.recipe)
+    earlier_recipe = Recipe(**checkpoint["recipe"])
+    if options.recipe == checkpoint["config"]["recipe"]:
+        return earlier_recipe
+    recipe = parse_recipe(options.recipe)
+    # the state of a converted checkpoint is empty
+    if checkpoint["optimizer"] and recipe.optimizer != earlier_recipe.optimizer:
+        raise UserError(
+            f"{options.resume} has the state of another optimizer, {earlier_recipe.optimizer}: "
+            "resume without --recipe, or start from the weights alone with --init_from"
+        )
+    return recipe
 
 
 def is_on_gpu(device: str) -> bool:

@@ -38,7 +38,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.gpt import GPT
 from utils.distributed import Process
-from utils.errors import UserError
 
 
 def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.Module:
@@ -161,22 +160,14 @@ def load_optimizer_state(
 ) -> None:
     """Load the optimizer state that gather_state returned, under any sharding.
 
-    Names and shapes must be the model's; the empty state of a converted checkpoint loads nothing.
-    Raises UserError for the state of another optimizer.
+    Names, shapes and optimizers must be those of the model; the empty state of a converted
+    checkpoint loads nothing.
     """
     if not state:
         return
-    # PyTorch makes new optimizers' state by a step with a learning rate of 0. Its names and groups
-    # are needed to check and load the other; its tensors are freed before that is read.
-    new_state = get_optimizer_state_dict(model, optimizers)
-    param_groups = new_state["param_groups"]
-    expected_names = value_names(new_state["state"])
-    del new_state
-    if value_names(state) != expected_names:
-        raise UserError(
-            "the optimizer state is of another optimizer: resume without --recipe, or start from "
-            "the weights alone with --init_from"
-        )
+    # PyTorch makes new optimizers' state by a step with a learning rate of 0. Its groups are needed
+    # to load the other; its tensors are freed before that is read.
+    param_groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
     # full_state_dict: each process takes its shard of every tensor
     set_optimizer_state_dict(
         model,
@@ -194,8 +185,3 @@ def load_optimizer_state(
 def clone_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a dict with a copy of each tensor."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def value_names(state: dict[str, dict[str, Tensor]]) -> dict[str, set[str]]:
-    """Return the names of the values that an optimizer keeps of each parameter."""
-    return {name: set(values) for name, values in state.items()}

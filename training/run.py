@@ -295,7 +295,7 @@ class Run:
         self, model: GPT, optimizers: list[torch.optim.Optimizer], checkpoint: dict
     ) -> None:
         """Load the optimizer state of the checkpoint that is resumed. Every process must call it;
-        raises UserError for a damaged file, or for the state of another optimizer."""
+        raises UserError for a damaged file."""
         with reading(Path(self.config.resume)):
             verify(checkpoint, "optimizer")
         load_optimizer_state(model, optimizers, checkpoint["optimizer"])

@@ -99,7 +99,7 @@ def test_the_worked_files_are_valid(path):
 
 def test_a_resumed_run_keeps_the_recipe_that_it_began_with(monkeypatch):
     began = RECIPES["modern"]
-    checkpoint = {"config": {"recipe": "modern"}, "recipe": asdict(began)}
+    checkpoint = {"config": {"recipe": "modern"}, "recipe": asdict(began), "optimizer": {}}
     monkeypatch.setitem(RECIPES, "modern", replace(began, max_lr=1.0, momentum=0.5))
     assert find_recipe(TrainConfig(recipe="modern"), checkpoint) == began
     assert find_recipe(TrainConfig(recipe="modern,momentum=0.8"), checkpoint).momentum == 0.8

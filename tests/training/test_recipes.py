@@ -101,7 +101,10 @@ def test_blocks_of_modern_begin_as_the_identity():
 
 def test_another_optimizer_s_state_is_refused(shards, recipe, trained, tmp_path):
     args = train_args(shards, tmp_path, 20, "--resume", trained / "checkpoints/model_last.pt")
-    bad([*args, "--recipe", f"{recipe[1]},optimizer=adamw"], "is of another optimizer")
+    bad(
+        [*args, "--recipe", f"{recipe[1]},optimizer=adamw"],
+        "the state of another optimizer, muon",
+    )
 
 
 def test_a_wsd_run_goes_on_from_before_its_decay_as_if_it_had_been_longer(shards, tmp_path):
