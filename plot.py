@@ -24,15 +24,13 @@ class PlotConfig:
     """Size of OpenAI's GPT-2 to draw as dashed lines, where published figures are comparable."""
     x: Literal["tokens", "hours", "step"] = "tokens"
     """Horizontal axis: training tokens, hours of training steps, or steps."""
-    columns: tuple[str, ...] = ()
-    """Further numbers of the log's training rows to draw, such as grad_norm or scale."""
     out: Path = Path("plots/log_plot.png")
     """Picture to write."""
 
 
 def main(config: PlotConfig) -> None:
     size = NICKNAMES[config.sz] if config.sz else None
-    draw(list(config.log), config.out, size, config.x, config.columns)
+    draw(list(config.log), config.out, size, config.x)
     print(f"wrote {config.out}")
 
 

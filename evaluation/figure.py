@@ -1,4 +1,4 @@
-"""Pictures: the curves of one or more runs, and the validation losses of a sweep.
+"""Picture of the curves of one or more runs.
 
 Everything is read from the runs' logs (utils/logger.py writes them), so that a picture can be drawn
 on any machine and while a run goes on. Without PyTorch: drawing takes a second.
@@ -16,7 +16,6 @@ from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, NullLocator
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLISHED
 from utils.errors import UserError
-from utils.files import atomic_write
 from utils.logger import SAMPLES, logged_run, read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
@@ -27,12 +26,13 @@ METRIC_LABELS = {  # of the main panel
     "bits_per_byte": "loss (bits per byte)",
     "reward": "mean reward",
 }
-# Splits of the log with a share of right answers, and the metric that is drawn. "answers" are those
-# to finetune.py --questions.
-SHARES = {task.name: task.metric for task in BENCHMARKS.values()} | {"answers": "exact"}
-MARKERS = "os^Dv"  # of SHARES
-SAMPLE_LINES = 10  # of the newest text of samples.txt, cut at ...
-SAMPLE_WIDTH = 150  # ... characters
+# Splits of the log with a share of right answers, and the metric of each that is drawn.
+SHARES = {task.name: task.metric for task in BENCHMARKS.values()}
+SHARES["answers"] = "exact"  # to finetune.py --questions
+MARKERS = "os^Dv"  # one for each of SHARES: circle, square, triangle, diamond, triangle down
+# what fits a panel of 12 x 3 inches
+SAMPLE_LINES = 10
+SAMPLE_WIDTH = 150  # characters of a line
 
 
 @dataclass(frozen=True)
@@ -70,59 +70,46 @@ def comparable_loss(runs: list[Run]) -> str:
 
 def curve(log: Log, unit: str, split: str, key: str) -> tuple[np.ndarray, list[float]]:
     """Return x values in a unit of AXIS_LABELS, and the values of a metric of a split."""
-    rows = [row for row in log.get(split, []) if row.get(key) is not None]
-    train_steps = [row["step"] for row in log["train"]]
-    if unit == "hours":
-        milliseconds = [row["ms"] for row in log["train"]]
-        train_x = np.cumsum(milliseconds) / 3.6e6
-    else:
-        train_x = [row[unit] for row in log["train"]]
-    # Only training rows tell tokens and times. Step 0, before training, has no such row.
-    x = np.interp([row["step"] for row in rows], [0, *train_steps], [0, *train_x])
-    return x, [row[key] for row in rows]
+    # Step 0, the validation before training, has no training row: it is at 0 in every unit.
+    train_steps = [0]
+    train_x = [0.0]
+    hours = 0.0
+    for row in log["train"]:
+        hours += row["ms"] / 3.6e6  # without validations and checkpoints
+        train_steps.append(row["step"])
+        train_x.append(hours if unit == "hours" else row[unit])
+
+    steps: list[int] = []
+    values: list[float] = []
+    for row in log.get(split, []):
+        if row.get(key) is not None:  # None is an unknown score
+            steps.append(row["step"])
+            values.append(row[key])
+    # rows of other splits tell their step alone: tokens and hours are those of training
+    return np.interp(steps, train_steps, train_x), values
 
 
-def check_columns(runs: list[Run], columns: tuple[str, ...]) -> None:
-    """Raise UserError for a column that no training row has, which would be an empty panel."""
-    logged = set()
-    for run in runs:
-        for row in run.log["train"]:
-            logged |= row.keys()
-    logged -= {"split", "step"}  # what every row has, and no number of training
-    for column in columns:
-        if column not in logged:
-            raise UserError(f"--columns has no {column}; the logs have {', '.join(sorted(logged))}")
-
-
-def draw(
-    paths: list[Path],
-    out: Path,
-    size: str | None = None,
-    unit: str = "tokens",
-    columns: tuple[str, ...] = (),
-) -> None:
+def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tokens") -> None:
     """Draw the runs whose logs are at `paths` over each other into the picture `out`.
 
     `size`, a key of model.config.SIZES, adds figures of OpenAI's GPT-2; `unit` is one of
-    AXIS_LABELS; `columns` are further numbers of training rows, each in a panel of its own.
+    AXIS_LABELS.
     """
     runs = [read_run(path) for path in paths]
-    check_columns(runs, columns)
     metric = comparable_loss(runs)
     validation_split = "val"
-    pair = ["lr", "tokens_per_s"]  # columns in two panels side by side
+    columns = ["lr", "tokens_per_s"]  # of training rows, in two panels side by side
+    # GRPO's loss does not tell how good the texts are: rewards do
     is_grpo = all("reward" in run.log["train"][-1] for run in runs)
-    if is_grpo:  # whose loss does not tell how good the texts are
+    if is_grpo:
         metric = "reward"
         validation_split = "held_out"
-        pair = ["completion_tokens", "tokens_per_s"]
+        columns = ["completion_tokens", "tokens_per_s"]
 
-    # from above: the main panel with the shares of right answers beside it, columns, samples
-    grid = [["main", "main"], pair]
+    # rows of panels, from above; a name that stands twice is one wide panel
+    grid = [["main", "main"], columns]
     if any(run.log.keys() & SHARES.keys() for run in runs):
         grid[0] = ["main", "shares"]
-    further = [column for column in columns if column not in pair]
-    grid += [[column, column] for column in further]
     if is_grpo:
         grid.append(["samples", "samples"])
     figure = Figure(figsize=(12, 3 * len(grid)), layout="constrained")
@@ -130,7 +117,7 @@ def draw(
 
     panels["main"].set_ylabel(METRIC_LABELS[metric])
     for i, run in enumerate(runs):
-        color = f"C{i}"
+        color = f"C{i}"  # the i-th of Matplotlib's ten, the same in all panels
         # Training has a thin line, validation a thick one. No training row has bits per byte.
         x, values = curve(run.log, unit, "train", metric)
         panels["main"].plot(x, values, lw=0.8, alpha=0.6, color=color)
@@ -139,7 +126,7 @@ def draw(
         if values:
             label += f": {values[-1]:.3f}"
         panels["main"].plot(x, values, lw=1.8, marker="o", ms=3, color=color, label=label)
-        for column in pair + further:
+        for column in columns:
             x, values = curve(run.log, unit, "train", column)
             panels[column].plot(x, values, lw=1, color=color)
             panels[column].set_ylabel(column)
@@ -161,27 +148,31 @@ def draw_shares(axes: Axes, run: Run, unit: str, color: str) -> None:
     axes.set_ylabel("accuracy")
     for (split, metric), marker in zip(SHARES.items(), MARKERS, strict=True):
         x, shares = curve(run.log, unit, split, metric)
-        if shares:
+        if shares:  # otherwise the run was not scored by this benchmark
             label = f"{split}, {run.label}: {shares[-1]:.3f}"
             axes.plot(x, shares, marker=marker, ms=4, color=color, label=label)
 
 
 def draw_published(panels: dict[str, Axes], runs: list[Run], size: str) -> None:
     """Draw figures of OpenAI's GPT-2 as dashed lines where they are comparable."""
-    tasks = [(panels["main"], "val", "FineWeb-Edu", "loss")]
-    comparable = {"tokenizer": "gpt2", "corpus": "FineWeb-Edu"}
-    if not all(comparable.items() <= run.config.items() for run in runs):
+    # The loss per token depends on tokens and text; the benchmarks' accuracies do not.
+    texts = {(run.config.get("tokenizer"), run.config.get("corpus")) for run in runs}
+    if texts == {("gpt2", "FineWeb-Edu")}:
+        draw_line(panels["main"], ("val", "FineWeb-Edu", "loss"), size)
+    else:
         print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
-        tasks = []
     for task in BENCHMARKS.values():
         if any(task.name in run.log for run in runs):
-            tasks.append((panels["shares"], task.name, task.protocols[0], task.metric))
-    for axes, task, protocol, metric in tasks:
-        published = PUBLISHED.get((task, protocol, metric))
-        if published and size in published.values:
-            value = published.values[size]
-            label = f"{task}, OpenAI {size}: {value:g}\n({published.source})"
-            axes.axhline(value, color="black", ls="--", lw=1, label=label)
+            draw_line(panels["shares"], (task.name, task.protocols[0], task.metric), size)
+
+
+def draw_line(axes: Axes, key: tuple[str, str, str], size: str) -> None:
+    """Draw the figure of a size of OpenAI's GPT-2 if there is one; `key` is one of PUBLISHED."""
+    published = PUBLISHED.get(key)
+    if published and size in published.values:
+        value = published.values[size]
+        label = f"{key[0]}, OpenAI {size}: {value:g}\n({published.source})"
+        axes.axhline(value, color="black", ls="--", lw=1, label=label)
 
 
 def scale_losses(axes: Axes) -> None:
@@ -201,31 +192,14 @@ def show_sample(axes: Axes, run: Run) -> None:
     """Show the beginning of the newest text in a run's samples.txt, if that lies beside the log."""
     axes.set_axis_off()
     path = run.folder / SAMPLES
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-        newest = text[text.rfind("--- step ") :].splitlines()
-        excerpt = "\n".join(line[:SAMPLE_WIDTH] for line in newest[:SAMPLE_LINES])
-        # parse_math: a dollar of a text is no formula
-        axes.text(0, 0, excerpt, family="monospace", fontsize=8, parse_math=False)
-
-
-def draw_sweep(groups: dict[str, dict[str, Run]], metric: str, out: Path) -> None:
-    """Draw mean and standard deviation over the seeds of the validation losses of runs by group and
-    seed; `metric` is one of comparable_loss."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for group, runs in groups.items():
-        # Runs of a group were validated at the same steps.
-        curves = [curve(run.log, "tokens", "val", metric) for run in runs.values()]
-        x = curves[0][0]
-        losses = np.array([values for _, values in curves])  # (seeds, validations)
-        label = f"{group}: {losses[:, -1].mean():.3f}"
-        trained = x > 0  # the loss of step 0, before training, is far above all others
-        means = losses.mean(0)[trained]
-        deviations = losses.std(0)[trained]
-        axes.errorbar(x[trained], means, deviations, marker="o", ms=4, capsize=3, label=label)
-    axes.set_ylabel(f"validation {METRIC_LABELS[metric]}")
-    save(figure, "tokens", out)
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    start = text.rfind("--- step ")  # the line that Logger.log_sample puts before each text
+    lines = text[start:].splitlines()[:SAMPLE_LINES]
+    excerpt = "\n".join(line[:SAMPLE_WIDTH] for line in lines)
+    # from the upper left corner; parse_math: a dollar of a text is no formula
+    axes.text(0, 1, excerpt, va="top", family="monospace", fontsize=8, parse_math=False)
 
 
 def save(figure: Figure, unit: str, out: Path) -> None:
@@ -235,13 +209,14 @@ def save(figure: Figure, unit: str, out: Path) -> None:
         if unit != "hours":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
         axes.grid(alpha=0.25)
-        if axes.get_legend_handles_labels()[0]:
+        _, labels = axes.get_legend_handles_labels()
+        if labels:  # Matplotlib warns of a legend without entries
             axes.legend(frameon=False, fontsize=8)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out) as file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # characters of a sample or a folder that the font lacks are drawn as boxes
             warnings.filterwarnings("ignore", "Glyph")
-            figure.savefig(file, format=out.suffix[1:] or None, dpi=130)
-    except Exception as error:  # also a file type that matplotlib does not know
+            figure.savefig(out, dpi=130)
+    except Exception as error:  # also a file type that Matplotlib does not know
         raise UserError(f"{out} could not be written: {error}") from error

@@ -1,35 +1,30 @@
-"""Train with every combination of a grid and every seed: one table, one picture.
+"""Train with every combination of a grid and every seed; write one table of the last losses.
 
 python scripts/sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 2e-3 4e-3" \\
   --seeds 1 2 3 --fixed "data_dir data/books"
 
-Each run is a process of train.py with a folder of its own, named after its options: all that a
-sweep knows lies in these folders. So a sweep that was killed continues when started again, and the
-table covers all runs of --out. Every combination is checked by `train.py --dry_run` before the
-first run.
+Each run is a process of train.py with a folder of its own under --out, named after its options. A
+sweep that was killed continues when it is started again: finished runs are not trained again, and
+others go on from their newest checkpoint. `plot.py --log` draws the runs over each other.
 """
 
-import itertools
-import json
-import math
 import signal
 import subprocess
 import sys
-from collections import defaultdict
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median, stdev
-from typing import NoReturn
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
-from evaluation.figure import METRIC_LABELS, Run, comparable_loss, draw_sweep, read_run
+from evaluation.figure import Run, comparable_loss, read_run
 from utils.cli import start_script
 from utils.errors import UserError
+from utils.logger import logged_run
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
-Point = dict[str, str]  # a value for each option of the grid, and the seed
-Groups = dict[str, dict[str, Run]]  # finished runs by the options that differ, then by seed
 
 
 @dataclass(frozen=True)
@@ -43,178 +38,99 @@ class SweepConfig:
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds to train each combination with."""
     out: Path = Path("runs/sweep")
-    """Folder for the runs, table.md and sweep.png."""
+    """Folder for the runs and table.md."""
 
 
-def grid_points(config: SweepConfig) -> list[Point]:
-    """Return every combination of the grid's values and the seeds."""
-    names = []
-    values = []
-    for option in config.grid:
-        name, *option_values = option.split()
-        if not option_values:
-            raise UserError(f'{name} has no values; write --grid "NAME VALUE VALUE ..."')
-        names.append(name)
-        values.append(option_values)
-    names.append("seed")  # last, as `collect` reads it from the end of the folder's name
-    values.append([str(seed) for seed in config.seeds])
-    return [dict(zip(names, point, strict=True)) for point in itertools.product(*values)]
+def list_groups(grid: tuple[str, ...]) -> list[str]:
+    """Return every combination of the grid's values, such as "recipe=gpt2 max_lr=2e-3".
 
-
-def run_folder(out: Path, point: Point) -> Path:
-    """Return the folder "NAME=VALUE ... seed=1" of a run; a value may be a path."""
-    return out / " ".join(f"{name}={value}" for name, value in point.items()).replace("/", "%2F")
-
-
-def run_train(config: SweepConfig, point: Point, *flags: str) -> str | None:
-    """Run train.py with the options of a point and further flags, from its newest checkpoint if it
-    has one. Return None, or the end of its error message if it fails."""
-    folder = run_folder(config.out, point)
-    command = [sys.executable, TRAIN]
-    for option in config.fixed:
+    The runs of a group differ in their seed alone.
+    """
+    groups = [""]  # combinations of the options before
+    for option in grid:
         name, *values = option.split()
-        command += [f"--{name}", *values]
-    for name, value in point.items():
-        command += [f"--{name}", value]
-    # The last flag wins: the folder is that of the point, whatever --fixed says.
-    command += ["--checkpoint_dir", folder / "checkpoints", "--log_dir", folder / "logs"]
-    command += ["--resume", "auto", *flags]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            _, errors = process.communicate()
-        except BaseException:  # a signal ends the sweep: so does it the run, which saves first
-            process.terminate()
-            raise
-    if process.returncode == 0:
-        return None
-    # its end, as a traceback names the error in its last line
-    return f"{folder.name}: {errors.strip().removeprefix('error: ')[-600:]}"
-
-
-def stop(number: int, _: object) -> NoReturn:
-    """End the sweep at a signal."""
-    raise SystemExit(128 + number)
-
-
-def finished_run(folder: Path) -> Run | None:
-    """Return the run in a folder if it was validated at its last step, None for any other one."""
-    try:
-        run = read_run(folder / "logs")
-    except UserError:  # no step yet
-        return None
-    validated_steps = [row["step"] for row in run.log.get("val", [])]
-    if run.config["config"]["max_steps"] in validated_steps:
-        return run
-    return None  # was interrupted, or has failed
-
-
-def collect(out: Path) -> Groups:
-    """Return the finished runs in a folder."""
-    groups: Groups = defaultdict(dict)
-    for folder in sorted(out.iterdir()):
-        run = finished_run(folder)
-        if run:
-            # "recipe=gpt2 max_lr=1e-3 seed=1" is seed "1" of the group "recipe=gpt2 max_lr=1e-3"
-            options, _, seed = folder.name.rpartition("seed=")
-            groups[options.strip() or "all"][seed] = run
+        if not values:  # the shell took --grid max_lr 1e-3 apart, for lack of quotes
+            raise UserError(f'{name} has no values; write --grid "NAME VALUE VALUE ..."')
+        groups = [f"{group} {name}={value}".strip() for group in groups for value in values]
     return groups
 
 
-def mean_and_error(differences: list[float]) -> str:
-    """Return the mean of differences and, of several, its standard error."""
-    if not differences:
-        return "-"
-    text = f"{fmean(differences):+.4f}"
-    if len(differences) > 1:
-        text += f" ± {stdev(differences) / len(differences) ** 0.5:.4f}"
-    return text
+def train(config: SweepConfig, name: str) -> Run | None:
+    """Train the run "recipe=gpt2 max_lr=2e-3 seed=1", or the steps that it lacks; return it.
+
+    Return None if it fails. Raises UserError if its folder has a run with other options.
+    """
+    folder = config.out / name
+    # The last flag of a name wins: the grid's and the seed, whatever --fixed says.
+    options = list(config.fixed) + name.split()
+    flags = " ".join(f"--{option}" for option in options).split()
+    # --log_dir follows: folder / "logs"
+    flags += ["--resume", "auto", "--checkpoint_dir", str(folder / "checkpoints")]
+
+    # The folder's name does not tell --fixed: without this check the table would compare a run of
+    # an earlier sweep, on other data or of another length, with new ones.
+    earlier = logged_run(folder / "logs")  # its config.json; [0] of the command is train.py
+    if earlier and earlier["command"][1:-1] != flags[:-1]:  # --out may be written differently
+        raise UserError(f"{folder} has a run with other options; give another --out")
+
+    print(f"--- {name}", flush=True)
+    process = subprocess.Popen([sys.executable, TRAIN, *flags])
+    try:
+        exit_code = process.wait()
+    except KeyboardInterrupt:  # end the run with the sweep; it saves a checkpoint first
+        process.terminate()
+        process.wait()
+        raise
+    if exit_code != 0:
+        return None
+    return read_run(folder)
 
 
-def to_markdown(groups: Groups, metric: str) -> str:
-    """Return a Markdown table of groups, best first: mean and deviation of their last losses, and
-    the mean difference to the best group. That is over the seeds that both have: runs of one seed
-    read the same data in the same order, so that pairs differ less than losses do."""
-    losses: dict[str, dict[str, float]] = {}  # by group and seed
-    for name, runs in groups.items():
-        losses[name] = {}
-        for seed, run in runs.items():
-            # NaN: of shards made elsewhere, the size of the text, and so bits per byte, is unknown
-            losses[name][seed] = run.log["val"][-1].get(metric, math.nan)
-    # best first, by the mean over all seeds of a group
-    names = sorted(groups, key=lambda name: fmean(losses[name].values()))
-    best_losses = losses[names[0]]
+def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
+    """Return a Markdown table of losses (groups, seeds), the lowest mean first.
 
-    title = f"validation {METRIC_LABELS[metric]}"
-    lines = [f"| run | {title} | std | to the best | seeds | tokens | tokens/s |", "|---" * 7 + "|"]
-    for name in names:
-        values = list(losses[name].values())
-        deviation = "-"
-        if len(values) > 1:
-            deviation = f"{stdev(values):.4f}"
-        shared_seeds = [seed for seed in losses[name] if seed in best_losses]
-        differences = [losses[name][seed] - best_losses[seed] for seed in shared_seeds]
-        # Runs of a group differ in their seed alone: one number of tokens holds for all. The
-        # median of the speeds leaves out steps that compile or wait for a disk.
-        train_rows = []
-        for run in groups[name].values():
-            train_rows += run.log["train"]
-        tokens = train_rows[-1]["tokens"]
-        speed = median(row["tokens_per_s"] for row in train_rows)
-        lines.append(
-            f"| {name} | {fmean(values):.4f} | {deviation} | {mean_and_error(differences)} "
-            f"| {len(values)} | {tokens:,} | {speed:,.0f} |"
-        )
+    NaN stands for a run that has failed. The difference to the best group is the mean over the
+    seeds that both have: runs of one seed read the same data in the same order, so that such a
+    pair differs less than losses do.
+    """
+    warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy: the mean of no losses is NaN
+    means = np.nanmean(losses, axis=1)
+    deviations = np.nanstd(losses, axis=1, ddof=1)  # NaN for one seed
+    order = means.argsort()  # NaN comes last
+    differences = np.nanmean(losses - losses[order[0]], axis=1)
+    counts = np.isfinite(losses).sum(axis=1)
+    lines = [f"| run | validation {metric} | std | to the best | seeds |", "|---" * 5 + "|"]
+    for i in order:
+        numbers = f"{means[i]:.4f} | {deviations[i]:.4f} | {differences[i]:+.4f} | {counts[i]}"
+        lines.append(f"| {groups[i]} | {numbers} |")
     return "\n".join(lines) + "\n"
 
 
 def main(config: SweepConfig) -> None:
-    signal.signal(signal.SIGTERM, stop)  # SIGINT raises KeyboardInterrupt by itself
-    # Finished runs are not trained again: a sweep may be started again, or with more values.
-    points = []
-    for point in grid_points(config):
-        if not finished_run(run_folder(config.out, point)):
-            points.append(point)
-
-    # Refuse a wrong option now, not after the hours that the runs before it take.
-    for point in points:
-        if point["seed"] == str(config.seeds[0]):
-            error = run_train(config, point, "--dry_run")
-            if error:
-                raise UserError(f"no run was started, as train.py refuses {error}")
-    # The folders' names do not tell the fixed options: runs of others would be compared.
-    fixed_path = config.out / "fixed.json"
-    if fixed_path.exists() and json.loads(fixed_path.read_text()) != list(config.fixed):
-        raise UserError(f"{config.out} has runs with other --fixed options; give another --out")
+    # SIGTERM raises KeyboardInterrupt, as Ctrl-C does; by default the run would outlive the sweep
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    groups = list_groups(config.grid)
     config.out.mkdir(parents=True, exist_ok=True)
-    fixed_path.write_text(json.dumps(config.fixed))
+    runs: dict[str, Run | None] = {}  # by name; None has failed
+    for group in groups:
+        for seed in config.seeds:
+            name = f"{group} seed={seed}"
+            runs[name] = train(config, name)
 
-    # A run that fails does not end the sweep: the others are compared.
-    errors = []
-    for number, point in enumerate(points, 1):
-        folder = run_folder(config.out, point)
-        error = run_train(config, point)
-        loss = "failed"
-        if error:
-            errors.append(error)
-        else:
-            loss = finished_run(folder).log["val"][-1]["loss"]
-        print(f"run {number} of {len(points)}, {folder.name}: {loss}", flush=True)
-
-    # The table has all runs of the folder, also of earlier grids.
-    groups = collect(config.out)
-    if groups:
-        runs = []
-        for by_seed in groups.values():
-            runs += by_seed.values()
-        metric = comparable_loss(runs)
-        table = to_markdown(groups, metric)
-        (config.out / "table.md").write_text(table, encoding="utf-8")
-        draw_sweep(groups, metric, config.out / "sweep.png")
-        print(f"{table}wrote {config.out / 'table.md'} and {config.out / 'sweep.png'}")
-    if errors:
-        raise UserError(f"{len(errors)} of {len(points)} runs failed; the first: {errors[0]}")
+    # nats per token, or bits per byte where the tokenizers of the groups differ
+    metric = comparable_loss([run for run in runs.values() if run])
+    losses: list[float] = []
+    for run in runs.values():
+        loss = np.nan
+        if run:  # NaN also for shards made elsewhere, which do not tell the bytes of their text
+            loss = run.log["val"][-1].get(metric, np.nan)
+        losses.append(loss)
+    table = to_markdown(groups, np.reshape(losses, (len(groups), -1)), metric)
+    (config.out / "table.md").write_text(table, encoding="utf-8")
+    print(table, end="")
+    failed_names = [name for name, run in runs.items() if run is None]
+    if failed_names:
+        raise UserError(f"with errors above, these runs failed: {', '.join(failed_names)}")
 
 
 if __name__ == "__main__":

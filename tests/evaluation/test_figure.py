@@ -5,7 +5,7 @@ import pytest
 from conftest import script
 from matplotlib.figure import Figure
 
-from evaluation.figure import draw, draw_sweep, read_run
+from evaluation.figure import draw
 from utils.errors import UserError
 
 
@@ -71,17 +71,17 @@ def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, figur
     assert heights(panel(figures[1], "loss (nats per token)")) == [[4, 2], [4, 2]]
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "corpus", "num_lines"),
+    [("gpt2", "FineWeb-Edu", 1), ("gpt2", "books", 0), ("bytes", "FineWeb-Edu", 0)],
+)
 def test_openai_s_loss_is_drawn_over_runs_on_gpt2_tokens_of_fineweb_edu_alone(
-    tmp_path, figures, capsys
+    tmp_path, figures, capsys, tokenizer, corpus, num_lines
 ):
-    edu = {"tokenizer": "gpt2", "corpus": "FineWeb-Edu"}
-    configs = {"edu": edu, "books": {**edu, "corpus": "books"}, "alone": {}}
-    configs["bytes"] = {**edu, "tokenizer": "bytes"}
-    folders = [write_run(tmp_path / name, [4, 3.5], **x) for name, x in configs.items()]
-    for paths in (*([folder] for folder in folders), folders[:2]):
-        draw(paths, tmp_path / "a.png", "gpt2")
-    assert [len(openai_lines(x.axes[0])) for x in figures] == [1, 0, 0, 0, 0]
-    assert capsys.readouterr().out.count("OpenAI's validation loss is not drawn") == 4
+    run = write_run(tmp_path / "run", [4, 3.5], tokenizer=tokenizer, corpus=corpus)
+    draw([run], tmp_path / "a.png", "gpt2")
+    assert len(openai_lines(figures[0].axes[0])) == num_lines
+    assert ("OpenAI's validation loss is not drawn" in capsys.readouterr().out) == (num_lines == 0)
 
 
 def test_benchmarks_are_drawn_beside_published_figures(tmp_path, figures):
@@ -111,25 +111,13 @@ def test_a_run_of_grpo_shows_rewards_answers_lengths_and_samples(tmp_path, figur
         rows.append({"step": step, "split": "held_out", "reward": reward / 2})
         rows.append({"step": step, "split": "answers", "n": 8, "exact": reward / 4})
     run = write_run(tmp_path / "run", [], rows)
-    draw([run], tmp_path / "a.png")  # without samples.txt
     (run / "samples.txt").write_text("--- step 1\nold\n--- step 2\nprompt: 'a$b'\n1  '好'\n")
-    draw([run], tmp_path / "a.png", unit="step")
-    drawn = {axes.get_ylabel(): heights(axes) for axes in figures[1].axes}
+    draw([run], tmp_path / "a.png")
+    drawn = {axes.get_ylabel(): heights(axes) for axes in figures[0].axes}
     assert drawn["mean reward"] == [[0.25, 0.5], [0.125, 0.25]]
     assert drawn["accuracy"] == [[0.0625, 0.125]] and drawn["completion_tokens"] == [[9, 8]]
-    texts = [text.get_text() for text in panel(figures[1], "").texts]
-    assert texts == ["--- step 2\nprompt: 'a$b'\n1  '好'"] and len(drawn) == 5
-
-
-def test_columns_are_drawn_and_one_that_no_row_has_is_named(tmp_path, figures):
-    run = write_run(tmp_path / "run", [4, 2])
-    draw([run], tmp_path / "a.png", columns=("ms", "loss", "lr"))  # lr is there already
-    names = [axes.get_ylabel() for axes in figures[0].axes]
-    assert names[1:] == ["lr", "tokens_per_s", "ms", "loss"]
-    message = "^--columns has no foo; the logs have loss, lr, ms, tokens, tokens_per_s$"
-    with pytest.raises(UserError, match=message):
-        draw([run], tmp_path / "b.png", columns=("ms", "foo"))
-    assert not (tmp_path / "b.png").exists()
+    (sample,) = panel(figures[0], "").texts
+    assert sample.get_text() == "--- step 2\nprompt: 'a$b'\n1  '好'"
 
 
 def test_a_log_without_steps_is_named(tmp_path):
@@ -142,28 +130,11 @@ def test_drawing_needs_no_pytorch():
     script("-c", "import sys, evaluation.figure; assert 'torch' not in sys.modules")
 
 
-def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypatch):
-    folder = tmp_path / "好"  # a character that the font lacks
-    out, run = tmp_path / "a.png", write_run(folder, [4, 2])
+def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
+    run = write_run(tmp_path / "好", [4, 2])  # a character that the font lacks
     with warnings.catch_warnings(action="error"):
-        draw([run], out)
-    before = out.read_bytes()
-
-    def fail(self, file, **options):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Figure, "savefig", fail)
-    with pytest.raises(UserError, match="disk full"):
-        draw([run], out)
-    assert out.read_bytes() == before and sorted(tmp_path.iterdir()) == [out, run]
-
-
-def test_a_sweep_is_drawn_with_error_bars_and_of_one_seed_without_nan(tmp_path, figures):
-    a, b = (read_run(write_run(tmp_path / x, [9, loss])) for x, loss in (("a", 2), ("b", 4)))
-    draw_sweep({"max_lr=1": {"1": a}, "max_lr=2": {"1": a, "2": b}}, "loss", tmp_path / "a.png")
-    axes = panel(figures[0], "validation loss (nats per token)")
-    assert axes.get_legend_handles_labels()[1] == ["max_lr=1: 2.000", "max_lr=2: 3.000"]
-    ends = [segments[-1][:, 1].tolist() for _, _, (bars,) in axes.containers
-            if (segments := bars.get_segments())]  # fmt: skip
-    assert ends == [[2, 2], [2, 4]]
+        draw([run], tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().endswith("</svg>\n")
+    for name in ("a.xyz", "a.svg/b.png"):
+        with pytest.raises(UserError, match=f"{name} could not be written"):
+            draw([run], tmp_path / name)
