@@ -42,8 +42,8 @@ run finetune.py --method grpo --reward exact --init_from "$out/sft" --data "$out
   --max_lr 3e-4 --eval_every 20 $asked
 score grpo held_out
 
-run -m scripts.chat_demo picture "$out"
+run -m scripts.chat_demo results "$out"
 echo "
-The picture is $out/accuracy.png, that of the rewards $out/grpo/logs/log_plot.png. What to try next:
+The picture of the rewards is $out/grpo/logs/log_plot.png. What to try next:
   python sample.py --checkpoint $out/grpo --chat           talk to it: What is 27+58?
   python finetune.py --method sft --init_from gpt2 --data chat.jsonl    a chat of your own"
