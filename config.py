@@ -114,6 +114,15 @@ class ModelOptions:
     dropout: float = 0.0
     """Dropout probability; 0 for runs of about one epoch."""
 
+    def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
+        """Return the architecture: the recipe's, the named size and the options over it."""
+        size = dict(SIZES[self.model_type])
+        for name in size:
+            if getattr(self, name) is not None:
+                size[name] = getattr(self, name)
+        shape = recipe.shape(size["n_embd"], self.block_size, vocab_size)
+        return GPTConfig(**size | shape, dropout=self.dropout)
+
 
 @dataclass(frozen=True)
 class OptimizerOptions:
@@ -229,15 +238,6 @@ class TrainConfig(
     def benchmarks(self) -> list[str]:
         """Benchmarks that can be scored during training: those with options NAME_data."""
         return [f.name.removesuffix("_data") for f in fields(self) if f.name.endswith("_data")]
-
-    def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
-        """Return the architecture: the recipe's, the named size and the options over it."""
-        size = dict(SIZES[self.model_type])
-        for name in size:
-            if getattr(self, name) is not None:
-                size[name] = getattr(self, name)
-        shape = recipe.shape(size["n_embd"], self.block_size, vocab_size)
-        return GPTConfig(**size | shape, dropout=self.dropout)
 
     def sequences_per_step(self, world_size: int) -> int:
         """Return the sequences in a global batch; UserError where the batch does not divide."""

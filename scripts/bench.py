@@ -4,40 +4,39 @@
 
 Each measurement is a process of its own, which takes some steps to warm up and then counts for some
 seconds. This project and nanoGPT take turns, and medians count: so a machine that gets slower for a
-while slows both. The comparison is printed and appended to --out as a line of JSON.
+while slows both. The last line of the output is the comparison as JSON.
 """
 
-import importlib
 import json
-import re
-import statistics
-import subprocess
+import multiprocessing
+import resource
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
+import numpy as np
 import torch
 import torch.nn as nn
-from torch import Tensor
 
-from config import MachineOptions, ModelOptions, TrainConfig, resolve_from_recipe
+from config import MachineOptions, ModelOptions, OptimizerOptions
 from data.tokenizer import GPT2Tokenizer
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, build_without_weights
 from model.recipes import parse_recipe
 from training.optim import make_optimizers
-from utils.cli import start_script, to_flags
+from utils.cli import start_script
 from utils.devices import autocast, describe, pick_device, pick_dtype
-from utils.errors import UserError
 from utils.throughput import peak_flops
 
-VOCAB_SIZE = GPT2Tokenizer.vocab_size
 WARMUP_STEPS = 3  # the first one compiles
+
+Optimizers = list[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,6 @@ class BenchOptions:
     """Sequences in a training step."""
     peer: Path | None = None
     """Checkout of nanoGPT, whose model.py trains in turn with this project's model."""
-    out: Path = Path("logs/bench.jsonl")
-    """JSON lines file to append to."""
-    profile: bool = False
-    """Trace a step into trace.json, for ui.perfetto.dev, and print its slowest operations."""
-    worker: Literal["ours", "nanogpt"] | None = None
-    """Make one measurement of this side alone, and print it."""
 
 
 @dataclass(frozen=True)
@@ -65,164 +58,119 @@ class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
     """Measure training steps on this machine, beside nanoGPT."""
 
     @property
-    def train_options(self) -> TrainConfig:
-        """Options of train.py with the values of these."""
-        names = [field.name for field in fields(TrainConfig) if hasattr(self, field.name)]
-        options = TrainConfig(**{name: getattr(self, name) for name in names})
-        return resolve_from_recipe(options, parse_recipe(self.recipe))
-
-    @property
     def shape(self) -> GPTConfig:
-        """Architecture of the model."""
-        return self.train_options.model_config(parse_recipe(self.recipe), VOCAB_SIZE)
+        """Architecture of this project's model."""
+        return self.model_config(parse_recipe(self.recipe), GPT2Tokenizer.vocab_size)
 
 
-class Trainer:
-    """A model with what a training step on random tokens needs."""
+def build_ours(
+    config: BenchConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, Optimizers]:
+    """Return this project's model and optimizers, as train.py makes them."""
+    recipe = parse_recipe(config.recipe)
+    execution = Execution(config.activation_checkpointing, config.use_torch_compile)
+    model = GPT(config.shape, execution).to(device)
+    # without learning rates: they do not change the time of a step
+    options = OptimizerOptions(weight_decay=recipe.weight_decay)
+    return model, make_optimizers(model, options, recipe, dtype)
 
-    def __init__(self, config: BenchConfig) -> None:
-        self.device = pick_device(config.device)
-        self.dtype = pick_dtype(config.dtype, self.device)
-        shape = (config.micro_batch_size, config.block_size)
-        self.idx = torch.randint(VOCAB_SIZE, shape, device=self.device)  # (B, T)
-        self.targets = torch.randint(VOCAB_SIZE, shape, device=self.device)  # (B, T)
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.model: nn.Module
-        if config.worker == "nanogpt":
-            self.build_nanogpt(config)
-        else:
-            self.build_ours(config)
 
-    def build_ours(self, config: BenchConfig) -> None:
-        """Make this project's model and optimizers."""
-        execution = Execution(config.activation_checkpointing, config.use_torch_compile)
-        self.model = GPT(config.shape, execution).to(self.device)
-        recipe = parse_recipe(config.recipe)
-        self.optimizers = make_optimizers(self.model, config.train_options, recipe, self.dtype)
+def build_nanogpt(config: BenchConfig, device: torch.device) -> tuple[nn.Module, Optimizers]:
+    """Return nanoGPT's model and optimizer, as its train.py makes them."""
+    # its model.py under another name: `model` is this project's package
+    spec = util.spec_from_file_location("nanogpt", config.peer / "model.py")
+    nanogpt = util.module_from_spec(spec)
+    sys.modules["nanogpt"] = nanogpt  # torch.compile looks it up
+    spec.loader.exec_module(nanogpt)
 
-    def build_nanogpt(self, config: BenchConfig) -> None:
-        """Make nanoGPT's model and optimizer, as its train.py does."""
-        # its model.py has the name of this project's package, which is in use already
-        ours = sys.modules.pop("model")
-        sys.path.insert(0, str(config.peer))
-        nanogpt = importlib.import_module("model")
-        sys.modules["model"] = ours
+    shape = config.shape
+    model_config = nanogpt.GPTConfig(
+        block_size=shape.block_size,
+        vocab_size=shape.padded_vocab_size,
+        n_layer=shape.n_layer,
+        n_head=shape.n_head,
+        n_embd=shape.n_embd,
+        bias=True,  # as OpenAI's GPT-2 has them
+    )
+    torch.set_float32_matmul_precision("high")  # its train.py allows TF32
+    model = nanogpt.GPT(model_config).to(device)
+    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
+    if config.use_torch_compile:
+        model = torch.compile(model)
+    return model, [optimizer]
 
-        shape = config.shape
-        model_config = nanogpt.GPTConfig(
-            block_size=config.block_size,
-            vocab_size=shape.padded_vocab_size,
-            n_layer=shape.n_layer,
-            n_head=shape.n_head,
-            n_embd=shape.n_embd,
-            bias=True,
-        )
-        torch.set_float32_matmul_precision("high")
-        model = nanogpt.GPT(model_config).to(self.device)
-        optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), self.device.type)
-        self.optimizers = [optimizer]
-        self.model = torch.compile(model) if config.use_torch_compile else model
 
-    def loss(self) -> Tensor:
-        """Return the loss of the batch; nanoGPT's model returns logits, too."""
-        outputs = self.model(self.idx, self.targets)
-        return outputs[1] if isinstance(outputs, tuple) else outputs
+def measure(config: BenchConfig, side: str) -> tuple[float, int]:
+    """Train "ours" or "nanogpt" on one random batch; return tokens/s and the peak memory in bytes.
 
-    def step(self) -> None:
-        """Take a step: forward, backward, clip, update; wait for the device."""
-        with autocast(self.device, self.dtype, keep_weights=False):
-            loss = self.loss()
+    The memory is that of the whole process, which has to be a new one.
+    """
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    if side == "ours":
+        model, optimizers = build_ours(config, device, dtype)
+    else:
+        model, optimizers = build_nanogpt(config, device)
+    size = (2, config.micro_batch_size, config.block_size)
+    idx, targets = torch.randint(config.shape.vocab_size, size, device=device)  # (B, T) each
+
+    num_steps = -WARMUP_STEPS
+    start_seconds = time.perf_counter()
+    while num_steps < 1 or time.perf_counter() < start_seconds + config.seconds:
+        if num_steps == 0:  # the warmup is over
+            start_seconds = time.perf_counter()
+        # the cast weights of a step are of no use to the next one
+        with autocast(device, dtype, keep_weights=False):
+            loss = model(idx, targets)
+        if side == "nanogpt":
+            _, loss = loss  # its model returns logits, too
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        loss.item()  # waits for the device
+        loss.item()  # wait for the device: a GPU works behind the CPU's back
+        num_steps += 1
+    rate = num_steps * idx.numel() / (time.perf_counter() - start_seconds)
 
-
-def measure_here(config: BenchConfig) -> None:
-    """Measure one side in this process; print tokens/s, seconds of warm-up and peak memory."""
-    start_seconds = time.perf_counter()
-    trainer = Trainer(config)
-    for _ in range(WARMUP_STEPS):
-        trainer.step()
-    warm_seconds = time.perf_counter()
-    num_tokens = 0
-    while num_tokens == 0 or time.perf_counter() < warm_seconds + config.seconds:
-        trainer.step()
-        num_tokens += trainer.idx.numel()
-    seconds = time.perf_counter() - warm_seconds
-    if trainer.device.type == "cuda":
+    if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated()
     else:
-        # the most that this process had in memory; getrusage gives that of its parent, if larger
-        status = Path("/proc/self/status").read_text()
-        peak_bytes = 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
-    warmup_seconds = warm_seconds - start_seconds
-    figures = {"rate": num_tokens / seconds, "start_s": warmup_seconds, "peak_bytes": peak_bytes}
-    print(json.dumps(figures))
-
-
-def measure(config: BenchConfig, sides: list[str]) -> dict[str, dict[str, float]]:
-    """Return the medians of the figures of each side, which take turns."""
-    figures: dict[str, list[dict]] = {side: [] for side in sides}
-    for _ in range(config.repeats):
-        for side in sides:
-            flags = to_flags(vars(replace(config, worker=side)))
-            done = subprocess.run(
-                [sys.executable, __file__, *flags], stdout=subprocess.PIPE, text=True
-            )
-            if done.returncode:
-                raise UserError(f"the measurement of {side} failed; its error is above")
-            # the last line, as a model may print something, too
-            figures[side].append(json.loads(done.stdout.splitlines()[-1]))
-    medians: dict[str, dict[str, float]] = {}
-    for side, rows in figures.items():
-        medians[side] = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    return medians
-
-
-def profile_step(config: BenchConfig) -> None:
-    """Trace a step into trace.json, and print its slowest operations."""
-    trainer = Trainer(config)
-    trainer.step()
-    with torch.profiler.profile() as profiler:
-        trainer.step()
-    profiler.export_chrome_trace("trace.json")
-    key = f"self_{trainer.device.type}_time_total"
-    print(profiler.key_averages().table(sort_by=key, row_limit=15))
+        # 1024: Linux counts it in KiB
+        peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return rate, peak_bytes
 
 
 def main(config: BenchConfig) -> None:
-    if config.worker:
-        return measure_here(config)
-    if config.profile:
-        return profile_step(config)
     sides = ["ours"]
     if config.peer is not None:
-        if not (config.peer / "model.py").is_file():
-            raise UserError(f"--peer {config.peer} has no model.py; give a checkout of nanoGPT")
         sides.append("nanogpt")
-    measured = measure(config, sides)
+    figures: dict[str, list[tuple[float, int]]] = {side: [] for side in sides}
+    context = multiprocessing.get_context("spawn")  # a new Python; a fork has this one's memory
+    for _ in range(config.repeats):
+        for side in sides:
+            with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+                figures[side].append(process.submit(measure, config, side).result())
 
+    # only now: on a GPU this process would take memory from the measurements
     device = pick_device(config.device)
     peak = peak_flops(device, pick_dtype(config.dtype, device))
-    if peak is not None:
-        flops = build_without_weights(config.shape).flops_per_token()
-        for figures in measured.values():
-            figures["mfu"] = flops * figures["rate"] / peak
-    row = {**describe(device), "unit": "tokens/s", "measured": measured}
-    row["options"] = {name: value for name, value in vars(config).items() if value}
+    flops_per_token = build_without_weights(config.shape).flops_per_token()
+    measured: dict[str, dict[str, float | None]] = {}
+    for side in sides:
+        rate, peak_bytes = np.median(figures[side], axis=0)
+        mfu = None  # the peak of CPUs and of unknown GPUs is not known
+        if peak is not None:
+            mfu = rate * flops_per_token / peak
+        measured[side] = {"rate": rate, "peak_bytes": peak_bytes, "mfu": mfu}
+
+    row = {**describe(device), "unit": "tokens/s", "measured": measured, "options": vars(config)}
     if config.peer is not None:
         ours = measured["ours"]
         theirs = measured["nanogpt"]
         row["ratio"] = ours["rate"] / theirs["rate"]
         row["memory_ratio"] = ours["peak_bytes"] / theirs["peak_bytes"]
-    line = json.dumps(row, default=str)  # paths as text
-    config.out.parent.mkdir(parents=True, exist_ok=True)
-    with open(config.out, "a") as file:
-        file.write(line + "\n")
-    print(line)
+    print(json.dumps(row, default=str))  # str: of paths
 
 
 if __name__ == "__main__":

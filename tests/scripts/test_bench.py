@@ -31,60 +31,29 @@ class GPT(torch.nn.Module):
         logits = self.wte(idx) @ self.wte.weight.T
         return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 """
-TINY = (
-    "--n_layer 2 --n_head 2 --n_embd 32 --block_size 256 --micro_batch_size 1 --device cpu".split()
-)
-
-
-def bench(out, *args, code=0):
-    return script(
-        "scripts/bench.py",
-        *TINY,
-        "--device",
-        "cpu",
-        "--out",
-        out,
-        "--repeats",
-        1,
-        "--seconds",
-        0,
-        *args,
-        code=code,
-    )
-
-
-def rows_of(out):
-    return [json.loads(line) for line in out.read_text().splitlines()]
+TINY = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 256 --micro_batch_size 1 --device cpu"
+SHORT = "--repeats 1 --seconds 0"
 
 
 @pytest.mark.slow
 def test_training_is_measured_beside_a_peer(tmp_path):
     (tmp_path / "model.py").write_text(PEER)
-    out = tmp_path / "logs" / "bench.jsonl"
-    done = bench(out, "--peer", tmp_path)
-    (row,) = rows_of(out)
-    assert json.loads(done.stdout.splitlines()[-1]) == row
+    args = f"scripts/bench.py {TINY} {SHORT} --peer".split()
+    row = json.loads(script(*args, tmp_path).stdout.splitlines()[-1])
     ours, theirs = row["measured"]["ours"], row["measured"]["nanogpt"]
     assert row["ratio"] == pytest.approx(ours["rate"] / theirs["rate"])
+    assert row["memory_ratio"] == pytest.approx(ours["peak_bytes"] / theirs["peak_bytes"])
     assert all(10**8 < figures["peak_bytes"] < 10**10 for figures in (ours, theirs))
-    assert row["options"]["n_layer"] == 2 and len(row["device"]) >= len("cpu")
+    assert row["options"]["n_layer"] == 2 and row["device"] == "cpu"
 
 
-def test_what_cannot_be_measured_is_a_sentence(tmp_path):
-    out = tmp_path / "bench.jsonl"
-    assert "has no model.py" in bench(out, "--peer", tmp_path, code=2).stderr
-    (tmp_path / "model.py").write_text("raise ImportError('of another project')")
-    done = bench(out, "--peer", tmp_path, "--worker", "nanogpt", code=1)
-    assert "of another project" in done.stderr and not out.exists()
-
-
-# bench.py and train.py write one row, pytest prints its summary
+# bench.py prints its row last, train.py writes its log, pytest prints its summary
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >>"$LOG"
 case "$1 $*" in
   *--log_dir*) mkdir -p runs/bench_gpu/logs
     echo '{"split": "val", "loss": 3.5}' >runs/bench_gpu/logs/metrics.jsonl ;;
-  scripts/bench.py*) echo '{"unit": "tokens/s"}' >>logs/bench_gpu.jsonl ;;
+  scripts/bench.py*) echo "number of parameters"; echo '{"unit": "tokens/s"}' ;;
   *pytest*) echo "1 failed, 2 passed"; exit 1 ;;
 esac
 """
