@@ -9,7 +9,6 @@ AutoTokenizer, in float32 with every bit of the weights, and has a model card.
 
 import json
 import math
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from data.tokenizer import load_tokenizer
 from evaluation.table import format_table, openai_size
 from evaluation.tasks import Result
 from finetuning.chat import is_chat
-from model.gpt import GPT
 from model.huggingface import save_pretrained
 from model.recipes import Recipe
 from training.checkpoint import assemble, find_checkpoint, open_model
@@ -52,50 +50,47 @@ class ConvertConfig:
 
 
 def export_checkpoint(config: ConvertConfig) -> None:
-    """Write a checkpoint as a folder for transformers."""
+    """Write a checkpoint as a folder for transformers: weights, tokenizer and model card."""
     path = find_checkpoint(config.checkpoint)
     if path is None:
         raise UserError(f"--checkpoint {config.checkpoint} is no checkpoint of this project")
     model, tokenizer_spec, checkpoint = open_model(path, exact=True)
-    export(model, tokenizer_spec, checkpoint, path, config.out)
-    print(f"on the hub: hf upload USER/NAME {config.out}")
-
-
-def export(model: GPT, tokenizer_spec: str, checkpoint: dict, path: Path, out: Path) -> None:
-    """Write weights, tokenizer and model card of the checkpoint at `path` into the folder `out`."""
     tokenizer = load_tokenizer(tokenizer_spec)
-    save_pretrained(model, out, tokenizer.eot, tokenizer.end_ids)
+    save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids)
+
+    # A model that came with a chat template keeps it; others have learned this project's format.
     chat_template = tokenizer.chat_template
     if chat_template is None and is_chat(checkpoint, str(path), tokenizer_spec):
         chat_template = CHAT_TEMPLATE
-    save_tokenizer(tokenizer, out, model.config.block_size, chat_template)
-    inputs = TEXT_INPUTS if chat_template is None else CHAT_INPUTS
-    card = model_card(model, tokenizer.name, checkpoint, path, inputs)
-    (out / "README.md").write_text(card, encoding="utf-8")
+    save_tokenizer(tokenizer, config.out, model.config.block_size, chat_template)
+
+    options = checkpoint["config"]
+    best_loss = "not measured"
+    if checkpoint["best_loss"] < math.inf:
+        best_loss = f"{checkpoint['best_loss']:.4f}"
+    card = CARD.read_text(encoding="utf-8").format(
+        name=config.out.name,
+        num_parameters=model.num_parameters(),
+        shape=model.config,
+        tokenizer=tokenizer.name,
+        checkpoint=checkpoint,
+        # options of finetune.py have a method, those of train.py a recipe
+        method=options.get("method") or options["recipe"],
+        # of paths the last part: other people's machines have not got these folders
+        origin=Path(options["init_from"] or "random weights").name,
+        # train.py names its corpus, which may be a mixture; finetune.py reads one file
+        data=checkpoint.get("corpus") or Path(options.get("data", "")).name,
+        best_loss=best_loss,
+        scores=format_scores(path, checkpoint, openai_size(model.config)),
+        inputs=TEXT_INPUTS if chat_template is None else CHAT_INPUTS,
+    )
+    (config.out / "README.md").write_text(card, encoding="utf-8")
+    print(f"on the hub: hf upload USER/NAME {config.out}")
 
 
-def commit_of(folder: Path) -> str | None:
-    """Return the commit of a folder's repository, None outside of one or without git."""
-    command = ["git", "-C", folder, "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def public_name(source: str) -> str:
-    """Return the name of a source of weights or data for others, to whom this machine's folders say
-    nothing: of a checkpoint the name of its run, of another absolute path the last part."""
-    path = Path(source)
-    if path.suffix == ".pt":
-        return path.resolve().parent.parent.name  # RUN/checkpoints/model_best.pt
-    if path.is_absolute():
-        return path.name
-    return source  # a relative path, or a name of the hub
-
-
-def read_scores(path: Path, checkpoint: dict) -> list[Result]:
-    """Return the results that evaluate.py has written beside the checkpoint at `path`."""
+def format_scores(path: Path, checkpoint: dict, size: str) -> str:
+    """Return a section with the results that evaluate.py has written beside the checkpoint at
+    `path`, and those published for a size of OpenAI's GPT-2; an empty text without results."""
     results: list[Result] = []
     for scores_path in sorted(path.parent.glob(f"{path.stem}_*.json")):
         scores = json.loads(scores_path.read_text() or "{}")  # empty while it is being scored
@@ -103,41 +98,9 @@ def read_scores(path: Path, checkpoint: dict) -> list[Result]:
         is_same_run = scores.get("run_id") == checkpoint["run_id"]
         if is_same_run and scores.get("step") == checkpoint["step"]:
             results += [Result(**row) for row in scores["results"]]
-    return results
-
-
-def model_card(model: GPT, tokenizer: str, checkpoint: dict, path: Path, inputs: str) -> str:
-    """Return the README.md of a model: what it is, how it was trained, its scores, how to load it.
-
-    `tokenizer` is the name of one, `inputs` is Python code for the example.
-    """
-    shape = model.config
-    options = checkpoint["config"]
-    rows = {
-        "parameters": f"{model.num_parameters():,}",
-        "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
-        f"context {shape.block_size}, {shape.vocab_size:,} tokens ({tokenizer})",
-        # options of finetune.py have a method, those of train.py a recipe
-        "trained by": f"{checkpoint['script']}, {options.get('method') or options.get('recipe')}",
-        "began from": public_name(options.get("init_from") or "random weights"),
-        # train.py writes the corpus itself, which may be a mixture
-        "data": checkpoint.get("corpus") or public_name(options.get("data") or ""),
-        "steps": f"{checkpoint['step']:,}, {checkpoint['tokens']:,} tokens",
-        "commit of the code": commit_of(CARD.parent),
-    }
-    if checkpoint["best_loss"] < math.inf:
-        rows["lowest validation loss"] = f"{checkpoint['best_loss']:.4f} nats"
-    table = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    scores = ""
-    results = read_scores(path, checkpoint)
-    if results:
-        scores = f"## Scores\n\n```\n{format_table(results, openai_size(shape))}\n```\n\n"
-    return CARD.read_text(encoding="utf-8").format(
-        name=path.resolve().parent.parent.name,
-        table="\n".join(table),
-        scores=scores,
-        inputs=inputs,
-    )
+    if not results:
+        return ""
+    return f"## Scores\n\n```\n{format_table(results, size)}\n```\n\n"
 
 
 def import_model(config: ConvertConfig) -> None:

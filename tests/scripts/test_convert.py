@@ -1,13 +1,12 @@
 import json
 import re
-import subprocess
 
 import hub
 import pytest
 import torch
 from conftest import bad, environment, folders, losses, script, train_args, weights
 
-from convert import TEXT_INPUTS, commit_of, export, model_card
+from convert import ConvertConfig, main
 from model.huggingface import load_pretrained
 from training.checkpoint import join_float32, load_checkpoint, load_model
 
@@ -74,53 +73,23 @@ def test_other_scripts_read_the_folder(shards, trained, exported, tmp_path):
     val = ["--tasks", "val", "--data_dir", shards, "--device", "cpu"]
     script("evaluate.py", "--model", exported, *val, "--out", tmp_path / "scores.json")
     assert json.loads((tmp_path / "scores.json").read_text())
-    card = (exported / "README.md").read_text()
-    assert f"# {trained.name}\n" in card and "| began from | random weights |" in card
-
-
-@pytest.mark.parametrize(
-    ("changes", "rows"),
-    [
-        ({"corpus": "75 % of a, 25 % of c"}, ["| data | 75 % of a, 25 % of c |"]),
-        (
-            {"corpus": None, "data": "/home/me/chat.jsonl", "init_from": "/home/me/hf"},
-            ["| data | chat.jsonl |", "| began from | hf |"],
-        ),
-        (
-            {"init_from": "/home/me/runs/sft/checkpoints/model_best.pt"},
-            ["| began from | sft |"],
-        ),
-        ({"init_from": "HuggingFaceTB/SmolLM2"}, ["| began from | HuggingFaceTB/SmolLM2 |"]),
-    ],
-)
-def test_a_model_card_names_no_folder_of_this_machine(trained, changes, rows):
-    path = trained / "checkpoints" / "model_best.pt"
-    model, saved = load_model(path)
-    corpus = changes.pop("corpus", "shards")
-    saved = {**saved, "corpus": corpus, "config": {**saved["config"], **changes}}
-    card = model_card(model, "bytes", saved, path, TEXT_INPUTS)
-    assert all(row in card for row in rows) and "/home/me" not in card
-
-
-def test_the_commit_is_found_where_the_path_has_a_space(tmp_path):
-    folder = tmp_path / "my code"
-    identity = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
-    commit = ["commit", "-q", "--allow-empty", "-m", "Begin"]
-    subprocess.run(["git", "init", "-q", folder], check=True)
-    assert commit_of(folder) is None
-    subprocess.run(["git", "-C", folder, *identity, *commit], check=True)
-    assert re.fullmatch("[0-9a-f]{7,}", commit_of(folder))
-    assert commit_of(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
-    path, hf = trained / "checkpoints" / "model_best.pt", tmp_path / "hf"
-    model, saved = load_model(path)
-    if is_chat:
-        saved["config"]["plain"] = False
-    export(model, "bytes", saved, path, hf)
-    code = re.search("```python\n(.*?)```", (hf / "README.md").read_text(), re.DOTALL)[1]
+    saved = load_checkpoint(trained / "checkpoints" / "model_best.pt")
+    rows = ["| trained by | train.py, gpt2 |", "| began from | random weights |"]
+    if is_chat:  # as finetune.py writes it
+        saved["corpus"] = None
+        saved["config"] |= {"method": "sft", "plain": False}
+        saved["config"] |= {"init_from": "/home/me/runs/base", "data": "/home/me/chat.jsonl"}
+        rows = ["sft |", "| began from | base |", "| data | chat.jsonl |"]
+    torch.save(saved, tmp_path / "model_best.pt")
+    hf = tmp_path / "hf"
+    main(ConvertConfig(out=hf, checkpoint=tmp_path / "model_best.pt"))
+    card = (hf / "README.md").read_text()
+    assert all(row in card for row in rows) and "/home/me" not in card
+    code = re.search("```python\n(.*?)```", card, re.DOTALL)[1]
     assert ("apply_chat_template" in code) == is_chat
     code = code.replace("USER/NAME", str(hf)).replace("max_new_tokens=50", "max_new_tokens=2")
     exec(code, {"print": lambda text: text.encode()})
