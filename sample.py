@@ -2,7 +2,6 @@
 
     python sample.py --checkpoint checkpoints/model_best.pt --prompt "Once upon a time"
     cat story.txt | python sample.py --prompt -
-    python sample.py --model gpt2 --interactive
     python sample.py --checkpoint runs/sft --chat
 
 Architecture and tokenizer are read from the checkpoint. All samples are generated as one batch: the
@@ -11,11 +10,8 @@ first is printed while it is generated, the others after it. The same seed gives
 
 import codecs
 import contextlib
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -31,9 +27,6 @@ from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
 
-CHAT_COMMANDS = "say something; /new begins a new chat, /quit ends\n"
-TEXT_COMMANDS = "enter the beginning of a text, which the model continues; /quit ends\n"
-
 
 @dataclass
 class SampleConfig:
@@ -47,12 +40,8 @@ class SampleConfig:
     """Text to continue; @FILE reads a file, - standard input."""
     num_samples: int = 1
     """Texts to write; the first is shown while it is generated."""
-    interactive: bool = False
-    """Ask for prompts; /quit, /help and with --chat /new are commands."""
     chat: bool = False
     """Answer as the assistant of a chat; without --prompt, talk with the keyboard."""
-    json: bool = False
-    """Write one line of JSON per text."""
     max_new_tokens: int = 200
     """Most tokens of a continuation; end of text ends it, a full context drops its older half."""
     temperature: float = 0.8
@@ -91,116 +80,117 @@ def read_prompt(prompt: str) -> str:
         raise UserError(f"--prompt {prompt} cannot be read as text: {error}") from error
 
 
-@dataclass
-class Sample:
-    """One text of a model, as a line of --json."""
+class Text:
+    """A text of the model, which grows by one token at a time."""
 
-    sample: int
-    """Its number, from 0."""
-    prompt: str
-    text: str = ""
-    """Text of the model after the prompt."""
-    tokens: int = 0
-    """Number of its tokens."""
-    finish: str = "length"
-    """Why it ended: "length" or "end of text"."""
+    def __init__(self, tokenizer: Tokenizer, is_answer: bool) -> None:
+        self.tokenizer = tokenizer
+        self.is_answer = is_answer  # of a chat
+        # A character can span several tokens: the decoder holds its bytes back until it is whole,
+        # and gives U+FFFD for bytes that are no UTF-8.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.content = ""
+        self.has_ended = False
+
+    def append(self, token: int) -> str:
+        """Add a token; return the characters that it completes, none from end of text on."""
+        if token in self.tokenizer.end_ids:
+            self.has_ended = True
+        # a text that has ended gets further tokens as long as others of its batch have not
+        if self.has_ended:
+            return ""
+        characters = self.decoder.decode(self.tokenizer.decode_bytes([token]))
+        if self.is_answer and not self.content:
+            characters = characters.removeprefix(" ")  # between "Assistant:" and the answer
+        self.content += characters
+        return characters
 
 
 @dataclass
 class Writer:
-    """Writes samples of a model; `show` gets their text piece by piece."""
+    """Writes samples of a model to the console."""
 
     model: GPT
     tokenizer: Tokenizer
     config: SampleConfig
-    show: Callable[[str], None]
 
-    def write(self, prompt: str, history: Messages, seed: int) -> list[Sample]:
-        """Continue a prompt, or with --chat answer it as the newest message after `history`."""
-        config, tokenizer = self.config, self.tokenizer
+    def write(self, prompt: str, history: Messages, seed: int) -> str:
+        """Continue a prompt, or with --chat answer it as the newest message after `history`.
+
+        Return the first sample, which is printed while it is generated; the others follow it.
+        """
+        config = self.config
+        prompt_ids = self.encode(prompt, history)
+        heading = "" if config.chat else prompt  # an answer is shown without its question
+        sampling = Sampling(
+            config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
+        )
+        texts = [Text(self.tokenizer, config.chat) for _ in range(config.num_samples)]
+        device = self.model.transformer.wte.weight.device
+        show(heading)
+        with autocast(device, pick_dtype(config.dtype, device)):
+            # a step gives one token of each text, (num_samples,)
+            for token_ids in generate(self.model, [prompt_ids] * len(texts), sampling):
+                rows = zip(texts, token_ids.tolist(), strict=True)
+                pieces = [text.append(token) for text, token in rows]
+                show(pieces[0])
+                if all(text.has_ended for text in texts):
+                    break
+        show("\n")
+        for text in texts[1:]:
+            show(f"\n{'-' * 80}\n{heading}{text.content}\n")
+        return texts[0].content
+
+    def encode(self, prompt: str, history: Messages) -> list[int]:
+        """Return the token ids to continue. Raises UserError if they do not fit the context."""
+        config = self.config
         block_size = self.model.config.block_size
         if config.chat:
             messages = [*history, {"role": "user", "content": prompt}]
-            prompt_ids = fit_history(messages, tokenizer, block_size, config.max_new_tokens)
-            heading = ""  # an answer is shown without its question
+            prompt_ids = fit_history(messages, self.tokenizer, block_size, config.max_new_tokens)
         else:
             # an empty prompt is the end of the text before
-            prompt_ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot]
-            heading = prompt
+            prompt_ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.eot]
         if len(prompt_ids) > block_size:
             raise UserError(
                 f"the prompt has {len(prompt_ids):,} tokens; this model reads at most "
                 f"{block_size:,}"
             )
-
-        samples = [Sample(number, prompt) for number in range(config.num_samples)]
-        # incremental, because a character can span several tokens
-        new_decoder = codecs.getincrementaldecoder("utf-8")
-        decoders = [new_decoder("replace") for _ in samples]
-        sampling = Sampling(
-            config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
-        )
-        steps = generate(self.model, [prompt_ids] * len(samples), sampling)
-        device = self.model.transformer.wte.weight.device
-        self.show(heading)
-        with autocast(device, pick_dtype(config.dtype, device)):
-            for token_ids in steps:
-                for sample, decoder, token in zip(
-                    samples, decoders, token_ids.tolist(), strict=True
-                ):
-                    if token in tokenizer.end_ids:
-                        sample.finish = "end of text"
-                    # rows that have ended are generated on, with the others, and not shown
-                    if sample.finish == "length":
-                        piece = decoder.decode(tokenizer.decode_bytes([token]))
-                        if config.chat and sample.tokens == 0:
-                            piece = piece.removeprefix(" ")  # after "Assistant:"
-                        sample.text += piece
-                        sample.tokens += 1
-                        if sample is samples[0]:
-                            self.show(piece)
-                if all(sample.finish == "end of text" for sample in samples):
-                    break
-        self.show("\n")
-        for sample in samples[1:]:
-            self.show(f"\n{'-' * 80}\n{heading}{sample.text}\n")
-        return samples
+        return prompt_ids
 
     def converse(self) -> None:
-        """Continue prompts from the keyboard, or answer them with --chat; Ctrl-C ends a sample."""
+        """Answer messages from the keyboard; Ctrl-C ends an answer, Ctrl-D the conversation."""
         with contextlib.suppress(ImportError):  # a Python built without it
             import readline  # noqa: F401  line editing and history for input()
         history: Messages = []
         seed = self.config.seed
-        commands = CHAT_COMMANDS if self.config.chat else TEXT_COMMANDS
-        self.show(commands)
+        show("say something; /new begins a new chat, /quit ends\n")
         while True:
             try:
                 line = input("> ")
-                command = line.strip()
-                if command in ("/quit", "quit", "exit"):
+                if line.strip() == "/quit":
                     return
-                if command == "/help":
-                    self.show(commands)
-                elif command == "/new" and self.config.chat:
+                if line.strip() == "/new":
                     history = []
-                elif line:
-                    answer = self.write(line, history, seed)[0]
+                elif line:  # an empty line is none
+                    answer = self.write(line, history, seed)
                     history.append({"role": "user", "content": line})
-                    history.append({"role": "assistant", "content": answer.text})
-                    seed += 1  # another text next time
-            except UserError as error:  # a prompt that is too long: the next may be shorter
-                self.show(f"{error}\n")
+                    history.append({"role": "assistant", "content": answer})
+                    seed += 1  # the same question gets another answer next time
+            except UserError as error:  # a message that is too long: the next may be shorter
+                show(f"{error}\n")
             except KeyboardInterrupt:
-                self.show("\n")
+                show("\n")
             except EOFError:  # Ctrl-D, or the end of a file
                 return
 
 
+def show(text: str) -> None:
+    """Print a piece of a text at once, without a line break."""
+    print(text, end="", flush=True)
+
+
 def main(config: SampleConfig) -> None:
-    is_interactive = config.interactive or (config.chat and not config.prompt)
-    if is_interactive and (config.json or config.prompt):
-        raise UserError("--interactive asks for prompts: leave out --prompt and --json")
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     name = config.model or config.checkpoint
@@ -210,15 +200,11 @@ def main(config: SampleConfig) -> None:
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     prepare_for_inference(model.to(device), device, dtype)
 
-    show = partial(print, end="", flush=True)
-    if config.json:
-        show = lambda piece: None  # noqa: E731  the lines below are all that is printed
-    writer = Writer(model, load_tokenizer(tokenizer_spec), config, show)
-    if is_interactive:
-        return writer.converse()
-    for sample in writer.write(read_prompt(config.prompt), [], config.seed):
-        if config.json:
-            print(json.dumps(asdict(sample)))
+    writer = Writer(model, load_tokenizer(tokenizer_spec), config)
+    if config.chat and not config.prompt:
+        writer.converse()
+    else:
+        writer.write(read_prompt(config.prompt), [], config.seed)
 
 
 if __name__ == "__main__":

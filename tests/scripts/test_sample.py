@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 
@@ -6,6 +5,7 @@ import torch
 from conftest import bad, script, weights
 
 import sample as sample_py
+from data.tokenizer import load_tokenizer
 from utils.devices import pick_dtype
 
 
@@ -21,10 +21,6 @@ def test_the_same_seed_gives_the_same_text_and_another_another(trained):
     assert one != sample(trained, *two, "--seed", 4).stdout
     assert one.startswith("Abc") and one.count("Abc") == 2
     assert one.startswith(sample(trained, "--prompt", "Abc", "--seed", 3).stdout.rstrip("\n"))
-    lines = sample(trained, *two, "--seed", 3, "--json").stdout.splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [row["sample"] for row in rows] == [0, 1] and one.startswith("Abc" + rows[0]["text"])
-    assert all(row["tokens"] == 60 or row["finish"] == "end of text" for row in rows)
 
 
 def test_prompts_come_from_files_and_standard_input(trained, tmp_path):
@@ -36,15 +32,19 @@ def test_prompts_come_from_files_and_standard_input(trained, tmp_path):
 
 
 def test_a_conversation_goes_on_until_quit(trained):
-    lines = ["Abc", "", "x" * 40, "/new", "Abc", "/quit", "never"]
-    out = sample(trained, "--interactive", "--seed", 3, input="\n".join(lines)).stdout
-    assert sample(trained, "--prompt", "Abc", "--seed", 3).stdout.strip() in out
-    assert out.count("Abc") == 2 and "the prompt has 40 tokens" in out and "never" not in out
-    first = out.splitlines()[0]
-    assert first == "enter the beginning of a text, which the model continues; /quit ends"
-    assert "\n> /new" in out  # a text as any other
-    chat = sample(trained, "--interactive", "--chat", input="/new\n/help\n/quit").stdout
-    assert chat.count("/new begins a new chat") == 2
+    lines = ["Abc", "", "x" * 40, "/new", "Abc", "/quit", "Abc"]
+    out = sample(trained, "--chat", "--seed", 3, input="\n".join(lines)).stdout
+    assert "the prompt has 58 tokens; this model reads at most 32" in out
+    answers = [sample(trained, "--chat", "--prompt", "Abc", "--seed", i).stdout for i in (3, 4, 5)]
+    assert [answer in out for answer in answers] == [True, True, False]
+
+
+def test_the_text_begins_and_ends_where_the_model_s_does():
+    tokenizer = load_tokenizer("bytes")
+    text = sample_py.Text(tokenizer, is_answer=True)
+    pieces = [text.append(token) for token in (*" é ".encode(), tokenizer.eot, ord("x"))]
+    assert pieces == ["", "", "é", " ", "", ""]
+    assert (text.content, text.has_ended) == ("é ", True)
 
 
 def test_mistakes_are_sentences(trained, tmp_path):
@@ -58,7 +58,6 @@ def test_mistakes_are_sentences(trained, tmp_path):
         (["--top_k", 0], "--top_k 0 must be at least 1"),
         (["--temperature", "nan"], "--temperature"),
         (["--checkpoint", tmp_path / "none.pt"], "there is no checkpoint"),
-        (["--interactive", "--json"], "leave out --prompt and --json"),
     ):
         bad([*best, *extra], message)
 
