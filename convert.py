@@ -56,6 +56,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
         raise UserError(f"--checkpoint {config.checkpoint} is no checkpoint of this project")
     model, tokenizer_spec, checkpoint = open_model(path, exact=True)
     tokenizer = load_tokenizer(tokenizer_spec)
+    # the end ids go to generation_config.json: there `generate` of transformers ends
     save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids)
 
     # A model that came with a chat template keeps it; others have learned this project's format.
@@ -66,7 +67,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
 
     options = checkpoint["config"]
     best_loss = "not measured"
-    if checkpoint["best_loss"] < math.inf:
+    if checkpoint["best_loss"] < math.inf:  # infinite before the first validation
         best_loss = f"{checkpoint['best_loss']:.4f}"
     card = CARD.read_text(encoding="utf-8").format(
         name=config.out.name,
@@ -93,8 +94,8 @@ def format_scores(path: Path, checkpoint: dict, size: str) -> str:
     `path`, and those published for a size of OpenAI's GPT-2; an empty text without results."""
     results: list[Result] = []
     for scores_path in sorted(path.parent.glob(f"{path.stem}_*.json")):
-        scores = json.loads(scores_path.read_text() or "{}")  # empty while it is being scored
-        # model_best.pt may have been replaced since: only scores of the very same step count
+        scores = json.loads(scores_path.read_text() or "{}")  # empty while evaluate.py runs
+        # model_best.pt may have been replaced since: only scores of the same step are its own
         is_same_run = scores.get("run_id") == checkpoint["run_id"]
         if is_same_run and scores.get("step") == checkpoint["step"]:
             results += [Result(**row) for row in scores["results"]]
@@ -109,15 +110,15 @@ def import_model(config: ConvertConfig) -> None:
         raise UserError(f"--out {config.out} must end in .pt with --model")
     model, tokenizer_spec, _ = open_model(config.model, exact=True)
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
-    # init_from: a run that resumes the file takes the architecture of its weights
+    # With init_from, a run that resumes the file takes the architecture of its weights.
     options = TrainConfig(init_from=config.model, block_size=model.config.block_size)
     options = resolve_from_recipe(options, recipe)
     content = assemble(
         model.state_dict(),
-        optimizer={},
+        optimizer={},  # the first step of a run makes it
         script="train.py",
         config=options.to_dict(),
-        derived=DERIVED,
+        derived=DERIVED,  # a run that resumes it derives these anew
         recipe=asdict(recipe),
         model_config=asdict(model.config),
         tokenizer=tokenizer_spec,
@@ -129,7 +130,7 @@ def import_model(config: ConvertConfig) -> None:
 
 
 def main(config: ConvertConfig) -> None:
-    if (config.checkpoint is None) == (config.model is None):
+    if (config.checkpoint is None) == (config.model is None):  # both, or none
         raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
     if config.out.exists():
         raise UserError(f"--out {config.out} exists already; choose another path")

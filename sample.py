@@ -61,7 +61,7 @@ class SampleConfig:
         minima = {"num_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
         for name, minimum in minima.items():
             value = getattr(self, name)
-            # not (a >= b), because NaN is neither above nor below
+            # None: --top_k was not given. not (a >= b): NaN is neither above nor below.
             if value is not None and not value >= minimum:
                 raise UserError(f"--{name} {value} must be at least {minimum}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -72,6 +72,7 @@ def read_prompt(prompt: str) -> str:
     """Return the text of --prompt: a literal, the content of @FILE, or standard input for "-"."""
     try:
         if prompt == "-":
+            # utf-8-sig: without the mark that some editors put at the beginning of a file
             return sys.stdin.buffer.read().decode("utf-8-sig")
         if prompt.startswith("@"):
             return Path(prompt[1:]).read_text(encoding="utf-8-sig")
@@ -126,16 +127,14 @@ class Writer:
             config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
         )
         texts = [Text(self.tokenizer, config.chat) for _ in range(config.num_samples)]
-        device = self.model.transformer.wte.weight.device
+        prompts = [prompt_ids] * config.num_samples
         show(heading)
-        with autocast(device, pick_dtype(config.dtype, device)):
-            # a step gives one token of each text, (num_samples,)
-            for token_ids in generate(self.model, [prompt_ids] * len(texts), sampling):
-                rows = zip(texts, token_ids.tolist(), strict=True)
-                pieces = [text.append(token) for text, token in rows]
-                show(pieces[0])
-                if all(text.has_ended for text in texts):
-                    break
+        for token_ids in generate(self.model, prompts, sampling):  # (num_samples,) each
+            rows = zip(texts, token_ids.tolist(), strict=True)
+            pieces = [text.append(token) for text, token in rows]
+            show(pieces[0])  # of the first text, as soon as it is there
+            if all(text.has_ended for text in texts):
+                break
         show("\n")
         for text in texts[1:]:
             show(f"\n{'-' * 80}\n{heading}{text.content}\n")
@@ -145,11 +144,11 @@ class Writer:
         """Return the token ids to continue. Raises UserError if they do not fit the context."""
         config = self.config
         block_size = self.model.config.block_size
-        if config.chat:
+        if config.chat:  # the newest messages that fit
             messages = [*history, {"role": "user", "content": prompt}]
             prompt_ids = fit_history(messages, self.tokenizer, block_size, config.max_new_tokens)
         else:
-            # an empty prompt is the end of the text before
+            # Without a prompt a new text begins: end of text stands before each in training.
             prompt_ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.eot]
         if len(prompt_ids) > block_size:
             raise UserError(
@@ -159,10 +158,10 @@ class Writer:
         return prompt_ids
 
     def converse(self) -> None:
-        """Answer messages from the keyboard; Ctrl-C ends an answer, Ctrl-D the conversation."""
+        """Answer messages from the keyboard until /quit or Ctrl-D."""
         with contextlib.suppress(ImportError):  # a Python built without it
             import readline  # noqa: F401  line editing and history for input()
-        history: Messages = []
+        history: Messages = []  # of this chat: questions and answers in turn
         seed = self.config.seed
         show("say something; /new begins a new chat, /quit ends\n")
         while True:
@@ -179,7 +178,7 @@ class Writer:
                     seed += 1  # the same question gets another answer next time
             except UserError as error:  # a message that is too long: the next may be shorter
                 show(f"{error}\n")
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # Ctrl-C ends an answer, which is forgotten
                 show("\n")
             except EOFError:  # Ctrl-D, or the end of a file
                 return
@@ -194,17 +193,18 @@ def main(config: SampleConfig) -> None:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     name = config.model or config.checkpoint
-    # bfloat16 takes the upper half of each weight alone: half the bytes to read
+    # matmuls in bfloat16 need the upper half of each weight alone: half the bytes to read
     model, tokenizer_spec, checkpoint = open_model(name, exact=dtype is not torch.bfloat16)
     if config.chat and not is_chat(checkpoint, name, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     prepare_for_inference(model.to(device), device, dtype)
 
     writer = Writer(model, load_tokenizer(tokenizer_spec), config)
-    if config.chat and not config.prompt:
-        writer.converse()
-    else:
-        writer.write(read_prompt(config.prompt), [], config.seed)
+    with autocast(device, dtype):
+        if config.chat and not config.prompt:
+            writer.converse()
+        else:
+            writer.write(read_prompt(config.prompt), [], config.seed)  # []: no messages before
 
 
 if __name__ == "__main__":

@@ -11,7 +11,13 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import (
+    AutoLocator,
+    EngFormatter,
+    LogLocator,
+    NullLocator,
+    ScalarFormatter,
+)
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLISHED
@@ -20,7 +26,11 @@ from utils.logger import SAMPLES, logged_run, read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 
-AXIS_LABELS = {"step": "step", "tokens": "training tokens", "hours": "hours of training steps"}
+AXIS_LABELS = {  # by the unit of the horizontal axis
+    "step": "step",
+    "tokens": "training tokens",
+    "hours": "hours of training steps",
+}
 METRIC_LABELS = {  # of the main panel
     "loss": "loss (nats per token)",
     "bits_per_byte": "loss (bits per byte)",
@@ -39,7 +49,7 @@ SAMPLE_WIDTH = 150  # characters of a line
 class Run:
     """A run to draw."""
 
-    label: str
+    label: str  # its path, as the user gave it
     folder: Path  # of the log
     log: Log
     config: dict  # the config.json beside the log; {} without one
@@ -62,30 +72,31 @@ def read_run(path: Path) -> Run:
 def comparable_loss(runs: list[Run]) -> str:
     """Return the loss by which runs are compared: "bits_per_byte" if their tokenizers differ, as a
     token of one stands for more text than a token of another, else "loss"."""
+    # without a config.json, as beside a metrics.jsonl that was copied alone, it is not known
     tokenizers = {run.config.get("tokenizer") for run in runs}
     if len(tokenizers - {None}) > 1:
         return "bits_per_byte"
     return "loss"
 
 
-def curve(log: Log, unit: str, split: str, key: str) -> tuple[np.ndarray, list[float]]:
+def curve(run: Run, unit: str, split: str, metric: str) -> tuple[np.ndarray, list[float]]:
     """Return x values in a unit of AXIS_LABELS, and the values of a metric of a split."""
     # Step 0, the validation before training, has no training row: it is at 0 in every unit.
     train_steps = [0]
     train_x = [0.0]
     hours = 0.0
-    for row in log["train"]:
-        hours += row["ms"] / 3.6e6  # without validations and checkpoints
+    for row in run.log["train"]:
+        hours += row["ms"] / 3.6e6  # of steps alone, without validations and checkpoints
         train_steps.append(row["step"])
         train_x.append(hours if unit == "hours" else row[unit])
 
     steps: list[int] = []
     values: list[float] = []
-    for row in log.get(split, []):
-        if row.get(key) is not None:  # None is an unknown score
+    for row in run.log.get(split, []):
+        if row.get(metric) is not None:  # None is an unknown score
             steps.append(row["step"])
-            values.append(row[key])
-    # rows of other splits tell their step alone: tokens and hours are those of training
+            values.append(row[metric])
+    # rows of other splits have no tokens and no time: both follow from their step
     return np.interp(steps, train_steps, train_x), values
 
 
@@ -99,14 +110,13 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     metric = comparable_loss(runs)
     validation_split = "val"
     columns = ["lr", "tokens_per_s"]  # of training rows, in two panels side by side
-    # GRPO's loss does not tell how good the texts are: rewards do
     is_grpo = all("reward" in run.log["train"][-1] for run in runs)
-    if is_grpo:
+    if is_grpo:  # its loss does not tell how good the texts are
         metric = "reward"
         validation_split = "held_out"
         columns = ["completion_tokens", "tokens_per_s"]
 
-    # rows of panels, from above; a name that stands twice is one wide panel
+    # from above; a name that stands twice in a row is one wide panel
     grid = [["main", "main"], columns]
     if any(run.log.keys() & SHARES.keys() for run in runs):
         grid[0] = ["main", "shares"]
@@ -115,19 +125,20 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     figure = Figure(figsize=(12, 3 * len(grid)), layout="constrained")
     panels = figure.subplot_mosaic(grid)
 
-    panels["main"].set_ylabel(METRIC_LABELS[metric])
+    main_panel = panels["main"]
+    main_panel.set_ylabel(METRIC_LABELS[metric])
     for i, run in enumerate(runs):
-        color = f"C{i}"  # the i-th of Matplotlib's ten, the same in all panels
-        # Training has a thin line, validation a thick one. No training row has bits per byte.
-        x, values = curve(run.log, unit, "train", metric)
-        panels["main"].plot(x, values, lw=0.8, alpha=0.6, color=color)
-        x, values = curve(run.log, unit, validation_split, metric)
+        color = f"C{i}"  # the i-th of Matplotlib's ten colors, the same in all panels
+        # Training has a thin line, validation a thick one.
+        x, values = curve(run, unit, "train", metric)  # no training row has bits per byte
+        main_panel.plot(x, values, lw=0.8, alpha=0.6, color=color)
+        x, values = curve(run, unit, validation_split, metric)
         label = run.label
-        if values:
+        if values:  # a run is drawn before its first validation, too
             label += f": {values[-1]:.3f}"
-        panels["main"].plot(x, values, lw=1.8, marker="o", ms=3, color=color, label=label)
+        main_panel.plot(x, values, lw=1.8, marker="o", ms=3, color=color, label=label)
         for column in columns:
-            x, values = curve(run.log, unit, "train", column)
+            x, values = curve(run, unit, "train", column)
             panels[column].plot(x, values, lw=1, color=color)
             panels[column].set_ylabel(column)
         if "shares" in panels:
@@ -137,7 +148,7 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     if is_grpo:
         show_sample(panels["samples"], runs[-1])
     else:
-        scale_losses(panels["main"])
+        scale_losses(main_panel)
     if size:  # last, so that the lines do not change the scale that scale_losses looks at
         draw_published(panels, runs, size)
     save(figure, unit, out)
@@ -147,7 +158,7 @@ def draw_shares(axes: Axes, run: Run, unit: str, color: str) -> None:
     """Draw the accuracies of a run's benchmarks, and the share of right answers to questions."""
     axes.set_ylabel("accuracy")
     for (split, metric), marker in zip(SHARES.items(), MARKERS, strict=True):
-        x, shares = curve(run.log, unit, split, metric)
+        x, shares = curve(run, unit, split, metric)
         if shares:  # otherwise the run was not scored by this benchmark
             label = f"{split}, {run.label}: {shares[-1]:.3f}"
             axes.plot(x, shares, marker=marker, ms=4, color=color, label=label)
@@ -171,7 +182,8 @@ def draw_line(axes: Axes, key: tuple[str, str, str], size: str) -> None:
     published = PUBLISHED.get(key)
     if published and size in published.values:
         value = published.values[size]
-        label = f"{key[0]}, OpenAI {size}: {value:g}\n({published.source})"
+        task, _, _ = key
+        label = f"{task}, OpenAI {size}: {value:g}\n({published.source})"
         axes.axhline(value, color="black", ls="--", lw=1, label=label)
 
 
@@ -180,12 +192,14 @@ def scale_losses(axes: Axes) -> None:
     of such a scale are at powers of ten by default, mostly none for losses of 3 to 11."""
     axes.set_yscale("log")
     low, high = axes.yaxis.get_view_interval()
-    locator = LogLocator(subs=(1, 2, 5))
-    if high < 20 * low:
-        locator = AutoLocator()
+    locator = AutoLocator()  # equal distances: 3, 4, 5, ...
+    if high > 20 * low:
+        locator = LogLocator(subs=(1, 2, 5))  # 0.1, 0.2, 0.5, 1, ...
     formatter = ScalarFormatter(useOffset=False)
-    formatter.set_scientific(False)
-    axes.yaxis.set(major_locator=locator, minor_locator=NullLocator(), major_formatter=formatter)
+    formatter.set_scientific(False)  # 0.05, not 5e-2
+    axes.yaxis.set_major_locator(locator)
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(formatter)
 
 
 def show_sample(axes: Axes, run: Run) -> None:
@@ -198,8 +212,15 @@ def show_sample(axes: Axes, run: Run) -> None:
     start = text.rfind("--- step ")  # the line that Logger.log_sample puts before each text
     lines = text[start:].splitlines()[:SAMPLE_LINES]
     excerpt = "\n".join(line[:SAMPLE_WIDTH] for line in lines)
-    # from the upper left corner; parse_math: a dollar of a text is no formula
-    axes.text(0, 1, excerpt, va="top", family="monospace", fontsize=8, parse_math=False)
+    axes.text(
+        0,  # the upper left corner of the panel
+        1,
+        excerpt,
+        va="top",
+        family="monospace",
+        fontsize=8,
+        parse_math=False,  # a dollar of a text begins no formula
+    )
 
 
 def save(figure: Figure, unit: str, out: Path) -> None:

@@ -70,17 +70,17 @@ def build_ours(
     recipe = parse_recipe(config.recipe)
     execution = Execution(config.activation_checkpointing, config.use_torch_compile)
     model = GPT(config.shape, execution).to(device)
-    # without learning rates: they do not change the time of a step
+    # The learning rates stay those of PyTorch: they do not change the time of a step.
     options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, options, recipe, dtype)
 
 
 def build_nanogpt(config: BenchConfig, device: torch.device) -> tuple[nn.Module, Optimizers]:
     """Return nanoGPT's model and optimizer, as its train.py makes them."""
-    # its model.py under another name: `model` is this project's package
+    # Load its model.py under another name, as `model` is this project's package.
     spec = util.spec_from_file_location("nanogpt", config.peer / "model.py")
     nanogpt = util.module_from_spec(spec)
-    sys.modules["nanogpt"] = nanogpt  # torch.compile looks it up
+    sys.modules["nanogpt"] = nanogpt  # where torch.compile looks for the globals of its functions
     spec.loader.exec_module(nanogpt)
 
     shape = config.shape
@@ -94,8 +94,9 @@ def build_nanogpt(config: BenchConfig, device: torch.device) -> tuple[nn.Module,
     )
     torch.set_float32_matmul_precision("high")  # its train.py allows TF32
     model = nanogpt.GPT(model_config).to(device)
+    # the weight decay, learning rate and betas of its train.py
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
-    if config.use_torch_compile:
+    if config.use_torch_compile:  # this project's Execution compiles its model
         model = torch.compile(model)
     return model, [optimizer]
 
@@ -114,12 +115,12 @@ def measure(config: BenchConfig, side: str) -> tuple[float, int]:
     size = (2, config.micro_batch_size, config.block_size)
     idx, targets = torch.randint(config.shape.vocab_size, size, device=device)  # (B, T) each
 
-    num_steps = -WARMUP_STEPS
+    num_steps = -WARMUP_STEPS  # negative: not counted
     start_seconds = time.perf_counter()
     while num_steps < 1 or time.perf_counter() < start_seconds + config.seconds:
-        if num_steps == 0:  # the warmup is over
+        if num_steps == 0:  # the warmup is over: measure from here
             start_seconds = time.perf_counter()
-        # the cast weights of a step are of no use to the next one
+        # as train.py does: the cast weights of a step are of no use to the next one
         with autocast(device, dtype, keep_weights=False):
             loss = model(idx, targets)
         if side == "nanogpt":
@@ -129,14 +130,13 @@ def measure(config: BenchConfig, side: str) -> tuple[float, int]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        loss.item()  # wait for the device: a GPU works behind the CPU's back
+        loss.item()  # waits until a GPU has done the step
         num_steps += 1
     rate = num_steps * idx.numel() / (time.perf_counter() - start_seconds)
 
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated()
-    else:
-        # 1024: Linux counts it in KiB
+    else:  # the most that this process had in memory at one time; Linux counts it in KiB
         peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return rate, peak_bytes
 
@@ -146,20 +146,21 @@ def main(config: BenchConfig) -> None:
     if config.peer is not None:
         sides.append("nanogpt")
     figures: dict[str, list[tuple[float, int]]] = {side: [] for side in sides}
-    context = multiprocessing.get_context("spawn")  # a new Python; a fork has this one's memory
+    # "spawn" starts a new Python; a fork would begin with the memory of this process
+    context = multiprocessing.get_context("spawn")
     for _ in range(config.repeats):
         for side in sides:
             with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
                 figures[side].append(process.submit(measure, config, side).result())
 
-    # only now: on a GPU this process would take memory from the measurements
+    # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(config.device)
     peak = peak_flops(device, pick_dtype(config.dtype, device))
     flops_per_token = build_without_weights(config.shape).flops_per_token()
     measured: dict[str, dict[str, float | None]] = {}
     for side in sides:
-        rate, peak_bytes = np.median(figures[side], axis=0)
-        mfu = None  # the peak of CPUs and of unknown GPUs is not known
+        rate, peak_bytes = np.median(figures[side], axis=0)  # over the repeats
+        mfu = None  # for CPUs, and GPUs whose peak is not known
         if peak is not None:
             mfu = rate * flops_per_token / peak
         measured[side] = {"rate": rate, "peak_bytes": peak_bytes, "mfu": mfu}
@@ -170,7 +171,7 @@ def main(config: BenchConfig) -> None:
         theirs = measured["nanogpt"]
         row["ratio"] = ours["rate"] / theirs["rate"]
         row["memory_ratio"] = ours["peak_bytes"] / theirs["peak_bytes"]
-    print(json.dumps(row, default=str))  # str: of paths
+    print(json.dumps(row, default=str))  # default: writes a path as text
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ python scripts/sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 2e-
   --seeds 1 2 3 --fixed "data_dir data/books"
 
 Each run is a process of train.py with a folder of its own under --out, named after its options. A
-sweep that was killed continues when it is started again: finished runs are not trained again, and
-others go on from their newest checkpoint. `plot.py --log` draws the runs over each other.
+sweep that was killed continues when it is started again: each run goes on from its newest
+checkpoint, and one that is finished ends after a validation. `plot.py --log` draws the runs over
+each other.
 """
 
 import signal
@@ -46,12 +47,16 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
 
     The runs of a group differ in their seed alone.
     """
-    groups = [""]  # combinations of the options before
+    groups = [""]
     for option in grid:
         name, *values = option.split()
-        if not values:  # the shell took --grid max_lr 1e-3 apart, for lack of quotes
+        if not values:  # --grid max_lr 1e-3 without quotes: the shell makes two options of it
             raise UserError(f'{name} has no values; write --grid "NAME VALUE VALUE ..."')
-        groups = [f"{group} {name}={value}".strip() for group in groups for value in values]
+        # each combination of the options before, continued by each value of this one
+        longer_groups: list[str] = []
+        for group in groups:
+            longer_groups += [f"{group} {name}={value}".strip() for value in values]
+        groups = longer_groups
     return groups
 
 
@@ -61,19 +66,21 @@ def train(config: SweepConfig, name: str) -> Run | None:
     Return None if it fails. Raises UserError if its folder has a run with other options.
     """
     folder = config.out / name
-    # The last flag of a name wins: the grid's and the seed, whatever --fixed says.
+    # Of two flags of one name the last one wins: so a --fixed seed or rate changes nothing.
     options = list(config.fixed) + name.split()
+    # split: a fixed option has its values after spaces, as in "data_dir data/a:0.7 data/b:0.3"
     flags = " ".join(f"--{option}" for option in options).split()
-    # --log_dir follows: folder / "logs"
+    # The log goes to folder / "logs", beside the checkpoints. Without any, "auto" is a new run.
     flags += ["--resume", "auto", "--checkpoint_dir", str(folder / "checkpoints")]
 
     # The folder's name does not tell --fixed: without this check the table would compare a run of
     # an earlier sweep, on other data or of another length, with new ones.
-    earlier = logged_run(folder / "logs")  # its config.json; [0] of the command is train.py
-    if earlier and earlier["command"][1:-1] != flags[:-1]:  # --out may be written differently
+    earlier = logged_run(folder / "logs")  # its config.json
+    # without train.py, the first word, and without the last one, as --out may have another spelling
+    if earlier and earlier["command"][1:-1] != flags[:-1]:
         raise UserError(f"{folder} has a run with other options; give another --out")
 
-    print(f"--- {name}", flush=True)
+    print(f"--- {name}", flush=True)  # flush: before what train.py prints
     process = subprocess.Popen([sys.executable, TRAIN, *flags])
     try:
         exit_code = process.wait()
@@ -81,7 +88,7 @@ def train(config: SweepConfig, name: str) -> Run | None:
         process.terminate()
         process.wait()
         raise
-    if exit_code != 0:
+    if exit_code != 0:  # its error stands above
         return None
     return read_run(folder)
 
@@ -95,9 +102,10 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     """
     warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy: the mean of no losses is NaN
     means = np.nanmean(losses, axis=1)
-    deviations = np.nanstd(losses, axis=1, ddof=1)  # NaN for one seed
-    order = means.argsort()  # NaN comes last
-    differences = np.nanmean(losses - losses[order[0]], axis=1)
+    deviations = np.nanstd(losses, axis=1, ddof=1)  # of a sample: NaN for one seed
+    order = means.argsort()  # a group whose runs have all failed comes last
+    best = losses[order[0]]
+    differences = np.nanmean(losses - best, axis=1)  # NaN - x is NaN, and left out
     counts = np.isfinite(losses).sum(axis=1)
     lines = [f"| run | validation {metric} | std | to the best | seeds |", "|---" * 5 + "|"]
     for i in order:
