@@ -81,7 +81,7 @@ def read_prompt(prompt: str) -> str:
         raise UserError(f"--prompt {prompt} cannot be read as text: {error}") from error
 
 
-class Text:
+class GeneratedText:
     """A text of the model, which grows by one token at a time."""
 
     def __init__(self, tokenizer: Tokenizer, is_answer: bool) -> None:
@@ -126,12 +126,12 @@ class Writer:
         sampling = Sampling(
             config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
         )
-        texts = [Text(self.tokenizer, config.chat) for _ in range(config.num_samples)]
+        texts = [GeneratedText(self.tokenizer, config.chat) for _ in range(config.num_samples)]
         prompts = [prompt_ids] * config.num_samples
         show(heading)
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,) each
-            rows = zip(texts, token_ids.tolist(), strict=True)
-            pieces = [text.append(token) for text, token in rows]
+            pairs = zip(texts, token_ids.tolist(), strict=True)
+            pieces = [text.append(token) for text, token in pairs]
             show(pieces[0])  # of the first text, as soon as it is there
             if all(text.has_ended for text in texts):
                 break
