@@ -66,6 +66,9 @@ def export_checkpoint(config: ConvertConfig) -> None:
     save_tokenizer(tokenizer, config.out, model.config.block_size, chat_template)
 
     options = checkpoint["config"]
+    origin = Path(options["init_from"] or "random weights")
+    if origin.suffix == ".pt":  # RUN/checkpoints/model_best.pt: the name of the run says more
+        origin = origin.parent.parent
     best_loss = "not measured"
     if checkpoint["best_loss"] < math.inf:  # infinite before the first validation
         best_loss = f"{checkpoint['best_loss']:.4f}"
@@ -77,8 +80,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
         checkpoint=checkpoint,
         # options of finetune.py have a method, those of train.py a recipe
         method=options.get("method") or options["recipe"],
-        # of paths the last part: other people's machines have not got these folders
-        origin=Path(options["init_from"] or "random weights").name,
+        origin=origin.name,  # without its folder, which the readers of the card have not got
         # train.py names its corpus, which may be a mixture; finetune.py reads one file
         data=checkpoint.get("corpus") or Path(options.get("data", "")).name,
         best_loss=best_loss,

@@ -82,7 +82,8 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
     if is_chat:  # as finetune.py writes it
         saved["corpus"] = None
         saved["config"] |= {"method": "sft", "plain": False}
-        saved["config"] |= {"init_from": "/home/me/runs/base", "data": "/home/me/chat.jsonl"}
+        base = "/home/me/base/checkpoints/model_last.pt"
+        saved["config"] |= {"init_from": base, "data": "/home/me/chat.jsonl"}
         rows = ["sft |", "| began from | base |", "| data | chat.jsonl |"]
     torch.save(saved, tmp_path / "model_best.pt")
     hf = tmp_path / "hf"
