@@ -52,10 +52,11 @@ class ConvertConfig:
 def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers: weights, tokenizer and model card."""
     path = find_checkpoint(config.checkpoint)
-    if path is None:
+    if path is None:  # a Hugging Face folder
         raise UserError(f"--checkpoint {config.checkpoint} is no checkpoint of this project")
     model, tokenizer_spec, checkpoint = open_model(path, exact=True)
     tokenizer = load_tokenizer(tokenizer_spec)
+
     # the end ids go to generation_config.json: there `generate` of transformers ends
     save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids)
 
@@ -110,7 +111,7 @@ def import_model(config: ConvertConfig) -> None:
     """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt with --model")
-    model, tokenizer_spec, _ = open_model(config.model, exact=True)
+    model, tokenizer_spec, _ = open_model(config.model, exact=True)  # float32
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
     # With init_from, a run that resumes the file takes the architecture of its weights.
     options = TrainConfig(init_from=config.model, block_size=model.config.block_size)

@@ -29,7 +29,7 @@ class PlotConfig:
 
 
 def main(config: PlotConfig) -> None:
-    size = NICKNAMES[config.sz] if config.sz else None
+    size = NICKNAMES[config.sz] if config.sz else None  # "gpt2" for "124M"
     draw(list(config.log), config.out, size, config.x)
     print(f"wrote {config.out}")
 

@@ -2,7 +2,7 @@
 
     python sample.py --checkpoint checkpoints/model_best.pt --prompt "Once upon a time"
     cat story.txt | python sample.py --prompt -
-    python sample.py --checkpoint runs/sft --chat
+    python sample.py --checkpoint runs/sft --chat            # a conversation on the keyboard
 
 Architecture and tokenizer are read from the checkpoint. All samples are generated as one batch: the
 first is printed while it is generated, the others after it. The same seed gives the same text.
@@ -90,8 +90,8 @@ class GeneratedText:
         # A character can span several tokens: the decoder holds its bytes back until it is whole,
         # and gives U+FFFD for bytes that are no UTF-8.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.content = ""
-        self.has_ended = False
+        self.content = ""  # without the prompt
+        self.has_ended = False  # True from end of text on
 
     def append(self, token: int) -> str:
         """Add a token; return the characters that it completes, none from end of text on."""
@@ -127,16 +127,16 @@ class Writer:
             config.max_new_tokens, config.temperature, config.top_k, config.top_p, seed
         )
         texts = [GeneratedText(self.tokenizer, config.chat) for _ in range(config.num_samples)]
-        prompts = [prompt_ids] * config.num_samples
+        prompts = [prompt_ids] * config.num_samples  # one batch: row i draws from (seed, i)
         show(heading)
         for token_ids in generate(self.model, prompts, sampling):  # (num_samples,) each
             pairs = zip(texts, token_ids.tolist(), strict=True)
             pieces = [text.append(token) for text, token in pairs]
             show(pieces[0])  # of the first text, as soon as it is there
-            if all(text.has_ended for text in texts):
+            if all(text.has_ended for text in texts):  # before max_new_tokens
                 break
         show("\n")
-        for text in texts[1:]:
+        for text in texts[1:]:  # they are complete by now
             show(f"\n{'-' * 80}\n{heading}{text.content}\n")
         return texts[0].content
 
@@ -150,7 +150,7 @@ class Writer:
         else:
             # Without a prompt a new text begins: end of text stands before each in training.
             prompt_ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.eot]
-        if len(prompt_ids) > block_size:
+        if len(prompt_ids) > block_size:  # `generate` would leave out its beginning
             raise UserError(
                 f"the prompt has {len(prompt_ids):,} tokens; this model reads at most "
                 f"{block_size:,}"
@@ -192,7 +192,7 @@ def show(text: str) -> None:
 def main(config: SampleConfig) -> None:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    name = config.model or config.checkpoint
+    name = config.model or config.checkpoint  # --model wins, as --checkpoint has a default
     # matmuls in bfloat16 need the upper half of each weight alone: half the bytes to read
     model, tokenizer_spec, checkpoint = open_model(name, exact=dtype is not torch.bfloat16)
     if config.chat and not is_chat(checkpoint, name, tokenizer_spec):

@@ -40,9 +40,6 @@ METRIC_LABELS = {  # of the main panel
 SHARES = {task.name: task.metric for task in BENCHMARKS.values()}
 SHARES["answers"] = "exact"  # to finetune.py --questions
 MARKERS = "os^Dv"  # one for each of SHARES: circle, square, triangle, diamond, triangle down
-# what fits a panel of 12 x 3 inches
-SAMPLE_LINES = 10
-SAMPLE_WIDTH = 150  # characters of a line
 
 
 @dataclass(frozen=True)
@@ -210,16 +207,15 @@ def show_sample(axes: Axes, run: Run) -> None:
         return
     text = path.read_text(encoding="utf-8")
     start = text.rfind("--- step ")  # the line that Logger.log_sample puts before each text
-    lines = text[start:].splitlines()[:SAMPLE_LINES]
-    excerpt = "\n".join(line[:SAMPLE_WIDTH] for line in lines)
     axes.text(
         0,  # the upper left corner of the panel
         1,
-        excerpt,
+        text[start:].rstrip(),
         va="top",
         family="monospace",
         fontsize=8,
         parse_math=False,  # a dollar of a text begins no formula
+        clip_on=True,  # a long text ends at the border of the panel
     )
 
 

@@ -112,6 +112,7 @@ def measure(config: BenchConfig, side: str) -> tuple[float, int]:
         model, optimizers = build_ours(config, device, dtype)
     else:
         model, optimizers = build_nanogpt(config, device)
+    # The ids are random: the time of a step does not depend on them.
     size = (2, config.micro_batch_size, config.block_size)
     idx, targets = torch.randint(config.shape.vocab_size, size, device=device)  # (B, T) each
 
@@ -126,7 +127,7 @@ def measure(config: BenchConfig, side: str) -> tuple[float, int]:
         if side == "nanogpt":
             _, loss = loss  # its model returns logits, too
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as both train.py do
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -135,16 +136,17 @@ def measure(config: BenchConfig, side: str) -> tuple[float, int]:
     rate = num_steps * idx.numel() / (time.perf_counter() - start_seconds)
 
     if device.type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated()
+        peak_bytes = torch.cuda.max_memory_allocated()  # of tensors, without the CUDA context
     else:  # the most that this process had in memory at one time; Linux counts it in KiB
         peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return rate, peak_bytes
 
 
 def main(config: BenchConfig) -> None:
-    sides = ["ours"]
+    sides = ["ours"]  # in the order in which they take turns
     if config.peer is not None:
         sides.append("nanogpt")
+    # by side, for each repeat: tokens/s, peak memory
     figures: dict[str, list[tuple[float, int]]] = {side: [] for side in sides}
     # "spawn" starts a new Python; a fork would begin with the memory of this process
     context = multiprocessing.get_context("spawn")
@@ -156,6 +158,7 @@ def main(config: BenchConfig) -> None:
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(config.device)
     peak = peak_flops(device, pick_dtype(config.dtype, device))
+    # of this project's model: nanoGPT's has the same matmuls
     flops_per_token = build_without_weights(config.shape).flops_per_token()
     measured: dict[str, dict[str, float | None]] = {}
     for side in sides:
