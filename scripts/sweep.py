@@ -81,7 +81,8 @@ def train(config: SweepConfig, name: str) -> Run | None:
         raise UserError(f"{folder} has a run with other options; give another --out")
 
     print(f"--- {name}", flush=True)  # flush: before what train.py prints
-    process = subprocess.Popen([sys.executable, TRAIN, *flags])
+    # A session of its own keeps Ctrl-C from the run: a second signal would end it without saving.
+    process = subprocess.Popen([sys.executable, TRAIN, *flags], start_new_session=True)
     try:
         exit_code = process.wait()
     except KeyboardInterrupt:  # end the run with the sweep; it saves a checkpoint first
