@@ -63,7 +63,6 @@ def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, draw_
     a = write_run(tmp_path / "a", [4, 2], tokenizer="bytes")
     b = write_run(tmp_path / "b", [8, 7], tokenizer="tokenizer-00000001")
     assert heights(draw_panels(a, b)["loss (bits per byte)"]) == [[], [1, 0.5], [], [2, 1.75]]
-    assert heights(draw_panels(a)["loss (nats per token)"]) == [[4, 2], [4, 2]]
 
 
 @pytest.mark.parametrize(
