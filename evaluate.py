@@ -63,14 +63,8 @@ class EvalConfig:
     """Score only the first examples of each benchmark."""
     val_tokens: int = 10_485_760
     """Validation tokens; all if there are fewer."""
-    num_samples: int = 8
-    """Completions of a question for pass@k; 0: none."""
     max_new_tokens: int = 64
-    """Longest completion of a question in tokens."""
-    temperature: float = 1.0
-    """Sampling temperature of pass@k."""
-    seed: int = 1337
-    """Seed of the completions of pass@k."""
+    """Longest answer to a question in tokens."""
     chat: bool = False
     """Ask questions as in a chat; on for a model that finetune.py taught to."""
     batch_size: int = 16
@@ -173,8 +167,7 @@ def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreT
     sizes = (config.max_new_tokens, config.batch_size)
     questions = Questions(path, encoder, scorer.process, scorer.dtype, *sizes)
     questions.examples = questions.examples[: config.limit]
-    sampling = (config.num_samples, config.temperature, config.seed)
-    return partial(questions.score, scorer.model, *sampling, scorer.progress)
+    return partial(questions.score, scorer.model)
 
 
 def open_tasks(config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]) -> ScoreTasks:

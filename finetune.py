@@ -268,7 +268,6 @@ def evaluate(run: Run, model: GPT, data: Data, saver: Saver) -> None:
         else:
             run.logger.log_scores("held_out", scores, step)
     if data.questions:
-        # one result, the share that is exact: without samples there is no pass@k
         (exact,), answers = data.questions.score(model)
         num_cut = sum(answer["cut"] for answer in answers)
         scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}

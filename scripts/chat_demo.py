@@ -67,7 +67,7 @@ def print_results(folder: Path) -> None:
     print("\nHeld-out questions that are answered exactly:")
     for stage, name in STAGES.items():
         scores = json.loads((folder / f"{stage}_held_out.json").read_text())
-        exact = scores["results"][0]  # share of greedy answers that are exact; pass@k follows
+        exact = scores["results"][0]  # the only one: the share of exact answers
         print(f"  {name:16} {exact['value']:6.1%} ± {exact['stderr']:.1%}")
 
 

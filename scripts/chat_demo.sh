@@ -16,8 +16,8 @@ case $seed in *[!0-9]*) echo "error: SEED is a number: bash train.sh chat_demo 2
 run() { printf '\n$ python %s\n' "$*"; python "$@"; }
 folders() { echo "--checkpoint_dir $out/$1/checkpoints --seed $seed --resume auto"; }
 score() {  # STAGE QUESTIONS [FLAGS]: the share that is answered exactly
-  run evaluate.py --checkpoint "$out/$1" --tasks "$out/data/$2.jsonl" --num_samples 4 \
-    --max_new_tokens 32 --batch_size 200 --out "$out/$1_$2.json" --dump "$out/$1_$2.jsonl" "${@:3}"
+  run evaluate.py --checkpoint "$out/$1" --tasks "$out/data/$2.jsonl" --max_new_tokens 32 \
+    --batch_size 200 --out "$out/$1_$2.json" --dump "$out/$1_$2.jsonl" "${@:3}"
 }
 
 run -m scripts.chat_demo data "$out" "$seed"

@@ -108,7 +108,7 @@ def test_each_task_has_a_file_beside_the_checkpoint_and_the_model_card_gathers_t
     shutil.copy(trained / "checkpoints" / "model_best.pt", best)
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     for tasks in (["val"], ["cbt_cn", tmp_path / "sums.jsonl", "--data", exported / "c.txt"]):
-        options = ["--val_tokens", 10**8, "--num_samples", 0, "--limit", 3, "--max_new_tokens", 8]
+        options = ["--val_tokens", 10**8, "--limit", 3, "--max_new_tokens", 8]
         done = script("evaluate.py", "--checkpoint", tmp_path / "run", "--tasks", *tasks, *options)
         if tasks == ["val"]:
             assert ", fewer than --val_tokens 100,000,000: the fewer" in done.stdout

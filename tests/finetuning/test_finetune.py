@@ -206,13 +206,11 @@ def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
     values = {}
     for result in json.loads((tmp_path / "table.json").read_text())["results"]:
         values[result["metric"]] = result["value"]
-    assert list(values) == ["exact match", "pass@1", "pass@2", "pass@4", "pass@8"]
-    exact, *chances = values.values()
+    assert list(values) == ["exact match"]
+    exact = values["exact match"]
     assert exact == logged["exact"] > 0.5
-    assert chances == sorted(chances) and 0 < chances[0] < 1
     dumped = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert sum(row["exact"] for row in dumped) == 12 * exact
-    assert sum(row["right_samples"] for row in dumped) / 96 == pytest.approx(chances[0])
     chat = ("sample.py", "--checkpoint", tmp_path, "--chat", "--temperature", 0, "--prompt", "7?")
     assert script(*chat, "--dtype", "float32").stdout.strip() == dumped[6]["completion"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
-from finetuning.answers import Questions, pass_at_k
+from finetuning.answers import Questions
 from finetuning.completions import Completion, decode_completion
 from finetuning.examples import Batch, Example, TextEncoder
 from finetuning.methods import Method
@@ -222,8 +222,3 @@ def test_a_cut_answer_is_not_exact(tmp_path, end_ids, exact):
         assert result.value == (exact if longest == 8 else 0.0)
         assert row["cut"] == (longest == 4 or not end_ids)
         assert reward(questions.answers(model)) == [result.value]
-
-
-def test_pass_at_k_is_the_chance_that_one_of_k_draws_is_right():
-    assert pass_at_k(8, 0, 8) == 0 and pass_at_k(8, 1, 8) == 1
-    assert pass_at_k(4, 1, 1) == 0.25 and pass_at_k(4, 1, 2) == pytest.approx(0.5)
