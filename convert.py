@@ -62,7 +62,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
 
     # A model that came with a chat template keeps it; others have learned this project's format.
     chat_template = tokenizer.chat_template
-    if chat_template is None and is_chat(checkpoint, str(path), tokenizer_spec):
+    if chat_template is None and is_chat(checkpoint, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
     save_tokenizer(tokenizer, config.out, model.config.block_size, chat_template)
 

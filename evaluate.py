@@ -199,7 +199,7 @@ def main(config: EvalConfig) -> None:
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
     # What finetune.py taught to chat is asked in its chat template, as in training.
-    config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer))
+    config = replace(config, chat=config.chat or is_chat(checkpoint, tokenizer))
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     bar = tqdm(unit="row", disable=None if process.is_main else True)  # None: only on a terminal
     tokenizer = load_tokenizer(tokenizer)

@@ -85,7 +85,7 @@ def load_reward(name: str, encoder: TextEncoder, process: Process, dtype: torch.
     # With other tokens or turns the model would rate another text than was written.
     has_same_text = (
         tokenizer_identity(tokenizer) == encoder.tokenizer.identity
-        and is_chat(checkpoint, name, tokenizer) == encoder.chat
+        and is_chat(checkpoint, tokenizer) == encoder.chat
     )
     if not has_same_text or model.config.block_size < encoder.block_size:
         raise UserError(
