@@ -11,7 +11,7 @@ the batches of a step from its rows, and computes their loss.
 
 import sys
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from finetuning.methods import (
     SupervisedTuning,
 )
 from finetuning.options import FinetuneConfig, resolve_options
-from finetuning.rewards import RewardModel, check_reward, load_reward
+from finetuning.rewards import RewardModel, check_reward, load_reward_function
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
@@ -60,18 +60,6 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-@dataclass
-class Data:
-    """The rows of a run, encoded."""
-
-    method: Method
-    """Rows of --data."""
-    held_out: Method | None = None
-    """Rows of --eval_data."""
-    questions: Questions | None = None
-    """Rows of --questions."""
-
-
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
@@ -88,8 +76,7 @@ def main() -> None:
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
     run = Run.start(options, checkpoint, process)
     state = run.state
-    data = open_data(run, model, entries, checkpoint)
-    method = data.method
+    method, held_out_method, questions = open_data(run, model, entries, checkpoint)
     wrapped = wrap(model, process, options.sharding, run.dtype)
     # the default recipe is AdamW for all weights, also of a model that was trained with Muon
     optimizers = make_optimizers(model, options, Recipe(), run.dtype)
@@ -120,22 +107,22 @@ def main() -> None:
             if run.ended or is_due(options.eval_every, step):
                 # batches of other shapes than those of training
                 with uncompiled(options.use_torch_compile):
-                    evaluate(run, model, data, saver)
+                    evaluate(run, model, held_out_method, questions, saver)
             if run.ended:
                 break
 
             # one step, then its log
-            tokens_before = state.tokens  # how many a step has depends on its rows
+            tokens_before = state.tokens  # how many a step has depends on its examples
             timer.start()
-            # as in pre-training, the rows of a step are a pure function of seed and step
-            ids = step_sequences(step, options.batch_size, len(method), options.seed)
-            prepared = method.prepare(model, step, ids)  # with grpo, it samples completions
+            # as in pre-training, the examples of a step are a pure function of seed and step
+            example_ids = step_sequences(step, options.batch_size, len(method), options.seed)
+            prepared = method.prepare(model, step, example_ids)  # with grpo, it samples completions
             result = train_step(run, wrapped, optimizers, method, prepared)
             speed = timer.stop(state.tokens - tokens_before)
-            if result.figures:  # with several updates, the first ones may have been applied
+            if result.skip_reason is None:
                 run.logger.log_train(result.figures | speed, state.step)
             else:
-                run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
+                run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
             if prepared.sample is not None and is_due(options.sample_every, state.step):
                 run.logger.log_sample(prepared.sample, state.step)
             saver.end_after_patience()
@@ -154,11 +141,11 @@ def resolve_paths_and_compile(options: FinetuneConfig, derived: tuple[str, ...])
     """Return the options with the folder of the log, the file of --init_from, and whether the step
     is compiled; `derived` are the names of options that nobody gave."""
     options = resolve_compile(options, derived)
-    if options.method == "grpo":  # its completions have too many lengths to compile each
-        options = replace(options, use_torch_compile=False)
+    # the completions of grpo have too many lengths to compile each
+    is_compiled = options.use_torch_compile and options.method != "grpo"
     # the path of a checkpoint: a resumed run reads the same one, not the best or newest by then
     init_from = str(find_checkpoint(options.init_from) or options.init_from)
-    options = replace(options, init_from=init_from)
+    options = replace(options, use_torch_compile=is_compiled, init_from=init_from)
     return with_defaults(options, log_dir=log_folder(options.checkpoint_dir))
 
 
@@ -169,97 +156,75 @@ def train_step(
     method: Method,
     prepared: PreparedStep,
 ) -> StepResult:
-    """Run and count one step on prepared batches; with grpo's --updates it has several updates.
-
-    The figures for the log are those of the last update that was applied. An update that is not
-    finite ends the step.
-    """
-    options, state = run.config, run.state
+    """Run and count one optimizer step on prepared batches. The figures for the log are the means
+    of the method's metrics over the step, and what train.py logs beside its loss."""
+    options = run.config
+    process = run.process
+    state = run.state
     lr = set_rates(optimizers, options, state.step)
-    seed_step(options.seed, state.step, run.process.rank)  # for dropout
-
-    # each update of grpo uses the same completions, sampled before the first
-    max_updates = options.updates if options.method == "grpo" else 1
-    figures: dict[str, float] = {}  # stays empty if no update is applied
-    skip_reason = None
-    got_signal = False
-    num_updates = 0
-    num_tokens = 0
-    while num_updates < max_updates and skip_reason is None:
-        means = backward(run, wrapped, optimizers, method, prepared)
-        got_signal = got_signal or means.pop("signals") > 0
-        if state.scaler.is_enabled():
-            means["scale"] = state.scaler.get_scale()
-        # no update from a loss or gradient that is not finite, on all processes alike
-        skip_reason = reason_to_skip(means["loss"], means["grad_norm"])
-        for optimizer in optimizers:
-            if skip_reason is None:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        state.scaler.update()  # a lower scale after infinities
-        if skip_reason is None:
-            num_updates += 1
-            # of all processes; padding counts, as it takes the same time (for tokens per second)
-            num_tokens += round(means["tokens"])
-            figures = means | prepared.metrics | {"lr": lr}
-
-    # a step counts once, however many updates it has; none at all makes it a skipped one
-    state.advance(num_tokens, skip_reason)
-    if figures:
-        figures["tokens"] = state.tokens
-        if options.method == "grpo":
-            figures["updates"] = num_updates
-    return StepResult(figures, skip_reason, got_signal)
-
-
-def backward(
-    run: Run,
-    wrapped: nn.Module,
-    optimizers: list[Optimizer],
-    method: Method,
-    prepared: PreparedStep,
-) -> dict[str, float]:
-    """Compute the gradients of one update from the batches of all processes, and clip them.
-
-    Return the means of the method's metrics over the step, "grad_norm" before clipping, the number
-    of "tokens", padding included, and "signals", the number of processes that were told to stop.
-    """
-    process, scaler, sharding = run.process, run.state.scaler, run.config.sharding
+    seed_step(options.seed, state.step, process.rank)  # of dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
-    sums: dict[str, Tensor] = {}  # of this process, by name of the metric
+    means: dict[str, Tensor] = {}  # parts of the means over the step, those of this process
     num_tokens = 0
     for number, batch in enumerate(prepared.batches, 1):
-        with sync_gradients(wrapped, sharding, last=number == len(prepared.batches)):
+        is_last = number == len(prepared.batches)
+        with sync_gradients(wrapped, options.sharding, last=is_last):
             # cast weights are kept for one forward pass only: the next one sees the new weights
             with autocast(process.device, run.dtype, keep_weights=False):
-                means = method.partial_means(wrapped, batch, prepared.divisor)
-            # DDP and FSDP2 average gradients over processes; the parts of the mean are to be added
-            scaler.scale(means["loss"] * process.world_size).backward()
-        for name, mean in means.items():
-            sums[name] = sums.get(name, 0.0) + mean.detach().float()  # stays on the device
+                sums = method.metric_sums(wrapped, batch)
+            loss = sums["loss"] / prepared.divisor
+            # DDP and FSDP2 average gradients over processes; these losses are to be added
+            state.scaler.scale(loss * process.world_size).backward()
+        for name, value in sums.items():
+            mean = value.detach() / prepared.divisor
+            means[name] = means.get(name, 0.0) + mean.float()  # stays on the device
+        # padding counts, as it takes the same time: tokens per second are of these
         num_tokens += batch.idx.numel()
 
     # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
-        scaler.unscale_(optimizer)  # records infinities, too, for scaler.update
-    grad_norm = clip_grad_norm(wrapped, run.config.grad_clip)
-    sums["grad_norm"] = grad_norm / process.world_size  # each process has the norm of the whole
+        state.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
+    grad_norm = clip_grad_norm(wrapped, options.grad_clip)
+    means["grad_norm"] = grad_norm / process.world_size  # each process has the norm of the whole
 
     # Sum all numbers over processes at once. full_like fills a tensor on the device, without a copy
     # from the host.
-    sums["tokens"] = torch.full_like(grad_norm, num_tokens)
-    sums["signals"] = torch.full_like(grad_norm, process.stop.signal != 0)
-    # `tolist` is the one time in an update at which the CPU waits for the GPU
-    totals = process.sum(torch.stack(list(sums.values()))).tolist()
-    return dict(zip(sums, totals, strict=True))
+    means["tokens"] = torch.full_like(grad_norm, num_tokens)
+    means["signals"] = torch.full_like(grad_norm, process.stop.signal != 0)
+    # `tolist` is the one time in a step at which the CPU waits for the GPU
+    totals = process.sum(torch.stack(list(means.values()))).tolist()
+    figures = dict(zip(means, totals, strict=True))
+    got_signal = figures.pop("signals") > 0
+
+    # update, unless a loss or gradient is not finite: then no process updates
+    skip_reason = reason_to_skip(figures["loss"], figures["grad_norm"])
+    figures |= prepared.metrics
+    figures["lr"] = lr
+    if state.scaler.is_enabled():
+        figures["scale"] = state.scaler.get_scale()
+    for optimizer in optimizers:
+        if skip_reason is None:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    state.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
+    state.advance(round(figures["tokens"]), skip_reason)
+    figures["tokens"] = state.tokens  # of all steps
+    return StepResult(figures, skip_reason, got_signal)
 
 
-def evaluate(run: Run, model: GPT, data: Data, saver: Saver) -> None:
-    """Score the model on --eval_data, of which the lowest loss is saved, and on --questions."""
+def evaluate(
+    run: Run,
+    model: GPT,
+    held_out_method: Method | None,
+    questions: Questions | None,
+    saver: Saver,
+) -> None:
+    """Score the model on --eval_data and on --questions, and save it if its loss on the former is
+    the lowest one."""
     step = run.state.step
-    if data.held_out:
-        scores = data.held_out.evaluate(model)
+    if held_out_method:
+        scores = held_out_method.evaluate(model)
         if "loss" in scores:  # grpo has the reward instead, and no best model
             run.logger.log_scores("val", scores, step)
             # before the questions: a signal while they are answered would lose the best model
@@ -267,11 +232,17 @@ def evaluate(run: Run, model: GPT, data: Data, saver: Saver) -> None:
                 saver.save(BEST)
         else:
             run.logger.log_scores("held_out", scores, step)
-    if data.questions:
-        (exact,), answers = data.questions.score(model)
-        num_cut = sum(answer["cut"] for answer in answers)
-        scores = {"n": exact.n, "exact": exact.value, "stderr": exact.stderr}
-        run.logger.log_scores("answers", scores | {"cut": num_cut / exact.n}, step)
+    if questions:
+        results, rows = questions.score(model)
+        exact = results[0]  # the only one: the share of exact answers
+        num_cut = sum(row["cut"] for row in rows)
+        scores = {
+            "n": exact.n,
+            "exact": exact.value,
+            "stderr": exact.stderr,
+            "cut": num_cut / exact.n,
+        }
+        run.logger.log_scores("answers", scores, step)
 
 
 def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
@@ -310,9 +281,14 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     return model.train(), entries
 
 
-def open_data(run: Run, model: GPT, entries: dict, checkpoint: dict | None) -> Data:
+def open_data(
+    run: Run, model: GPT, entries: dict, checkpoint: dict | None
+) -> tuple[Method, Method | None, Questions | None]:
     """Read and encode the rows of a run, and open the models that its method needs beside `model`,
     the trained one.
+
+    Return the method with the examples of --data, the same with those of --eval_data, and
+    --questions; None for what was not given.
 
     The checksum of a reference model is added to the entries of checkpoints. Raise UserError if a
     resumed run began with another one.
@@ -333,24 +309,27 @@ def open_data(run: Run, model: GPT, entries: dict, checkpoint: dict | None) -> D
             raise UserError(f"{options.init_from} has changed since this run began, which needs it")
         reference = reference.eval().requires_grad_(False).to(process.device)
 
-    # rows, and what rates completions of theirs
-    reward = None
+    # examples, and the function that rates completions of theirs
+    reward_function = None
     if options.method == "grpo":
-        reward = load_reward(options.reward, encoder, process, run.dtype)
-    method_class = METHODS[options.method]
-    open_rows = partial(method_class, options, process, run.dtype, encoder, reference, reward)
-    data = Data(open_rows(options.data))
-    if reward is not None:
-        # once before open_log, which removes the files of another run with --overwrite
-        check_reward(options.reward, reward, data.method.examples[0], tokenizer.eot)
+        reward_function = load_reward_function(options.reward, encoder, process, run.dtype)
+    open_examples = partial(
+        METHODS[options.method], options, process, run.dtype, encoder, reference, reward_function
+    )
+    method = open_examples(options.data)
+    if reward_function is not None:
+        # now, because open_log removes the files of another run with --overwrite
+        check_reward(options.reward, reward_function, method.examples[0], tokenizer.eot)
+    held_out_method = None
     if options.eval_data:
-        data.held_out = open_rows(options.eval_data)
+        held_out_method = open_examples(options.eval_data)
+    questions = None
     if options.questions:
         sizes = (options.max_new_tokens, options.micro_batch_size)
-        data.questions = Questions(options.questions, encoder, process, run.dtype, *sizes)
+        questions = Questions(options.questions, encoder, process, run.dtype, *sizes)
     if encoder.num_cut:
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
-    return data
+    return method, held_out_method, questions
 
 
 if __name__ == "__main__":

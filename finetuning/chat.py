@@ -43,13 +43,32 @@ def encode_turns(
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
         # training that sampling, which continues after the ":", never sees.
         segments.append(Segment(tokenizer.encode(f"{role}:"), False))
-        # a continuation: tokenizers that put a space before a text must not add a second one
-        content = tokenizer.encode_continuation(f" {message['content']}")
-        is_answer = message["role"] == "assistant"
-        segments.append(Segment([*content, tokenizer.eot], is_answer))
+        content_ids = encode_content(message["content"], tokenizer)
+        segments.append(Segment(content_ids, message["role"] == "assistant"))
     if open_turn:
         segments.append(Segment(tokenizer.encode(f"{ROLES['assistant']}:"), False))
     return segments
+
+
+def encode_content(content: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of what follows "User:" or "Assistant:" in the project's own format."""
+    # a continuation: tokenizers that put a space before a text must not add a second one
+    return [*tokenizer.encode_continuation(f" {content}"), tokenizer.eot]
+
+
+def encode_answer(messages: Messages, content: str, tokenizer: Tokenizer) -> np.ndarray | list[int]:
+    """Return the token ids of an answer to a dialog, with the one that ends it: those that sampling
+    has to write after encode_prompt. Raise ValueError where a chat template would begin another
+    text for sampling than for training."""
+    if not tokenizer.chat_template:
+        return encode_content(content, tokenizer)
+    before_answer = tokenizer.render(messages, open_turn=True)
+    answer = {"role": "assistant", "content": content}
+    after_answer = tokenizer.render([*messages, answer])
+    if not after_answer.startswith(before_answer):
+        raise ValueError("the chat template changes earlier turns with later ones")
+    segments = split_answer(after_answer[len(before_answer) :], content, tokenizer)
+    return segments[0].tokens
 
 
 def encode_by_template(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
@@ -71,8 +90,8 @@ def encode_by_template(messages: Messages, tokenizer: Tokenizer, open_turn: bool
         if text.startswith(after_answer) and after_answer.startswith(before_answer):
             # what others say since the last answer, and how the template opens this one
             prompt_ids = encode(text[start : len(before_answer)], special=True)
-            answer = after_answer[len(before_answer) :]
             segments.append(Segment(prompt_ids, False))
+            answer = after_answer[len(before_answer) :]
             segments += split_answer(answer, message["content"], tokenizer)
             start = len(after_answer)
             # `encode` of some tokenizers would put a space in front of each further segment
@@ -94,9 +113,9 @@ def split_answer(text: str, content: str, tokenizer: Tokenizer) -> list[Segment]
             return [Segment(ids[: i + 1], True), Segment(ids[i + 1 :], False)]
     content = content.strip()  # as many templates do
     end = text.find(content) + len(content)
-    answer = tokenizer.encode_continuation(text[:end], special=True)
-    after_answer = tokenizer.encode_continuation(text[end:], special=True)
-    return [Segment([*answer, tokenizer.eot], True), Segment(after_answer, False)]
+    answer_ids = tokenizer.encode_continuation(text[:end], special=True)
+    rest_ids = tokenizer.encode_continuation(text[end:], special=True)
+    return [Segment([*answer_ids, tokenizer.eot], True), Segment(rest_ids, False)]
 
 
 def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> list[int]:

@@ -1,12 +1,12 @@
 """Rows of .jsonl files, in the formats of docs/FINETUNING.md, as examples and as batches of them.
 
-Not about what a row's text becomes: see finetuning/chat.py. A batch is made in NumPy on the CPU
-and copied to the device as a whole.
+A row is a JSON object, an example what a method learns from it: a text as token ids, or two texts.
+Not about how a dialog becomes token ids: see finetuning/chat.py.
 """
 
 import json
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from finetuning.chat import ROLES, Messages, Segment, as_messages, encode_prompt, encode_turns
+from finetuning.chat import (
+    ROLES,
+    Messages,
+    Segment,
+    as_messages,
+    encode_answer,
+    encode_prompt,
+    encode_turns,
+)
 from utils.distributed import Process
 from utils.errors import UserError
 
@@ -56,17 +64,9 @@ def encode_completion(
 ) -> Example:
     """Encode a prompt, which does not count in the loss, and a completion with the token that ends
     it, which do. Nothing of what a chat template writes after that token is part of it."""
-    prompt_ids = encode_prompt(prompt, tokenizer, chat)
+    prompt_ids = encode_prompt(prompt, tokenizer, chat)  # those that sampling begins with
     if chat:
-        answer = {"role": "assistant", "content": completion}
-        dialog = Example.join(encode_turns([*as_messages(prompt), answer], tokenizer))
-        # The answer is what is learned after the prompt's ids: earlier answers are part of these.
-        learned = np.flatnonzero(dialog.loss_mask)
-        start = len(prompt_ids)
-        end = learned[-1] + 1 if len(learned) else 0
-        if dialog.tokens[:start].tolist() != prompt_ids or end <= start:
-            raise ValueError("the chat template changes earlier turns with later ones")
-        completion_ids = dialog.tokens[start:end]
+        completion_ids = encode_answer(as_messages(prompt), completion, tokenizer)
     else:
         completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eot]
     return Example.join([Segment(prompt_ids, False), Segment(completion_ids, True)])
@@ -176,126 +176,53 @@ class TextEncoder:
         return value
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Distribute texts of the given lengths over few rows of at most `capacity` tokens.
-
-    Best-fit decreasing: the longest text comes first, each goes into the fullest row that has room
-    for it. Return the indices of the texts in each row.
-    """
-    rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens that are free, index of the row), sorted
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # the row with the least room that is enough; (n, 0) sorts before every row of room n
-        place = bisect_left(rooms, (lengths[i], 0))
-        if place < len(rooms):
-            room, row = rooms.pop(place)
-        else:  # no row has room: a new one
-            room, row = capacity, len(rows)
-            rows.append([])
-        rows[row].append(i)
-        insort(rooms, (room - lengths[i], row))
-    return rows
-
-
 @dataclass
 class Batch:
-    """Texts in B rows of T tokens. Fields that a method does not need are None."""
+    """B texts of up to T tokens, padded on the right; None in fields that a method does not need.
+    All tensors are on the device of the process."""
 
     idx: Tensor
     """Token ids (B, T)."""
     targets: Tensor
     """Next token (B, T) of each token; NO_TARGET where it does not count in the loss."""
-    positions: Tensor | None = None
-    """sft: place (B, T) of each token in its dialog, several of which share a row."""
-    dialog: Tensor | None = None
-    """sft: number (B, T) of the dialog within the row, from 1; 0 is padding."""
-    num_targets: Tensor | None = None
-    """sft: number () of targets that count, float32."""
-    last: Tensor | None = None
-    """Index (B,) of the last token of each text, for rows of one text."""
+    last: Tensor
+    """Column (B,) of the last token of each text."""
     advantages: Tensor | None = None
     """grpo: advantage (B,) of each completion."""
-    old_logprobs: Tensor | None = None
-    """grpo: log-probabilities (B, T) of the targets when they were sampled; None: the current."""
     ref_logprobs: Tensor | None = None
     """Log-probabilities under the reference model: of targets (B, T) for grpo, of texts (B,) for
     dpo."""
 
-    def to_device(self, process: Process) -> "Batch":
-        """Copy all tensors to the process's device, without waiting for a copy to a GPU."""
-        tensors = {name: x for name, x in vars(self).items() if x is not None}
-        return Batch(**{name: process.copy(x) for name, x in tensors.items()})
 
+def collate_padded(
+    texts: list[Example], block_size: int, process: Process, compiled: bool = False
+) -> Batch:
+    """Return a batch of texts, each of at most `block_size` tokens, for a model that is `compiled`.
 
-def collate_packed(rows: list[list[Example]], block_size: int, compiled: bool = False) -> Batch:
-    """Put the dialogs of each row one after another.
+    The text "a b c", of which the first token does not count in the loss, becomes
 
-    The dialogs "a b c" and "d e", of which the first tokens do not count in the loss, become
-
-        idx        a  b  d  0        targets    b  c  e -1
-        positions  0  1  0  0        dialog     1  1  2  0
+        idx  a  b  c  0  0        targets  b  c -1 -1 -1        last  2
     """
-    # Only inputs need a column: the last token of a dialog is a target alone.
-    row_lengths = [sum(len(example.tokens) - 1 for example in row) for row in rows]
-    shape = (len(rows), padded_length(max(row_lengths), block_size, compiled))
-    idx = np.zeros(shape, np.int64)
-    targets = np.full(shape, NO_TARGET)  # also where nothing is written below: padding
-    positions = np.zeros(shape, np.int64)
-    dialog = np.zeros(shape, np.int64)
-    for b, examples in enumerate(rows):
-        start = 0
-        for number, example in enumerate(examples, 1):
-            end = start + len(example.tokens) - 1  # of the row's columns for this dialog
-            idx[b, start:end] = example.tokens[:-1]
-            targets[b, start:end] = targets_of(example)
-            positions[b, start:end] = np.arange(end - start)  # as if it stood alone
-            dialog[b, start:end] = number
-            start = end
-    return Batch(
-        torch.from_numpy(idx),
-        torch.from_numpy(targets),
-        positions=torch.from_numpy(positions),
-        dialog=torch.from_numpy(dialog),
-        num_targets=torch.from_numpy(np.array((targets >= 0).sum(), np.float32)),
-    )
-
-
-def dialog_mask(dialog: Tensor) -> Tensor:
-    """Return the causal mask (B, 1, T, T) that hides the dialogs of a row from each other, by the
-    number (B, T) of each token's dialog."""
-    # query rows against key columns; all heads share the mask
-    same_dialog = dialog[:, None, :, None] == dialog[:, None, None, :]  # (B, 1, T, T)
-    return same_dialog.tril()  # no token sees later ones; padding sees padding, and no NaN arises
-
-
-def collate_padded(examples: list[Example], block_size: int, compiled: bool = False) -> Batch:
-    """Give each example a row of its own, with padding on the right, which no token attends to."""
-    last = np.array([len(example.tokens) - 1 for example in examples])  # column of the last token
-    shape = (len(examples), padded_length(int(last.max()) + 1, block_size, compiled))
+    lengths = np.array([len(text.tokens) for text in texts])
+    shape = (len(texts), padded_length(int(lengths.max()), block_size, compiled))
+    # Padding is token 0. It needs no mask: attention is causal, so no token of a text sees what
+    # stands on its right, and the loss leaves out what padding itself predicts.
     idx = np.zeros(shape, np.int64)
     targets = np.full(shape, NO_TARGET)
-    for b, example in enumerate(examples):
-        # The whole text is input: a reward model reads its value at the last token.
-        idx[b, : last[b] + 1] = example.tokens
-        targets[b, : last[b]] = targets_of(example)
-    return Batch(torch.from_numpy(idx), torch.from_numpy(targets), last=torch.from_numpy(last))
+    for b, text in enumerate(texts):
+        # The last token predicts nothing, but a reward model reads its value there.
+        idx[b, : lengths[b]] = text.tokens
+        # columns whose next token counts in the loss
+        columns = np.flatnonzero(text.loss_mask[1:])
+        targets[b, columns] = text.tokens[columns + 1]
+    arrays = (idx, targets, lengths - 1)
+    return Batch(*[process.copy(torch.from_numpy(array)) for array in arrays])
 
 
 def padded_length(longest: int, block_size: int, compiled: bool) -> int:
-    """Return the T of a batch whose longest row has `longest` tokens: a multiple of 8, at most
+    """Return the T of a batch whose longest text has `longest` tokens: a multiple of 8, at most
     `block_size`. With `compiled` it is a power of 2, as each shape costs a compilation."""
-    padded = 8 * max(1, -(-longest // 8))  # sizes that suit tensor cores
+    padded = 8 * math.ceil(longest / 8)  # sizes that suit tensor cores
     if compiled:
-        padded = power_of_2(padded)
-    return min(padded, block_size)
-
-
-def power_of_2(least: int) -> int:
-    """Return the smallest power of 2 that is at least `least`."""
-    return 1 << (least - 1).bit_length()
-
-
-def targets_of(example: Example) -> np.ndarray:
-    """Return the next token (T - 1,) of each token but the last, as int64."""
-    next_tokens = example.tokens[1:].astype(np.int64)  # from uint16, which has no -1
-    return np.where(example.loss_mask[1:], next_tokens, NO_TARGET)
+        padded = 1 << (padded - 1).bit_length()  # the smallest power of 2 that is no less
+    return min(padded, block_size)  # the table of positions ends there

@@ -1,8 +1,10 @@
 """GRPO (Shao et al. 2024): completions that the model samples itself, compared within groups.
 
-A step takes `batch_size` prompts and samples `group_size` completions of each. Completion p of the
-step, its place, belongs to prompt p // group_size. The processes share the places, so that a group
-can be spread over several of them.
+A step takes `batch_size` prompts, samples `group_size` completions of each, and makes one update
+from them. Completion p of the step, its place, belongs to prompt p // group_size. The processes
+share the places, so that a group can be spread over several of them.
+
+Shapes: N completions of a batch, T tokens.
 """
 
 import time
@@ -14,9 +16,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from finetuning.completions import Completion, complete_questions
-from finetuning.examples import Batch, Question, collate_padded
-from finetuning.methods import Method, PreparedStep, token_logprobs
-from finetuning.objectives import group_advantages, grpo_losses, kl_estimate, mean_over_tokens
+from finetuning.examples import Batch, Question
+from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
 from model.generate import Sampling
 from model.gpt import GPT
 from utils.devices import autocast
@@ -41,11 +42,10 @@ class GroupRelativePolicy(Method):
             model, questions, self.encoder, sampling, self.process, self.dtype
         )
 
-    def prepare(self, model: GPT, step: int, ids: np.ndarray) -> PreparedStep:
+    def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         group_size = self.config.group_size
-        num_completions = len(ids) * group_size
-        # places of this process, a list for each micro-step
-        places = self.divide(range(num_completions), self.config.micro_batch_size)
+        num_completions = len(example_ids) * group_size
+        places = self.places(num_completions)  # of this process
 
         # Sample the completions. The random numbers of one depend on seed, step and place alone,
         # so that any number of processes samples the same.
@@ -53,10 +53,11 @@ class GroupRelativePolicy(Method):
         seed = zlib.crc32(f"{self.config.seed} {step}".encode())
         completions: list[list[Completion]] = []  # for each micro-step
         for micro_places in places:
-            questions = [self.examples[ids[place // group_size]] for place in micro_places]
-            length = self.config.max_new_tokens
+            prompt_ids = example_ids[micro_places // group_size]
+            questions = [self.examples[i] for i in prompt_ids]
             # the places of a micro-step are consecutive: row i of it is place first_row + i
-            sampling = Sampling(length, seed=seed, first_row=micro_places[0])
+            first_row = int(micro_places[0])
+            sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=first_row)
             completions.append(self.roll_out(model, questions, sampling))
         rollout_seconds = time.perf_counter() - start_time
 
@@ -65,18 +66,18 @@ class GroupRelativePolicy(Method):
         for micro_places, written in zip(places, completions, strict=True):
             lengths = [completion.example.loss_mask.sum() for completion in written]
             are_cut = [completion.is_cut for completion in written]
-            columns = [self.reward(written), lengths, are_cut]
+            columns = [self.reward_function(written), lengths, are_cut]
             values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
         rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
         groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
         advantages = group_advantages(groups).flatten().float()
 
-        # The batches, and the first group of the main process as a sample
+        # the batches, and the first group of the main process as a sample
         batches = []
         for micro_places, written in zip(places, completions, strict=True):
-            batches.append(self.batch(model, written, advantages[micro_places]))
+            batches.append(self.batch(written, advantages[micro_places]))
         sample = f"prompt: {completions[0][0].row['prompt']!r}"
-        # its places begin at 0, as those of `rewards`
+        # the main process has the places from 0 on, so that these are its rewards
         for place, completion in enumerate(completions[0][:group_size]):
             sample += f"\n{rewards[place].item():g}  {completion.text!r}"
         metrics = {
@@ -89,39 +90,67 @@ class GroupRelativePolicy(Method):
         return PreparedStep(batches, num_completions, metrics, sample)
 
     @torch.no_grad()
-    def batch(self, model: GPT, completions: list[Completion], advantages: Tensor) -> Batch:
-        """Return completions (N) and their advantages (N,) as a batch."""
-        examples = [completion.example for completion in completions]
-        batch = collate_padded(examples, self.encoder.block_size)
-        batch.advantages = advantages  # (N,)
-        batch = batch.to_device(self.process)  # all that the micro-step needs
-        with autocast(self.process.device, self.dtype):
-            if self.reference is not None:
+    def batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
+        """Return N completions and their advantages (N,) as a batch."""
+        batch = super().batch([completion.example for completion in completions])
+        batch.advantages = self.process.copy(advantages)
+        if self.reference is not None:
+            with autocast(self.process.device, self.dtype):
                 batch.ref_logprobs = token_logprobs(self.reference, batch)
-            if self.config.updates > 1:  # else the model is still the one that sampled
-                batch.old_logprobs = token_logprobs(model, batch)
         return batch
 
-    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
+        is_target = batch.targets >= 0  # (N, T): the completion's tokens
         logprobs = token_logprobs(model, batch)  # (N, T), 0 at the prompt and at padding
-        current = logprobs.detach()
-        old = current if batch.old_logprobs is None else batch.old_logprobs
-        ref = current if batch.ref_logprobs is None else batch.ref_logprobs
-        clip, kl = self.config.clip, self.config.kl
-        # the ratio of equal models is 1 and their KL divergence 0: then only advantages are left
-        metrics = {"loss": grpo_losses(logprobs, old, ref, batch.advantages, clip=clip, kl=kl)}
+        losses = policy_losses(logprobs, batch.advantages)  # (N, T)
+        sums: Sums = {}
         if batch.ref_logprobs is not None:
-            metrics["kl"] = kl_estimate(current, ref)
-        loss_mask = batch.targets >= 0  # (N, T): the completion's tokens
-        return {
-            name: mean_over_tokens(values, loss_mask).sum() / divisor
-            for name, values in metrics.items()
-        }
+            kl = kl_estimate(logprobs, batch.ref_logprobs)  # (N, T)
+            sums["kl"] = mean_over_tokens(kl, is_target).sum()
+            losses = losses + self.config.kl * kl
+        sums["loss"] = mean_over_tokens(losses, is_target).sum()
+        return sums
 
-    def held_out_means(
-        self, model: GPT, questions: list[Question], divisor: int
-    ) -> dict[str, Tensor]:
+    def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
         """Return the reward of the likeliest completions."""
         sampling = Sampling(self.config.max_new_tokens, temperature=0)  # no random numbers
-        rewards = self.reward(self.roll_out(model, questions, sampling))
-        return {"reward": torch.tensor(rewards, dtype=torch.float64).sum() / divisor}
+        rewards = self.reward_function(self.roll_out(model, questions, sampling))
+        return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
+
+
+# the formulas
+
+
+def group_advantages(rewards: Tensor) -> Tensor:
+    """Return (reward - mean) / standard deviation within each group, for rewards (groups, size)
+    (Shao et al. 2024, section 4.1.2); 0 in a group of equal rewards."""
+    mean = rewards.mean(dim=1, keepdim=True)  # (groups, 1)
+    std = rewards.std(dim=1, keepdim=True)
+    # 1e-4 as in trl: equal rewards have the standard deviation 0
+    return (rewards - mean) / (std + 1e-4)
+
+
+def policy_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Return the policy gradient loss (N, T) of each token, for log-probabilities (N, T) and the
+    advantages (N,) of the completions: its value is -advantage, its gradient that of
+    -advantage * logprob.
+
+    It is equation 3 of Shao et al. 2024 for one update with each completion: the policy is still
+    the one that sampled, so that the ratio of their probabilities is 1 and never clipped.
+    """
+    # exp(x - x) is 1, and its derivative is that of x, because the second x is a constant here
+    ratio = (logprobs - logprobs.detach()).exp()  # (N, T)
+    return -advantages[:, None] * ratio  # all tokens of a completion have its advantage
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return exp(ref - logprob) - (ref - logprob) - 1, (N, T): an unbiased estimate of the KL
+    divergence from the reference, never negative (Shao et al. 2024, equation 4)."""
+    difference = ref_logprobs - logprobs
+    return difference.exp() - difference - 1
+
+
+def mean_over_tokens(values: Tensor, is_target: Tensor) -> Tensor:
+    """Return the mean (N,) of values (N, T) over the targets of each completion."""
+    # a mean over the tokens of all completions would give the long ones more weight
+    return (values * is_target).sum(1) / is_target.sum(1)

@@ -1,13 +1,11 @@
 """The methods of fine-tuning but GRPO, which is in grpo.py: how each encodes the rows of a file,
 makes the batches of a step, and computes its loss.
 
-A step takes `batch_size` examples, which all processes share. The loss of one batch is a part of
-the mean over the step: its sum divided by the `divisor` of the whole step. Summed over micro-steps
-and processes these parts are the mean, whatever the number of either.
+A step takes `batch_size` examples, which all processes share. The loss of the step is a mean over
+all of its targets, pairs or completions, whatever the number of micro-steps and processes. So a
+method returns the sum over one batch, and finetune.py divides it by the step's `divisor`.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,23 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import Slicing
-from finetuning.examples import (
-    Batch,
-    Example,
-    TextEncoder,
-    collate_packed,
-    collate_padded,
-    dialog_mask,
-    pack,
-    power_of_2,
-    read_jsonl,
-)
-from finetuning.objectives import dpo_margin
+from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
 from finetuning.options import FinetuneConfig
-from finetuning.rewards import Reward, rewards_at_end
+from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
+
+Sums = dict[str, Tensor]  # of a batch by name of the metric, () each; "loss" is one of them
 
 
 @dataclass
@@ -44,7 +33,7 @@ class PreparedStep:
     batches: list[Batch]
     """Batches of this process, one for each micro-step; every process has equally many."""
     divisor: int
-    """Tokens (sft), pairs or completions (grpo) in the batches of all processes."""
+    """Targets (sft), pairs or completions (grpo) in the batches of all processes."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further values for the row of the log."""
     sample: str | None = None
@@ -53,11 +42,10 @@ class PreparedStep:
 
 @dataclass(eq=False)
 class Method:
-    """Base of the methods: the encoded rows of a file, and their batches.
+    """Base of the methods: the examples of a file, their batches, and the loss of a batch.
 
-    A subclass adds encode(row), which raises ValueError for a row that it cannot learn from,
-    batch(items), and partial_means(model, batch, divisor), which returns "loss" and further
-    metrics, each summed over the batch and divided by `divisor`.
+    A subclass adds encode(row), which returns the example of a row, or raises ValueError for a row
+    that it cannot learn from, and metric_sums(model, batch), the loss and further metrics.
     """
 
     unit = "pairs"  # the examples that --batch_size counts
@@ -69,7 +57,7 @@ class Method:
     encoder: TextEncoder
     reference: GPT | None
     """dpo, grpo with --kl: the model of --init_from, which is not trained."""
-    reward: Reward | None
+    reward_function: RewardFunction | None
     """grpo: --reward."""
     path: Path
     """File of rows."""
@@ -80,108 +68,86 @@ class Method:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def items(self, examples: list) -> list:
-        """Return what batches are made of: the examples themselves, or with sft rows of them."""
+    def arrange(self, examples: list) -> list:
+        """Return examples in the order in which micro-batches take them."""
         return examples
 
     def divisor(self, examples: list) -> int:
-        """Return what the metrics of these examples are a mean over."""
+        """Return the number that the metrics of these examples are a mean over."""
         return len(examples)
 
-    def prepare(self, model: GPT, step: int, ids: np.ndarray) -> PreparedStep:
-        """Return the data of step number `step`, which takes the examples `ids` (batch_size,)."""
-        examples = [self.examples[i] for i in ids]
-        micro_batches = self.divide(self.items(examples), self.config.micro_batch_size)
-        batches = [self.batch(items) for items in micro_batches]
+    def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
+        """Return the data of step number `step`, which takes the examples with the indices
+        `example_ids` (batch_size,)."""
+        examples = self.arrange([self.examples[i] for i in example_ids])
+        batches = []
+        for places in self.places(len(examples)):
+            batches.append(self.batch([examples[place] for place in places]))
         return PreparedStep(batches, self.divisor(examples))
 
-    def divide(self, items: Sequence, size: int) -> list[list]:
-        """Return this process's share of the items of a step: `size` items for each micro-step."""
+    def places(self, num_examples: int) -> np.ndarray:
+        """Return which of the examples of a step this process takes, by their places in the step:
+        int64 (micro-steps, --micro_batch_size)."""
         process = self.process
         # as in pre-training: one micro-batch after another, each process its own share
-        slicing = Slicing(len(items), size, process.rank, process.world_size)
-        micro_batches = []
-        for places in slicing.rank_ids(np.arange(len(items))):  # (micro-steps, size)
-            micro_batches.append([items[place] for place in places])
-        return micro_batches
+        size = self.config.micro_batch_size
+        slicing = Slicing(num_examples, size, process.rank, process.world_size)
+        return slicing.rank_ids(np.arange(num_examples))
+
+    def batch(self, texts: list[Example]) -> Batch:
+        """Return texts as a batch; a method whose examples are no texts makes them of its own."""
+        compiled = self.config.use_torch_compile
+        return collate_padded(texts, self.encoder.block_size, self.process, compiled)
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each metric over all examples, the same on every process."""
         model.eval()  # without dropout
-        divisor = self.divisor(self.examples)
-        micro_batches = self.micro_batches(self.items(self.examples))
-        sums: dict[str, float] = {}  # of this process's batches, by name of the metric
-        # raises Stopped between two batches after a signal
-        for _, items, is_counted in self.process.share(micro_batches):
+        examples = self.arrange(self.examples)
+        divisor = self.divisor(examples)
+        size = self.config.micro_batch_size
+        starts = range(0, len(examples), size)  # of the micro-batches
+        means: dict[str, float] = {}  # parts of the means, those of this process, by metric
+        # raises Stopped between two of them after a signal
+        for _, start, is_counted in self.process.share(starts):
+            micro_batch = examples[start : start + size]  # the last one can be smaller
             with autocast(self.process.device, self.dtype):
-                means = self.held_out_means(model, items, divisor)
-            for name, mean in means.items():
+                sums = self.held_out_sums(model, micro_batch)
+            for name, value in sums.items():
                 # A batch that only keeps the processes in step is computed, and counts as 0.
-                sums[name] = sums.get(name, 0.0) + mean.item() * is_counted
+                mean = (value / divisor).item() * is_counted
+                means[name] = means.get(name, 0.0) + mean
         model.train()
         # float64: a sum over many batches keeps its digits
-        totals = self.process.sum_float64(torch.tensor(list(sums.values()), dtype=torch.float64))
-        return dict(zip(sums, totals.tolist(), strict=True))
+        totals = self.process.sum_float64(torch.tensor(list(means.values()), dtype=torch.float64))
+        return dict(zip(means, totals.tolist(), strict=True))
 
-    def micro_batches(self, items: list) -> list[list]:
-        """Return the items in order, in lists of at most --micro_batch_size."""
-        size = self.config.micro_batch_size
-        return [items[start : start + size] for start in range(0, len(items), size)]
-
-    def held_out_means(self, model: GPT, items: list, divisor: int) -> dict[str, Tensor]:
-        """Return the metrics of a micro-batch of held-out items, each a part of its mean."""
-        return self.partial_means(model, self.batch(items), divisor)
+    def held_out_sums(self, model: GPT, examples: list) -> Sums:
+        """Return the metrics of a micro-batch of held-out examples."""
+        return self.metric_sums(model, self.batch(examples))
 
 
 class SupervisedTuning(Method):
-    """Mean cross-entropy of what the assistant says. The dialogs of a step are packed into rows of
-    up to block_size tokens, and a micro-batch has some of these rows."""
+    """Mean cross-entropy of what the assistant says."""
 
     unit = "dialogs"
 
     def encode(self, row: dict) -> Example:
         return self.encoder.dialog(row)
 
-    def divisor(self, examples: list[Example]) -> int:
+    def arrange(self, dialogs: list[Example]) -> list[Example]:
+        """Return dialogs by their length: those of a micro-batch then need little padding."""
+        return sorted(dialogs, key=lambda dialog: len(dialog.tokens))
+
+    def divisor(self, dialogs: list[Example]) -> int:
         # targets: the first token of a text follows nothing, so it is none
-        return sum(int(example.loss_mask[1:].sum()) for example in examples)
+        return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 
-    def items(self, examples: list[Example]) -> list[list[Example]]:
-        """Return the dialogs in few rows."""
-        # without the last token, which is a target alone
-        lengths = [len(example.tokens) - 1 for example in examples]
-        rows = pack(lengths, self.encoder.block_size)
-        return [[examples[i] for i in row] for row in rows]
-
-    def divide(self, rows: list[list[Example]], size: int) -> list[list[list[Example]]]:
-        """Return this process's share of the rows of a step, with empty rows beside them."""
-        # How many rows a step has depends on its dialogs. They are divided anew each time.
-        world_size = self.process.world_size
-        rows_per_process = math.ceil(len(rows) / world_size)
-        if self.config.use_torch_compile:
-            rows_per_process = power_of_2(rows_per_process)  # each shape costs a compilation
-        size = min(rows_per_process, size)
-        # Empty rows give each process equally many batches of one size: forward passes can be
-        # collectives, in which a process without a batch would block the others.
-        num_rows = math.ceil(rows_per_process / size) * size * world_size
-        padding = [[]] * (num_rows - len(rows))
-        return super().divide(rows + padding, size)
-
-    def batch(self, rows: list[list[Example]]) -> Batch:
-        """Return rows of dialogs as a batch."""
-        batch = collate_packed(rows, self.encoder.block_size, self.config.use_torch_compile)
-        if batch.num_targets == 0:
-            # The mean over no target is NaN. With one it is finite, and num_targets makes it 0.
-            batch.targets[0, 0] = 0
-        return batch.to_device(self.process)
-
-    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
-        # dialogs that share a row do not attend to each other, and each has positions from 0
-        mask = dialog_mask(batch.dialog)
-        loss = model(batch.idx, batch.targets, positions=batch.positions, mask=mask)
-        # the model's loss is a mean over the targets of this batch: times their number it is a sum
-        return {"loss": loss * batch.num_targets / divisor}
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
+        mean_loss = model(batch.idx, batch.targets)  # over the targets of this batch
+        # A mean of such means would give a token less weight the more of them its batch has.
+        num_targets = (batch.targets >= 0).sum()
+        return {"loss": mean_loss * num_targets}
 
 
 @dataclass
@@ -204,13 +170,16 @@ class RewardModeling(Method):
         return Pair(chosen, self.encoder.completion(row, "rejected"))
 
     def batch(self, pairs: list[Pair]) -> Batch:
-        """Return the chosen texts of N pairs, then the rejected ones: 2 N rows."""
-        texts = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-        batch = collate_padded(texts, self.encoder.block_size, self.config.use_torch_compile)
+        """Return the chosen texts of N pairs, then the rejected ones: 2 N texts."""
+        # both in one forward pass: under DDP a second one would not synchronize gradients
+        chosen = [pair.chosen for pair in pairs]
+        rejected = [pair.rejected for pair in pairs]
+        batch = super().batch(chosen + rejected)
         if pairs[0].ref_logprobs is not None:
             # flattened as the texts are: all chosen ones, then all rejected ones
-            batch.ref_logprobs = torch.stack([pair.ref_logprobs for pair in pairs], 1).flatten()
-        return batch.to_device(self.process)
+            ref_logprobs = torch.stack([pair.ref_logprobs for pair in pairs], 1)  # (2, N)
+            batch.ref_logprobs = self.process.copy(ref_logprobs.flatten())
+        return batch
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return "margin" (N,), by how much the model prefers the chosen text of each pair, and
@@ -218,18 +187,18 @@ class RewardModeling(Method):
         chosen, rejected = rewards_at_end(model, batch).chunk(2)  # (N,) each
         return {"margin": chosen - rejected}
 
-    def partial_means(self, model: nn.Module, batch: Batch, divisor: int) -> dict[str, Tensor]:
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
         metrics = self.compare(model, batch)
         margin = metrics["margin"]  # (N,)
         # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
         metrics["loss"] = -F.logsigmoid(margin)
         metrics["accuracy"] = (margin > 0).float()  # a tie is wrong
-        return {name: values.sum() / divisor for name, values in metrics.items()}
+        return {name: values.sum() for name, values in metrics.items()}
 
 
 class DirectPreference(RewardModeling):
-    """DPO (Rafailov et al. 2023): the reward of a completion is its log-probability less that under
-    the reference model. The latter is computed once, at the start."""
+    """DPO (Rafailov et al. 2023, equation 7): the reward of a completion is its log-probability
+    less that under the reference model. The latter is computed once, at the start."""
 
     @torch.no_grad()
     def __post_init__(self) -> None:
@@ -249,10 +218,13 @@ class DirectPreference(RewardModeling):
         self.reference = None  # frees its memory
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        chosen, rejected = token_logprobs(model, batch).sum(1).chunk(2)  # (N,) each, of texts
-        ref_chosen, ref_rejected = batch.ref_logprobs.chunk(2)
-        margin = dpo_margin(chosen, rejected, ref_chosen, ref_rejected, self.config.beta)
+        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,): a sum over the tokens of a text
+        # how much likelier the texts have become: beta times that is their implicit reward
+        log_ratios = logprobs - batch.ref_logprobs
+        chosen_ratio, rejected_ratio = log_ratios.chunk(2)  # (N,) each
+        margin = self.config.beta * (chosen_ratio - rejected_ratio)
         # preferred: likelier as such; accuracy, of the margin: likelier than under the reference
+        chosen, rejected = logprobs.chunk(2)
         return {"margin": margin, "preferred": (chosen > rejected).float()}
 
 

@@ -47,9 +47,8 @@ class BatchOptions(OptimizerOptions):
     """Dialogs (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes; default: 32,
     16, 8 or 4, as far as possible at most a sixteenth of the rows."""
     micro_batch_size: int | None = None
-    """Most pairs (dpo, reward), completions (grpo) or, into which the dialogs of a step are packed,
-    rows of --block_size tokens (sft) per forward pass of a process; lower it where memory runs out.
-    Default: 8, but 4, 2 or 1 where 8 does not divide the pairs or completions of a step."""
+    """Dialogs (sft), pairs (dpo, reward) or completions (grpo) per forward pass of a process; lower
+    it where memory runs out. Default: 8, but 4, 2 or 1 where 8 does not divide those of a step."""
     block_size: int | None = None
     """Longest text in tokens; default: the model's context."""
     dropout: float = 0.0
@@ -80,12 +79,8 @@ class MethodOptions:
     """grpo: completions of a prompt."""
     max_new_tokens: int = 64
     """Longest completion in tokens (grpo, --questions)."""
-    clip: float = 0.2
-    """grpo: clipping range of the probability ratio (PPO's epsilon)."""
     kl: float = 0.04
     """grpo: factor of the KL divergence from the model of --init_from; 0: none."""
-    updates: int = 1
-    """grpo: optimizer updates with the completions of a step."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +98,8 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
         if self.method == "grpo" and self.reward is None:
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
         check_ranges(self, "group_size", 2)  # one completion alone has no advantage
-        check_ranges(self, "max_steps batch_size micro_batch_size max_new_tokens updates", 1)
-        check_ranges(self, "beta clip kl", 0)  # negative ones would turn the loss around
+        check_ranges(self, "max_steps batch_size micro_batch_size max_new_tokens", 1)
+        check_ranges(self, "beta kl", 0)  # negative ones would turn the loss around
         check_run_options(self)
 
     @classmethod
@@ -132,22 +127,19 @@ def resolve_options(
         batch_size //= 2
     options = with_defaults(options, batch_size=batch_size)
 
-    # examples of a forward pass: those of a step divide into micro-batches of equal size
-    if options.method == "sft":
-        options = with_defaults(options, micro_batch_size=8)  # empty rows fill the last one up
-    else:
-        num_items = options.batch_size  # pairs or completions in a step
-        if options.method == "grpo":
-            num_items *= options.group_size
-        divisor = math.gcd(8, num_items // world_size)
-        # 8 if possible, else the largest power of 2 that divides a process's share
-        options = with_defaults(options, micro_batch_size=divisor)
-        num_together = options.micro_batch_size * world_size
-        if num_items % num_together:
-            raise UserError(
-                f"the {num_items} examples of a step do not divide by {num_together}, "
-                "--micro_batch_size x processes; change it, or --batch_size"
-            )
+    # Micro-batches are of equal size: a forward pass of a sharded model waits for all processes.
+    num_examples = options.batch_size  # in a step: dialogs, pairs or completions
+    if options.method == "grpo":
+        num_examples *= options.group_size
+    # 8 if possible, else the largest power of 2 that divides a process's share
+    default_size = math.gcd(8, num_examples // world_size)
+    options = with_defaults(options, micro_batch_size=default_size)
+    num_together = options.micro_batch_size * world_size
+    if num_examples % num_together:
+        raise UserError(
+            f"the {num_examples} examples of a step do not divide by {num_together}, "
+            "--micro_batch_size x processes; change it, or --batch_size"
+        )
 
     # steps; each completion of grpo costs a forward pass for each token, so one epoch has to do
     num_epochs = 1 if options.method == "grpo" else 3

@@ -23,7 +23,7 @@ from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
-Reward = Callable[[list[Completion]], list[float]]
+RewardFunction = Callable[[list[Completion]], list[float]]
 
 
 class RewardModel(GPT):
@@ -56,8 +56,11 @@ def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
     return rewards.gather(1, batch.last[:, None]).squeeze(1)
 
 
-def load_reward(name: str, encoder: TextEncoder, process: Process, dtype: torch.dtype) -> Reward:
-    """Return the reward of --reward `name` for completions of prompts by `encoder`."""
+def load_reward_function(
+    name: str, encoder: TextEncoder, process: Process, dtype: torch.dtype
+) -> RewardFunction:
+    """Return the function that rates completions by --reward `name`; `encoder` has written their
+    prompts, `dtype` is the autocast dtype of a reward model."""
     if name == "exact":
         return lambda completions: [float(is_exact(completion)) for completion in completions]
     # the last colon: a path can have one, too
@@ -95,14 +98,14 @@ def load_reward(name: str, encoder: TextEncoder, process: Process, dtype: torch.
     return partial(rate, model.to(process.device), process, dtype)
 
 
-def check_reward(name: str, reward: Reward, question: Question, eot: int) -> None:
-    """Raise UserError if a reward fails for a first completion, the row's answer if it has one.
-    Called before --overwrite removes the checkpoints of another run."""
+def check_reward(name: str, reward_function: RewardFunction, question: Question, eot: int) -> None:
+    """Raise UserError if --reward `name` fails for a first completion, the row's answer if it has
+    one. A run calls this before --overwrite removes the checkpoints of another one."""
     # a reward model reads ids: those of an empty answer do
     example = Example.join([Segment(question.prompt_ids, False), Segment([eot], True)])
     completion = Completion(question.row, str(question.row.get("answer", "")), example)
     try:
-        reward([completion])
+        reward_function([completion])
     except Exception as error:
         raise UserError(
             f"--reward {name} fails for the first row and the completion {completion.text!r}: "
@@ -117,6 +120,6 @@ def rate(
     """Return the rewards of completions by a reward model."""
     examples = [completion.example for completion in completions]
     # the context of the reward model is at least as long as that of the texts
-    batch = collate_padded(examples, model.config.block_size).to_device(process)
+    batch = collate_padded(examples, model.config.block_size, process)
     with autocast(process.device, dtype):
         return rewards_at_end(model, batch).tolist()

@@ -273,17 +273,15 @@ class GPT(nn.Module):
         idx: Tensor,
         targets: Tensor | None = None,
         *,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
         reduction: str = "mean",
     ) -> Tensor:
         """Return the logits (B, T, V) of token ids (B, T), or the loss against targets (B, T).
 
         The loss is the mean cross-entropy in nats, without targets of -1; with the reduction "none"
-        that of each target (B, T). `hidden` describes positions and mask.
+        that of each target (B, T).
         """
         # Not self.hidden: under FSDP2 that one gathers the weights, which forward has done already.
-        x = GPT.hidden(self, idx, positions=positions, mask=mask)  # (B, T, C)
+        x = GPT.hidden(self, idx)  # (B, T, C)
         if targets is None:
             return self.logits(x)
         loss = self.loss(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction)

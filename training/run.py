@@ -49,9 +49,9 @@ class StepResult:
     """Outcome of one training step, the same on every process."""
 
     figures: dict[str, float]
-    """Row for the log: loss, lr, grad_norm, ...; empty if no update was applied."""
+    """Row for the log: loss, lr, grad_norm, ..."""
     skip_reason: str | None
-    """Why an update was not applied: a loss or gradient that is not finite. None if all were."""
+    """Why the update was not applied: a loss or gradient that is not finite. None if it was."""
     got_signal: bool
     """True if a process was told to stop."""
 

@@ -1,4 +1,4 @@
-"""Record losses and gradients of trl's trainers, which test_objectives.py compares with ours.
+"""Record losses and gradients of trl's trainers, which test_trl.py compares with ours.
 
 Writes trl.json beside this file; run by hand, in an environment of its own:
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 FILE = Path(__file__).with_name("trl.json")
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 257}
 BLOCK_SIZE, PAD, END = 32, 0, 256
-POLICY, OLD, REFERENCE = 0.0, 0.5, 1.0  # phases of the weights of the three models
-BETA, CLIP, KL, GROUP = 0.1, 0.2, 0.04, 4
+POLICY, REFERENCE = 0.0, 1.0  # phases of the weights of the two models
+BETA, KL, GROUP = 0.1, 0.04, 4
 GRADIENTS = ("wpe.weight", "h.0.attn.c_proj.weight", "ln_f.weight", "score.weight")
 
 PAIRS = [
@@ -152,18 +152,17 @@ def reward(completions: list[str], **_: object) -> list[float]:
 
 
 def record_grpo(folder: str) -> dict:
-    """Record GRPOTrainer with the options of Shao et al. 2024, in the second of two steps on the
-    same completions: the old model scores them, then the policy is another one. trl loads the
-    reference from the folder of the policy."""
+    """Record GRPOTrainer with the options of Shao et al. 2024 and one step on the completions. trl
+    loads the reference from the folder of the policy, which then gets other weights."""
     from datasets import Dataset
     from transformers import GPT2LMHeadModel
     from trl import GRPOConfig, GRPOTrainer
 
     make_model(GPT2LMHeadModel, REFERENCE).save_pretrained(folder)
     size = GROUP * len(PROMPTS)
-    paper = {"loss_type": "grpo", "scale_rewards": "group", "epsilon": CLIP, "beta": KL}
+    paper = {"loss_type": "grpo", "scale_rewards": "group", "beta": KL}
     paper["use_bias_correction_kl"] = False  # else the KL term is multiplied by the ratio
-    steps = {"per_device_train_batch_size": size, "steps_per_generation": 1, "num_iterations": 2}
+    steps = {"per_device_train_batch_size": size, "steps_per_generation": 1}
     trainer = GRPOTrainer(
         model=GPT2LMHeadModel.from_pretrained(folder),
         reward_funcs=reward,
@@ -174,22 +173,19 @@ def record_grpo(folder: str) -> dict:
     )
     trainer.current_gradient_accumulation_steps = 1  # which train() would set
     trainer.model.train()
-    fill(trainer.model, OLD)
+    fill(trainer.model, POLICY)
     rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
     inputs = trainer._generate_and_score_completions(rows)
-    fill(trainer.model, POLICY)
     learned = inputs["completion_mask"]
     prompt_mask = inputs["prompt_mask"]
     return {
         "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1).tolist(),
         "attention_mask": torch.cat([prompt_mask, learned], 1).tolist(),
         "learned": torch.cat([torch.zeros_like(prompt_mask), learned], 1).tolist(),
-        "clip": CLIP,
         "kl": KL,
         "rewards": REWARDS,
         "advantages": rounded(inputs["advantages"]),
         **measure(trainer, inputs),
-        "clipped": trainer._metrics["train"]["clip_ratio/region_mean"][-1],
     }
 
 

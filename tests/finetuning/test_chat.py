@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
@@ -18,15 +19,16 @@ from finetuning.examples import (
     collate_padded,
     encode_completion,
     encode_messages,
-    pack,
     read_jsonl,
 )
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
+from utils.distributed import Process
 from utils.errors import UserError
 
 BYTES = ByteTokenizer()
+CPU = Process(0, 1, torch.device("cpu"))
 QUESTION = [{"role": "user", "content": "2+3?"}]
 DIALOG = [*QUESTION, {"role": "assistant", "content": "5"}]
 
@@ -74,14 +76,6 @@ def test_old_turns_make_room_for_the_answer():
     long = "|System: Add.|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
     assert fit(system + history, 80) == long
     assert fit(history, 16) == "|User: 2+3?|Assistant:"
-
-
-def test_packed_rows_hold_each_example_once_and_waste_little():
-    lengths = np.random.default_rng(0).integers(1, 33, 500).tolist()
-    rows = pack(lengths, 64)
-    assert sorted(sum(rows, [])) == list(range(500))
-    assert all(sum(lengths[i] for i in row) <= 64 for row in rows)
-    assert len(rows) <= 1.03 * np.ceil(sum(lengths) / 64)
 
 
 CHAT, PLAIN = TextEncoder(BYTES, True, 64), TextEncoder(BYTES, False, 16)
@@ -273,10 +267,10 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path, added, config, generation, 
 def test_targets_are_the_tokens_after_and_padding_has_none():
     prompt = Example.join([Segment([5], False)])
     learned = Example.join([Segment([5], False), Segment([6, 7], True)])
-    batch = collate_padded([learned, prompt], 64)
+    batch = collate_padded([learned, prompt], 64, CPU)
     assert batch.idx.shape == (2, 8) and batch.last.tolist() == [2, 0]
     assert batch.targets.tolist() == [[6, 7, *[-1] * 6], [-1] * 8]
-    assert collate_padded([learned], 5).idx.shape == (1, 5)
+    assert collate_padded([learned], 5, CPU).idx.shape == (1, 5)
     long = Example.join([Segment([5] * 17, True)])
-    assert collate_padded([long], 64).idx.shape == (1, 24)
-    assert collate_padded([long], 64, compiled=True).idx.shape == (1, 32)  # few shapes
+    assert collate_padded([long], 64, CPU).idx.shape == (1, 24)
+    assert collate_padded([long], 64, CPU, compiled=True).idx.shape == (1, 32)  # few shapes

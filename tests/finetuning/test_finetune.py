@@ -14,7 +14,7 @@ from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 import finetune
 from data.tokenizer import load_tokenizer
 from finetuning.examples import TextEncoder
-from finetuning.rewards import load_reward
+from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -31,7 +31,7 @@ METHODS = {
     "sft": "",
     "dpo": "",
     "reward": "--dropout 0.1",
-    "grpo": "--reward letters.py:share --group_size 4 --max_new_tokens 8 --updates 2",
+    "grpo": "--reward letters.py:share --group_size 4 --max_new_tokens 8",
 }
 
 
@@ -160,7 +160,7 @@ def test_a_compiled_run_learns_as_a_plain_one(base, whole, tmp_path, method):
 
 def test_rewards_are_learned(base, tmp_path):
     """The share of a letter in the completions rises."""
-    options = ("--max_steps", 20, "--micro_batch_size", 16, "--kl", 0, "--updates", 1)
+    options = ("--max_steps", 20, "--micro_batch_size", 16, "--kl", 0)
     script(*finetune_args(base, tmp_path, "grpo", *options, "--max_lr", 5e-3))
     rewards = [row["reward"] for row in rows(tmp_path)]
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
@@ -191,7 +191,7 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
     process = Process(0, 1, torch.device("cpu"))
     for name, problem in ((base, "is no reward model"), (tmp_path / "gpt2.pt", "another token")):
         with pytest.raises(UserError, match=problem):
-            load_reward(str(name), encoder, process, torch.float32)
+            load_reward_function(str(name), encoder, process, torch.float32)
 
 
 def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):

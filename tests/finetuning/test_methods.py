@@ -15,11 +15,11 @@ from data.tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
 from finetuning.answers import Questions
 from finetuning.completions import Completion, decode_completion
-from finetuning.examples import Batch, Example, TextEncoder
+from finetuning.examples import Example, TextEncoder
+from finetuning.grpo import group_advantages
 from finetuning.methods import Method
-from finetuning.objectives import group_advantages
 from finetuning.options import FinetuneConfig
-from finetuning.rewards import RewardModel, load_reward, rate
+from finetuning.rewards import RewardModel, load_reward_function, rate
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.run import TrainState
@@ -33,20 +33,22 @@ PAIRS = [
     {"prompt": "7+7=", "chosen": "fourteen", "rejected": "4"},
     {"prompt": "0=", "chosen": "0", "rejected": "0!"},
 ]
-LETTERS = [{"prompt": "a" * n, "completion": "b" * n} for n in (3, 9, 5, 25, 12, 28, 1)]
+LETTERS = [{"prompt": "a" * n, "completion": "b" * n} for n in (3, 9, 5, 25, 12, 28, 1, 18)]
 
 
 @pytest.fixture
 def make(tmp_path):
     """A function that makes a method on rows of plain text."""
 
-    def make_method(name: str, rows=PAIRS, reference=None, reward=None, **options) -> Method:
+    def make_method(
+        name: str, rows=PAIRS, reference=None, reward_function=None, **options
+    ) -> Method:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
         config = FinetuneConfig(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)
-        return METHODS[name](config, CPU, torch.float32, encoder, reference, reward, path)
+        return METHODS[name](config, CPU, torch.float32, encoder, reference, reward_function, path)
 
     return make_method
 
@@ -69,46 +71,32 @@ def logprobs_by_hand(model: GPT, example: Example) -> Tensor:
     return picked[torch.from_numpy(example.loss_mask[1:])]
 
 
-def sum_means(method: Method, model: GPT, batches: list[Batch], divisor: int) -> dict[str, Tensor]:
-    """The means over a step, from the parts of its batches."""
+def step_means(method: Method, model: GPT) -> dict[str, Tensor]:
+    """The means of one step on all examples, or the part of them that a process has."""
+    prepared = method.prepare(model, 0, np.arange(len(method)))
     means: dict[str, Tensor] = {}
-    for batch in batches:
-        for name, part in method.partial_means(model, batch, divisor).items():
-            means[name] = means.get(name, 0) + part
+    for batch in prepared.batches:
+        for name, value in method.metric_sums(model, batch).items():
+            means[name] = means.get(name, 0) + value / prepared.divisor
     return means
 
 
-def step_means(method: Method, model: GPT) -> dict[str, Tensor]:
-    """The means of one step on all examples."""
-    prepared = method.prepare(model, 0, np.arange(len(method)))
-    return sum_means(method, model, prepared.batches, prepared.divisor)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "shape"), [(1, {}), (3, {"position": "rotary", "ngrams": 3})]
-)
-@pytest.mark.parametrize(("micro_batch_size", "compiled"), [(1, False), (2, False), (4, True)])
-def test_packed_dialogs_have_the_loss_of_each_alone_for_all_slicings(
-    make, world_size, shape, micro_batch_size, compiled
-):
-    """Processes have equally many batches, none larger than --micro_batch_size rows."""
-    model = make_model(**shape).eval()
-    ids = np.array([4, 0, 6, 2, 5])  # 103 inputs, which two rows of 64 hold
-    options = {"use_torch_compile": compiled, "micro_batch_size": micro_batch_size}
-    method = make("sft", LETTERS, **options)
-    assert len(method.items([method.examples[i] for i in ids])) == 2
-    total = 0.0
-    shapes = set()
+@pytest.mark.parametrize("micro_batch_size, world_size", [(1, 1), (4, 1), (2, 2), (1, 4)])
+def test_sft_has_the_loss_of_each_dialog_alone_for_all_slicings(make, micro_batch_size, world_size):
+    """The mean is that over all targets, and dialogs of one length stand together."""
+    model = make_model().eval()
+    method = make("sft", LETTERS, micro_batch_size=micro_batch_size)
+    loss = 0.0
+    num_tokens = 0
     for rank in range(world_size):
         method.process = Process(rank, world_size, torch.device("cpu"))
-        prepared = method.prepare(model, 0, ids)
-        shapes.add((len(prepared.batches), *{len(batch.idx) for batch in prepared.batches}))
-        for batch in prepared.batches:
-            assert batch.idx.shape[0] <= micro_batch_size and batch.idx.shape[1] <= 64
-        total += sum_means(method, model, prepared.batches, prepared.divisor)["loss"]
-    assert len(shapes) == 1
-    alone = torch.cat([-logprobs_by_hand(model, method.examples[i]) for i in ids])
-    torch.testing.assert_close(total, alone.mean())
+        loss += step_means(method, model)["loss"]
+        batches = method.prepare(model, 0, np.arange(len(method))).batches
+        assert {len(batch.idx) for batch in batches} == {micro_batch_size}
+        num_tokens += sum(batch.idx.numel() for batch in batches)
+    alone = torch.cat([-logprobs_by_hand(model, dialog) for dialog in method.examples])
+    torch.testing.assert_close(loss, alone.mean())
+    assert num_tokens <= 8 * (8 + 8 + 16 + 24 + 32 + 40 + 56 + 64) / 4
 
 
 def test_dpo_scores_the_texts_by_the_reference_once(make):
@@ -138,7 +126,7 @@ def test_a_reward_is_read_at_the_last_token(make):
     torch.testing.assert_close(torch.tensor(rewards), chosen)
 
 
-def test_grpo_rewards_what_it_samples_and_scores_it_by_both_models(make):
+def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
     """A completion ends with end of text unless it is as long as a completion may be."""
     reference, model = make_model(4), make_model(5)
     with torch.no_grad():  # so that some completions end early
@@ -149,8 +137,8 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_both_models(make):
         completions.extend(written)
         return [len(set(x.text)) + x.text.count("a") / 7 for x in written]
 
-    options = {"group_size": 4, "max_new_tokens": 12, "updates": 2, "micro_batch_size": 8}
-    method = make("grpo", reference=reference, reward=reward, **options)
+    options = {"group_size": 4, "max_new_tokens": 12, "micro_batch_size": 8}
+    method = make("grpo", reference=reference, reward_function=reward, **options)
     prepared = method.prepare(model, 0, np.arange(4))
     advantages = group_advantages(torch.tensor(reward(completions[:16])).view(4, 4)).flatten()
     assert {x.is_cut for x in completions} == {False, True}
@@ -166,35 +154,32 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_both_models(make):
         batch, row = prepared.batches[i // 8], i % 8
         torch.testing.assert_close(batch.advantages[row], advantages[i])
         is_target = batch.targets[row] >= 0
-        for scorer, scored in ((reference, batch.ref_logprobs), (model, batch.old_logprobs)):
-            by_hand = logprobs_by_hand(scorer, completion.example)
-            torch.testing.assert_close(scored[row][is_target], by_hand)
+        by_hand = logprobs_by_hand(reference, completion.example)
+        torch.testing.assert_close(batch.ref_logprobs[row][is_target], by_hand)
 
 
-def test_a_step_counts_once_and_says_how_many_updates_were_applied(make, monkeypatch):
-    """Here the second of two updates is never finite. Without a reference there is no kl."""
+def test_a_step_that_is_not_finite_counts_and_changes_no_weight(make, monkeypatch):
+    """Without a reference, grpo has no kl."""
     method = make(
-        "grpo", PAIRS[:1], reward=lambda written: [len(x.text) for x in written],
-        group_size=2, max_new_tokens=4, kl=0.0, updates=2, max_steps=9, warmup_steps=0, max_lr=1e-3,
+        "grpo", PAIRS[:1], reward_function=lambda written: range(len(written)),
+        group_size=2, max_new_tokens=4, kl=0.0, max_steps=9, warmup_steps=0, max_lr=1e-3,
     )  # fmt: skip
-    partial_means = method.partial_means
-    factors = [1.0, math.nan] * 3
-
-    def second_is_not_finite(*args) -> dict[str, Tensor]:
-        return {"loss": partial_means(*args)["loss"] * factors.pop(0)}
-
-    monkeypatch.setattr(method, "partial_means", second_is_not_finite)
+    metric_sums = method.metric_sums
+    factors = [1.0, math.nan, math.nan]
+    monkeypatch.setattr(
+        method, "metric_sums", lambda *args: {"loss": metric_sums(*args)["loss"] * factors.pop(0)}
+    )
     model, state = make_model(8), TrainState()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
     process = replace(CPU, stop=SimpleNamespace(signal=0))
     run = SimpleNamespace(config=method.config, process=process, dtype=torch.float32, state=state)
     for step in (1, 2, 3):
         prepared = method.prepare(model, step, np.arange(1))
-        assert list(partial_means(model, prepared.batches[0], 2)) == ["loss"]
+        assert list(metric_sums(model, prepared.batches[0])) == ["loss"]
+        before = model.head_weight.clone()
         result = train_step(run, model, [optimizer], method, prepared)
-        assert result.figures["updates"] == 1 and math.isfinite(result.figures["loss"])
-        assert "loss nan" in result.skip_reason
-        assert state.step == state.bad_steps == step
+        assert (result.skip_reason is None) == (step == 1) == (not before.equal(model.head_weight))
+        assert (state.step, state.bad_steps) == (step, step - 1)
 
 
 @pytest.mark.parametrize("end_ids, exact", [([], 0.0), ([ord("!")], 1.0)])
@@ -215,10 +200,10 @@ def test_a_cut_answer_is_not_exact(tmp_path, end_ids, exact):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "b", "answer": "aaaa"}')
     encoder = TextEncoder(tokenizer, False, 64)
-    reward = load_reward("exact", encoder, CPU, torch.float32)
+    reward_function = load_reward_function("exact", encoder, CPU, torch.float32)
     for longest in (4, 8):
         questions = Questions(path, encoder, CPU, torch.float32, longest, 1)
         (result,), (row,) = questions.score(model)
         assert result.value == (exact if longest == 8 else 0.0)
         assert row["cut"] == (longest == 4 or not end_ids)
-        assert reward(questions.answers(model)) == [result.value]
+        assert reward_function(questions.answers(model)) == [result.value]
