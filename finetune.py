@@ -92,7 +92,7 @@ def main() -> None:
     saver = Saver(run, model, optimizers, entries)
     resumed = f"; resumed at step {run.start_step}" if run.start_step else ""
     process.print(
-        f"{options.method} of {options.init_from} on {options.data}: {len(method):,} "
+        f"{options.method} of {options.init_from} on {options.data}: {len(method.examples):,} "
         f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
     )
     peak = peak_flops(process.device, run.dtype)
@@ -115,7 +115,8 @@ def main() -> None:
             tokens_before = state.tokens  # how many a step has depends on its examples
             timer.start()
             # as in pre-training, the examples of a step are a pure function of seed and step
-            example_ids = step_sequences(step, options.batch_size, len(method), options.seed)
+            num_examples = len(method.examples)
+            example_ids = step_sequences(step, options.batch_size, num_examples, options.seed)
             prepared = method.prepare(model, step, example_ids)  # with grpo, it samples completions
             result = train_step(run, wrapped, optimizers, method, prepared)
             speed = timer.stop(state.tokens - tokens_before)
@@ -225,13 +226,11 @@ def evaluate(
     step = run.state.step
     if held_out_method:
         scores = held_out_method.evaluate(model)
-        if "loss" in scores:  # grpo has the reward instead, and no best model
-            run.logger.log_scores("val", scores, step)
-            # before the questions: a signal while they are answered would lose the best model
-            if run.state.record_validation(scores["loss"]):
-                saver.save(BEST)
-        else:
-            run.logger.log_scores("held_out", scores, step)
+        has_loss = "loss" in scores  # grpo has the reward instead, and no best model
+        run.logger.log_scores("val" if has_loss else "held_out", scores, step)
+        # before the questions: a signal while they are answered would lose the best model
+        if has_loss and run.state.record_validation(scores["loss"]):
+            saver.save(BEST)
     if questions:
         results, rows = questions.score(model)
         exact = results[0]  # the only one: the share of exact answers
@@ -266,10 +265,8 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     learned_plain = checkpoint.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
         raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
-    # dpo and grpo compare log-probabilities of two passes, which dropout would make random
-    dropout = options.dropout if options.method in ("sft", "reward") else 0.0
     # a shorter context drops the last rows of the table of positions
-    shape = replace(model.config, block_size=T, dropout=dropout)
+    shape = replace(model.config, block_size=T, dropout=options.dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     model = rebuild(model, shape, execution)
     if is_reward and not options.resumes:  # a resumed one has its head already
@@ -325,8 +322,14 @@ def open_data(
         held_out_method = open_examples(options.eval_data)
     questions = None
     if options.questions:
-        sizes = (options.max_new_tokens, options.micro_batch_size)
-        questions = Questions(options.questions, encoder, process, run.dtype, *sizes)
+        questions = Questions(
+            options.questions,
+            encoder,
+            process,
+            run.dtype,
+            options.max_new_tokens,
+            options.micro_batch_size,
+        )
     if encoder.num_cut:
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
     return method, held_out_method, questions

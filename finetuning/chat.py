@@ -43,32 +43,13 @@ def encode_turns(
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
         # training that sampling, which continues after the ":", never sees.
         segments.append(Segment(tokenizer.encode(f"{role}:"), False))
-        content_ids = encode_content(message["content"], tokenizer)
-        segments.append(Segment(content_ids, message["role"] == "assistant"))
+        # a continuation: tokenizers that put a space before a text must not add a second one
+        content_ids = tokenizer.encode_continuation(f" {message['content']}")
+        is_answer = message["role"] == "assistant"
+        segments.append(Segment([*content_ids, tokenizer.eot], is_answer))
     if open_turn:
         segments.append(Segment(tokenizer.encode(f"{ROLES['assistant']}:"), False))
     return segments
-
-
-def encode_content(content: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of what follows "User:" or "Assistant:" in the project's own format."""
-    # a continuation: tokenizers that put a space before a text must not add a second one
-    return [*tokenizer.encode_continuation(f" {content}"), tokenizer.eot]
-
-
-def encode_answer(messages: Messages, content: str, tokenizer: Tokenizer) -> np.ndarray | list[int]:
-    """Return the token ids of an answer to a dialog, with the one that ends it: those that sampling
-    has to write after encode_prompt. Raise ValueError where a chat template would begin another
-    text for sampling than for training."""
-    if not tokenizer.chat_template:
-        return encode_content(content, tokenizer)
-    before_answer = tokenizer.render(messages, open_turn=True)
-    answer = {"role": "assistant", "content": content}
-    after_answer = tokenizer.render([*messages, answer])
-    if not after_answer.startswith(before_answer):
-        raise ValueError("the chat template changes earlier turns with later ones")
-    segments = split_answer(after_answer[len(before_answer) :], content, tokenizer)
-    return segments[0].tokens
 
 
 def encode_by_template(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
@@ -76,7 +57,8 @@ def encode_by_template(messages: Messages, tokenizer: Tokenizer, open_turn: bool
 
     A segment begins where an answer begins and where it ends, so that no token spans the two: what
     is sampled follows the same ids as in training. Some templates write an earlier answer in
-    another way once later turns follow. Such an answer becomes part of an unlearned segment.
+    another way once later turns follow. Such an answer becomes part of an unlearned segment. Raise
+    ValueError where the template opens the last answer in another way than it writes it.
     """
     text = tokenizer.render(messages, open_turn)
     segments: list[Segment] = []
@@ -96,6 +78,8 @@ def encode_by_template(messages: Messages, tokenizer: Tokenizer, open_turn: bool
             start = len(after_answer)
             # `encode` of some tokenizers would put a space in front of each further segment
             encode = tokenizer.encode_continuation
+        elif message is messages[-1]:
+            raise ValueError("the chat template opens an answer in another way than it writes one")
     # the turns after the last answer, and with open_turn the beginning of the next one
     segments.append(Segment(encode(text[start:], special=True), False))
     return segments

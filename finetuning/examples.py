@@ -21,7 +21,6 @@ from finetuning.chat import (
     Messages,
     Segment,
     as_messages,
-    encode_answer,
     encode_prompt,
     encode_turns,
 )
@@ -66,7 +65,10 @@ def encode_completion(
     it, which do. Nothing of what a chat template writes after that token is part of it."""
     prompt_ids = encode_prompt(prompt, tokenizer, chat)  # those that sampling begins with
     if chat:
-        completion_ids = encode_answer(as_messages(prompt), completion, tokenizer)
+        answer = {"role": "assistant", "content": completion}
+        segments = encode_turns([*as_messages(prompt), answer], tokenizer)
+        # the last one; earlier answers are part of the prompt
+        completion_ids = [segment.tokens for segment in segments if segment.is_learned][-1]
     else:
         completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eot]
     return Example.join([Segment(prompt_ids, False), Segment(completion_ids, True)])
@@ -204,11 +206,14 @@ def collate_padded(
         idx  a  b  c  0  0        targets  b  c -1 -1 -1        last  2
     """
     lengths = np.array([len(text.tokens) for text in texts])
-    shape = (len(texts), padded_length(int(lengths.max()), block_size, compiled))
+    T = 8 * math.ceil(lengths.max() / 8)  # sizes that suit tensor cores
+    if compiled:  # the next power of 2: each T costs a compilation
+        T = 1 << (T - 1).bit_length()
+    T = min(T, block_size)  # the table of positions ends there
     # Padding is token 0. It needs no mask: attention is causal, so no token of a text sees what
     # stands on its right, and the loss leaves out what padding itself predicts.
-    idx = np.zeros(shape, np.int64)
-    targets = np.full(shape, NO_TARGET)
+    idx = np.zeros((len(texts), T), np.int64)
+    targets = np.full((len(texts), T), NO_TARGET)
     for b, text in enumerate(texts):
         # The last token predicts nothing, but a reward model reads its value there.
         idx[b, : lengths[b]] = text.tokens
@@ -217,12 +222,3 @@ def collate_padded(
         targets[b, columns] = text.tokens[columns + 1]
     arrays = (idx, targets, lengths - 1)
     return Batch(*[process.copy(torch.from_numpy(array)) for array in arrays])
-
-
-def padded_length(longest: int, block_size: int, compiled: bool) -> int:
-    """Return the T of a batch whose longest text has `longest` tokens: a multiple of 8, at most
-    `block_size`. With `compiled` it is a power of 2, as each shape costs a compilation."""
-    padded = 8 * math.ceil(longest / 8)  # sizes that suit tensor cores
-    if compiled:
-        padded = 1 << (padded - 1).bit_length()  # the smallest power of 2 that is no less
-    return min(padded, block_size)  # the table of positions ends there

@@ -34,14 +34,6 @@ class GroupRelativePolicy(Method):
         has_answer = self.config.reward == "exact"
         return self.encoder.question(row, self.config.max_new_tokens, has_answer=has_answer)
 
-    def roll_out(
-        self, model: GPT, questions: list[Question], sampling: Sampling
-    ) -> list[Completion]:
-        """Return a completion of each question."""
-        return complete_questions(
-            model, questions, self.encoder, sampling, self.process, self.dtype
-        )
-
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         group_size = self.config.group_size
         num_completions = len(example_ids) * group_size
@@ -58,7 +50,10 @@ class GroupRelativePolicy(Method):
             # the places of a micro-step are consecutive: row i of it is place first_row + i
             first_row = int(micro_places[0])
             sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=first_row)
-            completions.append(self.roll_out(model, questions, sampling))
+            written = complete_questions(
+                model, questions, self.encoder, sampling, self.process, self.dtype
+            )
+            completions.append(written)
         rollout_seconds = time.perf_counter() - start_time
 
         # Reward them. Each process leaves zeros at the places of others, for the sum.
@@ -114,7 +109,10 @@ class GroupRelativePolicy(Method):
     def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
         """Return the reward of the likeliest completions."""
         sampling = Sampling(self.config.max_new_tokens, temperature=0)  # no random numbers
-        rewards = self.reward_function(self.roll_out(model, questions, sampling))
+        completions = complete_questions(
+            model, questions, self.encoder, sampling, self.process, self.dtype
+        )
+        rewards = self.reward_function(completions)
         return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
 
 

@@ -65,9 +65,6 @@ class Method:
     def __post_init__(self) -> None:
         self.examples = read_jsonl(self.path, self.encode)
 
-    def __len__(self) -> int:
-        return len(self.examples)
-
     def arrange(self, examples: list) -> list:
         """Return examples in the order in which micro-batches take them."""
         return examples
@@ -203,9 +200,10 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()
+        num_pairs = len(self.examples)
         size = self.config.micro_batch_size
-        starts = range(0, len(self), size)  # of the batches of pairs
-        logprobs = torch.zeros(2, len(self), dtype=torch.float64)  # of chosen and rejected texts
+        starts = range(0, num_pairs, size)  # of the batches of pairs
+        logprobs = torch.zeros(2, num_pairs, dtype=torch.float64)  # of chosen and rejected texts
         # each process computes some of the pairs and leaves zeros for the sum at the others
         for start in starts[self.process.rank :: self.process.world_size]:
             batch = self.batch(self.examples[start : start + size])

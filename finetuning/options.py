@@ -52,7 +52,7 @@ class BatchOptions(OptimizerOptions):
     block_size: int | None = None
     """Longest text in tokens; default: the model's context."""
     dropout: float = 0.0
-    """sft, reward: dropout probability."""
+    """Dropout probability."""
     max_steps: int | None = None
     """Optimizer steps; default: three passes over the rows, for sft at least 200 steps, for grpo
     one pass."""

@@ -73,7 +73,7 @@ def logprobs_by_hand(model: GPT, example: Example) -> Tensor:
 
 def step_means(method: Method, model: GPT) -> dict[str, Tensor]:
     """The means of one step on all examples, or the part of them that a process has."""
-    prepared = method.prepare(model, 0, np.arange(len(method)))
+    prepared = method.prepare(model, 0, np.arange(len(method.examples)))
     means: dict[str, Tensor] = {}
     for batch in prepared.batches:
         for name, value in method.metric_sums(model, batch).items():
@@ -91,7 +91,7 @@ def test_sft_has_the_loss_of_each_dialog_alone_for_all_slicings(make, micro_batc
     for rank in range(world_size):
         method.process = Process(rank, world_size, torch.device("cpu"))
         loss += step_means(method, model)["loss"]
-        batches = method.prepare(model, 0, np.arange(len(method))).batches
+        batches = method.prepare(model, 0, np.arange(len(method.examples))).batches
         assert {len(batch.idx) for batch in batches} == {micro_batch_size}
         num_tokens += sum(batch.idx.numel() for batch in batches)
     alone = torch.cat([-logprobs_by_hand(model, dialog) for dialog in method.examples])
