@@ -168,14 +168,6 @@ def test_rewards_are_learned(base, tmp_path):
     assert 0 < row["rollout_ms"] < row["ms"]
 
 
-def test_the_defaults_of_sft_teach_a_few_dialogs_of_one_kind(trained, tmp_path):
-    dialogs = [{"prompt": f"{i}?", "completion": "yes"} for i in range(200)]
-    write_rows(tmp_path / "data.jsonl", dialogs)
-    options = ["--method", "sft", "--init_from", trained, "--data", tmp_path / "data.jsonl"]
-    script("finetune.py", *options, *folders(tmp_path), "--device", "cpu", "--dtype", "float32")
-    assert rows(tmp_path)[-1]["loss"] < 0.1
-
-
 def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
     reward = tmp_path / "reward"
     options = ("--max_steps", 20, "--eval_data", base / "rows.jsonl", "--max_lr", 3e-3)
@@ -183,19 +175,19 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
     assert rows(reward, "val")[-1]["accuracy"] > 0.9
     script(*finetune_args(base, tmp_path, "grpo", "--reward", reward, "--max_steps", 2))
     assert len({row["reward"] for row in rows(tmp_path)}) == 2
-    checkpoint = reward / "checkpoints/model_last.pt"
     with pytest.raises(UserError, match="is a reward model"):
-        load_model(checkpoint)
-    save_checkpoint(tmp_path / "gpt2.pt", load_checkpoint(checkpoint) | {"tokenizer": "gpt2"})
-    encoder = TextEncoder(load_tokenizer("bytes"), True, 64)
-    process = Process(0, 1, torch.device("cpu"))
-    for name, problem in ((base, "is no reward model"), (tmp_path / "gpt2.pt", "another token")):
+        load_model(reward / "checkpoints/model_last.pt")
+    for name, chat, problem in (
+        (base, True, "is no reward model"),
+        (reward, False, "another k"),
+    ):
         with pytest.raises(UserError, match=problem):
-            load_reward_function(str(name), encoder, process, torch.float32)
+            encoder = TextEncoder(load_tokenizer("bytes"), chat, 64)
+            load_reward_function(str(name), encoder, Process(0, 1, "cpu"), torch.float32)
 
 
 def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
-    """The exact matches that are logged are those of evaluate.py, and sample.py answers alike."""
+    """The exact matches that are logged are those of evaluate.py."""
     options = ("--batch_size", 12, "--max_steps", 60, "--max_lr", 1e-2, "--save_every", 0)
     questions = ("--questions", base / "rows.jsonl", "--max_new_tokens", 8)
     script(*finetune_args(base, tmp_path, "sft", *questions, *options))
@@ -203,16 +195,10 @@ def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
     command = ("evaluate.py", "--checkpoint", tmp_path, "--tasks", base / "rows.jsonl")
     files = ("--out", tmp_path / "table.json", "--dump", tmp_path / "rows.jsonl")
     script(*command, *files, "--max_new_tokens", 8, "--dtype", "float32")
-    values = {}
-    for result in json.loads((tmp_path / "table.json").read_text())["results"]:
-        values[result["metric"]] = result["value"]
-    assert list(values) == ["exact match"]
-    exact = values["exact match"]
-    assert exact == logged["exact"] > 0.5
+    (result,) = json.loads((tmp_path / "table.json").read_text())["results"]
+    assert (result["metric"], result["value"]) == ("exact match", logged["exact"])
     dumped = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert sum(row["exact"] for row in dumped) == 12 * exact
-    chat = ("sample.py", "--checkpoint", tmp_path, "--chat", "--temperature", 0, "--prompt", "7?")
-    assert script(*chat, "--dtype", "float32").stdout.strip() == dumped[6]["completion"]
+    assert sum(row["exact"] for row in dumped) == 12 * logged["exact"] > 6
 
 
 @pytest.fixture
@@ -242,8 +228,6 @@ def refuse(monkeypatch):
         ("--method sft --block_size 128", "--block_size 128 exceeds .* context of 64"),
         ("--method dpo --init_from {base}/plain", "on another kind of text: change --plain"),
         ("--method dpo --batch_size 3", "3 examples of a step do not divide by 2"),
-        ("--method sft --max_lr -1", "--max_lr"),
-        ("--method sft --resume {base}", "is of train.py"),
     ],
 )
 def test_a_mistake_gets_one_sentence(base, tmp_path, refuse, flags, problem):
@@ -272,8 +256,8 @@ def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_p
     script("finetune.py", *again, moved, *folders(tmp_path / "again"))
 
 
-def test_answers_end_as_the_chat_template_ends_them(tmp_path):
-    """Of a LLaMA whose end of text is another token: in scores, samples and the export."""
+def test_defaults_teach_a_dialog_and_its_end_by_the_chat_template(tmp_path):
+    """Of a LLaMA whose end of text is another token: in scores and samples."""
     engine = byte_level_engine()
     tokenizer = folder_with_tokenizer(tmp_path, engine, CHATML, eos_token_id=256)
     torch.manual_seed(0)
@@ -281,14 +265,9 @@ def test_answers_end_as_the_chat_template_ends_them(tmp_path):
     save_pretrained(GPT(GPTConfig(**shape, n_layer=1, n_head=1)), tmp_path, tokenizer.eot)
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "1?", "completion": "yes", "answer": "yes"}])
     data = ["--init_from", tmp_path, "--data", tmp_path / "rows.jsonl", *folders(tmp_path)]
-    steps = ["--max_steps", 40, "--max_lr", 1e-2, "--batch_size", 1, "--device", "cpu"]
     questions = ["--questions", tmp_path / "rows.jsonl", "--max_new_tokens", 16]
-    script("finetune.py", "--method", "sft", *data, *steps, *questions, "--dtype", "float32")
+    script("finetune.py", "--method", "sft", *data, *questions, "--device", "cpu")
     answers = read_metrics(tmp_path / "logs")["answers"][-1]
     assert (answers["exact"], answers["cut"]) == (1, 0)
-    checkpoint = tmp_path / "checkpoints/model_last.pt"
     chat = ["--chat", "--prompt", "1?", "--temperature", 0]
-    assert script("sample.py", "--checkpoint", checkpoint, *chat).stdout == "yes\n"
-    script("convert.py", "--checkpoint", checkpoint, "--out", tmp_path / "hf")
-    generation = json.loads((tmp_path / "hf/generation_config.json").read_text())
-    assert generation["eos_token_id"] == [256, engine.token_to_id("<|im_end|>")]
+    assert script("sample.py", "--checkpoint", tmp_path, *chat).stdout == "yes\n"

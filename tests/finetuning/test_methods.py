@@ -13,8 +13,7 @@ from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
-from finetuning.answers import Questions
-from finetuning.completions import Completion, decode_completion
+from finetuning.completions import Completion
 from finetuning.examples import Example, TextEncoder
 from finetuning.grpo import group_advantages
 from finetuning.methods import Method
@@ -83,20 +82,20 @@ def step_means(method: Method, model: GPT) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("micro_batch_size, world_size", [(1, 1), (4, 1), (2, 2), (1, 4)])
 def test_sft_has_the_loss_of_each_dialog_alone_for_all_slicings(make, micro_batch_size, world_size):
-    """The mean is that over all targets, and dialogs of one length stand together."""
-    model = make_model().eval()
+    model = make_model()
     method = make("sft", LETTERS, micro_batch_size=micro_batch_size)
     loss = 0.0
-    num_tokens = 0
     for rank in range(world_size):
         method.process = Process(rank, world_size, torch.device("cpu"))
         loss += step_means(method, model)["loss"]
-        batches = method.prepare(model, 0, np.arange(len(method.examples))).batches
-        assert {len(batch.idx) for batch in batches} == {micro_batch_size}
-        num_tokens += sum(batch.idx.numel() for batch in batches)
-    alone = torch.cat([-logprobs_by_hand(model, dialog) for dialog in method.examples])
-    torch.testing.assert_close(loss, alone.mean())
-    assert num_tokens <= 8 * (8 + 8 + 16 + 24 + 32 + 40 + 56 + 64) / 4
+    by_hand = torch.cat([-logprobs_by_hand(model, dialog) for dialog in method.examples])
+    torch.testing.assert_close(loss, by_hand.mean())
+
+
+def test_dialogs_of_one_length_share_a_micro_batch_of_sft(make):
+    method = make("sft", LETTERS)
+    prepared = method.prepare(make_model(), 0, np.arange(8))
+    assert [batch.idx.shape for batch in prepared.batches] == [(2, 8), (2, 24), (2, 40), (2, 64)]
 
 
 def test_dpo_scores_the_texts_by_the_reference_once(make):
@@ -111,19 +110,13 @@ def test_dpo_scores_the_texts_by_the_reference_once(make):
     assert means["accuracy"] == 0
 
 
-def test_a_reward_is_read_at_the_last_token(make):
+def test_a_reward_model_rates_a_text_at_its_last_token(make):
     model = make_model(3, RewardModel).requires_grad_(False)
-    method = make("reward")
-
-    def by_hand(example: Example) -> Tensor:
-        return model(torch.from_numpy(example.tokens.astype(np.int64))[None])[0, -1, 0]
-
-    chosen = torch.stack([by_hand(pair.chosen) for pair in method.examples])
-    rejected = torch.stack([by_hand(pair.rejected) for pair in method.examples])
-    torch.testing.assert_close(step_means(method, model)["margin"], (chosen - rejected).mean())
-    completions = [Completion({}, "", pair.chosen) for pair in method.examples]
-    rewards = rate(model, CPU, torch.float32, completions)
-    torch.testing.assert_close(torch.tensor(rewards), chosen)
+    texts = [pair.chosen for pair in make("reward").examples]
+    rewards = rate(model, CPU, torch.float32, [Completion({}, "", text) for text in texts])
+    for text, reward in zip(texts, rewards, strict=True):
+        tokens = torch.from_numpy(text.tokens.astype(np.int64))
+        assert model(tokens[None])[0, -1, 0].item() == pytest.approx(reward, abs=1e-5)
 
 
 def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
@@ -133,77 +126,43 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
         model.transformer.wte.weight[BYTES.eot] *= 4
     completions: list[Completion] = []
 
-    def reward(written: list[Completion]) -> list[float]:
+    def reward_function(written: list[Completion]) -> list[float]:
         completions.extend(written)
-        return [len(set(x.text)) + x.text.count("a") / 7 for x in written]
+        return [float(len(set(x.text))) for x in written]
 
     options = {"group_size": 4, "max_new_tokens": 12, "micro_batch_size": 8}
-    method = make("grpo", reference=reference, reward_function=reward, **options)
+    method = make("grpo", reference=reference, reward_function=reward_function, **options)
     prepared = method.prepare(model, 0, np.arange(4))
-    advantages = group_advantages(torch.tensor(reward(completions[:16])).view(4, 4)).flatten()
-    assert {x.is_cut for x in completions} == {False, True}
-    assert prepared.metrics["cut"] == np.mean([x.is_cut for x in completions[:16]])
+    assert prepared.metrics["cut"] == np.mean([x.is_cut for x in completions]) not in (0, 1)
+    rewards = torch.tensor(reward_function(completions[:]))
+    advantages = group_advantages(rewards.view(4, 4)).view(2, 8)
     for i, completion in enumerate(completions[:16]):
-        ids = completion.example.tokens[completion.example.loss_mask].tolist()
-        assert len(ids) == 12 or not completion.is_cut
-        if not completion.is_cut:
-            assert ids.pop() == BYTES.eot
-        assert BYTES.eot not in ids
-        assert decode_completion(ids, method.encoder) == completion.text
-
         batch, row = prepared.batches[i // 8], i % 8
-        torch.testing.assert_close(batch.advantages[row], advantages[i])
-        is_target = batch.targets[row] >= 0
+        ids = completion.example.tokens[completion.example.loss_mask]
+        assert (ids == BYTES.eot).nonzero()[0].tolist() == [len(ids) - 1][completion.is_cut :]
+        assert len(ids) == 12 or not completion.is_cut
+        torch.testing.assert_close(batch.advantages, advantages[i // 8])
         by_hand = logprobs_by_hand(reference, completion.example)
-        torch.testing.assert_close(batch.ref_logprobs[row][is_target], by_hand)
+        torch.testing.assert_close(batch.ref_logprobs[row][batch.targets[row] >= 0], by_hand)
 
 
-def test_a_step_that_is_not_finite_counts_and_changes_no_weight(make, monkeypatch):
-    """Without a reference, grpo has no kl."""
-    method = make(
-        "grpo", PAIRS[:1], reward_function=lambda written: range(len(written)),
-        group_size=2, max_new_tokens=4, kl=0.0, max_steps=9, warmup_steps=0, max_lr=1e-3,
-    )  # fmt: skip
-    metric_sums = method.metric_sums
-    factors = [1.0, math.nan, math.nan]
-    monkeypatch.setattr(
-        method, "metric_sums", lambda *args: {"loss": metric_sums(*args)["loss"] * factors.pop(0)}
-    )
-    model, state = make_model(8), TrainState()
+def test_a_step_that_is_not_finite_counts_and_changes_no_weight(make):
+    method = make("sft", LETTERS, max_steps=9, warmup_steps=0, max_lr=1e-3)
+    model, state = make_model(), TrainState()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
     process = replace(CPU, stop=SimpleNamespace(signal=0))
     run = SimpleNamespace(config=method.config, process=process, dtype=torch.float32, state=state)
-    for step in (1, 2, 3):
-        prepared = method.prepare(model, step, np.arange(1))
-        assert list(metric_sums(model, prepared.batches[0])) == ["loss"]
+    for divisor in (100, 0, 0):
+        prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
         before = model.head_weight.clone()
         result = train_step(run, model, [optimizer], method, prepared)
-        assert (result.skip_reason is None) == (step == 1) == (not before.equal(model.head_weight))
-        assert (state.step, state.bad_steps) == (step, step - 1)
+        assert (result.skip_reason is not None) == before.equal(model.head_weight) == (divisor == 0)
+    assert (state.step, state.bad_steps) == (3, 2)
 
 
-@pytest.mark.parametrize("end_ids, exact", [([], 0.0), ([ord("!")], 1.0)])
-def test_a_cut_answer_is_not_exact(tmp_path, end_ids, exact):
-    """A model that writes "aaaa!!!!" gives the answer "aaaa" only if it ends there."""
-    model = make_model(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.transformer.ln_f.bias[0] = 1.0
-        model.transformer.wte.weight[ord("a"), 0] = 1.0
-        # the fifth token follows the end of text and the prompt's letter at position 5
-        model.transformer.wpe.weight[5, 1] = 10.0
-        model.transformer.ln_f.weight[1] = 10.0
-        model.transformer.wte.weight[ord("!"), 1] = 1.0
-    tokenizer = ByteTokenizer()
-    tokenizer.end_ids = frozenset([256, *end_ids])
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "b", "answer": "aaaa"}')
-    encoder = TextEncoder(tokenizer, False, 64)
-    reward_function = load_reward_function("exact", encoder, CPU, torch.float32)
-    for longest in (4, 8):
-        questions = Questions(path, encoder, CPU, torch.float32, longest, 1)
-        (result,), (row,) = questions.score(model)
-        assert result.value == (exact if longest == 8 else 0.0)
-        assert row["cut"] == (longest == 4 or not end_ids)
-        assert reward_function(questions.answers(model)) == [result.value]
+@pytest.mark.parametrize(
+    "text, is_cut, reward", [(" 4\n", False, 1), ("4", True, 0), ("44", False, 0)]
+)
+def test_an_answer_is_exact_unless_it_is_cut(text, is_cut, reward):
+    completion = Completion({"prompt": "2+2?", "answer": 4}, text, None, is_cut)
+    assert load_reward_function("exact", None, CPU, torch.float32)([completion]) == [reward]
