@@ -71,6 +71,7 @@ def main() -> None:
     model, entries = build_model(options)
     num_rows = len(read_lines(options.data))
     options = resolve_options(options, num_rows, model.num_parameters(), process.world_size)
+    # as in checkpoints of train.py: what nobody gave is derived again when a run is resumed
     entries |= {"derived": derived, "command": sys.argv}
 
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
@@ -95,8 +96,9 @@ def main() -> None:
         f"{options.method} of {options.init_from} on {options.data}: {len(method.examples):,} "
         f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
     )
-    peak = peak_flops(process.device, run.dtype)
-    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
+    timer = StepTimer(
+        model.flops_per_token(), peak_flops(process.device, run.dtype), process.world_size
+    )
 
     try:
         while True:
@@ -124,7 +126,7 @@ def main() -> None:
                 run.logger.log_train(result.figures | speed, state.step)
             else:
                 run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
-            if prepared.sample is not None and is_due(options.sample_every, state.step):
+            if prepared.sample and is_due(options.sample_every, state.step):
                 run.logger.log_sample(prepared.sample, state.step)
             saver.end_after_patience()
             if result.got_signal:
@@ -232,7 +234,7 @@ def evaluate(
         if has_loss and run.state.record_validation(scores["loss"]):
             saver.save(BEST)
     if questions:
-        results, rows = questions.score(model)
+        results, rows = questions.score(model)  # a row for each question
         exact = results[0]  # the only one: the share of exact answers
         num_cut = sum(row["cut"] for row in rows)
         scores = {
@@ -257,7 +259,7 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
         model, tokenizer, checkpoint = open_model(name, exact=True)
 
     # its shape: a shorter context, and the dropout of fine-tuning
-    T = options.block_size or model.config.block_size
+    T = options.block_size or model.config.block_size  # of the model unless given
     if T > model.config.block_size:
         raise UserError(f"--block_size {T} exceeds {name}'s context of {model.config.block_size}")
 
@@ -269,7 +271,7 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     shape = replace(model.config, block_size=T, dropout=options.dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     model = rebuild(model, shape, execution)
-    if is_reward and not options.resumes:  # a resumed one has its head already
+    if is_reward and not options.resumes:  # a resumed one has its head of rewards already
         model = RewardModel.from_gpt(model)
     entries = {
         "script": "finetune.py",
@@ -301,9 +303,11 @@ def open_data(
         pretrained, _, _ = open_model(options.init_from, exact=True)
         # compiled if the trained model is: both then round alike
         reference = rebuild(pretrained, model.config, Execution(compiled=options.use_torch_compile))
+        # The losses of a resumed run would jump with another reference, and nobody would know why.
         entries["reference"] = checksum(reference.state_dict())
         if checkpoint is not None and checkpoint.get("reference") != entries["reference"]:
             raise UserError(f"{options.init_from} has changed since this run began, which needs it")
+        # eval: without the dropout that it shares with the trained model's shape
         reference = reference.eval().requires_grad_(False).to(process.device)
 
     # examples, and the function that rates completions of theirs
@@ -316,7 +320,7 @@ def open_data(
     method = open_examples(options.data)
     if reward_function is not None:
         # now, because open_log removes the files of another run with --overwrite
-        check_reward(options.reward, reward_function, method.examples[0], tokenizer.eot)
+        check_reward(options.reward, reward_function, method.examples[0])
     held_out_method = None
     if options.eval_data:
         held_out_method = open_examples(options.eval_data)
@@ -330,7 +334,7 @@ def open_data(
             options.max_new_tokens,
             options.micro_batch_size,
         )
-    if encoder.num_cut:
+    if encoder.num_cut:  # of the rows of --data and --eval_data
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
     return method, held_out_method, questions
 

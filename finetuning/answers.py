@@ -40,7 +40,7 @@ class Questions:
         completions: dict[int, Completion] = {}  # by index of the question
         # Every process samples equally many batches, as a sharded model's forward is a collective.
         # A batch that comes twice, so that all processes have equally many, gives the same texts.
-        starts = range(0, len(self.examples), self.batch_size)
+        starts = range(0, len(self.examples), self.batch_size)  # of the batches
         for _, start, _ in self.process.share(starts):
             questions = self.examples[start : start + self.batch_size]
             batch = complete_questions(
@@ -48,14 +48,15 @@ class Questions:
             )
             completions.update(enumerate(batch, start))
         # Processes exchange the texts themselves: --dump and the logs need those of all.
-        completions = self.process.merge(completions)
+        completions = self.process.merge(completions)  # now of all questions
         return [completions[i] for i in range(len(self.examples))]
 
     def score(self, model: GPT) -> TaskScores:
         """Return one result, the share of exact answers, and a row for each question."""
         name = self.path.stem
+        # the format is part of the protocol: the same question scores differently without turns
         text_format = "chat" if self.encoder.chat else "plain text"
-        rows = []  # for --dump
+        rows: list[dict] = []  # for --dump
         for i, answer in enumerate(self.answers(model)):
             row = {
                 "task": name,
@@ -64,7 +65,7 @@ class Questions:
                 "answer": answer.row["answer"],
                 "completion": answer.text,
                 "cut": answer.is_cut,
-                "exact": is_exact(answer),
+                "exact": is_exact(answer),  # a cut one never is
             }
             rows.append(row)
         exact = [row["exact"] for row in rows]

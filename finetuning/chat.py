@@ -20,7 +20,11 @@ import numpy as np
 from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
 Messages = list[dict[str, str]]  # each with "role" and "content"
-ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}  # role: its name in a text
+ROLES = {  # by role: its name in a text
+    "system": "System",
+    "user": "User",
+    "assistant": "Assistant",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +36,9 @@ class Segment:
 
 
 def encode_turns(
-    messages: Messages, tokenizer: Tokenizer, open_turn: bool = False
+    messages: Messages,
+    tokenizer: Tokenizer,
+    open_turn: bool = False,
 ) -> list[Segment]:
     """Encode a dialog; `open_turn` begins an answer after it. The assistant's turns are learned."""
     if tokenizer.chat_template:
@@ -47,12 +53,16 @@ def encode_turns(
         content_ids = tokenizer.encode_continuation(f" {message['content']}")
         is_answer = message["role"] == "assistant"
         segments.append(Segment([*content_ids, tokenizer.eot], is_answer))
-    if open_turn:
+    if open_turn:  # what sampling continues
         segments.append(Segment(tokenizer.encode(f"{ROLES['assistant']}:"), False))
     return segments
 
 
-def encode_by_template(messages: Messages, tokenizer: Tokenizer, open_turn: bool) -> list[Segment]:
+def encode_by_template(
+    messages: Messages,
+    tokenizer: Tokenizer,
+    open_turn: bool,
+) -> list[Segment]:
     """Encode a dialog by the tokenizer's chat template; `open_turn` begins an answer after it.
 
     A segment begins where an answer begins and where it ends, so that no token spans the two: what
@@ -85,7 +95,11 @@ def encode_by_template(messages: Messages, tokenizer: Tokenizer, open_turn: bool
     return segments
 
 
-def split_answer(text: str, content: str, tokenizer: Tokenizer) -> list[Segment]:
+def split_answer(
+    text: str,
+    content: str,
+    tokenizer: Tokenizer,
+) -> list[Segment]:
     """Encode the text that a chat template writes for an answer of this content.
 
     Return two segments: up to the token that ends an answer, which is learned, and what follows, as
@@ -94,7 +108,9 @@ def split_answer(text: str, content: str, tokenizer: Tokenizer) -> list[Segment]
     ids = tokenizer.encode_continuation(text, special=True)
     for i, token in enumerate(ids.tolist()):
         if token in tokenizer.end_ids:  # as <|im_end|>
-            return [Segment(ids[: i + 1], True), Segment(ids[i + 1 :], False)]
+            end = i + 1
+            return [Segment(ids[:end], True), Segment(ids[end:], False)]
+    # "<|im_end|>" of a tokenizer without such a token is text, and no part of the answer
     content = content.strip()  # as many templates do
     end = text.find(content) + len(content)
     answer_ids = tokenizer.encode_continuation(text[:end], special=True)
@@ -102,7 +118,11 @@ def split_answer(text: str, content: str, tokenizer: Tokenizer) -> list[Segment]
     return [Segment([*answer_ids, tokenizer.eot], True), Segment(rest_ids, False)]
 
 
-def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> list[int]:
+def encode_prompt(
+    prompt: str | Messages,
+    tokenizer: Tokenizer,
+    chat: bool,
+) -> list[int]:
     """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
     `chat` false of the prompt's text after end of text."""
     if not chat:
@@ -119,14 +139,19 @@ def as_messages(prompt: str | Messages) -> Messages:
 
 
 def fit_history(
-    messages: Messages, tokenizer: Tokenizer, block_size: int, max_new_tokens: int
+    messages: Messages,
+    tokenizer: Tokenizer,
+    block_size: int,
+    max_new_tokens: int,
 ) -> list[int]:
     """Return the token ids that the assistant's next turn follows. The oldest questions are left
     out, each with its answer, until `max_new_tokens`, or half of the context, fit after them."""
-    longest_prompt = block_size - min(max_new_tokens, block_size // 2)
+    num_new_tokens = min(max_new_tokens, block_size // 2)
+    longest_prompt = block_size - num_new_tokens
     while True:
         prompt_ids = encode_prompt(messages, tokenizer, chat=True)
         questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        # the newest question stays, however long it is: sampling then drops its beginning
         if len(prompt_ids) <= longest_prompt or len(questions) < 2:
             return prompt_ids
         # a message of the system before the first question stays

@@ -42,13 +42,13 @@ def complete_questions(
     """Return a completion of each question; `dtype` is the autocast dtype of matmuls. Every
     process must call it with equally many questions. Raises Stopped after a signal."""
     tokenizer = encoder.tokenizer
-    prompts = [question.prompt_ids for question in questions]
+    prompts = [question.prompt_ids for question in questions]  # of different lengths
     model.eval()  # without dropout
     # every few tokens all_done looks for a signal, which ends the run within seconds
     with autocast(process.device, dtype):
         texts = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
-    model.train()
-    completions = []
+    model.train()  # as it was: a training step may follow
+    completions: list[Completion] = []
     for question, text in zip(questions, texts, strict=True):
         is_cut = text.end_id is None  # nothing ended it before --max_new_tokens
         # The end is part of what GRPO teaches: an answer has to end. A cut one has none to learn.
@@ -64,6 +64,7 @@ def decode_completion(ids: list[int], encoder: TextEncoder) -> str:
     """Return the text of a completion's ids without the space after "Assistant:"."""
     # a cut text can end in the middle of a character, which becomes U+FFFD
     text = encoder.tokenizer.decode_bytes(ids).decode(errors="replace")
+    # the project's own format writes "Assistant: 5", and the prompt ends with the colon
     if encoder.chat and not encoder.tokenizer.chat_template:
         return text.removeprefix(" ")
     return text

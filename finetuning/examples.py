@@ -27,7 +27,8 @@ from finetuning.chat import (
 from utils.distributed import Process
 from utils.errors import UserError
 
-NO_TARGET = -1  # the loss of model/gpt.py leaves out targets of this value
+# The loss of model/gpt.py leaves out targets of this value.
+NO_TARGET = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,7 @@ class Example:
     @classmethod
     def join(cls, segments: list[Segment]) -> "Example":
         """Join the segments of a text."""
+        # uint16 as in the shards: all vocabularies of this project fit
         tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.uint16)
         # a value for each segment becomes one for each of its tokens
         lengths = [len(segment.tokens) for segment in segments]
@@ -59,7 +61,10 @@ def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
 
 
 def encode_completion(
-    prompt: str | Messages, completion: str, tokenizer: Tokenizer, chat: bool
+    prompt: str | Messages,
+    completion: str,
+    tokenizer: Tokenizer,
+    chat: bool,
 ) -> Example:
     """Encode a prompt, which does not count in the loss, and a completion with the token that ends
     it, which do. Nothing of what a chat template writes after that token is part of it."""
@@ -67,9 +72,11 @@ def encode_completion(
     if chat:
         answer = {"role": "assistant", "content": completion}
         segments = encode_turns([*as_messages(prompt), answer], tokenizer)
-        # the last one; earlier answers are part of the prompt
-        completion_ids = [segment.tokens for segment in segments if segment.is_learned][-1]
+        # earlier answers are learned, too, where the whole dialog is; here they are the prompt's
+        answers = [segment.tokens for segment in segments if segment.is_learned]
+        completion_ids = answers[-1]
     else:
+        # encoded apart from the prompt, as sampling writes it: no token spans the two
         completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eot]
     return Example.join([Segment(prompt_ids, False), Segment(completion_ids, True)])
 
@@ -85,15 +92,15 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
-    """Return what `encode` makes of each row of a .jsonl file; raise UserError with file and line
-    for a row that it raises for."""
-    examples = []
+    """Return the examples that `encode` makes of the rows of a .jsonl file; raise UserError with
+    file and line for a row that it raises for."""
+    examples = []  # one for each row, in the order of the file
     for number, line in read_lines(path):
         try:
             examples.append(encode(json.loads(line)))
         except Exception as error:  # a row can be wrong in any way
             raise UserError(f"{path}, line {number}: {error}") from error
-    if not examples:
+    if not examples:  # nothing to take a mean over
         raise UserError(f"{path} holds no rows; give one JSON object per line")
     return examples
 
@@ -135,7 +142,7 @@ class TextEncoder:
 
     def completion(self, row: dict, name: str) -> Example:
         """Encode the "prompt" of a row and the completion in its field `name`."""
-        prompt = self.get_text(row, "prompt")  # a text or messages
+        prompt = self.get_text(row, "prompt")  # a text, or messages of earlier turns
         completion = get_field(row, name, str)
         return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat))
 
@@ -154,7 +161,7 @@ class TextEncoder:
         """Encode the "prompt" of a row, after which `max_new_tokens` must fit into the context.
         With `has_answer` the row must have an "answer" to compare with."""
         if has_answer:
-            get_field(row, "answer", str, int, float)
+            get_field(row, "answer", str, int, float)  # raises unless the row has one
         prompt_ids = encode_prompt(self.get_text(row, "prompt"), self.tokenizer, self.chat)
         # sampling would drop the beginning of the prompt where the context is full
         if len(prompt_ids) + max_new_tokens > self.block_size:
@@ -171,7 +178,7 @@ class TextEncoder:
         value = get_field(row, name, str, list)
         if isinstance(value, list):
             for message in value:  # one turn of the dialog
-                get_field(message, "content", str)
+                get_field(message, "content", str)  # None would be written as "None"
                 role = get_field(message, "role", str)
                 if role not in ROLES:
                     raise ValueError(f"{role} is none of the roles {', '.join(ROLES)}")
@@ -197,7 +204,10 @@ class Batch:
 
 
 def collate_padded(
-    texts: list[Example], block_size: int, process: Process, compiled: bool = False
+    texts: list[Example],
+    block_size: int,
+    process: Process,
+    compiled: bool = False,
 ) -> Batch:
     """Return a batch of texts, each of at most `block_size` tokens, for a model that is `compiled`.
 

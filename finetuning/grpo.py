@@ -17,7 +17,12 @@ from torch import Tensor
 
 from finetuning.completions import Completion, complete_questions
 from finetuning.examples import Batch, Question
-from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
+from finetuning.methods import (
+    Method,
+    PreparedStep,
+    Sums,
+    token_logprobs,
+)
 from model.generate import Sampling
 from model.gpt import GPT
 from utils.devices import autocast
@@ -30,14 +35,21 @@ class GroupRelativePolicy(Method):
     unit = "prompts"
 
     def encode(self, row: dict) -> Question:
-        # a reward function may do without an answer
-        has_answer = self.config.reward == "exact"
-        return self.encoder.question(row, self.config.max_new_tokens, has_answer=has_answer)
+        return self.encoder.question(
+            row,
+            self.config.max_new_tokens,
+            has_answer=self.config.reward == "exact",  # a reward function may do without
+        )
 
-    def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
+    def prepare(
+        self,
+        model: GPT,
+        step: int,
+        example_ids: np.ndarray,
+    ) -> PreparedStep:
         group_size = self.config.group_size
         num_completions = len(example_ids) * group_size
-        places = self.places(num_completions)  # of this process
+        places = self.places(num_completions)  # those of this process
 
         # Sample the completions. The random numbers of one depend on seed, step and place alone,
         # so that any number of processes samples the same.
@@ -56,28 +68,30 @@ class GroupRelativePolicy(Method):
             completions.append(written)
         rollout_seconds = time.perf_counter() - start_time
 
-        # Reward them. Each process leaves zeros at the places of others, for the sum.
+        # Reward them. Each process leaves zeros at the places of others, for the sum. A group can
+        # have completions of several processes, so that its mean needs the rewards of all.
         values = torch.zeros(3, num_completions, dtype=torch.float64)
         for micro_places, written in zip(places, completions, strict=True):
+            rewards = self.reward_function(written)
             lengths = [completion.example.loss_mask.sum() for completion in written]
             are_cut = [completion.is_cut for completion in written]
-            columns = [self.reward_function(written), lengths, are_cut]
+            columns = [rewards, lengths, are_cut]
             values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
         rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
         groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
-        advantages = group_advantages(groups).flatten().float()
+        advantages = group_advantages(groups).flatten().float()  # (num_completions,)
 
-        # the batches, and the first group of the main process as a sample
         batches = []
         for micro_places, written in zip(places, completions, strict=True):
             batches.append(self.batch(written, advantages[micro_places]))
+
+        # for samples.txt, the first group of the main process, as far as it is in one micro-batch
         sample = f"prompt: {completions[0][0].row['prompt']!r}"
         # the main process has the places from 0 on, so that these are its rewards
         for place, completion in enumerate(completions[0][:group_size]):
             sample += f"\n{rewards[place].item():g}  {completion.text!r}"
         metrics = {
             "reward": rewards.mean().item(),
-            "reward_std": groups.std(dim=1).mean().item(),
             "completion_tokens": lengths.mean().item(),
             "cut": are_cut.mean().item(),
             "rollout_ms": 1000 * rollout_seconds,
@@ -85,11 +99,16 @@ class GroupRelativePolicy(Method):
         return PreparedStep(batches, num_completions, metrics, sample)
 
     @torch.no_grad()
-    def batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
+    def batch(
+        self,
+        completions: list[Completion],
+        advantages: Tensor,
+    ) -> Batch:
         """Return N completions and their advantages (N,) as a batch."""
-        batch = super().batch([completion.example for completion in completions])
+        texts = [completion.example for completion in completions]
+        batch = super().batch(texts)
         batch.advantages = self.process.copy(advantages)
-        if self.reference is not None:
+        if self.reference is not None:  # None with --kl 0
             with autocast(self.process.device, self.dtype):
                 batch.ref_logprobs = token_logprobs(self.reference, batch)
         return batch
@@ -112,8 +131,8 @@ class GroupRelativePolicy(Method):
         completions = complete_questions(
             model, questions, self.encoder, sampling, self.process, self.dtype
         )
-        rewards = self.reward_function(completions)
-        return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
+        rewards = torch.tensor(self.reward_function(completions), dtype=torch.float64)
+        return {"reward": rewards.sum()}
 
 
 # the formulas

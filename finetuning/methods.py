@@ -16,14 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import Slicing
-from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
+from finetuning.examples import (
+    Batch,
+    Example,
+    TextEncoder,
+    collate_padded,
+    read_jsonl,
+)
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
 
-Sums = dict[str, Tensor]  # of a batch by name of the metric, () each; "loss" is one of them
+# The sum of each metric over a batch, () on the device, by its name. "loss" is one of them.
+Sums = dict[str, Tensor]
 
 
 @dataclass
@@ -42,7 +49,8 @@ class PreparedStep:
 
 @dataclass(eq=False)
 class Method:
-    """Base of the methods: the examples of a file, their batches, and the loss of a batch.
+    """Base of the methods: the examples of a file, their batches, and the loss of a batch. A file
+    of held-out rows has a Method of its own.
 
     A subclass adds encode(row), which returns the example of a row, or raises ValueError for a row
     that it cannot learn from, and metric_sums(model, batch), the loss and further metrics.
@@ -73,28 +81,42 @@ class Method:
         """Return the number that the metrics of these examples are a mean over."""
         return len(examples)
 
-    def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
+    def prepare(
+        self,
+        model: GPT,
+        step: int,
+        example_ids: np.ndarray,
+    ) -> PreparedStep:
         """Return the data of step number `step`, which takes the examples with the indices
         `example_ids` (batch_size,)."""
+        # every process has the examples of the whole step, and makes batches of its own share
         examples = self.arrange([self.examples[i] for i in example_ids])
         batches = []
         for places in self.places(len(examples)):
-            batches.append(self.batch([examples[place] for place in places]))
+            micro_batch = [examples[place] for place in places]
+            batches.append(self.batch(micro_batch))
         return PreparedStep(batches, self.divisor(examples))
 
     def places(self, num_examples: int) -> np.ndarray:
         """Return which of the examples of a step this process takes, by their places in the step:
         int64 (micro-steps, --micro_batch_size)."""
-        process = self.process
         # as in pre-training: one micro-batch after another, each process its own share
-        size = self.config.micro_batch_size
-        slicing = Slicing(num_examples, size, process.rank, process.world_size)
+        slicing = Slicing(
+            num_examples,
+            self.config.micro_batch_size,
+            self.process.rank,
+            self.process.world_size,
+        )
         return slicing.rank_ids(np.arange(num_examples))
 
     def batch(self, texts: list[Example]) -> Batch:
-        """Return texts as a batch; a method whose examples are no texts makes them of its own."""
-        compiled = self.config.use_torch_compile
-        return collate_padded(texts, self.encoder.block_size, self.process, compiled)
+        """Return texts as a batch. A method with other examples overrides this."""
+        return collate_padded(
+            texts,
+            self.encoder.block_size,
+            self.process,
+            self.config.use_torch_compile,
+        )
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
@@ -105,7 +127,7 @@ class Method:
         size = self.config.micro_batch_size
         starts = range(0, len(examples), size)  # of the micro-batches
         means: dict[str, float] = {}  # parts of the means, those of this process, by metric
-        # raises Stopped between two of them after a signal
+        # raises Stopped between two micro-batches after a signal
         for _, start, is_counted in self.process.share(starts):
             micro_batch = examples[start : start + size]  # the last one can be smaller
             with autocast(self.process.device, self.dtype):
@@ -116,7 +138,8 @@ class Method:
                 means[name] = means.get(name, 0.0) + mean
         model.train()
         # float64: a sum over many batches keeps its digits
-        totals = self.process.sum_float64(torch.tensor(list(means.values()), dtype=torch.float64))
+        parts = torch.tensor(list(means.values()), dtype=torch.float64)
+        totals = self.process.sum_float64(parts)
         return dict(zip(means, totals.tolist(), strict=True))
 
     def held_out_sums(self, model: GPT, examples: list) -> Sums:
@@ -134,6 +157,7 @@ class SupervisedTuning(Method):
 
     def arrange(self, dialogs: list[Example]) -> list[Example]:
         """Return dialogs by their length: those of a micro-batch then need little padding."""
+        # no bias: the loss is a mean over the whole step, whichever micro-batch has a dialog
         return sorted(dialogs, key=lambda dialog: len(dialog.tokens))
 
     def divisor(self, dialogs: list[Example]) -> int:
@@ -141,20 +165,21 @@ class SupervisedTuning(Method):
         return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        mean_loss = model(batch.idx, batch.targets)  # over the targets of this batch
-        # A mean of such means would give a token less weight the more of them its batch has.
+        # The mean over the targets of this batch: for a mean, the model never holds the logits of
+        # the whole batch. Times their number it is a sum, in which each target has equal weight.
+        mean_loss = model(batch.idx, batch.targets)
         num_targets = (batch.targets >= 0).sum()
         return {"loss": mean_loss * num_targets}
 
 
 @dataclass
 class Pair:
-    """A chosen and a rejected completion of a prompt."""
+    """A chosen and a rejected completion of a prompt, each after the prompt's tokens."""
 
     chosen: Example
     rejected: Example
     ref_logprobs: Tensor | None = None
-    """dpo: log-probabilities (2,) of both under the reference model, float32."""
+    """dpo: log-probabilities (2,) of both under the reference model, float32 on the CPU."""
 
 
 class RewardModeling(Method):
@@ -164,14 +189,16 @@ class RewardModeling(Method):
     def encode(self, row: dict) -> Pair:
         # the prompt is in both texts, and counts in neither
         chosen = self.encoder.completion(row, "chosen")
-        return Pair(chosen, self.encoder.completion(row, "rejected"))
+        rejected = self.encoder.completion(row, "rejected")
+        return Pair(chosen, rejected)
 
     def batch(self, pairs: list[Pair]) -> Batch:
         """Return the chosen texts of N pairs, then the rejected ones: 2 N texts."""
-        # both in one forward pass: under DDP a second one would not synchronize gradients
+        # all in one forward pass: DDP expects one for each backward pass
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
         batch = super().batch(chosen + rejected)
+        # None with a reward model, and with dpo while its reference rates the pairs
         if pairs[0].ref_logprobs is not None:
             # flattened as the texts are: all chosen ones, then all rejected ones
             ref_logprobs = torch.stack([pair.ref_logprobs for pair in pairs], 1)  # (2, N)
@@ -181,7 +208,8 @@ class RewardModeling(Method):
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return "margin" (N,), by how much the model prefers the chosen text of each pair, and
         further metrics (N,)."""
-        chosen, rejected = rewards_at_end(model, batch).chunk(2)  # (N,) each
+        rewards = rewards_at_end(model, batch)  # (2 N,)
+        chosen, rejected = rewards.chunk(2)  # (N,) each
         return {"margin": chosen - rejected}
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
@@ -206,21 +234,22 @@ class DirectPreference(RewardModeling):
         logprobs = torch.zeros(2, num_pairs, dtype=torch.float64)  # of chosen and rejected texts
         # each process computes some of the pairs and leaves zeros for the sum at the others
         for start in starts[self.process.rank :: self.process.world_size]:
-            batch = self.batch(self.examples[start : start + size])
+            end = start + size
+            batch = self.batch(self.examples[start:end])  # of N pairs
             with autocast(self.process.device, self.dtype):
                 text_logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
-            logprobs[:, start : start + size] = text_logprobs.view(2, -1)
-        sums = self.process.sum_float64(logprobs).float()  # (2, pairs)
+            logprobs[:, start:end] = text_logprobs.view(2, -1)
+        logprobs = self.process.sum_float64(logprobs).float()
         for i, pair in enumerate(self.examples):
-            pair.ref_logprobs = sums[:, i]
+            pair.ref_logprobs = logprobs[:, i]
         self.reference = None  # frees its memory
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,): a sum over the tokens of a text
+        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of texts
         # how much likelier the texts have become: beta times that is their implicit reward
         log_ratios = logprobs - batch.ref_logprobs
-        chosen_ratio, rejected_ratio = log_ratios.chunk(2)  # (N,) each
-        margin = self.config.beta * (chosen_ratio - rejected_ratio)
+        chosen_ratios, rejected_ratios = log_ratios.chunk(2)  # (N,) each
+        margin = self.config.beta * (chosen_ratios - rejected_ratios)
         # preferred: likelier as such; accuracy, of the margin: likelier than under the reference
         chosen, rejected = logprobs.chunk(2)
         return {"margin": margin, "preferred": (chosen > rejected).float()}

@@ -63,6 +63,7 @@ class BatchOptions(OptimizerOptions):
     """Learning rate that is reached after the last step."""
     weight_decay: float = 0.0
     """Weight decay of matrices and embeddings."""
+    # Defaults of trl. The help of these two options is that of train.py.
     schedule: str = "linear"
     beta2: float = 0.999
 
@@ -87,11 +88,13 @@ class MethodOptions:
 class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, FileOptions):
     """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
 
+    # in steps; those of train.py are for runs that are a hundred times longer
     eval_every: int = 50
     save_every: int = 100
     sample_every: int = 10
 
     def __post_init__(self) -> None:
+        # without a default, but not required on the command line: --resume brings them along
         for name in ("method", "init_from", "data"):
             if getattr(self, name) is None:
                 raise UserError(f"give --{name}; --help says what it takes")
@@ -105,6 +108,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
         """Return the --checkpoint_dir of a command line."""
+        # called before the flags are parsed, as --resume auto looks for a checkpoint there
         default = f"runs/{flag_value(flags, 'method')}/checkpoints"
         return Path(flag_value(flags, "checkpoint_dir") or default)
 
@@ -121,8 +125,8 @@ def resolve_options(
     of parameters and the number of processes. Raise UserError where a step does not divide into
     micro-batches."""
     check_schedule(options.schedule)
-    # at least 16 steps an epoch, if that leaves a batch for each process
-    batch_size = 32
+    # at least 16 steps an epoch, if that leaves an example for each process
+    batch_size = 32  # halved, so that it divides among a power of 2 of processes
     while batch_size > max(4, world_size, num_rows // 16):
         batch_size //= 2
     options = with_defaults(options, batch_size=batch_size)
@@ -132,9 +136,9 @@ def resolve_options(
     if options.method == "grpo":
         num_examples *= options.group_size
     # 8 if possible, else the largest power of 2 that divides a process's share
-    default_size = math.gcd(8, num_examples // world_size)
-    options = with_defaults(options, micro_batch_size=default_size)
-    num_together = options.micro_batch_size * world_size
+    divisor = math.gcd(8, num_examples // world_size)
+    options = with_defaults(options, micro_batch_size=divisor)
+    num_together = options.micro_batch_size * world_size  # in one forward pass of all processes
     if num_examples % num_together:
         raise UserError(
             f"the {num_examples} examples of a step do not divide by {num_together}, "

@@ -23,7 +23,7 @@ from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
-RewardFunction = Callable[[list[Completion]], list[float]]
+RewardFunction = Callable[[list[Completion]], list[float]]  # one number for each completion
 
 
 class RewardModel(GPT):
@@ -62,6 +62,7 @@ def load_reward_function(
     """Return the function that rates completions by --reward `name`; `encoder` has written their
     prompts, `dtype` is the autocast dtype of a reward model."""
     if name == "exact":
+        # 1.0 or 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
     # the last colon: a path can have one, too
     file, _, function_name = name.rpartition(":")
@@ -84,12 +85,13 @@ def load_reward_function(
 
     # a reward model, which stays in memory beside the trained one
     model, checkpoint = load_model(path, RewardModel, exact=True)
-    tokenizer = checkpoint["tokenizer"]
+    tokenizer = checkpoint["tokenizer"]  # its spec
     # With other tokens or turns the model would rate another text than was written.
     has_same_text = (
         tokenizer_identity(tokenizer) == encoder.tokenizer.identity
         and is_chat(checkpoint, tokenizer) == encoder.chat
     )
+    # a shorter context would not hold the texts of this run
     if not has_same_text or model.config.block_size < encoder.block_size:
         raise UserError(
             f"--reward {name} has another tokenizer, another kind of text (--plain), or a shorter "
@@ -98,11 +100,11 @@ def load_reward_function(
     return partial(rate, model.to(process.device), process, dtype)
 
 
-def check_reward(name: str, reward_function: RewardFunction, question: Question, eot: int) -> None:
+def check_reward(name: str, reward_function: RewardFunction, question: Question) -> None:
     """Raise UserError if --reward `name` fails for a first completion, the row's answer if it has
     one. A run calls this before --overwrite removes the checkpoints of another one."""
-    # a reward model reads ids: those of an empty answer do
-    example = Example.join([Segment(question.prompt_ids, False), Segment([eot], True)])
+    # a reward model reads token ids: those of the prompt do
+    example = Example.join([Segment(question.prompt_ids, False)])
     completion = Completion(question.row, str(question.row.get("answer", "")), example)
     try:
         reward_function([completion])
