@@ -23,7 +23,7 @@ FILE = Path(__file__).with_name("trl.json")
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 257}
 BLOCK_SIZE, PAD, END = 32, 0, 256
 POLICY, REFERENCE = 0.0, 1.0  # phases of the weights of the two models
-BETA, KL, GROUP = 0.1, 0.04, 4
+KL, GROUP = 0.04, 4  # KL is our default; that of trl is 0
 GRADIENTS = ("wpe.weight", "h.0.attn.c_proj.weight", "ln_f.weight", "score.weight")
 
 PAIRS = [
@@ -114,9 +114,8 @@ def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given
     import trl
     from datasets import Dataset
 
-    beta = {"beta": BETA} if name == "DPO" else {}
     # max_length None: nothing is cut
-    args = getattr(trl, f"{name}Config")(**options(folder), **beta, max_length=None)
+    args = getattr(trl, f"{name}Config")(**options(folder), max_length=None)
     trainer = getattr(trl, f"{name}Trainer")(
         model=make_model(kind, POLICY),
         args=args,
@@ -134,7 +133,6 @@ def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given
         "input_ids": inputs["input_ids"].tolist(),
         "attention_mask": attention_mask.tolist(),
         "learned": learned.int().tolist(),
-        **beta,
         **measure(trainer, inputs),
     }
 
@@ -182,7 +180,6 @@ def record_grpo(folder: str) -> dict:
         "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1).tolist(),
         "attention_mask": torch.cat([prompt_mask, learned], 1).tolist(),
         "learned": torch.cat([torch.zeros_like(prompt_mask), learned], 1).tolist(),
-        "kl": KL,
         "rewards": REWARDS,
         "advantages": rounded(inputs["advantages"]),
         **measure(trainer, inputs),
