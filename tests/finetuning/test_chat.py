@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Engine
@@ -36,30 +35,24 @@ def text(tokens) -> str:
     return "".join("|" if token == BYTES.eot else chr(token) for token in tokens)
 
 
-def masked(example: Example) -> str:
-    """The text of an example with ~ for what does not count in the loss."""
-    return text(np.where(example.loss_mask, example.tokens, ord("~")))
-
-
-def test_of_a_dialog_the_assistants_turns_count_in_the_loss():
-    example = encode_messages([*DIALOG, *DIALOG], BYTES)
-    assert text(example.tokens) == "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant: 5|"
-    assert masked(example) == "~" * 22 + " 5|" + "~" * 21 + " 5|"
+CHAT, PLAIN = TextEncoder(BYTES, True, 64), TextEncoder(BYTES, False, 16)
+ONE, TWO = "|User: 2+3?|Assistant: 5|", "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant: 5|"
 
 
 @pytest.mark.parametrize(
-    ("prompt", "chat", "whole", "learned"),
+    "encoder, row, whole, learned",
     [
-        ("2+3?", True, "|User: 2+3?|Assistant: 5|", " 5|"),
-        (QUESTION, True, "|User: 2+3?|Assistant: 5|", " 5|"),
-        ([*DIALOG, *QUESTION], True, "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant: 5|", " 5|"),
-        ("2+3=", False, "|2+3=5|", "5|"),
+        (CHAT, {"messages": [*DIALOG, *DIALOG]}, TWO, " 5| 5|"),
+        (CHAT, {"prompt": [*DIALOG, *QUESTION]}, TWO, " 5|"),
+        (CHAT, {"prompt": QUESTION}, ONE, " 5|"),
+        (CHAT, {"prompt": "2+3?"}, ONE, " 5|"),
+        (PLAIN, {"prompt": "2+3="}, "|2+3=5|", "5|"),
     ],
 )
-def test_of_prompt_and_completion_the_latter_counts(prompt, chat, whole, learned):
-    example = encode_completion(prompt, "5", BYTES, chat)
-    assert text(example.tokens) == whole and masked(example).strip("~") == learned
-    assert text(encode_prompt(prompt, BYTES, chat)) == whole.removesuffix(learned)
+def test_turns_of_the_assistant_or_the_completion_alone_are_learned(encoder, row, whole, learned):
+    example = encoder.dialog(row | {"completion": "5"})
+    assert text(example.tokens) == whole
+    assert text(example.tokens[example.loss_mask]) == learned
 
 
 def test_old_turns_make_room_for_the_answer():
@@ -75,9 +68,6 @@ def test_old_turns_make_room_for_the_answer():
     long = "|System: Add.|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
     assert fit(system + history, 80) == long
     assert fit(history, 16) == "|User: 2+3?|Assistant:"
-
-
-CHAT, PLAIN = TextEncoder(BYTES, True, 64), TextEncoder(BYTES, False, 16)
 
 
 def ask(row: dict) -> object:

@@ -18,7 +18,6 @@ from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
-from model.recipes import parse_recipe
 from training.checkpoint import checksum, load_checkpoint, load_model
 from training.saver import save_checkpoint
 from utils.distributed import Process
@@ -164,8 +163,6 @@ def test_rewards_are_learned(base, tmp_path):
     script(*finetune_args(base, tmp_path, "grpo", *options, "--max_lr", 5e-3))
     rewards = [row["reward"] for row in rows(tmp_path)]
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
-    row = read_metrics(tmp_path / "logs")["train"][-1]
-    assert 0 < row["rollout_ms"] < row["ms"]
 
 
 def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
@@ -215,7 +212,6 @@ def refuse(monkeypatch):
     [
         ("", "give --method"),
         ("--method sft --data {base}/none.jsonl", "none.jsonl cannot be read"),
-        ("--method dpo --data {base}/bad.jsonl", 'bad.jsonl, line 1: there is no "chosen"'),
         ("--method grpo --reward exact --data {base}/bad.jsonl", 'line 1: there is no "answer"'),
         ("--method grpo", "needs --reward"),
         ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: KeyError"),
@@ -254,12 +250,10 @@ def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_p
 
 
 def test_defaults_teach_a_dialog_and_its_end_by_the_chat_template(tmp_path):
-    """Of a LLaMA whose end of text is another token: in scores and samples."""
-    engine = byte_level_engine()
-    tokenizer = folder_with_tokenizer(tmp_path, engine, CHATML, eos_token_id=256)
+    """Of a model whose end of text is another token: in scores and samples."""
+    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML, eos_token_id=256)
     torch.manual_seed(0)
-    shape = parse_recipe("llama").shape(32, 64, tokenizer.vocab_size)
-    save_pretrained(GPT(GPTConfig(**shape, n_layer=1, n_head=1)), tmp_path, tokenizer.eot)
+    save_pretrained(GPT(GPTConfig(64, tokenizer.vocab_size, 1, 1, 32)), tmp_path, tokenizer.eot)
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "1?", "completion": "yes", "answer": "yes"}])
     data = ["--init_from", tmp_path, "--data", tmp_path / "rows.jsonl", *folders(tmp_path)]
     questions = ["--questions", tmp_path / "rows.jsonl", "--max_new_tokens", 16]
