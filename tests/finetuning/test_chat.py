@@ -47,10 +47,11 @@ ONE, TWO = "|User: 2+3?|Assistant: 5|", "|User: 2+3?|Assistant: 5|User: 2+3?|Ass
         (CHAT, {"prompt": QUESTION}, ONE, " 5|"),
         (CHAT, {"prompt": "2+3?"}, ONE, " 5|"),
         (PLAIN, {"prompt": "2+3="}, "|2+3=5|", "5|"),
+        (PLAIN, {"prompt": "2+3=", "completion": "5" * 20}, "|2+3=" + "5" * 11, "5" * 11),
     ],
 )
 def test_turns_of_the_assistant_or_the_completion_alone_are_learned(encoder, row, whole, learned):
-    example = encoder.dialog(row | {"completion": "5"})
+    example = encoder.dialog({"completion": "5"} | row)
     assert text(example.tokens) == whole
     assert text(example.tokens[example.loss_mask]) == learned
 
@@ -100,15 +101,9 @@ def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, encode, probl
 
 def test_a_file_without_rows_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
-    for content, problem in ((b"\n", "holds no rows"), (b"\xff\xfe\x00", "as UTF-8 text")):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=f"rows.jsonl .*{problem}"):
-            read_jsonl(path, dict)
-
-
-def test_a_long_example_is_cut():
-    example = PLAIN.dialog({"prompt": "ab", "completion": "c" * 30})
-    assert len(example.tokens) == 16 and PLAIN.num_cut == 1
+    path.write_text("\n")
+    with pytest.raises(UserError, match="rows.jsonl holds no rows"):
+        read_jsonl(path, dict)
 
 
 def test_the_chat_template_gives_the_same_tokens():
@@ -192,17 +187,15 @@ LLAMA2 = (  # with a space before the end
 def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
     """What is sampled follows the ids of training, whatever merges the tokenizer has."""
     tokenizer = folder_with_tokenizer(tmp_path, engine(), template)
-    for prompt, chat in ((QUESTION, True), ([*DIALOG, *QUESTION], True), ("2+3:", False)):
+    for prompt, chat in (([*DIALOG, *QUESTION], True), ("2+3:", False)):
         prompt_ids = encode_prompt(prompt, tokenizer, chat)
         whole = encode_completion(prompt, "44", tokenizer, chat)
         answer = whole.tokens[len(prompt_ids) :].tolist()
         assert answer[-1] in tokenizer.end_ids
         assert decode_completion(answer[:-1], TextEncoder(tokenizer, chat, 64)).rstrip(" ") == "44"
-    dialog = [*DIALOG, *DIALOG]
-    tokens = encode_messages(dialog, tokenizer).tokens.tolist()
-    for end in (1, 3):
-        prompt_ids = encode_prompt(dialog[:end], tokenizer, chat=True)
-        assert tokens[: len(prompt_ids)] == prompt_ids
+    tokens = encode_messages([*DIALOG, *DIALOG], tokenizer).tokens.tolist()
+    prompt_ids = encode_prompt([*DIALOG, *QUESTION], tokenizer, chat=True)
+    assert tokens[: len(prompt_ids)] == prompt_ids
 
 
 @pytest.mark.parametrize(
@@ -225,20 +218,15 @@ def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, tem
         assert example.tokens[example.loss_mask].tolist()[-1] == vocab[end]
 
 
-@pytest.mark.parametrize("added", [[], ["<|im_end|>"]], ids=["bytes", "own"])
-def test_every_eos_of_a_folder_ends_a_text(tmp_path, added):
+def test_every_eos_of_a_folder_ends_a_text(tmp_path):
     """Also of a tokenizer that this project has under a name; the separator is the first."""
-    engine = to_engine(BYTES)
-    engine.add_special_tokens(added)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [256, 10, 13]}')
-    tokenizer = folder_with_tokenizer(tmp_path, engine, None, eos_token_id=256)
-    assert (tokenizer.eot, tokenizer.end_ids) == (256, {256, 10, 13})
-    assert (tokenizer.name == "bytes") == (not added)
-    model = GPT(GPTConfig(8, tokenizer.vocab_size, 1, 1, 8))
-    save_pretrained(model, tmp_path, tokenizer.eot, tokenizer.end_ids)
+    tokenizer = folder_with_tokenizer(tmp_path, to_engine(BYTES), None, eos_token_id=256)
+    save_pretrained(GPT(GPTConfig(8, 257, 1, 1, 8)), tmp_path, tokenizer.eot, tokenizer.end_ids)
     save_tokenizer(tokenizer, tmp_path, 8)
-    again = load_tokenizer(pretrained_tokenizer(tmp_path, 257))
-    assert (again.eot, again.end_ids, again.name) == (256, {256, 10, 13}, tokenizer.name)
+    exported = load_tokenizer(pretrained_tokenizer(tmp_path, 257))
+    for x in (tokenizer, exported):
+        assert (x.eot, x.end_ids, x.name) == (256, {256, 10, 13}, "bytes")
 
 
 @pytest.mark.parametrize(
