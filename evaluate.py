@@ -163,10 +163,11 @@ def open_benchmark(
 
 def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
     """Read a file of questions, and return the function that asks them."""
+    # encodes prompts as they were in fine-tuning, so that the model sees the same tokens again
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
     sizes = (config.max_new_tokens, config.batch_size)
     questions = Questions(path, encoder, scorer.process, scorer.dtype, *sizes)
-    questions.examples = questions.examples[: config.limit]
+    questions.examples = questions.examples[: config.limit]  # all without --limit
     return partial(questions.score, scorer.model)
 
 

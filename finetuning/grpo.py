@@ -62,28 +62,29 @@ class GroupRelativePolicy(Method):
             # the places of a micro-step are consecutive: row i of it is place first_row + i
             first_row = int(micro_places[0])
             sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=first_row)
-            written = complete_questions(
+            micro_completions = complete_questions(
                 model, questions, self.encoder, sampling, self.process, self.dtype
             )
-            completions.append(written)
+            completions.append(micro_completions)
         rollout_seconds = time.perf_counter() - start_time
 
         # Reward them. Each process leaves zeros at the places of others, for the sum. A group can
         # have completions of several processes, so that its mean needs the rewards of all.
         values = torch.zeros(3, num_completions, dtype=torch.float64)
-        for micro_places, written in zip(places, completions, strict=True):
-            rewards = self.reward_function(written)
-            lengths = [completion.example.loss_mask.sum() for completion in written]
-            are_cut = [completion.is_cut for completion in written]
-            columns = [rewards, lengths, are_cut]
+        for micro_places, micro_completions in zip(places, completions, strict=True):
+            columns = [
+                self.reward_function(micro_completions),
+                [completion.example.loss_mask.sum() for completion in micro_completions],
+                [completion.is_cut for completion in micro_completions],
+            ]
             values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
         rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
         groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
         advantages = group_advantages(groups).flatten().float()  # (num_completions,)
 
         batches = []
-        for micro_places, written in zip(places, completions, strict=True):
-            batches.append(self.batch(written, advantages[micro_places]))
+        for micro_places, micro_completions in zip(places, completions, strict=True):
+            batches.append(self.batch(micro_completions, advantages[micro_places]))
 
         # for samples.txt, the first group of the main process, as far as it is in one micro-batch
         sample = f"prompt: {completions[0][0].row['prompt']!r}"

@@ -162,7 +162,8 @@ class SupervisedTuning(Method):
 
     def divisor(self, dialogs: list[Example]) -> int:
         # targets: the first token of a text follows nothing, so it is none
-        return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
+        num_targets = [int(dialog.loss_mask[1:].sum()) for dialog in dialogs]
+        return sum(num_targets)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
         # The mean over the targets of this batch: for a mean, the model never holds the logits of

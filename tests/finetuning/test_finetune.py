@@ -214,7 +214,6 @@ def refuse(monkeypatch):
         ("--method grpo --reward exact --data {base}/bad.jsonl", 'line 1: there is no "answer"'),
         ("--method grpo", "needs --reward"),
         ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: KeyError"),
-        ("--method grpo --reward exakt", "exakt is none of exact, FILE.py:FUNCTION, and a chec"),
         ("--method grpo --reward {base}/letters.py", "is none of exact, FILE.py:FUNCTION"),
         ("--method grpo --reward {base}", "is no reward model"),
         ("--method sft --block_size 128", "--block_size 128 exceeds .* context of 64"),
