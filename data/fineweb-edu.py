@@ -39,7 +39,6 @@ from utils.files import atomic_write, lock_folder
 # from those that are there. --num_workers and --max_shards change no token.
 SETTINGS = (
     "text_column",
-    "tokens_column",
     "shard_size",
     "format",
     "val_fraction",
@@ -63,8 +62,6 @@ class DataConfig:
     .zst; a file may also be .json, .csv, .tsv or other text."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""
-    tokens_column: str | None = None
-    """Column of token ids of --tokenizer, instead of text, as in nvidia/Nemotron-ClimbMix."""
     tokenizer: str = "gpt2"
     """gpt2: 50,257 tokens through tiktoken; bytes: one token a byte, no download; or a
     tokenizer.json (data/train_tokenizer.py makes one for your text)."""
@@ -88,74 +85,43 @@ class DataConfig:
     """Machines that share the work: machine i reads every n-th source file, beginning with i."""
 
 
-def tokenize(tokenizer: Tokenizer, val_fraction: float, text: object) -> Document | Skipped:
-    """Return the document of a text; Skipped for a value that holds no text."""
-    if not isinstance(text, str):
-        return Skipped("without text")
-    if not text.strip():
-        return Skipped("empty")
-    try:
-        utf8 = text.encode()
-        ids = tokenizer.encode(text)
-    except ValueError:  # half of a surrogate pair, as JSON may write one
-        return Skipped("not tokenizable")
-    document = make_document(tokenizer, val_fraction, utf8, ids)
-    document.lost = tokenizer.lost_text(text, ids)
-    return document
-
-
-def read_ids(tokenizer: Tokenizer, val_fraction: float, ids: object) -> Document | Skipped:
-    """Return the document of a row of token ids; raise UserError if it holds something else. End of
-    text at its ends is not repeated; within, it separates documents."""
-    if ids is None:
-        return Skipped("without text")
-    is_valid = isinstance(ids, list) and all(
-        type(token) is int and 0 <= token < tokenizer.vocab_size for token in ids
-    )
-    if not is_valid:
-        raise UserError(
-            f"--tokens_column has to hold lists of token ids of {tokenizer.name}, see --tokenizer, "
-            f"and not, as here, {ids!r:.60}; --text_column names a column of texts"
-        )
-    if ids[:1] == [tokenizer.eot]:
-        ids = ids[1:]
-    if ids[-1:] == [tokenizer.eot]:
-        ids = ids[:-1]
-    utf8 = tokenizer.decode_bytes(ids)
-    if not utf8.strip():
-        return Skipped("empty")
-    return make_document(tokenizer, val_fraction, utf8, np.array(ids, np.uint16))
-
-
-def make_document(
-    tokenizer: Tokenizer, val_fraction: float, utf8: bytes, ids: np.ndarray
-) -> Document:
-    """Return the document of a text, with its ids (n,), in train or validation.
+def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document | Skipped:
+    """Return the document of a row that is a text, in train or validation; Skipped for another row.
 
     A hash of the text chooses the split. Unlike a random number or every n-th document, it does not
     depend on the order of the source, on workers or on where a run continues, and a copy of a
     validation document is never trained on.
     """
+    if isinstance(row, Skipped):  # data/source.py knows why it is no text
+        return row
+    if not isinstance(row, str):  # null, or a column of numbers
+        return Skipped("without text")
+    if not row.strip():
+        return Skipped("empty")
+    try:
+        utf8 = row.encode()
+        ids = tokenizer.encode(row)
+    except ValueError:  # half of a surrogate pair, as JSON may write one
+        return Skipped("not tokenizable")
     # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
     tokens = np.append(np.uint16(tokenizer.eot), ids)  # (n + 1,), end of text first
-    return Document(tokens, 0 if is_val else len(tokens), len(utf8))
+    return Document(
+        tokens=tokens,
+        num_train=0 if is_val else len(tokens),
+        num_bytes=len(utf8),
+        lost=tokenizer.lost_text(row, ids),
+    )
 
 
 def tokenize_batches(
     config: DataConfig, source: Source, tokenizer: Tokenizer, position: dict | None
 ) -> Iterator[tuple[dict, list[Document | Skipped]]]:
     """Yield position and documents of each batch of rows in order, as threads tokenize them."""
-    read = read_ids if config.tokens_column else tokenize
 
     def tokenize_batch(rows: list) -> list[Document | Skipped]:
-        documents = []
-        for row in rows:
-            if not isinstance(row, Skipped):  # the source may have skipped it already
-                row = read(tokenizer, config.val_fraction, row)
-            documents.append(row)
-        return documents
+        return [tokenize(tokenizer, config.val_fraction, row) for row in rows]
 
     pending: deque[tuple[dict, Future]] = deque()
     workers = ThreadPoolExecutor(config.num_workers)  # tokenizers release the interpreter lock
@@ -241,7 +207,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
         files=list(file_sizes),
         dataset=config.dataset,
         remote_name=config.remote_name,
-        column=config.tokens_column or config.text_column,
+        column=config.text_column,
         worker_index=config.worker_index,
         worker_count=config.worker_count,
     )

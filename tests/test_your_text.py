@@ -37,8 +37,6 @@ def home(tmp_path):
     (home / "texts" / "cover.jpg").write_bytes(b"\xff\xd8\xff\0")
     (home / "notes.csv").write_text("id,body\n1,a note\n2,another\n")
     parquet.write_table(pa.table({"review": texts[:300]}), home / "reviews.parquet")
-    ids = [list(text.encode()) for text in texts[:300]]
-    parquet.write_table(pa.table({"tokens": ids}), home / "ids.parquet")
     (home / "crawl").mkdir()
     for i in range(3):
         rows = "".join(json.dumps({"text": t}) + "\n" for t in texts[200 * i : 200 * (i + 1)])
@@ -79,7 +77,6 @@ def test_one_book_then_scores_plot_and_export(home):
         ("A parquet file with another column", ["documents: 300"]),
         ("A compressed crawl", ["documents: 600", "\n0 new tokens"]),
         ("Your own tokenizer", ["tokenizer: tokenizer-", "documents: 1"]),
-        ("Token ids", ["documents: 300"]),
     ],
 )
 def test_sharding(home, title, expected):

@@ -16,7 +16,6 @@ from conftest import documents, environment, kill, script, start
 from pyarrow import parquet
 
 from data.shards import TokenStream, open_folder
-from data.tokenizer import ByteTokenizer
 from utils.cli import parse, user_message
 from utils.errors import UserError
 from utils.files import lock_folder
@@ -81,53 +80,9 @@ def test_the_manifest_tells_what_is_there(plain):
         assert manifest["bytes"][split] == sum(len(t.encode()) for t in texts_in(plain, split))
 
 
-def test_a_parquet_of_ids_gives_the_shards_of_its_text(corpus, plain, tmp_path):
-    rows = [list(text.encode()) for text in documents()]
-    rows[3] = [256, *rows[3]]  # its own end of text counts once
-    parquet.write_table(pa.table({"ids": rows}), tmp_path / "ids.parquet")
-    shard(tmp_path / "ids.parquet", tmp_path / "out", "--tokens_column", "ids")
-    assert digests(tmp_path / "out") == digests(plain)
-
-
-@pytest.mark.parametrize(
-    ("row", "tokens"),
-    [
-        ([97, 98], [256, 97, 98]),
-        ([256, 97, 98], [256, 97, 98]),
-        ([97, 98, 256], [256, 97, 98]),
-        ([97, 256, 98, 256, 256, 99], [256, 97, 256, 98, 256, 256, 99]),
-    ],
-)
-def test_separators_within_a_row_of_ids_are_kept_and_those_at_its_ends_are_not_doubled(row, tokens):
-    document = fineweb_edu.read_ids(ByteTokenizer(), 0.0, row)
-    assert document.tokens.tolist() == tokens and document.num_bytes == sum(i < 256 for i in row)
-
-
-@pytest.mark.parametrize(
-    ("rows", "problem"),
-    [
-        ([[97], [300]], "--tokens_column has to hold lists of token ids of bytes"),
-        ([[-1]], "--tokens_column has to hold lists of token ids of bytes"),
-        (["some text", "97 98"], "--tokens_column has to hold lists .* here, 'some text'"),
-        ([["97", "98"]], "--tokens_column has to hold lists of token ids"),
-        ([[97.5]], "--tokens_column has to hold lists of token ids"),
-        ([[[97], [98]]], "--tokens_column has to hold lists of token ids"),
-        ([[97, None]], "--tokens_column has to hold lists of token ids"),
-        ([97, 98], "--tokens_column has to hold lists of token ids"),
-    ],
-)
-def test_what_is_no_list_of_ids_is_refused_in_a_sentence(tmp_path, rows, problem):
-    parquet.write_table(pa.table({"ids": rows}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=problem):
-        prepare(tmp_path / "a.parquet", tmp_path / "out", tokens_column="ids")
-
-
-def test_null_and_empty_rows_of_ids_are_skipped_and_ids_are_no_text(tmp_path):
-    rows = [[97] * 100, None, [], [256], [98] * 100]
-    parquet.write_table(pa.table({"ids": rows}), tmp_path / "a.parquet")
-    manifest = prepare(tmp_path / "a.parquet", tmp_path / "out", tokens_column="ids")
-    assert manifest["documents"] == 2 and manifest["skipped"] == {"without text": 1, "empty": 2}
-    with pytest.raises(UserError, match="holds no text .* skipped: 5 without text"):
+def test_a_column_that_holds_no_text_is_refused(tmp_path):
+    parquet.write_table(pa.table({"ids": [[97] * 100, None, [98]]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="holds no text .* skipped: 3 without text"):
         prepare(tmp_path / "a.parquet", tmp_path / "none", text_column="ids")
 
 
