@@ -3,8 +3,7 @@
     python data/train_tokenizer.py --input books/ --vocab_size 16384 --out data/books/tokenizer.json
     python data/fineweb-edu.py --input books/ --tokenizer data/books/tokenizer.json
 
-A hash chooses the text to train on, and the text held out to count bytes per token, beside GPT-2's.
-The same text gives the same tokenizer.
+The same text gives the same tokenizer. data/fineweb-edu.py prints its bytes per token.
 """
 
 import sys
@@ -19,16 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 from tokenizers import models, pre_tokenizers, trainers
 
 from data.export_tokenizer import END_OF_TEXT, byte_level
-from data.file_tokenizer import read_tokenizer
 from data.source import Source, list_files
-from data.tokenizer import load_tokenizer
 from utils.cli import start_script
-from utils.errors import UserError
 from utils.files import atomic_write
 
-PIECE = 2_000  # characters of a text that are sampled, or held out, together
-HELD_OUT = 0.02  # share of the pieces that are held out
-MOST_HELD_OUT = 2_000  # pieces
+PIECE = 2_000  # characters of a text that are sampled together
 
 
 @dataclass
@@ -50,58 +44,38 @@ class TokenizerConfig:
     """Column of parquet, JSON or CSV that holds the text."""
 
 
-def read_pieces(source: Source, share: float, held_out: list[str]) -> Iterator[str]:
-    """Yield a share of the pieces of the texts, to train on; put others into `held_out`."""
+def read_pieces(source: Source, share: float) -> Iterator[str]:
+    """Yield a share of the pieces of all texts, chosen by a hash: always the same ones."""
     for _, rows in source.batches():
         for text in rows:
-            if not isinstance(text, str):
+            if not isinstance(text, str):  # a row that the source skipped, null, or a number
                 continue
+            # pieces, not texts, so that a source of one long book can be sampled, too
             for start in range(0, len(text), PIECE):
                 piece = text[start : start + PIECE]
-                # uniform in [0, 1), the same for equal pieces, so that none is on both sides
-                draw = zlib.crc32(piece.encode(errors="replace")) / 2**32
-                if draw > 1 - HELD_OUT and len(held_out) < MOST_HELD_OUT:
-                    held_out.append(piece)
-                elif draw < share:
+                # CRC-32 as a number in [0, 1); "replace" for half of a surrogate pair
+                if zlib.crc32(piece.encode(errors="replace")) / 2**32 < share:
                     yield piece
 
 
-def print_rate(spec: str, pieces: list[str]) -> None:
-    """Print how many bytes a token of a tokenizer stands for."""
-    try:
-        tokenizer = load_tokenizer(spec)
-    except UserError as error:  # GPT-2's cannot be downloaded
-        print(error)
-        return
-    num_tokens = sum(len(tokenizer.encode(piece)) for piece in pieces)
-    num_bytes = sum(len(piece.encode(errors="replace")) for piece in pieces)
-    rate = num_bytes / num_tokens
-    print(f"{rate:.2f} bytes per token of {tokenizer.name} in {num_bytes:,} bytes held out")
-
-
 def main(config: TokenizerConfig) -> None:
-    if not 257 <= config.vocab_size < 65_536:
-        raise UserError(f"--vocab_size {config.vocab_size} must be 257 to 65,535")
     sizes = list_files(config.input)
     source = Source(list(sizes), column=config.text_column)
-    # by the sizes of the files: compressed ones give more text than --sample_mb
-    share = config.sample_mb * 1e6 / max(1, sum(sizes.values()))
-    held_out: list[str] = []
+    # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
+    # compressed ones give more text.
+    share = config.sample_mb * 1e6 / sum(sizes.values())
     engine = byte_level(models.BPE(), config.split)
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size - 1,  # end of text is added below
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, also unseen ones
         show_progress=False,
     )
-    engine.train_from_iterator(read_pieces(source, share, held_out), trainer)
+    engine.train_from_iterator(read_pieces(source, share), trainer)
     engine.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
     config.out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(config.out) as file:
         file.write(engine.to_str().encode())
     print(f"{config.out}: {engine.get_vocab_size():,} tokens")
-    if held_out:
-        print_rate(read_tokenizer(config.out), held_out)
-        print_rate("gpt2", held_out)
 
 
 if __name__ == "__main__":
