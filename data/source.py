@@ -27,15 +27,6 @@ from utils.errors import UserError
 
 BATCH = 100  # rows
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-# codecs that a file which is not UTF-8 is compared with, and their names for users
-ENCODINGS = {
-    "cp1252": "Latin-1 (Windows-1252)",
-    "gb18030": "GBK (GB18030)",
-    "big5": "Big5",
-    "cp932": "Shift-JIS",
-    "cp1251": "Windows-1251",
-    "koi8_r": "KOI8-R",
-}
 
 
 @dataclass(frozen=True)
@@ -190,26 +181,24 @@ def read_column(name: str, column: str) -> Iterator[object]:
         yield from read_parquet(name, column)
         return
     read_rows = READERS.get(suffix_of(name), read_document)
-    encoding = None  # of the file, once a row is not UTF-8
+    is_warned = False  # one warning a file, not one a row
     with open_text(name) as file:
         for number, row in enumerate(read_rows(file)):
             if isinstance(row, dict):
                 if number == 0 and row:
                     check_column(name, column, list(row))
                 row = row.get(column)
-            undecoded = re.findall("[\udc80-\udcff]", row) if isinstance(row, str) else []
-            if not undecoded:
-                yield row
-                continue
-            if encoding is None:
-                encoding = guess_encoding(row)
-                print(
-                    f"warning: {name} is not UTF-8: it looks like {encoding}; a text with "
-                    f"{len(undecoded):,} lost characters is left out, and others like it; convert "
-                    "the file",
-                    file=sys.stderr,
-                )
-            yield Skipped(f"not UTF-8: looks like {encoding}")
+            # a byte that is not UTF-8, see open_text
+            if isinstance(row, str) and re.search("[\udc80-\udcff]", row):
+                if not is_warned:
+                    is_warned = True
+                    print(
+                        f"warning: {name} is not UTF-8: damaged, or {guess_encoding(row)}; such "
+                        "texts are left out, convert the file",
+                        file=sys.stderr,
+                    )
+                row = Skipped("not UTF-8")
+            yield row
 
 
 def check_column(name: str, column: str, columns: list[str]) -> None:
@@ -219,21 +208,13 @@ def check_column(name: str, column: str, columns: list[str]) -> None:
 
 
 def guess_encoding(text: str) -> str:
-    """Return the name of the encoding that a text, which is not UTF-8, looks like. Bytes that are
-    not UTF-8 are surrogates in it, see open_text."""
+    """Return the encoding that a text, which is not UTF-8, probably has, by its frequencies of
+    characters."""
     from charset_normalizer import from_bytes  # slow to import; few files need it
 
-    text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # JSON may hold other surrogates
-    content = text.encode(errors="surrogateescape")  # the bytes of the file
-    decoded = content.decode(errors="replace")
-    if 2 * decoded.count("\ufffd") < len(re.findall("[^\0-\x7f]", decoded)):
-        return "damaged UTF-8"  # most characters are whole
-    runs = re.findall(rb"[\x80-\xff]+", content)
-    num_single = sum(len(run) == 1 for run in runs)
-    if 2 * num_single > len(runs):
-        return ENCODINGS["cp1252"]  # accents among letters: too few to tell by their frequencies
-    match = from_bytes(content[:100_000], cp_isolation=list(ENCODINGS)).best()
-    return ENCODINGS[match.encoding] if match else "another encoding"
+    text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # surrogates that JSON has escaped
+    match = from_bytes(text.encode(errors="surrogateescape")).best()  # the bytes of the file
+    return match.encoding if match else "in another encoding"
 
 
 @contextmanager
