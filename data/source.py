@@ -140,15 +140,16 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     """Yield the rows of CSV. One with more cells than the header is skipped: it has a comma that is
     not quoted, and which of the cells is the text cannot be told."""
     csv.field_size_limit(2**31 - 1)  # characters of a cell; the default is 131,072
+    # strict: a quote that is never closed is an error, and not one cell to the end of the file
     reader = csv.reader(file, delimiter=delimiter, strict=True)
     try:
         header = next(reader, [])
         for cells in reader:
-            if any(cells[len(header) :]):
+            if any(cells[len(header) :]):  # empty ones are commas at the end of a line
                 yield Skipped("wider than the header")
             elif cells:  # not a blank line
-                yield dict(zip(header, cells, strict=False))
-    except csv.Error as error:
+                yield dict(zip(header, cells, strict=False))  # a short row lacks its last columns
+    except csv.Error as error:  # it does not say where
         raise ValueError(f"line {reader.line_num}: {error}") from error
 
 
@@ -276,7 +277,6 @@ class Source:
             import datasets  # slow to import, as all that is needed for the hub only
             from fsspec.compression import register_compression
             from huggingface_hub import HfApi
-            from pyarrow import JsonType
 
             datasets.disable_progress_bars()
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised anyway
@@ -289,16 +289,10 @@ class Source:
             if self.worker_index >= stream.num_shards:
                 raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
             stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-            stream = stream.with_format("arrow")
             state = position["stream"]
             if state:
                 stream.load_state_dict(state)
-            for table in stream.iter(BATCH):
-                check_column(self.dataset, self.column, table.column_names)
-                column = table[self.column]
-                batch = column.to_pylist()
-                if isinstance(column.type, JsonType):
-                    # a column of JSON lines in which some values are no text: each value is JSON
-                    batch = [None if text is None else json.loads(text) for text in batch]
-                yield {"revision": revision, "stream": state}, batch
-                state = stream.state_dict()
+            for columns in stream.iter(BATCH):
+                check_column(self.dataset, self.column, list(columns))
+                yield {"revision": revision, "stream": state}, columns[self.column]
+                state = stream.state_dict()  # where the next batch begins
