@@ -32,8 +32,6 @@ class Document:
     but for a text of which a part is held out."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
-    lost: str = ""
-    """Characters of the text that the tokens do not give back."""
     position: dict = field(default_factory=dict)
     """Where to read the document again: "source", the position of its batch (data/source.py), and
     "documents", the number of rows before it in the batch."""
@@ -132,7 +130,6 @@ class Sharder:
                 "documents": 0,
                 "skipped": {},
                 "bytes": {"train": 0, "val": 0},
-                "lost_bytes": 0,
                 "shards": [],
                 "state": {"source": None, "documents": 0, "tokens": 0, "open": {}},
             }
@@ -199,7 +196,6 @@ class Sharder:
         self.manifest["skipped"] = document.skipped
         if start == 0:  # else an earlier run has counted the document
             self.manifest["documents"] += 1
-            self.manifest["lost_bytes"] += len(document.lost.encode())
         total = len(document.tokens)
         while start < total:
             split, split_end = "train", document.num_train
