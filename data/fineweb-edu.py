@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer
 from data.sharder import PIECES, Document, Sharder
-from data.source import Skipped, Source, list_files
+from data.source import Batch, Skipped, Source, list_files
 from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
@@ -122,41 +122,44 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document
 
 def tokenize_batches(
     config: DataConfig, source: Source, tokenizer: Tokenizer, position: dict | None
-) -> Iterator[tuple[dict, list[Document | Skipped]]]:
-    """Yield position and documents of each batch of rows in order, as threads tokenize them."""
+) -> Iterator[Batch]:
+    """Yield the batches of the source from a position on, in order, with a Document or Skipped for
+    each row; threads tokenize them."""
 
-    def tokenize_batch(rows: list) -> list[Document | Skipped]:
-        return [tokenize(tokenizer, config.val_fraction, row) for row in rows]
+    def tokenize_batch(batch: Batch) -> Batch:
+        rows = [tokenize(tokenizer, config.val_fraction, row) for row in batch.rows]
+        return Batch(batch.position, rows)
 
-    pending: deque[tuple[dict, Future]] = deque()
-    workers = ThreadPoolExecutor(config.num_workers)  # tokenizers release the interpreter lock
+    pending: deque[Future] = deque()  # batches in the order of the source
+    # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
+    workers = ThreadPoolExecutor(config.num_workers)
     try:
-        for batch_position, rows in source.batches(position):
-            pending.append((batch_position, workers.submit(tokenize_batch, rows)))
-            if len(pending) > 3 * config.num_workers:  # keep the threads busy, and memory small
-                batch_position, task = pending.popleft()
-                yield batch_position, task.result()
-        for batch_position, task in pending:
-            yield batch_position, task.result()
-    finally:
+        for batch in source.batches(position):
+            pending.append(workers.submit(tokenize_batch, batch))
+            # three batches a thread keep all threads busy, and memory small
+            if len(pending) > 3 * config.num_workers:
+                yield pending.popleft().result()  # waits for the oldest batch
+        while pending:
+            yield pending.popleft().result()
+    finally:  # also when max_shards or an error ends the run: nothing of what is left is tokenized
         workers.shutdown(cancel_futures=True)
 
 
 def read_documents(
-    batches: Iterator[tuple[dict, list[Document | Skipped]]], first: int, skipped: Counter
+    batches: Iterator[Batch], first_row: int, skipped: Counter
 ) -> Iterator[Document]:
-    """Yield the documents of batches, from row `first` of the first batch on, with their position.
-    Count the rows between them in `skipped`, by reason."""
-    for batch_position, rows in batches:
-        for index in range(first, len(rows)):
-            row = rows[index]
+    """Yield the documents of batches, from row `first_row` of the first batch on, with their
+    position. Count the rows between them in `skipped`, by reason."""
+    for batch in batches:
+        for index in range(first_row, len(batch.rows)):
+            row = batch.rows[index]
             if isinstance(row, Skipped):
                 skipped[row.reason] += 1
                 continue
-            row.position = {"source": batch_position, "documents": index}
-            row.skipped = dict(skipped)
+            row.position = {"source": batch.position, "documents": index}
+            row.skipped = dict(skipped)  # a copy: the counts up to here
             yield row
-        first = 0
+        first_row = 0  # of the next batch
 
 
 def mark_last(documents: Iterator[Document]) -> Iterator[tuple[Document, bool]]:
@@ -178,8 +181,14 @@ def write_shards(
     documents = read_documents(batches, state["documents"], skipped)
     max_tokens = config.max_shards and config.max_shards * config.shard_size
     seconds = 0.1 if sys.stderr.isatty() else 60  # between two updates of the bar
-    bar = tqdm(total=max_tokens, unit="tok", unit_scale=True, delay=seconds, mininterval=seconds)
-    bar.update(sharder.num_tokens)
+    bar = tqdm(
+        total=max_tokens,  # None, without an end, unless max_shards says when it is reached
+        initial=sharder.num_tokens,  # those of an earlier run
+        unit="tok",
+        unit_scale=True,
+        delay=seconds,
+        mininterval=seconds,
+    )
     # tokens of the first document that are in the shards already
     num_written = state["tokens"]
     for document, is_last in mark_last(documents):
@@ -262,15 +271,9 @@ def report(manifest: dict) -> None:
         print(line)
     if manifest.get("held_out"):
         print(f"validation: {PIECES} pieces, spread over the last text")
-    elif num_tokens:
-        print("validation: documents chosen by hash")
-    else:
-        print("validation: none")
 
 
 def main(config: DataConfig) -> None:
-    if min(config.shard_size, config.num_workers, config.max_shards or 1) < 1:
-        raise UserError("--shard_size, --num_workers and --max_shards must be at least 1")
     if not (0 <= config.val_fraction < 1 and 0 <= config.worker_index < config.worker_count):
         raise UserError("--val_fraction must be in [0, 1), --worker_index in [0, --worker_count)")
     folder = config.local_dir or Path("data/edu_fineweb10B")

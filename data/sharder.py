@@ -122,7 +122,8 @@ class Sharder:
         advice = "give another --local_dir or empty that one"
         if not self.manifest and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
-        if not self.manifest or not (self.manifest["shards"] or self.manifest["complete"]):
+        # without a whole shard, an earlier run has left nothing to continue
+        if not self.manifest.get("shards"):
             self.manifest = {
                 **settings,
                 "complete": False,
@@ -178,9 +179,8 @@ class Sharder:
         would be empty: the larger of a tenth of it and `val_fraction` of all tokens, at most half.
         """
         if "held_out" not in self.manifest:  # else an earlier run has ended within the document
-            splits = {"train" if document.num_train else "val", *self.writers}
-            splits.update(entry["split"] for entry in self.manifest["shards"])
-            if splits == {"train", "val"}:
+            other_split = "val" if document.num_train else "train"
+            if self.manifest["bytes"][other_split] > 0:
                 return document
             num_tokens = len(document.tokens)
             share = int(val_fraction * (self.num_tokens + num_tokens))

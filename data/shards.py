@@ -202,9 +202,8 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
 class TokenStream:
     """All tokens of one or several folders of a split as one array, read from disk when asked for.
 
-    Raises UserError if the folders cannot be read together: one is given twice, they have several
-    tokenizers, or they were split by different --val_fraction, so that one may train on the
-    validation text of another.
+    Raises UserError if the folders cannot be read together: they have several tokenizers, or they
+    were split by different --val_fraction, so that one may train on the validation text of another.
     """
 
     def __init__(self, folders: list[ShardFolder]) -> None:
@@ -214,26 +213,20 @@ class TokenStream:
         self.tokenizer_identity = tokenizer_identity(self.tokenizer)
         self.vocab_size = count_tokens(self.tokenizer)
         self.shards: list[Shard] = []
-        paths: set[Path] = set()
         identities: set[str] = set()
-        fractions: dict[float, Path] = {}  # a folder of each --val_fraction
+        fractions: set[float] = set()
         for folder in folders:
             self.shards += folder.shards
-            if folder.path.resolve() in paths:
-                raise UserError(
-                    f"--data_dir names {folder.path} twice; a weight gives it a larger share"
-                )
-            paths.add(folder.path.resolve())
             identities.add(tokenizer_identity(folder.tokenizer))
             if "val_fraction" in folder.manifest:  # that of other projects is not known
-                fractions[folder.manifest["val_fraction"]] = folder.path
+                fractions.add(folder.manifest["val_fraction"])
         if len(identities) > 1:
-            names = ", ".join(sorted(identities))
-            raise UserError(f"the folders of --data_dir have several tokenizers: {names}")
-        if len(fractions) > 1:
-            examples = [f"{path}: {fraction}" for fraction, path in fractions.items()]
             raise UserError(
-                f"the folders of --data_dir differ in --val_fraction ({', '.join(examples)}): one "
+                f"the folders of --data_dir have several tokenizers: {sorted(identities)}"
+            )
+        if len(fractions) > 1:
+            raise UserError(
+                f"the folders of --data_dir have several --val_fraction, {sorted(fractions)}: one "
                 "may train on the validation text of another; shard them alike"
             )
         sizes = [shard.num_tokens for shard in self.shards]

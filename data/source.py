@@ -1,8 +1,9 @@
 """Source of text to shard: rows of files, or of a dataset of the Hugging Face hub.
 
-A row is a text, or what stands in its place: `tokenize` of data/fineweb-edu.py counts what is none.
-Rows come in batches, each with its position in the source, plain data from which a later run
-continues. Python's own readers and pyarrow read files row by row; `datasets` streams the hub.
+A row is a text, or what stands in its place: None, a number, or Skipped. `tokenize` of
+data/fineweb-edu.py counts these. Rows come in batches, each with its position in the source, from
+which a later run continues. Python's own readers and pyarrow read files row by row; `datasets`
+streams the hub.
 """
 
 import bz2
@@ -21,11 +22,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from utils.errors import UserError
 
-BATCH = 100  # rows
+BATCH = 100  # rows; another number would change the positions in manifests
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
 
 
@@ -34,6 +35,15 @@ class Skipped:
     """Row that is no document."""
 
     reason: str
+    """Key under which the manifest counts such rows."""
+
+
+class Batch(NamedTuple):
+    """Successive rows of a source."""
+
+    position: dict
+    """Where the first row is: what `Source.batches` takes to begin there, as plain JSON."""
+    rows: list
 
 
 # Files: what to read, and how to open it
@@ -64,15 +74,6 @@ def suffix_of(name: str) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
-def is_binary(path: Path) -> bool:
-    """Return whether a file that would be read as text holds something else. Text has no zero
-    byte, but in UTF-16, which cannot be read either."""
-    if path.suffix.lower() in (".parquet", *COMPRESSIONS):
-        return False
-    with open(path, "rb") as file:
-        return b"\0" in file.read(2**16)
-
-
 def walk(folder: str) -> list[Path]:
     """Return the files below a folder in name order, but hidden ones and installed packages."""
     paths: list[Path] = []
@@ -80,23 +81,23 @@ def walk(folder: str) -> list[Path]:
         # os.walk visits the folders that stay in this list
         folders[:] = [x for x in folders if not x.startswith(".") and x != "site-packages"]
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    # os.walk's order differs between file systems, and the shards follow the order of the files
     return sorted(paths)
 
 
 def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     """Return the sizes in bytes of the files of `inputs` by name, folders in name order. Prints
-    what is left out of the folders; raises UserError for an input that is no text."""
+    what is left out of the folders; raises UserError if nothing is left."""
     sizes: dict[str, int] = {}
     left_out: Counter[str] = Counter()  # files by suffix
     for name in inputs:
         if os.path.isdir(name):
             for path in walk(name):
-                if suffix_of(path.name) in IN_FOLDERS and path.is_file() and not is_binary(path):
+                # is_file is false for a link to a file that is gone
+                if suffix_of(path.name) in IN_FOLDERS and path.is_file():
                     sizes[str(path)] = path.stat().st_size
                 else:
                     left_out[path.suffix.lower() or "without a suffix"] += 1
-        elif is_binary(Path(name)):
-            raise UserError(f"--input {name} is binary, not UTF-8 text")
         else:
             sizes[name] = os.path.getsize(name)
     others = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
@@ -121,17 +122,15 @@ def read_lines(lines: Iterable[str]) -> Iterator[object]:
         try:
             yield json.loads(line)
         except ValueError:
-            if line.strip():
+            if line.strip():  # a blank line is no row
                 yield Skipped("without text")
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
-    """Yield the rows of a .json: those of an array, one object, or the values in its lines."""
+    """Yield the rows of a .json: those of an array, or the values in its lines."""
     first_line = file.readline()
-    if first_line.startswith("["):
+    if first_line.startswith("["):  # an array is read as a whole: it may have a single line
         yield from json.loads(first_line + file.read())
-    elif first_line.strip() == "{":
-        yield json.loads(first_line + file.read())
     else:
         yield from read_lines(chain([first_line], file))
 
@@ -139,7 +138,7 @@ def read_json(file: IO[str]) -> Iterator[object]:
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     """Yield the rows of CSV. One with more cells than the header is skipped: it has a comma that is
     not quoted, and which of the cells is the text cannot be told."""
-    csv.field_size_limit(2**31 - 1)  # characters of a cell; the default is 131,072
+    csv.field_size_limit(2**31 - 1)  # characters of a cell; the default, 131,072, is below a book
     # strict: a quote that is never closed is an error, and not one cell to the end of the file
     reader = csv.reader(file, delimiter=delimiter, strict=True)
     try:
@@ -167,17 +166,16 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
+    # pyarrow itself ignores a column that is not there
     check_column(name, column, file.schema_arrow.names)
-    for batch in file.iter_batches(BATCH, columns=[column]):
-        yield from batch.column(0).to_pylist()
+    for table in file.iter_batches(BATCH, columns=[column]):
+        yield from table.column(0).to_pylist()
 
 
 def read_column(name: str, column: str) -> Iterator[object]:
     """Yield what each row of a file has in a column; Skipped for a row that is none or not UTF-8.
-
-    Warns once of a file that is not UTF-8, with the encoding that it seems to have: its text would
-    train as U+FFFD, without an error. Raises UserError if the first row lacks the column.
-    """
+    Prints one warning for a file that is not UTF-8. Raises UserError if the first row lacks the
+    column."""
     if suffix_of(name) == ".parquet":
         yield from read_parquet(name, column)
         return
@@ -185,11 +183,12 @@ def read_column(name: str, column: str) -> Iterator[object]:
     is_warned = False  # one warning a file, not one a row
     with open_text(name) as file:
         for number, row in enumerate(read_rows(file)):
-            if isinstance(row, dict):
+            if isinstance(row, dict):  # of JSON or CSV; a text file is a string already
+                # the first row only: those of JSON may have different columns
                 if number == 0 and row:
                     check_column(name, column, list(row))
                 row = row.get(column)
-            # a byte that is not UTF-8, see open_text
+            # a byte that is not UTF-8, see open_text; the text would train as U+FFFD
             if isinstance(row, str) and re.search("[\udc80-\udcff]", row):
                 if not is_warned:
                     is_warned = True
@@ -223,9 +222,9 @@ def name_errors(name: str) -> Iterator[None]:
     """Raise what a reader or file system raises as a UserError that names the file or dataset."""
     try:
         yield
-    except UserError:
+    except UserError:  # names it already
         raise
-    except Exception as error:
+    except Exception as error:  # each reader has classes of its own, and none names the file
         first_line = str(error).partition("\n")[0]
         reason = f"({type(error).__name__}: {first_line:.200})"
         raise UserError(f"{name:.300} is damaged or cannot be read {reason}") from error
@@ -243,56 +242,57 @@ class Source:
     dataset: str = ""
     remote_name: str = ""
     column: str = "text"
-    """Column that holds the texts, or lists of token ids."""
+    """Column that holds the texts."""
     worker_index: int = 0
     worker_count: int = 1
 
-    def batches(self, position: dict | None = None) -> Iterator[tuple[dict, list]]:
-        """Yield batches of rows, each with its position, from a position or the beginning on.
-        Raises UserError for what cannot be read; `datasets` itself retries downloads for some
-        minutes."""
+    def batches(self, position: dict | None = None) -> Iterator[Batch]:
+        """Yield batches of rows from a position or the beginning on. Raises UserError for what
+        cannot be read; `datasets` itself retries downloads for some minutes."""
         if self.files:
             return self.read_files(position or {"file": 0, "row": 0})
         return self.read_dataset(position or {"revision": None, "stream": None})
 
-    def read_files(self, position: dict) -> Iterator[tuple[dict, list]]:
+    def read_files(self, position: dict) -> Iterator[Batch]:
         """Yield the batches of this worker's files; a position is a file and a row of it."""
         files = self.files[self.worker_index :: self.worker_count]
-        row = position["row"]
+        first_row = position["row"]
         for index in range(position["file"], len(files)):
             with name_errors(files[index]):
-                rows = islice(read_column(files[index], self.column), row, None)
-                batch = list(islice(rows, BATCH))
-                while batch:
-                    yield {"file": index, "row": row}, batch
-                    row += len(batch)
-                    batch = list(islice(rows, BATCH))
-            row = 0
+                # formats other than parquet have no index: earlier rows are read again, and dropped
+                rows_left = islice(read_column(files[index], self.column), first_row, None)
+                rows = list(islice(rows_left, BATCH))
+                while rows:
+                    yield Batch({"file": index, "row": first_row}, rows)
+                    first_row += len(rows)
+                    rows = list(islice(rows_left, BATCH))
+            first_row = 0  # of the next file
 
-    def read_dataset(self, position: dict) -> Iterator[tuple[dict, list]]:
+    def read_dataset(self, position: dict) -> Iterator[Batch]:
         """Yield the batches of the hub's dataset. A position is its commit, so that a later run
         reads the same files, and the state that `datasets` saves of its stream."""
-        os.environ.setdefault("USE_TORCH", "0")  # datasets would import PyTorch, for nothing here
         with name_errors(self.dataset):
             import datasets  # slow to import, as all that is needed for the hub only
             from fsspec.compression import register_compression
             from huggingface_hub import HfApi
 
-            datasets.disable_progress_bars()
+            datasets.disable_progress_bars()  # one a file, between the lines of our own
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised anyway
-            # fsspec would need a package of its own for zstd
+            # fsspec would need another package for zstd, which reads the first frame only
             register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
+            # a dataset may change on the hub between two runs; its commit does not
             revision = position["revision"] or HfApi().dataset_info(self.dataset).sha
             stream = datasets.load_dataset(
                 self.dataset, self.remote_name, split="train", revision=revision, streaming=True
             )
             if self.worker_index >= stream.num_shards:
                 raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
+            # every n-th file, not a contiguous part of them
             stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
             state = position["stream"]
             if state:
                 stream.load_state_dict(state)
             for columns in stream.iter(BATCH):
                 check_column(self.dataset, self.column, list(columns))
-                yield {"revision": revision, "stream": state}, columns[self.column]
+                yield Batch({"revision": revision, "stream": state}, columns[self.column])
                 state = stream.state_dict()  # where the next batch begins

@@ -38,20 +38,12 @@ def main(config: VerifyConfig) -> None:
         for part in mixture.parts:
             check_shards(part.stream)  # reads every token
             print(f"{split}: {len(part.stream):,} tokens of {part.stream.tokenizer_identity}")
-        for folder in mixture.stream.unfinished:
-            print(f"{folder} holds a part of its text: run the sharding to its end")
     for part in mixture.parts:  # those of the train split
         n = len(part)
         # the order of a whole epoch at once; visits (n,) counts each sequence id
         visits = np.bincount(part.order(np.arange(n), config.seed), minlength=n)
         assert (visits == 1).all(), "an epoch misses or repeats a sequence"
         print(f"{n:,} sequences of {config.block_size} tokens, each exactly once in an epoch")
-    # one period shows the shares of the whole order, as the next ones repeat it
-    corpus_of_place, _ = mixture.places
-    shares = np.bincount(corpus_of_place)
-    assert shares.tolist() == mixture.shares, "a corpus has another share than its weight"
-    for name, share in zip(mixture.names, shares, strict=True):
-        print(f"{name}: {share} of every {mixture.period} positions, in its own order")
 
 
 def check_shards(stream: TokenStream) -> None:

@@ -145,8 +145,7 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     for first, second in (("first", "equal"), ("foreign", "other")):
         open_two(first, second)
     for first, second, problem in (
-        ("first", "other", "differ in --val_fraction .*first: 0.01, .*other: 0.2.: one may train"),
-        ("first", "first/../first", "--data_dir names .*first/../first twice"),
+        ("first", "other", r"several --val_fraction, \[0.01, 0.2\]: one may train"),
     ):
         with pytest.raises(UserError, match=problem):
             open_two(first, second)
@@ -171,7 +170,7 @@ def test_a_mixture_is_trained_resumed_and_shared_by_two_processes(folders, tmp_p
     row = read_metrics(runs[0] / "logs")["val"][-1]
     assert row["loss"] == pytest.approx(0.75 * row["loss_a"] + 0.25 * row["loss_c"])
     said = script("data/verify.py", "--data_dir", *names, "--block_size", 32).stdout
-    assert "a: 3 of every 4 positions" in said
+    assert said.count("each exactly once in an epoch") == 2
     out = tmp_path / "scores.json"
     found = script("evaluate.py", "--checkpoint", runs[0], "--tasks", "val", "--out", out).stdout
     assert found.count("bits_per_byte") == 3 and "weighted mean" in found
