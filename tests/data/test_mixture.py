@@ -1,37 +1,27 @@
 import json
-import math
-import shutil
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import losses, script, torchrun, train_args, weights
+from conftest import documents, losses, same_run, script, torchrun, train_args
+from test_fineweb_edu import shard
 
 from data.loader import Sequences, Slicing, train_batches
 from data.mixture import Corpus, Mixture, assign_places, parse_corpora
 from data.shards import TokenStream, open_folder, write_manifest
 from utils.errors import UserError
-from utils.files import sha256
 from utils.logger import read_metrics
 
 
 @pytest.fixture(scope="module")
-def folders(shards, tmp_path_factory):
+def folders(tmp_path_factory):
     """Three folders of shards of different sizes."""
     root = tmp_path_factory.mktemp("mixture")
-    for name, share in (("a", 1.0), ("b", 0.5), ("c", 0.1)):
-        entries, sizes = [], {}
-        (root / name).mkdir()
-        for split in ("train", "val"):
-            tokens = np.concatenate([s.read() for s in open_folder(shards, split).shards])
-            kept = tokens[: max(3000, int(share * len(tokens)))]
-            np.save(path := root / name / f"{split}_000000.npy", kept)
-            entries.append({"file": path.name, "split": split, "tokens": len(kept)})
-            entries[-1]["sha256"] = sha256(path)
-            sizes[split] = int((kept != 256).sum())
-        manifest = {"tokenizer": "bytes", "vocab_size": 257, "bytes": sizes, "shards": entries}
-        write_manifest(root / name, manifest)
+    for name, count in (("a", 600), ("b", 300), ("c", 60)):
+        rows = [json.dumps({"text": text}) + "\n" for text in documents()[:count]]
+        (root / f"{name}.jsonl").write_text("".join(rows))
+        shard(root / f"{name}.jsonl", root / name)
     return root
 
 
@@ -52,44 +42,32 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     ids = mixture.order(np.arange(10_000), seed=3)
     corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
     assert np.bincount(corpus).tolist() == [7000, 2000, 1000]
+    steps = [mixture.order(np.arange(s, s + 500), 3) for s in range(0, 10_000, 500)]
+    assert (np.concatenate(steps) == ids).all()
     for i, part in enumerate(mixture.parts):
-        own = ids[corpus == i] - mixture.starts[i]
-        n = len(part)
-        visits = np.bincount(own, minlength=n)
-        epochs = len(own) // n
-        assert visits.min() >= epochs and visits.max() <= epochs + 1
-    a, b, c = (len(part.stream) for part in mixture.parts)
-    epochs, name = mixture.epochs(1000)
-    assert epochs == pytest.approx(max(700 / a, 200 / b, 100 / c))
-    expected = f"{epochs:.2f} epochs of {name}, the corpus seen most often"
-    assert name in "abc" and mixture.describe_epochs(1000) == expected
-    whole = np.concatenate([mixture.order(np.arange(s, s + 500), 3) for s in range(0, 10_000, 500)])
-    assert (whole == ids).all()  # in steps, as in one
-    inputs, targets = mixture.batch(ids[:50])
-    for row, i in enumerate(ids[:50]):
-        part = mixture.parts[corpus[row]]
-        expected = part.batch(np.array([i - mixture.starts[corpus[row]]]))
-        assert (inputs[row] == expected[0]).all() and (targets[row] == expected[1]).all()
+        part_ids = ids[corpus == i] - mixture.starts[i]
+        assert (part_ids == part.order(np.arange(len(part_ids)), seed=3)).all()
+        (inputs, _), (expected, _) = mixture.batch(ids[corpus == i][:5]), part.batch(part_ids[:5])
+        assert (inputs == expected).all()
+    tokens_of_c = len(mixture.parts[2].stream)
+    assert mixture.epochs(1000) == (pytest.approx(100 / tokens_of_c), "c")
+    assert mixture.describe_epochs(10 * tokens_of_c).startswith("1.00 epochs of c, the corpus seen")
+    assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
 
 
 @pytest.mark.parametrize(
-    "weights",
+    "shares",
     [
-        ("0.9985", "0.0015"),
-        ("1", "1", "1"),
-        ("0.7", "0.2", "0.05", "0.03", "0.0199", "0.0001"),
-        ("379", "830", "365", "14"),
-        ("1", "999999"),
-        ("3", "1", "1", "1", "1", "1", "1", "1", "1", "1", "1"),
+        (1997, 3),
+        (1, 1, 1),
+        (7000, 2000, 500, 300, 199, 1),
+        (379, 830, 365, 14),
+        (1, 99_999),
+        (3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
     ],
 )
-def test_any_first_positions_hold_the_share_of_each_corpus_to_within_one(weights):
-    corpora = parse_corpora([f"{i}:{weight}" for i, weight in enumerate(weights)])
-    assert [corpus.weight for corpus in corpora] == [
-        Fraction(weight) / sum(map(Fraction, weights)) for weight in weights
-    ]
-    period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
-    shares = [int(corpus.weight * period) for corpus in corpora]
+def test_any_first_positions_hold_the_share_of_each_corpus_to_within_one(shares):
+    period = sum(shares)
     (places, _), n = assign_places(shares), np.arange(1, period + 1)
     for i, share in enumerate(shares):
         counts = np.cumsum(places == i)
@@ -98,79 +76,57 @@ def test_any_first_positions_hold_the_share_of_each_corpus_to_within_one(weights
 
 def test_shares_stay_exact_far_from_the_first_position(folders):
     mixture = Mixture([f"{folders}/a:0.9985", f"{folders}/b:0.0015"], "train", 32)
-    positions = 2**55 + np.arange(4_000)
-    corpus, corpus_positions = mixture.locate(positions)
-    first = [2**55 * share // 2_000 for share in mixture.shares]
+    corpus, corpus_positions = mixture.locate(2**55 + np.arange(4_000))
     for i, share in enumerate((1_997, 3)):
-        mine = corpus_positions[corpus == i]
-        assert len(mine) == 2 * share and abs(int(mine[0]) - first[i]) <= 1
-        assert (np.diff(mine) == 1).all()
+        positions = corpus_positions[corpus == i]
+        assert len(positions) == 2 * share and (np.diff(positions) == 1).all()
+        assert abs(int(positions[0]) - 2**55 * share // 2_000) <= 1
     with pytest.raises(UserError, match="give weights of at most six digits"):
         Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
 
 
 def test_one_corpus_of_weight_1_has_the_order_of_folders_without_weights(folders):
-    plain = Sequences(TokenStream([open_folder(folders / "a", "train")]), 32)
-    for name in (folders / "a", f"{folders}/a:1"):
-        mixture = Mixture([name], "train", 32)
-        for batches in zip(
-            train_batches(mixture, Slicing(8, 4), 5, range(3, 9)),
-            train_batches(plain, Slicing(8, 4), 5, range(3, 9)),
-            strict=True,
-        ):
-            assert all((x == y).all() for x, y in zip(*batches, strict=True))
+    parts = [Mixture([name], "train", 32) for name in (folders / "a", f"{folders}/a:1")]
+    parts.append(Sequences(TokenStream([open_folder(folders / "a", "train")]), 32))
+    orders = [list(train_batches(part, Slicing(8, 4), 5, range(3, 9))) for part in parts]
+    assert np.array_equal(orders[0], orders[2]) and np.array_equal(orders[1], orders[2])
 
 
 @pytest.mark.parametrize("weights", [("", ""), (":1", ":2")])
-def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
-    shards, tmp_path, weights
-):
+def test_folders_whose_splits_contradict_each_other_are_not_opened_together(tmp_path, weights):
     """Folders of others have no rule, and those of one rule, as of several workers, agree."""
-    rules = {
-        "first": {"val_fraction": 0.01},
-        "equal": {"val_fraction": 0.01},
-        "other": {"val_fraction": 0.2},
-        "foreign": {},
-    }
-    for name, rule in rules.items():
-        shutil.copytree(shards, tmp_path / name)
-        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
-        del manifest["val_fraction"]
-        write_manifest(tmp_path / name, manifest | rule)
+    rules = {"first": {"val_fraction": 0.01}, "other": {"val_fraction": 0.2}, "foreign": {}}
+    for name, rule in {**rules, "equal": rules["first"]}.items():
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "val_0.npy", np.zeros(99, np.uint16))
+        shards = [{"file": "val_0.npy", "split": "val", "tokens": 99}]
+        manifest = {"tokenizer": "bytes", "vocab_size": 257, "shards": shards}
+        write_manifest(tmp_path / name, {**manifest, **rule})
 
-    def open_two(first, second):
-        names = [f"{tmp_path / first}{weights[0]}", f"{tmp_path / second}{weights[1]}"]
-        return Mixture(names, "val", 32)
+    def open_two(*names):
+        folders = zip(names, weights, strict=True)
+        Mixture([f"{tmp_path / name}{weight}" for name, weight in folders], "val", 32)
 
-    for first, second in (("first", "equal"), ("foreign", "other")):
-        open_two(first, second)
-    for first, second, problem in (
-        ("first", "other", r"several --val_fraction, \[0.01, 0.2\]: one may train"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            open_two(first, second)
+    open_two("first", "equal")
+    open_two("foreign", "other")
+    with pytest.raises(UserError, match=r"several --val_fraction, \[0.01, 0.2\]: one may train"):
+        open_two("first", "other")
 
 
 def test_a_mixture_is_trained_resumed_and_shared_by_two_processes(folders, tmp_path):
     names = [f"{folders}/a:0.75", f"{folders}/c:0.25"]
     runs = [tmp_path / name for name in ("whole", "resumed", "two")]
-    for run in runs:
-        args = train_args(names[0], run, 20, "--min_lr", 3e-3)  # a constant rate
-        args.insert(args.index(names[0]) + 1, names[1])
-        if run.name == "two":
-            torchrun(2, *args)
-        else:
-            script(*args, *(["--max_steps", 11] if run.name == "resumed" else []))
-            said = script(*args, "--resume", "auto").stdout
-    assert "epochs of c, the corpus seen most often: 20 steps" in said
-    assert "validation reads all 2,976 tokens of c, fewer than --val_tokens 4,096" in said
-    assert losses(runs[0]) == losses(runs[1]) and losses(runs[0]) == pytest.approx(losses(runs[2]))
-    ours, theirs = weights(runs[0]), weights(runs[1])
-    assert all((ours[name] == theirs[name]).all() for name in ours)
+    args = [train_args(names[0], run, 20, "--min_lr", 3e-3) for run in runs]  # a constant rate
+    for command in args:
+        command.insert(command.index(names[0]) + 1, names[1])
+    printed = script(*args[0]).stdout
+    script(*args[1], "--max_steps", 11)
+    script(*args[1], "--resume", "auto")
+    torchrun(2, *args[2])
+    assert "epochs of c, the corpus seen most often: 20 steps" in printed
+    assert " tokens of c, fewer than --val_tokens 4,096" in printed
+    assert same_run(*runs[:2]) and losses(runs[0]) == pytest.approx(losses(runs[2]))
     row = read_metrics(runs[0] / "logs")["val"][-1]
     assert row["loss"] == pytest.approx(0.75 * row["loss_a"] + 0.25 * row["loss_c"])
-    said = script("data/verify.py", "--data_dir", *names, "--block_size", 32).stdout
-    assert said.count("each exactly once in an epoch") == 2
-    out = tmp_path / "scores.json"
-    found = script("evaluate.py", "--checkpoint", runs[0], "--tasks", "val", "--out", out).stdout
-    assert found.count("bits_per_byte") == 3 and "weighted mean" in found
+    printed = script("evaluate.py", "--checkpoint", runs[0], "--tasks", "val").stdout
+    assert printed.count("bits_per_byte") == 3 and "weighted mean" in printed

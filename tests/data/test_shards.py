@@ -14,36 +14,28 @@ def write(folder, split, index, tokens, suffix=".npy"):
     return writer.finish()
 
 
-def test_npy_shards_are_what_numpy_reads(tmp_path):
-    entry = write(tmp_path, "train", 0, range(1000))
-    array = np.load(tmp_path / entry["file"], mmap_mode="r")
-    assert array.dtype == np.uint16 and array.shape == (1000,) and array[999] == 999
-    assert (inspect_shard(tmp_path / entry["file"]).read() == array).all()
-
-
-def test_bin_shards_are_llm_c_format(tmp_path):
-    entry = write(tmp_path, "val", 3, [5, 6, 50256], ".bin")
-    assert entry["file"] == "val_000003.bin"
-    raw = (tmp_path / entry["file"]).read_bytes()
-    assert np.frombuffer(raw[:12], "<i4").tolist() == [20240520, 1, 3] and len(raw) == 1024 + 6
-    assert inspect_shard(tmp_path / entry["file"]).read().tolist() == [5, 6, 50256]
+def test_shards_are_what_numpy_and_llm_c_read(tmp_path):
+    path = tmp_path / write(tmp_path, "train", 0, range(1000))["file"]
+    array = np.load(path, mmap_mode="r")
+    assert array.dtype == np.uint16 and array.tolist() == list(range(1000))
+    assert (inspect_shard(path).read() == array).all()
+    path = tmp_path / write(tmp_path, "val", 3, [5, 6, 50256], ".bin")["file"]
+    content = path.read_bytes()
+    assert path.name == "val_000003.bin" and len(content) == 1024 + 6
+    assert np.frombuffer(content[:12], "<i4").tolist() == [20240520, 1, 3]
+    assert inspect_shard(path).read().tolist() == [5, 6, 50256]
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_a_continued_shard_equals_one_written_at_once(tmp_path, suffix):
+def test_an_unfinished_shard_is_not_seen_and_continued_equals_one_written_at_once(tmp_path, suffix):
     whole = write(tmp_path, "train", 0, range(100), suffix)
     first = ShardWriter(tmp_path, "train", 1, suffix)
     first.append(np.arange(70, dtype=np.uint16))
     first.sync()  # 40 of these 70 are in the manifest; then a kill
+    assert [shard.path.name for shard in open_folder(tmp_path, "train").shards] == [whole["file"]]
     second = ShardWriter(tmp_path, "train", 1, suffix, start=40)
     second.append(np.arange(40, 100, dtype=np.uint16))
     assert second.finish()["sha256"] == whole["sha256"]
-
-
-def test_an_unfinished_shard_is_not_seen(tmp_path):
-    write(tmp_path, "train", 0, range(10))
-    ShardWriter(tmp_path, "train", 1, ".npy").append(np.arange(5, dtype=np.uint16))
-    assert [s.path.name for s in open_folder(tmp_path, "train").shards] == ["train_000000.npy"]
 
 
 def npy(array):
@@ -76,16 +68,16 @@ def test_missing_and_empty_folders_say_what_to_do(tmp_path):
             open_folder(folder, "val")
 
 
-def test_shards_that_the_manifest_does_not_list_or_that_are_gone_are_named(tmp_path):
+@pytest.mark.parametrize("name", ["train_000001.npy", "train_000002.npy"])
+def test_a_shard_that_is_gone_or_that_the_manifest_does_not_list_is_named(tmp_path, name):
     entries = [write(tmp_path, "train", i, range(10)) for i in range(2)]
     write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
     assert len(open_folder(tmp_path, "train").shards) == 2
     write(tmp_path, "train", 2, range(10))
-    with pytest.raises(UserError, match="train_000002.npy is missing or not as manifest.json"):
-        open_folder(tmp_path, "train")
-    for i in (1, 2):
-        (tmp_path / f"train_00000{i}.npy").unlink()
-    with pytest.raises(UserError, match="train_000001.npy is missing or not as manifest.json"):
+    if name != "train_000002.npy":
+        (tmp_path / name).unlink()
+        (tmp_path / "train_000002.npy").unlink()
+    with pytest.raises(UserError, match=f"{name} is missing or not as manifest.json"):
         open_folder(tmp_path, "train")
 
 
@@ -97,18 +89,22 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
         open_folder(tmp_path, "train")
 
 
-def test_the_last_train_or_val_in_a_name_is_the_split(tmp_path):
-    train = ["TinyStories-train.npy", "edufineweb_train_000001.npy", "medieval_train_000001.npy"]
-    val = ["constrained_val_0.npy", "fineweb_val_000000.npy", "retrieval-Validation.npy"]
-    for name in [*train, *val, "notes.npy"]:
-        np.save(tmp_path / name, np.zeros(10, np.uint16))
-    for split, names in (("train", train), ("val", val)):
-        assert [shard.path.name for shard in open_folder(tmp_path, split).shards] == names
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [
+        ("train", ["TinyStories-train", "edufineweb_train_000001", "medieval_train_000001"]),
+        ("val", ["constrained_val_0", "fineweb_val_000000", "retrieval-Validation"]),
+    ],
+)
+def test_the_last_train_or_val_in_a_name_is_the_split(tmp_path, split, names):
+    for name in [*names, "notes"]:
+        np.save(tmp_path / f"{name}.npy", np.zeros(10, np.uint16))
+    assert [shard.path.stem for shard in open_folder(tmp_path, split).shards] == names
 
 
 def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
     write(tmp_path, "train", 0, range(0, 50_000, 10))
-    assert open_folder(tmp_path, "train")
+    assert open_folder(tmp_path, "train").tokenizer == "gpt2"
     for tokens in ([*range(257)] * 40, [*range(600)] * 2):
         write(tmp_path, "train", 0, tokens)
         with pytest.raises(UserError, match="holds no tokens of GPT-2.* tokenizer.json beside it"):
@@ -116,12 +112,17 @@ def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("complete", "stopped", "expected"), [(True, False, 0), (False, True, 0), (False, False, 1)]
+    ("progress", "is_unfinished"),
+    [
+        ({"complete": True, "stopped": False}, False),
+        ({"complete": False, "stopped": True}, False),
+        ({"complete": False, "stopped": False}, True),
+        ({}, False),  # a folder of others
+    ],
 )
-def test_a_folder_whose_sharding_was_interrupted_is_known(tmp_path, complete, stopped, expected):
+def test_a_folder_whose_sharding_was_interrupted_is_known(tmp_path, progress, is_unfinished):
     shards = [write(tmp_path, "train", 0, range(10))]
     manifest = {"tokenizer": "bytes", "vocab_size": 257, "shards": shards}
-    write_manifest(tmp_path, manifest | {"complete": complete, "stopped": stopped})
-    assert len(TokenStream([open_folder(tmp_path, "train")]).unfinished) == expected
-    write_manifest(tmp_path, manifest)
-    assert TokenStream([open_folder(tmp_path, "train")]).unfinished == []
+    write_manifest(tmp_path, {**manifest, **progress})
+    unfinished = TokenStream([open_folder(tmp_path, "train")]).unfinished
+    assert unfinished == ([tmp_path] if is_unfinished else [])

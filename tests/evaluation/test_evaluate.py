@@ -205,8 +205,8 @@ def test_benchmarks_come_from_the_hub(exported, tmp_path):
     rows = {"text": [f"the cat {i} e" for i in range(23)]}
     parquet.write_table(pa.table(rows), buffer := io.BytesIO())
     readme = b"---\nconfigs:\n- config_name: default\n  data_files:\n"
-    readme += b"  - split: test\n    path: data/test-*\n---\n"
-    files = {"README.md": readme, "data/test-00000-of-00001.parquet": buffer.getvalue()}
+    readme += b"  - split: test\n    path: test-*\n---\n"
+    files = {"README.md": readme, "test-00000-of-00001.parquet": buffer.getvalue()}
     args = ["evaluate.py", "--model", exported, "--tasks", "lambada", "--device", "cpu", "--out"]
     with hub.serve(files, "datasets/EleutherAI/lambada_openai") as (address, _):
         env = {**environment(), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
