@@ -31,17 +31,15 @@ def home(tmp_path):
     (home / "book.txt").write_text("\n\n".join(texts))
     (home / "texts" / "old [1998]").mkdir(parents=True)
     (home / "texts" / "old [1998]" / "a.TXT").write_text(texts[0])
-    (home / "texts" / "b.jsonl.gz").write_bytes(
-        gzip.compress("".join(json.dumps({"body": t}) + "\n" for t in texts[1:200]).encode())
-    )
+    rows = [json.dumps({"body": text}) for text in texts[1:200]]
+    (home / "texts" / "b.jsonl").write_text("\n".join(rows))
     (home / "texts" / "cover.jpg").write_bytes(b"\xff\xd8\xff\0")
     (home / "notes.csv").write_text("id,body\n1,a note\n2,another\n")
     parquet.write_table(pa.table({"review": texts[:300]}), home / "reviews.parquet")
     (home / "crawl").mkdir()
     for i in range(3):
-        rows = "".join(json.dumps({"text": t}) + "\n" for t in texts[200 * i : 200 * (i + 1)])
-        data = pa.Codec("zstd").compress(rows.encode(), asbytes=True)
-        (home / "crawl" / f"{i}.jsonl.zst").write_bytes(data)
+        rows = [json.dumps({"text": text}) for text in texts[200 * i : 200 * (i + 1)]]
+        (home / "crawl" / f"{i}.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
     return home
 
 

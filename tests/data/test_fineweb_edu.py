@@ -61,12 +61,6 @@ def test_every_document_stands_once_in_order_on_one_side_and_the_manifest_counts
     assert manifest["bytes"] == {"train": len("".join(train)), "val": len("".join(val))}
 
 
-def test_a_column_that_holds_no_text_is_refused(tmp_path):
-    parquet.write_table(pa.table({"ids": [[97] * 100, None, [98]]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="holds no text .* skipped: 3 without text"):
-        shard(tmp_path / "a.parquet", tmp_path / "out", text_column="ids")
-
-
 def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain, tmp_path, capsys):
     for count in (3, 5):
         shard(corpus, tmp_path, max_shards=count)
@@ -139,8 +133,7 @@ def test_where_no_text_is_hashed_into_a_split_pieces_of_the_last_are_held_out(tm
     assert len(pieces) == 10 and "".join(map("".join, pieces)) == last
     assert all(len(a + b) - len(last) // 10 in (0, 1) for a, b in pieces)
     assert whole["held_out"] == (1 + len(last)) // 10
-    assert whole["bytes"]["val"] == pytest.approx(whole["held_out"], rel=0.01)
-    assert sum(whole["bytes"].values()) == pytest.approx(len("".join(train + val)), abs=2)
+    assert whole["bytes"]["val"] == pytest.approx(len("".join(val)), rel=0.01)
     num_full = sum(entry["tokens"] == 9_001 for entry in whole["shards"])
     for stop in (1, num_full - 3, num_full - 2):  # also within the last text, and continued
         shard(files, tmp_path / str(stop), max_shards=stop, **options)
@@ -150,42 +143,29 @@ def test_where_no_text_is_hashed_into_a_split_pieces_of_the_last_are_held_out(tm
 
 
 def test_skipped_documents_are_counted_once_by_a_run_that_was_stopped(tmp_path):
-    source = tmp_path / "a.jsonl"
-    rows = [{"text": t} for text in documents()[:40] for t in (text, None, " ")]
-    source.write_text("\n".join(map(json.dumps, rows)))
+    rows = [{"text": text} for text in (*documents()[:20], None, " ", *documents()[20:40])]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for count in (*range(1, 9), None):
-        manifest = shard(source, tmp_path / "out", shard_size=1000, max_shards=count)
+        manifest = shard(tmp_path / "a.jsonl", tmp_path, shard_size=1000, max_shards=count)
     assert manifest["complete"] and manifest["documents"] == 40
-    assert manifest["skipped"] == {"without text": 40, "empty": 40}
-
-
-def test_a_disk_that_fills_while_a_shard_is_written_is_an_error(corpus, tmp_path, small_disk):
-    half = {"shard_size": 50_001, "val_fraction": 0.5}
-    shard(corpus, tmp_path / "whole", **half)
-    size = shutil.disk_usage(small_disk).free - 150_000
-    (small_disk / "filler").write_bytes(bytes(size))  # room for one shard of 100,002 bytes, not two
-    with pytest.raises(OSError, match="No space left on device"):
-        shard(corpus, small_disk / "out", **half)
-    (small_disk / "filler").unlink()
-    shard(corpus, small_disk / "out", **half)
-    assert digests(small_disk / "out") == digests(tmp_path / "whole")
+    assert manifest["skipped"] == {"without text": 1, "empty": 1}
 
 
 def test_workers_take_every_nth_file_and_are_read_as_one_stream(parts, tmp_path):
-    shard(parts, tmp_path / "all")
     folders = [tmp_path / str(i) for i in range(2)]
     for i, out in enumerate(folders):
-        shard(parts, out, worker_index=i, worker_count=2, max_shards=1)
-        shard(parts, out, worker_index=i, worker_count=2)
+        for max_shards in (1, None):
+            shard(parts, out, worker_index=i, worker_count=2, max_shards=max_shards)
+    texts = []
     for split in ("train", "val"):
-        first, second = (texts_in(out, split) for out in folders)
-        assert sorted(first + second) == sorted(texts_in(tmp_path / "all", split))
         stream = TokenStream([open_folder(folder, split) for folder in folders])
         joined = bytes(t for t in stream.tokens(0, len(stream)) if t < 256).decode()
+        first, second = (texts_in(folder, split) for folder in folders)
         assert joined == "".join(first + second)
-    assert set(second) < set(documents()[120:240] + documents()[360:480])
+        texts += second
+    assert sorted(texts) == sorted(documents()[120:240] + documents()[360:480])
     with pytest.raises(UserError, match="holds shards of worker_index 1"):
-        shard(parts, out)
+        shard(parts, folders[1])
 
 
 def test_workers_stream_a_hub_dataset_and_continue_at_the_same_commit(tmp_path):

@@ -78,9 +78,7 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
         Sequences(TokenStream([open_folder(tmp_path, "train")]), 4).batch(np.arange(2))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"), [([30, 50], 0.4), ([30, None], None), ([0, 0], None)]
-)
+@pytest.mark.parametrize(("sizes", "expected"), [([30, 50], 0.4), ([30, None], None)])
 def test_folders_sum_their_bytes_and_tokens(tmp_path, sizes, expected):
     folder_of(tmp_path, [100])
     shards = [{"file": "train_000000.npy", "split": "train", "tokens": 100}]

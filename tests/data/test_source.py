@@ -33,22 +33,17 @@ def read(*files, **options):
     return [row for batch in batches(*files, **options) for row in batch.rows]
 
 
-def json_lines(texts):
-    """JSON lines of which the first has a field more."""
-    rows = [{"id": 1, "text": texts[0]}, *({"text": text} for text in texts[1:])]
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
 def test_every_format_gives_its_texts_and_is_continued_at_any_batch(tmp_path):
     table = pa.table({"id": range(230), "text": TEXTS})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=70)
     (tmp_path / "b.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
     lines = "".join(f'{i},"{text}"\n' for i, text in enumerate(TEXTS))
     (tmp_path / "c.csv.gz").write_bytes(gzip.compress(f"id,text\n{lines}".encode()))
+    rows = [json.dumps({"text": text}) + "\n" for text in TEXTS]
     for suffix, compress in COMPRESS.items():
         (tmp_path / f"d{suffix}.txt{suffix}").write_bytes(compress("a\r\nnaïve book".encode()))
         # two parts, as pigz, pbzip2 and zstd -T write; [1]* is a name, no pattern
-        content = compress(json_lines(TEXTS[:9])) + compress(json_lines(TEXTS[9:]))
+        content = compress("".join(rows[:9]).encode()) + compress("".join(rows[9:]).encode())
         (tmp_path / f"e [1]*.JSONL{suffix}").write_bytes(content)
     files = sorted(tmp_path.iterdir())
     expected = [*TEXTS * 3, *["a\nnaïve book"] * 5, *TEXTS * 5]
@@ -74,19 +69,17 @@ def test_rows_without_a_text_are_counted_and_a_missing_column_names_those_there(
     assert texts_in(tmp_path / "out", "train") == expected
     counts = "skipped: 5 without text, 1 not tokenizable, 1 not UTF-8, 1 empty"
     assert counts in capsys.readouterr().out
+    with pytest.raises(UserError, match="holds no text .* skipped: 2 without text"):
+        shard(tmp_path / "b.parquet", tmp_path / "none", text_column="id")
     for path in files:
         with pytest.raises(UserError, match=f"{path.name} has no --text_column 'x', but .*content"):
             read(path, column="x")
 
 
-@pytest.mark.parametrize(
-    ("encoding", "text"), [("utf-8", "Käse"), ("utf-8-sig", "Käse"), ("utf-8", "K\ufffdse")]
-)
-def test_text_is_utf8_with_or_without_a_mark_and_may_hold_the_replacement_character(
-    tmp_path, encoding, text
-):
-    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-    assert read(tmp_path / "a.txt") == [text]
+@pytest.mark.parametrize("text", ["Käse", "\ufeffKäse", "K\ufffdse"])
+def test_text_is_utf8_with_or_without_a_mark_and_may_hold_the_replacement_character(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert read(tmp_path / "a.txt") == [text.removeprefix("\ufeff")]
 
 
 def test_texts_that_are_not_utf8_are_left_out_and_one_warning_a_file_names_the_encoding(
@@ -117,7 +110,7 @@ def test_texts_that_are_not_utf8_are_left_out_and_one_warning_a_file_names_the_e
     [
         ("a.jsonl", lambda rows: "\n".join(map(json.dumps, rows))),
         ("a.json", lambda rows: "\n".join(["", *map(json.dumps, rows)])),
-        ("a.json", lambda rows: json.dumps(rows, indent=1)),
+        ("a.json", json.dumps),
     ],
 )
 def test_a_value_that_is_no_text_changes_no_other_row_of_json(tmp_path, name, write):
@@ -127,12 +120,10 @@ def test_a_value_that_is_no_text_changes_no_other_row_of_json(tmp_path, name, wr
     assert read(tmp_path / name) == [*values, None, "bare", 5]
 
 
-@pytest.mark.parametrize("rows", [["1,good", "2,wide,3", "4,fine,,"], ["1,wide,2", "2,wide,3"]])
-def test_a_row_of_csv_that_is_wider_than_the_header_is_no_text_and_shifts_none(tmp_path, rows):
-    (tmp_path / "a.csv").write_text("\n".join(["id,text", *rows, "5,last", ""]))
+def test_a_row_of_csv_that_is_wider_than_the_header_is_no_text_and_shifts_none(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1,wide,2\n2,good\n3,wide,4\n5,fine,,\n6,last\n")
     wide = Skipped("wider than the header")
-    expected = [wide if "wide" in row else row.split(",")[1] for row in rows]
-    assert read(tmp_path / "a.csv") == [*expected, "last"]
+    assert read(tmp_path / "a.csv") == [wide, "good", wide, "fine", "last"]
 
 
 def test_csv_keeps_line_ends_and_long_cells(tmp_path):
@@ -151,8 +142,6 @@ def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path, c
     assert list(list_files((str(tmp_path),))) == [str(tmp_path / name) for name in read_names]
     assert "left out: 2 .jpg, 1 without a suffix;" in capsys.readouterr().err
     assert list_files((str(tmp_path / "README"),)) == {str(tmp_path / "README"): 14}
-    with pytest.raises(FileNotFoundError):
-        list_files((str(tmp_path / "nothing"),))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty holds none of \('.parquet', .*, but nothing"):
         list_files((str(tmp_path / "empty"),))
