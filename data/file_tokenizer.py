@@ -20,7 +20,7 @@ from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.errors import UserError
 
 MERGES = "merges.txt"
-VOCABULARY = "vocab.json"  # with merges.txt what GPT-2 had before tokenizer.json existed
+VOCABULARY = "vocab.json"  # with merges.txt, what GPT-2 had before tokenizer.json existed
 # A text that tells tokenizers apart, and its ids by the tokenizers that have a name here. Other
 # languages have vocabularies of 50,257 tokens, too; a normalizer would change the ligature U+FB01.
 PROBE = "Hello naïve  \ufb01 天🐍"
@@ -63,16 +63,16 @@ class FileTokenizer(Tokenizer):
             self.identity = f"{self.name} with {self.end_of_text}"
 
         self.engine = make_engine(self.tokenizer_json)
-        vocab = self.engine.get_vocab()
-        self.vocab_size = max(vocab.values()) + 1
+        vocab = self.engine.get_vocab()  # ids by token, added tokens included
+        self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.eot = vocab[self.end_of_text]
-        self.end_ids = frozenset([self.eot, *values.get("end_ids", [])])
+        self.end_ids = frozenset([self.eot, *values["end_ids"]])
         self.added_ids = set(self.engine.get_added_tokens_decoder())
         """Ids beside the vocabulary of plain text: special tokens."""
 
         self.chat_template = values["chat_template"]
         self.template_tokens = {"bos_token": self.end_of_text, "eos_token": self.end_of_text}
-        self.template_tokens.update(values.get("template_tokens", {}))
+        self.template_tokens.update(values["template_tokens"])
         """Strings that the chat template may insert, by the name of their variable."""
 
         # Bytes of each id. The decoder of the file is not asked: it gives strings, in which a
@@ -82,17 +82,19 @@ class FileTokenizer(Tokenizer):
         self.bytes_of_id: dict[int, bytes] = {}
         for token, token_id in vocab.items():
             if is_byte_level and token_id not in self.added_ids:
+                # one character stands for each byte; added tokens are plain text
                 token_bytes = bytes(byte_of_character[character] for character in token)
             elif token.startswith("<0x") and len(token) == 6:  # byte fallback, as <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
             else:
                 token_bytes = token.replace(SPACE, " ").encode()
             self.bytes_of_id[token_id] = token_bytes
-        self.bytes_of_id[self.eot] = b""
+        self.bytes_of_id[self.eot] = b""  # no part of a text
 
     @cached_property
     def continuing_engine(self) -> Engine:
         """The engine without what puts a space, or a mark for one, before a text."""
+        # the hook sees each object of the JSON, however deep in a sequence of components
         content = json.loads(self.tokenizer_json, object_hook=without_prefix)
         return make_engine(json.dumps(content))
 
@@ -128,6 +130,7 @@ class FileTokenizer(Tokenizer):
         # loss. What lacks after it was dropped by a pre-tokenizer, as white space, or has no token.
         if self.engine.normalizer is not None:
             text = self.engine.normalizer.normalize_str(text)
+        # the difference drops negative counts, as of a space that was added
         lost_counts = Counter(text.replace(SPACE, " ")) - Counter(decoded)
         return "".join(lost_counts.elements())
 
@@ -136,7 +139,7 @@ def make_engine(tokenizer_json: str) -> Engine:
     """Return the tokenizer of a tokenizer.json, without the truncation and padding that it may ask
     for, and with special tokens in a text read as text."""
     engine = Engine.from_str(tokenizer_json)
-    engine.no_truncation()
+    engine.no_truncation()  # some files ask for 512 tokens
     engine.no_padding()
     engine.encode_special_tokens = True  # the library's name for "as text"
     return engine
@@ -157,12 +160,12 @@ def encode_with(engine: Engine, text: str, special: bool) -> np.ndarray:
 def without_prefix(component: dict) -> dict:
     """Return a component of a tokenizer.json (normalizer, pre-tokenizer, ...) without its option to
     put something before each text."""
-    if component.get("type") == "Prepend":
+    if component.get("type") == "Prepend":  # of Llama 2's normalizer
         component["prepend"] = ""
     if component.get("type") in ("ByteLevel", "Metaspace"):
         component["add_prefix_space"] = False
     if component.get("type") == "Metaspace":
-        component["prepend_scheme"] = "never"
+        component["prepend_scheme"] = "never"  # newer files have it instead of add_prefix_space
     return component
 
 
@@ -205,7 +208,7 @@ def read_tokenizer(
         engine = make_engine(content)
         vocab = engine.get_vocab()
         highest_id = max(vocab.values())
-        if highest_id >= 65_535:
+        if highest_id >= 65_535:  # shards are uint16
             raise ValueError(f"a token has id {highest_id:,}, and shards hold ids below 65,535")
         eot = find_end_of_text(vocab, end_of_text)
         values = {
@@ -219,12 +222,13 @@ def read_tokenizer(
         # of others agree about it. Only what a name does not tell needs the file.
         name = find_known_name(engine, vocab[eot])
         if name:
+            # a name stands for one end of text, and for no template or our own
             has_one_end = set(end_ids) <= {vocab[eot]}
             if has_one_end and chat_template in (None, CHAT_TEMPLATE):
                 return name
             values["name"] = name
         if chat_template:
-            turn_end = find_turn_end(FileTokenizer(json.dumps(values)))
+            turn_end = find_turn_end(FileTokenizer(json.dumps(values)))  # without it so far
             if turn_end is not None:
                 values["end_ids"].append(turn_end)
     except Exception as error:
@@ -238,10 +242,10 @@ def find_end_of_text(vocab: dict[str, int], end_of_text: str | int | None) -> st
     An id that the vocabulary lacks does not count: transformers writes GPT-2's 50256 as the default
     into the config.json of any model.
     """
-    for token, token_id in vocab.items():
+    for token, token_id in vocab.items():  # it may be either of them
         if end_of_text in (token, token_id):
             return token
-    if not isinstance(end_of_text, str):
+    if not isinstance(end_of_text, str):  # a name that the user gave has to be there
         for token in ENDS_OF_TEXT:
             if token in vocab:
                 return token
@@ -266,7 +270,7 @@ def find_turn_end(tokenizer: FileTokenizer) -> int | None:
         text = tokenizer.render(messages)
     except Exception:  # a template for other dialogs; encoding one of them tells what is wrong
         return None
-    after_answer = text.rpartition(answer)[2]
+    after_answer = text.rpartition(answer)[2]  # as "<|im_end|>\n"
     for token in tokenizer.encode(after_answer, special=True).tolist():
         if token in tokenizer.added_ids:
             return token
@@ -278,7 +282,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     UserError if it has none, or one that cannot be used."""
     path = folder / TOKENIZER
     if not path.is_file() and (folder / MERGES).is_file():
-        path = folder / VOCABULARY
+        path = folder / VOCABULARY  # read_tokenizer finds MERGES beside it
     if not path.is_file():  # some GPT-2 come without a tokenizer
         for name, tokenizer in TOKENIZERS.items():
             if tokenizer.vocab_size == vocab_size:
@@ -311,6 +315,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     spec = read_tokenizer(path, end_of_text, template, end_ids, template_tokens)
     if spec not in TOKENIZERS:
         tokenizer = load_tokenizer(spec)
+        # fine-tuning does not compare texts with what their tokens give back, as sharding does
         if " " in tokenizer.lost_text("a a", tokenizer.encode("a a")):
             raise UserError(f"{path} drops the spaces of a text, so its model cannot write any")
     return spec

@@ -115,7 +115,7 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document
     tokens = np.append(np.uint16(tokenizer.eot), ids)  # (n + 1,), end of text first
     return Document(
         tokens=tokens,
-        num_train=0 if is_val else len(tokens),
+        num_train=0 if is_val else len(tokens),  # all tokens are in one split
         num_bytes=len(utf8),
     )
 
@@ -164,7 +164,7 @@ def read_documents(
 
 def mark_last(documents: Iterator[Document]) -> Iterator[tuple[Document, bool]]:
     """Yield each document, with True if it is the last one. Reads one document ahead."""
-    document = next(documents, None)
+    document = next(documents, None)  # None: there is none
     while document is not None:
         next_document = next(documents, None)
         yield document, next_document is None
@@ -175,18 +175,17 @@ def write_shards(
     config: DataConfig, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full."""
-    state = sharder.manifest["state"]
+    state = sharder.manifest["state"]  # where an earlier run stopped, or the beginning
     skipped = Counter(sharder.manifest["skipped"])
     batches = tokenize_batches(config, source, tokenizer, state["source"])
     documents = read_documents(batches, state["documents"], skipped)
-    max_tokens = config.max_shards and config.max_shards * config.shard_size
-    seconds = 0.1 if sys.stderr.isatty() else 60  # between two updates of the bar
+    # between two updates of the bar; in a log each of them is a line
+    seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
-        total=max_tokens,  # None, without an end, unless max_shards says when it is reached
         initial=sharder.num_tokens,  # those of an earlier run
         unit="tok",
         unit_scale=True,
-        delay=seconds,
+        delay=seconds,  # a short run shows no bar
         mininterval=seconds,
     )
     # tokens of the first document that are in the shards already
@@ -198,7 +197,7 @@ def write_shards(
         bar.update(len(document.tokens) - num_written)
         if not sharder.write(document, num_written):
             return False
-        num_written = 0
+        num_written = 0  # of the next document
     sharder.manifest["skipped"] = dict(skipped)  # also those after the last document
     return True
 
@@ -206,12 +205,12 @@ def write_shards(
 def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
     spec = config.tokenizer
-    if spec not in TOKENIZERS:
+    if spec not in TOKENIZERS:  # the path of a tokenizer.json
         spec = read_tokenizer(Path(spec), config.end_of_text)
     tokenizer = load_tokenizer(spec)
-    file_sizes = list_files(config.input) if config.input else {}
+    file_sizes = list_files(config.input) if config.input else {}  # bytes by name
     source = Source(
-        files=list(file_sizes),
+        files=tuple(file_sizes),  # without any, the dataset is read
         dataset=config.dataset,
         remote_name=config.remote_name,
         column=config.text_column,
@@ -219,12 +218,14 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
         worker_count=config.worker_count,
     )
     # everything the tokens depend on; the manifest keeps it, and Sharder compares it
-    settings = {name: getattr(config, name) for name in SETTINGS}
-    settings["tokenizer"] = tokenizer.name
-    settings["vocab_size"] = tokenizer.vocab_size
-    settings["eot"] = tokenizer.eot
-    settings["source"] = list(config.input) or [config.dataset, config.remote_name]
-    settings["files"] = file_sizes
+    settings = {
+        **{name: getattr(config, name) for name in SETTINGS},
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "source": list(config.input) or [config.dataset, config.remote_name],
+        "files": file_sizes,  # another size is another content
+    }
     if isinstance(tokenizer, FileTokenizer):
         settings["end_of_text"] = tokenizer.end_of_text
     # two processes would overwrite each other's shards
@@ -235,20 +236,21 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
             with atomic_write(folder / TOKENIZER) as file:
                 file.write(tokenizer.tokenizer_json.encode())
         manifest = sharder.manifest
+        # nothing is left to do; a larger --max_shards makes a stopped folder not full
         if manifest["complete"] or (manifest["stopped"] and sharder.is_full):
             return manifest, 0
         sharder.reopen()
         num_before = sharder.num_tokens
         # full already if an earlier run was killed after its last shard and before `end`
         is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
-        if is_complete and not manifest["documents"]:
+        if is_complete and not manifest["documents"]:  # as when --text_column holds numbers
             raise UserError(
                 f"{settings['source'][0]} holds no text for this worker; skipped: "
                 f"{describe_skipped(manifest)}"
             )
         sharder.end(is_complete)
     finally:
-        os.close(lock)
+        os.close(lock)  # unlocks the folder
     return manifest, sharder.num_tokens - num_before
 
 
@@ -266,19 +268,20 @@ def report(manifest: dict) -> None:
         sizes = [entry["tokens"] for entry in manifest["shards"] if entry["split"] == split]
         num_tokens = sum(sizes)
         line = f"{split}: {num_tokens:,} tokens; shards: {len(sizes)}"
-        if num_tokens:
+        if num_tokens:  # no division by zero
             line += f"; {manifest['bytes'][split] / num_tokens:.2f} bytes per token"
         print(line)
-    if manifest.get("held_out"):
+    if manifest.get("held_out"):  # no hash chose a document for one of the splits
         print(f"validation: {PIECES} pieces, spread over the last text")
 
 
 def main(config: DataConfig) -> None:
     if not (0 <= config.val_fraction < 1 and 0 <= config.worker_index < config.worker_count):
         raise UserError("--val_fraction must be in [0, 1), --worker_index in [0, --worker_count)")
-    folder = config.local_dir or Path("data/edu_fineweb10B")
-    if config.local_dir is None and config.input:
-        folder = Path("data", Path(config.input[0]).name.split(".")[0] or "text")
+    name = "edu_fineweb10B"  # where train.py looks
+    if config.input:
+        name = Path(config.input[0]).name.split(".")[0]  # "books" for books.jsonl.gz
+    folder = config.local_dir or Path("data", name)
     start = time.time()
     manifest, num_new = prepare(config, folder)
     seconds = time.time() - start

@@ -41,8 +41,9 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     cycle of the network only loses its elements outside, and takes below 4 passes in the mean.
     """
     # the fewest bits, an even number of them, that write all numbers below n
-    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    half_mask = np.uint64((1 << int(half_bits)) - 1)
+    num_half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    half_bits = np.uint64(num_half_bits)
+    half_mask = np.uint64((1 << num_half_bits) - 1)
     # a uint64 key for each round; the hash is the same on every machine, as Python's hash() is not
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, "<u8")
@@ -57,8 +58,10 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             # multiply and shift as in SplitMix64 (Steele et al. 2014), so that each bit of `right`
             # changes half of the bits; the high ones, which are mixed best, are taken
             mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-            mixed = (mixed >> np.uint64(32)) & half_mask
+            mixed ^= mixed >> np.uint64(29)
+            mixed *= np.uint64(0xBF58476D1CE4E5B9)
+            mixed >>= np.uint64(32)
+            mixed &= half_mask
             left, right = right, left ^ mixed
         ids[outside] = (left << half_bits) | right
         outside = ids >= n
@@ -94,7 +97,8 @@ class Sequences:
             )
 
     def __len__(self) -> int:
-        return (len(self.stream) - 1) // self.block_size  # the last target needs a token, too
+        # the last target needs a token, too
+        return (len(self.stream) - 1) // self.block_size
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
@@ -102,11 +106,13 @@ class Sequences:
 
     def count_within(self, tokens: int) -> int:
         """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
-        return min(len(self), max(1, tokens // self.block_size))
+        num_sequences = max(1, tokens // self.block_size)
+        return min(len(self), num_sequences)
 
     def read(self, sequence_id: int) -> np.ndarray:
         """Return the tokens of a sequence, int64 (T + 1,)."""
-        return self.stream.tokens(int(sequence_id) * self.block_size, self.block_size + 1)
+        start = int(sequence_id) * self.block_size
+        return self.stream.tokens(start, self.block_size + 1)  # and the target of the last one
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
@@ -117,7 +123,9 @@ def shift(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets, (B, T) each, of B rows (T + 1,): a target is the next token."""
     tokens = np.stack(rows)  # (B, T + 1)
     # copies, as such slices are not contiguous in memory
-    return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    inputs = np.ascontiguousarray(tokens[:, :-1])
+    targets = np.ascontiguousarray(tokens[:, 1:])
+    return inputs, targets
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,8 @@ class Slicing:
         """Return this rank's ids (micro_steps, micro_batch) of those of a global batch (batch,)."""
         # Micro-step first, rank second: micro-step i of all ranks is sequences [i*B*W, (i+1)*B*W)
         # of the step, whatever the number of ranks W and the micro-batch B.
-        return ids.reshape(self.micro_steps, self.world_size, self.micro_batch)[:, self.rank]
+        shares = ids.reshape(self.micro_steps, self.world_size, self.micro_batch)
+        return shares[:, self.rank]
 
 
 def train_batches(
@@ -153,13 +162,15 @@ def train_batches(
             yield sequences.batch(ids)
 
 
-def prefetch(items: Iterator, depth: int = 4) -> Iterator:
-    """Yield items, none of them None, that a background thread computes up to `depth` ahead, so
-    that training does not wait for the disk. An error is raised where its item would come."""
+def prefetch(items: Iterator) -> Iterator:
+    """Yield items, none of them None, that a background thread computes some steps ahead, so that
+    training does not wait for the disk. An error is raised where its item would come."""
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        ready = deque(worker.submit(next, items, None) for _ in range(depth))
+        ready = deque()  # of futures, in the order of the items
+        for _ in range(4):  # enough for a slow read between fast ones; more only takes memory
+            ready.append(worker.submit(next, items, None))
         while True:
             item = ready.popleft().result()
             if item is None:  # the end

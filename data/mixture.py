@@ -42,14 +42,14 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     folders have a weight and others do not.
     """
     folders = [Path(name) for name in data_dir]
-    corpora = []
+    corpora: list[Corpus] = []  # those with a weight
     for name in map(str, data_dir):
-        folder, _, suffix = name.rpartition(":")
+        folder, _, suffix = name.rpartition(":")  # the last colon: FOLDER may have others
         try:
             weight = Fraction(suffix)  # exact, also for 0.1
         except (ValueError, ZeroDivisionError):  # no number: a path may hold a colon, too
             continue
-        if folder:
+        if folder:  # "7" alone is a folder
             corpora.append(Corpus([Path(folder)], weight))
     if not corpora:
         return [Corpus(folders, Fraction(1))]
@@ -77,11 +77,14 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     for place in range(period):
         first_deadline = math.inf
         for i, share in enumerate(shares):
+            # floor(c * P / share) <= place, in whole numbers
             may_stand = counts[i] * period < (place + 1) * share
-            deadline = -(-(counts[i] + 1) * period // share)  # rounded up
-            if may_stand and deadline < first_deadline:
+            # -(-a // b) is a / b, rounded up
+            deadline = -(-(counts[i] + 1) * period // share)
+            if may_stand and deadline < first_deadline:  # of equal ones the first corpus
                 first_deadline = deadline
                 corpus = i
+        # one corpus may always stand: together they have had fewer places than their shares
         corpus_of_place[place] = corpus
         rank_of_place[place] = counts[corpus]
         counts[corpus] += 1
@@ -107,10 +110,11 @@ class Mixture:
         self.stream = TokenStream(all_folders)
         """All tokens, whatever their corpus."""
         first_folders = [part.stream.folders[0] for part in self.parts]
-        self.names = [folder.name for folder in first_folders]
+        self.names = [folder.name for folder in first_folders]  # keys of losses in the log
         if len(set(self.names)) < len(self.names):  # a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
-        self.starts = np.cumsum([0, *map(len, self.parts)])
+        sizes = [len(part) for part in self.parts]
+        self.starts = np.cumsum([0, *sizes])
         """Id of the first sequence of each corpus; last, the number of sequences."""
         # the fewest positions of which each weight is a whole number
         self.period = math.lcm(*(corpus.weight.denominator for corpus in corpora))
@@ -136,7 +140,8 @@ class Mixture:
         # earlier periods gave a corpus shares[corpus] positions each, this one its rank so far
         periods, places = np.divmod(positions, self.period)
         corpus = corpus_of_place[places]
-        return corpus, periods * np.array(self.shares)[corpus] + rank_of_place[places]
+        shares = np.array(self.shares)[corpus]  # (N,)
+        return corpus, periods * shares + rank_of_place[places]
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
@@ -145,16 +150,18 @@ class Mixture:
         # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
         for i, part in enumerate(self.parts):
             chosen = corpus == i
-            ids[chosen] = self.starts[i] + part.order(corpus_positions[chosen], seed)
+            part_ids = part.order(corpus_positions[chosen], seed)
+            ids[chosen] = self.starts[i] + part_ids
         return ids
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
-        rows = []
+        rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in ids:
             # the last corpus whose first id is not above this one
             corpus = int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
-            rows.append(self.parts[corpus].read(sequence_id - self.starts[corpus]))
+            part_id = sequence_id - self.starts[corpus]
+            rows.append(self.parts[corpus].read(part_id))
         return shift(rows)
 
     @property
@@ -172,8 +179,9 @@ class Mixture:
         its name."""
         epochs_of_corpus = []
         for weight, part, name in zip(self.weights, self.parts, self.names, strict=True):
+            # weight * tokens is the share of this corpus in the training
             epochs_of_corpus.append((weight * tokens / len(part.stream), name))
-        return max(epochs_of_corpus)
+        return max(epochs_of_corpus)  # compares the epochs first
 
     def describe_epochs(self, tokens: int) -> str:
         """Return `epochs` in words, with the name where there are several corpora."""

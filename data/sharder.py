@@ -18,7 +18,7 @@ from data.shards import header, inspect_shard, read_manifest, shard_paths, write
 from utils.errors import UserError
 from utils.files import sha256, sync_folder
 
-PIECES = 10  # into which the held-out part of a single text is spread
+PIECES = 10  # of the last text, where a part of it is held out for validation
 
 
 @dataclass
@@ -46,13 +46,18 @@ def hold_out(document: Document, num_held_out: int) -> Document:
     end_of_text = document.tokens[:1]  # a slice, to be concatenated
     # fewer tokens than PIECES are held out one by one, so that no piece is empty
     num_pieces = min(PIECES, num_held_out)
-    size = num_held_out // num_pieces
-    train, val = [], []
-    for span in np.array_split(document.tokens[1:], num_pieces):
+    size = num_held_out // num_pieces  # tokens of a piece; the division's remainder is trained on
+    train: list[np.ndarray] = []
+    val: list[np.ndarray] = []
+    for span in np.array_split(document.tokens[1:], num_pieces):  # without its end of text
         train += [end_of_text, span[:-size]]
         val += [end_of_text, span[-size:]]
-    num_train = sum(map(len, train))
-    return replace(document, tokens=np.concatenate(train + val), num_train=num_train)
+    # all train pieces first: Sharder.write needs one border
+    return replace(
+        document,
+        tokens=np.concatenate(train + val),
+        num_train=sum(map(len, train)),
+    )
 
 
 class ShardWriter:
@@ -60,7 +65,7 @@ class ShardWriter:
     `finish` gives it the name of a shard."""
 
     def __init__(self, folder: Path, split: str, index: int, suffix: str, start: int = 0) -> None:
-        self.path = folder / f"{split}_{index:06d}{suffix}"
+        self.path = folder / f"{split}_{index:06d}{suffix}"  # the final name
         self.split = split
         self.num_tokens = start
         self.temporary = self.path.with_name(self.path.name + ".tmp")
@@ -68,19 +73,22 @@ class ShardWriter:
             # the earlier run ended before the shard was full, or was killed after the rename and
             # before the manifest
             os.replace(self.path, self.temporary)
-        self.file = open(self.temporary, "r+b" if start else "wb")
-        self.file.truncate(len(header(suffix, 0)) + 2 * start)  # `finish` writes the header
+        self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
+        # Cuts off what the earlier run wrote after its last state. For a new file this adds zeros
+        # in the place of the header, which `finish` writes, once the number of tokens is known.
+        self.file.truncate(len(header(suffix, 0)) + 2 * start)  # 2 bytes a token
         self.file.seek(0, os.SEEK_END)
 
     def append(self, tokens: np.ndarray) -> None:
         """Append uint16 tokens (n,)."""
+        # little-endian on any machine, as the headers say
         self.file.write(tokens.astype("<u2", copy=False).tobytes())
         self.num_tokens += len(tokens)
 
     def sync(self) -> int:
         """Flush the tokens to disk, so that they survive a crash; return their number."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        self.file.flush()  # Python's buffer to the kernel
+        os.fsync(self.file.fileno())  # the kernel's to the disk
         return self.num_tokens
 
     def finish(self) -> dict:
@@ -92,7 +100,7 @@ class ShardWriter:
         digest = sha256(self.temporary)
         # the content is on disk, so that the name never stands for a part of a shard
         os.replace(self.temporary, self.path)
-        sync_folder(self.path.parent)
+        sync_folder(self.path.parent)  # else a power cut may undo the rename
         return {
             "file": self.path.name,
             "split": self.split,
@@ -114,7 +122,7 @@ class Sharder:
     def __init__(self, folder: Path, settings: dict, max_shards: int | None) -> None:
         self.folder = folder
         self.max_shards = max_shards
-        self.shard_size = settings["shard_size"]
+        self.shard_size = settings["shard_size"]  # tokens
         self.suffix = f".{settings['format']}"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
@@ -126,20 +134,25 @@ class Sharder:
         if not self.manifest.get("shards"):
             self.manifest = {
                 **settings,
-                "complete": False,
-                "stopped": False,
-                "documents": 0,
-                "skipped": {},
-                "bytes": {"train": 0, "val": 0},
+                "complete": False,  # the source is read to its end
+                "stopped": False,  # max_shards are full
+                "documents": 0,  # written so far
+                "skipped": {},  # rows that were no documents, by reason
+                "bytes": {"train": 0, "val": 0},  # of the source text
                 "shards": [],
-                "state": {"source": None, "documents": 0, "tokens": 0, "open": {}},
+                "state": {
+                    "source": None,  # None: its beginning
+                    "documents": 0,  # rows of the batch before the document
+                    "tokens": 0,  # of the document that are written
+                    "open": {},  # tokens of each shard that is not full, by split
+                },
             }
             write_manifest(folder, self.manifest)
         # one folder is one sharding: with other settings the new shards would not follow the old
         for key, value in settings.items():
-            if self.manifest.get(key) != value:
-                present = f"{self.manifest.get(key)!r:.99}"
-                raise UserError(f"{folder} holds shards of {key} {present}; {advice}")
+            present = self.manifest.get(key)
+            if present != value:
+                raise UserError(f"{folder} holds shards of {key} {present!r:.99}; {advice}")
         # a damaged shard is named now, not when training reaches it
         for entry in self.manifest["shards"]:
             inspect_shard(folder / entry["file"])
@@ -151,8 +164,11 @@ class Sharder:
     @property
     def is_full(self) -> bool:
         """True once max_shards train shards are full."""
+        if self.max_shards is None:
+            return False
+        # validation shards do not count
         num_train = sum(entry["split"] == "train" for entry in self.full_shards())
-        return self.max_shards is not None and num_train >= self.max_shards
+        return num_train >= self.max_shards
 
     @property
     def num_tokens(self) -> int:
@@ -162,7 +178,7 @@ class Sharder:
 
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts."""
-        # `end` of an earlier run has listed its unfinished shards, too
+        # `end` of an earlier run has given its unfinished shards their names and listed them, too
         self.manifest["shards"] = self.full_shards()
         self.manifest["stopped"] = False
         write_manifest(self.folder, self.manifest)
@@ -171,6 +187,7 @@ class Sharder:
 
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
+        # full shards of the split are all in the manifest, numbered from 0
         index = sum(entry["split"] == split for entry in self.manifest["shards"])
         self.writers[split] = ShardWriter(self.folder, split, index, self.suffix, start)
 
@@ -178,14 +195,17 @@ class Sharder:
         """Return the last document of the source, with pieces of it held out if one of the splits
         would be empty: the larger of a tenth of it and `val_fraction` of all tokens, at most half.
         """
-        if "held_out" not in self.manifest:  # else an earlier run has ended within the document
+        # An earlier run may have ended within the document: then the number stands in the manifest,
+        # as the bytes and tokens that it follows from have changed.
+        if "held_out" not in self.manifest:
             other_split = "val" if document.num_train else "train"
-            if self.manifest["bytes"][other_split] > 0:
+            if self.manifest["bytes"][other_split] > 0:  # neither split is empty
                 return document
             num_tokens = len(document.tokens)
             share = int(val_fraction * (self.num_tokens + num_tokens))
-            self.manifest["held_out"] = min(max(num_tokens // 10, share), num_tokens // 2)
-        if self.manifest["held_out"] == 0:  # a text of one token
+            num_held_out = max(num_tokens // 10, share)
+            self.manifest["held_out"] = min(num_held_out, num_tokens // 2)
+        if self.manifest["held_out"] == 0:  # a text of less than ten tokens
             return document
         return hold_out(document, self.manifest["held_out"])
 
@@ -198,6 +218,7 @@ class Sharder:
             self.manifest["documents"] += 1
         total = len(document.tokens)
         while start < total:
+            # tokens [0, num_train) are for train, [num_train, total) for validation
             split, split_end = "train", document.num_train
             if start >= document.num_train:
                 split, split_end = "val", total
@@ -208,11 +229,14 @@ class Sharder:
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             writer.append(document.tokens[start:end])
             # A cut text counts by its share of the tokens: no token knows its bytes, as a
-            # normalizer may have changed the text.
-            num_bytes = document.num_bytes * end // total - document.num_bytes * start // total
-            self.manifest["bytes"][split] += num_bytes
+            # normalizer may have changed the text. Differences of rounded sums, so that the cuts
+            # of a text add up to all of its bytes.
+            bytes_before = document.num_bytes * start // total
+            bytes_after = document.num_bytes * end // total
+            self.manifest["bytes"][split] += bytes_after - bytes_before
             start = end
             if writer.num_tokens == self.shard_size:
+                # a moment from which a later run can continue
                 self.manifest["shards"].append(self.writers.pop(split).finish())
                 self.save_state(document.position, start)
                 if self.is_full:
@@ -223,12 +247,18 @@ class Sharder:
         """Save the manifest, to continue after `num_written` tokens of the document at a position.
         Tokens of the open shards are on disk before it counts them."""
         num_open = {split: writer.sync() for split, writer in self.writers.items()}
-        self.manifest["state"] = {**position, "tokens": num_written, "open": num_open}
+        self.manifest["state"] = {
+            **position,  # "source" and "documents"
+            "tokens": num_written,
+            "open": num_open,
+        }
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:
         """Finish the shards that are not full; a later run can still continue them."""
         for split in sorted(self.writers):
             self.manifest["shards"].append(self.writers.pop(split).finish())
-        self.manifest.update(complete=complete, stopped=not complete)
+        # an interrupted run never comes here, so that it has neither
+        self.manifest["complete"] = complete
+        self.manifest["stopped"] = not complete
         write_manifest(self.folder, self.manifest)

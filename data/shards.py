@@ -35,7 +35,7 @@ from utils.files import atomic_write
 BIN_MAGIC = 20240520
 BIN_VERSION = 1
 BIN_HEADER = struct.Struct("<3i1012x")  # magic, version, token count, and zeros up to 1,024 bytes
-MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"  # data/sharder.py writes it, docs/FORMATS.md has its keys
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def header(suffix: str, num_tokens: int) -> bytes:
     that a shard can be written before its size is known."""
     if suffix == ".bin":
         return BIN_HEADER.pack(BIN_MAGIC, BIN_VERSION, num_tokens)
+    # numpy pads the text of the header to a multiple of 64 bytes, here 128 for any count
     buffer = io.BytesIO()
     description = {"descr": "<u2", "fortran_order": False, "shape": (num_tokens,)}
     np.lib.format.write_array_header_1_0(buffer, description)
@@ -73,18 +74,18 @@ def inspect_shard(path: Path) -> Shard:
         if path.suffix == ".bin":
             with open(path, "rb") as file:
                 magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
-            if (magic, version) != (BIN_MAGIC, BIN_VERSION):
+            if (magic, version) != (BIN_MAGIC, BIN_VERSION):  # a file of tokens alone
                 raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
             # maps the file without reading it
             array = np.memmap(path, "<u2", "r", BIN_HEADER.size, (num_tokens,))
         else:
-            array = np.load(path, mmap_mode="r")
+            array = np.load(path, mmap_mode="r")  # reads the header only
         # both refuse a file that is shorter than its header says
         if array.dtype != np.dtype("<u2") or array.ndim != 1:
             raise ValueError(f"{array.dtype} {array.shape} instead of a 1-D uint16 array")
         assert array.offset + array.nbytes == path.stat().st_size, "longer than its header says"
-    except Exception as error:
-        if is_of_machine(error):
+    except Exception as error:  # numpy and struct have several classes for a damaged file
+        if is_of_machine(error):  # as rights: the file may be in order
             raise
         raise UserError(f"{path} is damaged or not a shard of uint16 tokens: {error}") from error
     return Shard(path, array.offset, len(array))
@@ -99,6 +100,7 @@ def read_manifest(folder: Path) -> dict:
         assert {"tokenizer", "vocab_size", "shards"} <= manifest.keys(), "a value is missing"
     except FileNotFoundError:
         return {}
+    # no JSON; not these keys; JSON of a list, which has no keys
     except (ValueError, AssertionError, AttributeError) as error:
         raise UserError(f"{path} is damaged or not a manifest of shards: {error}") from error
     return manifest
@@ -130,15 +132,16 @@ class ShardFolder:
     @property
     def name(self) -> str:
         """Name of the corpus: FineWeb-Edu for GPT-2 tokens of that dataset, else the folder's."""
-        source = " ".join(map(str, self.manifest.get("source", [self.path.name])))
-        is_edu = re.search("fineweb-edu|edu_?fineweb", source.lower())
+        source = str(self.manifest.get("source", self.path.name)).lower()
+        # published losses are compared with those of this corpus and these tokens only
+        is_edu = re.search("fineweb-edu|edu_?fineweb", source)
         return "FineWeb-Edu" if is_edu and self.tokenizer == "gpt2" else self.path.resolve().name
 
     @property
     def is_unfinished(self) -> bool:
         """True if the sharding was interrupted, or still runs: neither the end of the text nor
         --max_shards ended it."""
-        is_complete = self.manifest.get("complete", True)
+        is_complete = self.manifest.get("complete", True)  # a folder of others is
         return not (is_complete or self.manifest["stopped"])
 
 
@@ -161,10 +164,11 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     manifest = read_manifest(folder)
     # a missing shard would shift every later sequence: another data order, without an error
     if manifest:
+        # names and numbers of tokens, so that a shard of another sharding does not pass
         on_disk = {(shard.path.name, shard.num_tokens) for shard in shards}
         listed = {(x["file"], x["tokens"]) for x in manifest["shards"] if x["split"] == split}
         if listed != on_disk:
-            name, _ = min(listed ^ on_disk)
+            name, _ = min(listed ^ on_disk)  # the first that is in one of the two only
             raise UserError(
                 f"{folder / name} is missing or not as {MANIFEST} lists it; make or copy it again"
             )
@@ -175,8 +179,8 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER
-    name = manifest.get("tokenizer")
-    if path.exists():
+    name = manifest.get("tokenizer")  # None in a folder of others
+    if path.exists():  # data/fineweb-edu.py copies it there
         file_tokenizer = import_module("data.file_tokenizer")  # on demand: most folders lack one
         spec = file_tokenizer.read_tokenizer(path, manifest.get("end_of_text"))
         if name is not None and name != load_tokenizer(spec).name:
@@ -194,7 +198,7 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
                 f"their {TOKENIZER} beside it, or shard the text anew"
             )
         return "gpt2"
-    if name not in TOKENIZERS:
+    if name not in TOKENIZERS:  # a checksum, which builds no tokenizer
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
     return name
 
@@ -211,14 +215,15 @@ class TokenStream:
         self.split = folders[0].split
         self.tokenizer = folders[0].tokenizer
         self.tokenizer_identity = tokenizer_identity(self.tokenizer)
-        self.vocab_size = count_tokens(self.tokenizer)
+        self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[Shard] = []
         identities: set[str] = set()
         fractions: set[float] = set()
         for folder in folders:
             self.shards += folder.shards
             identities.add(tokenizer_identity(folder.tokenizer))
-            if "val_fraction" in folder.manifest:  # that of other projects is not known
+            # the rule of other projects is not known
+            if "val_fraction" in folder.manifest:
                 fractions.add(folder.manifest["val_fraction"])
         if len(identities) > 1:
             raise UserError(
@@ -240,7 +245,7 @@ class TokenStream:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
         Raises UserError for an id that the tokenizer does not have."""
         assert 0 <= start and start + length <= len(self)
-        pieces = []
+        pieces: list[np.ndarray] = []  # of each shard that the range touches
         # the last shard that begins at `start` or before
         index = int(np.searchsorted(self.starts, start, side="right")) - 1
         while length > 0:
@@ -254,7 +259,7 @@ class TokenStream:
                     f"{shard.path} holds token id {highest}, not one of the {self.vocab_size:,} of "
                     f"{self.tokenizer_identity}"
                 )
-            pieces.append(piece)  # uint16
+            pieces.append(piece)  # uint16; the next one is in the next shard
             start += len(piece)
             length -= len(piece)
             index += 1
@@ -266,7 +271,7 @@ class TokenStream:
         """Mean bytes of source text for a token; None if a folder of others does not tell."""
         num_bytes = 0
         for folder in self.folders:
-            if "bytes" not in folder.manifest:
+            if "bytes" not in folder.manifest:  # one unknown term makes the sum unknown
                 return None
             num_bytes += folder.manifest["bytes"][self.split]
         return num_bytes / len(self) if num_bytes else None

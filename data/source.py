@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -185,7 +185,7 @@ def read_column(name: str, column: str) -> Iterator[object]:
         for number, row in enumerate(read_rows(file)):
             if isinstance(row, dict):  # of JSON or CSV; a text file is a string already
                 # the first row only: those of JSON may have different columns
-                if number == 0 and row:
+                if number == 0:
                     check_column(name, column, list(row))
                 row = row.get(column)
             # a byte that is not UTF-8, see open_text; the text would train as U+FFFD
@@ -238,7 +238,7 @@ class Source:
     """Rows of `files` or, without any, of configuration `remote_name` of a dataset on the hub.
     Worker i of n reads every n-th file, from the i-th on."""
 
-    files: list[str] = field(default_factory=list)
+    files: tuple[str, ...] = ()
     dataset: str = ""
     remote_name: str = ""
     column: str = "text"
@@ -277,7 +277,6 @@ class Source:
             from huggingface_hub import HfApi
 
             datasets.disable_progress_bars()  # one a file, between the lines of our own
-            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised anyway
             # fsspec would need another package for zstd, which reads the first frame only
             register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
             # a dataset may change on the hub between two runs; its commit does not

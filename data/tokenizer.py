@@ -7,7 +7,7 @@ data/export_tokenizer.py writes one for other programs.
 """
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 
 import numpy as np
@@ -63,9 +63,11 @@ class ByteTokenizer(Tokenizer):
     end_ids = frozenset([eot])
 
     def encode(self, text: str) -> np.ndarray:
+        # a byte is its own id, as uint8
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
+        # bytes() raises ValueError for 256
         return bytes(token for token in ids if token != self.eot)
 
 
@@ -100,11 +102,11 @@ class GPT2Tokenizer(Tokenizer):
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
-@lru_cache(maxsize=8)  # building the tables of a large tokenizer.json takes a second
+@cache  # building the tables of a large tokenizer.json takes a second
 def load_tokenizer(spec: str) -> Tokenizer:
     """Return the tokenizer of a spec; raise UserError if that of GPT-2 cannot be downloaded."""
     if spec in TOKENIZERS:
-        return TOKENIZERS[spec]()
+        return TOKENIZERS[spec]()  # reads the vocabulary
     # on demand: the library `tokenizers`, which only a tokenizer.json needs, is slow to import
     return import_module("data.file_tokenizer").FileTokenizer(spec)
 
@@ -116,5 +118,6 @@ def tokenizer_identity(spec: str) -> str:
 
 def count_tokens(spec: str) -> int:
     """Return Tokenizer.vocab_size of a spec, without a download."""
+    # vocab_size is an attribute of the class already
     tokenizer = TOKENIZERS[spec] if spec in TOKENIZERS else load_tokenizer(spec)
     return tokenizer.vocab_size

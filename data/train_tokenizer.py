@@ -60,7 +60,7 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
 
 def main(config: TokenizerConfig) -> None:
     sizes = list_files(config.input)
-    source = Source(list(sizes), column=config.text_column)
+    source = Source(tuple(sizes), column=config.text_column)
     # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
     # compressed ones give more text.
     share = config.sample_mb * 1e6 / sum(sizes.values())
