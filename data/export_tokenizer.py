@@ -33,7 +33,7 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
     if split == "unicode":
         cut = pre_tokenizers.Split(tokenizers.Regex(UNICODE_PIECES), "isolated")
         engine.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
-    engine.decoder = decoders.ByteLevel()
+    engine.decoder = decoders.ByteLevel()  # for other programs; ours has bytes_of_id
     return engine
 
 
@@ -67,7 +67,7 @@ def save_tokenizer(
     else:
         content = to_engine(tokenizer).to_str()
         config.update(dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
-    if chat_template:
+    if chat_template:  # of a model that was fine-tuned on dialogs
         config["chat_template"] = chat_template
     (folder / TOKENIZER).write_text(content, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -53,6 +53,7 @@ class Shard:
         The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
         may hold open.
         """
+        # 2 bytes a token
         return np.fromfile(self.path, "<u2", count, offset=self.offset + 2 * start)
 
 
@@ -151,7 +152,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     Raises UserError if there is none, one is damaged, they are not those that the manifest lists,
     or their tokenizer is not known.
     """
-    shards = []
+    shards = []  # in name order, which is the order of the stream
     for path in shard_paths(folder) if folder.is_dir() else []:
         # the last of these words in a name counts, as in retrieval_train_000001.npy
         if re.findall("train|val", path.stem.lower())[-1:] == [split]:
@@ -220,7 +221,7 @@ class TokenStream:
         identities: set[str] = set()
         fractions: set[float] = set()
         for folder in folders:
-            self.shards += folder.shards
+            self.shards += folder.shards  # in the order given
             identities.add(tokenizer_identity(folder.tokenizer))
             # the rule of other projects is not known
             if "val_fraction" in folder.manifest:
@@ -280,7 +281,7 @@ class TokenStream:
     def digest(self) -> int:
         """Checksum of the lengths and first tokens of the shards, in their order. It tells other
         data from the same data in another place."""
-        checksum = 0
+        checksum = 0  # of the shards so far: crc32 continues from it
         for shard in self.shards:
             checksum = zlib.crc32(f"{shard.num_tokens}".encode(), checksum)
             # quick, as it runs at each start of a training run; data/verify.py reads all tokens
