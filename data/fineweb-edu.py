@@ -67,6 +67,8 @@ class DataConfig:
     tokenizer.json (data/train_tokenizer.py makes one for your text)."""
     end_of_text: str | None = None
     """Token of the tokenizer.json that precedes every document, if it has no usual name."""
+    allow_loss: bool = False
+    """Shard also what the tokenizer.json deletes or has no token for; the share is printed."""
     shard_size: int = 100_000_000
     """Tokens per shard."""
     max_shards: int | None = None
@@ -85,7 +87,6 @@ class DataConfig:
 
 def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document | Skipped:
     """Return the document of a row that is a text, in train or validation; Skipped for another row.
-    Raises UserError for a text of which the tokenizer loses characters.
 
     A hash of the text chooses the split. Unlike a random number or every n-th document, it does not
     depend on the order of the source, on workers or on where a run continues, and a copy of a
@@ -102,13 +103,6 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document
         ids = tokenizer.encode(row)
     except ValueError:  # half of a surrogate pair, as JSON may write one
         return Skipped("not tokenizable")
-    lost = tokenizer.lost_text(row, ids)
-    if lost:  # else the model would learn another text, without an error
-        characters = "".join(dict.fromkeys(lost))  # each one once
-        raise UserError(
-            f"{tokenizer.name} loses {len(lost):,} characters of a text, as {characters[:20]!r}; "
-            "take another --tokenizer"
-        )
     # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
@@ -117,6 +111,7 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document
         tokens=tokens,
         num_train=0 if is_val else len(tokens),  # all tokens are in one split
         num_bytes=len(utf8),
+        lost=tokenizer.lost_text(row, ids),
     )
 
 
@@ -191,6 +186,13 @@ def write_shards(
     # tokens of the first document that are in the shards already
     num_written = state["tokens"]
     for document, is_last in mark_last(documents):
+        if document.lost and not config.allow_loss:
+            characters = "".join(dict.fromkeys(document.lost))  # each one once
+            raise UserError(
+                f"{tokenizer.name} loses {len(document.lost):,} characters of a text, as "
+                f"{characters[:20]!r}; take another --tokenizer, or shard what is left by "
+                "--allow_loss"
+            )
         if is_last and config.val_fraction and config.worker_count == 1:
             # one book has no document for validation; of several workers, another may have some
             document = sharder.hold_out_of(document, config.val_fraction)
@@ -271,16 +273,22 @@ def report(manifest: dict) -> None:
         if num_tokens:  # no division by zero
             line += f"; {manifest['bytes'][split] / num_tokens:.2f} bytes per token"
         print(line)
+    if manifest["lost_bytes"]:
+        share = manifest["lost_bytes"] / sum(manifest["bytes"].values())
+        print(f"lost: {share:.2%} of the bytes, which {manifest['tokenizer']} does not give back")
     if manifest.get("held_out"):  # no hash chose a document for one of the splits
         print(f"validation: {PIECES} pieces, spread over the last text")
 
 
 def main(config: DataConfig) -> None:
+    if min(config.shard_size, config.num_workers, config.max_shards or 1) < 1:
+        raise UserError("--shard_size, --num_workers and --max_shards must be at least 1")
     if not (0 <= config.val_fraction < 1 and 0 <= config.worker_index < config.worker_count):
         raise UserError("--val_fraction must be in [0, 1), --worker_index in [0, --worker_count)")
     name = "edu_fineweb10B"  # where train.py looks
     if config.input:
-        name = Path(config.input[0]).name.split(".")[0]  # "books" for books.jsonl.gz
+        # "books" for books.jsonl.gz; "." has no name
+        name = Path(config.input[0]).name.split(".")[0] or "text"
     folder = config.local_dir or Path("data", name)
     start = time.time()
     manifest, num_new = prepare(config, folder)

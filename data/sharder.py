@@ -32,6 +32,8 @@ class Document:
     but for a text of which a part is held out."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
+    lost: str = ""
+    """Characters of the text that the tokens do not give back."""
     position: dict = field(default_factory=dict)
     """Where to read the document again: "source", the position of its batch (data/source.py), and
     "documents", the number of rows before it in the batch."""
@@ -139,6 +141,7 @@ class Sharder:
                 "documents": 0,  # written so far
                 "skipped": {},  # rows that were no documents, by reason
                 "bytes": {"train": 0, "val": 0},  # of the source text
+                "lost_bytes": 0,  # that the tokenizer does not give back
                 "shards": [],
                 "state": {
                     "source": None,  # None: its beginning
@@ -216,6 +219,7 @@ class Sharder:
         self.manifest["skipped"] = document.skipped
         if start == 0:  # else an earlier run has counted the document
             self.manifest["documents"] += 1
+            self.manifest["lost_bytes"] += len(document.lost.encode())
         total = len(document.tokens)
         while start < total:
             # tokens [0, num_train) are for train, [num_train, total) for validation

@@ -207,8 +207,9 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
 class TokenStream:
     """All tokens of one or several folders of a split as one array, read from disk when asked for.
 
-    Raises UserError if the folders cannot be read together: they have several tokenizers, or they
-    were split by different --val_fraction, so that one may train on the validation text of another.
+    Raises UserError if the folders cannot be read together: one is given twice, they have several
+    tokenizers, or they were split by different --val_fraction, so that one may train on the
+    validation text of another.
     """
 
     def __init__(self, folders: list[ShardFolder]) -> None:
@@ -219,13 +220,17 @@ class TokenStream:
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[Shard] = []
         identities: set[str] = set()
+        paths: set[Path] = set()
         fractions: set[float] = set()
         for folder in folders:
             self.shards += folder.shards  # in the order given
+            paths.add(folder.path.resolve())
             identities.add(tokenizer_identity(folder.tokenizer))
             # the rule of other projects is not known
             if "val_fraction" in folder.manifest:
                 fractions.add(folder.manifest["val_fraction"])
+        if len(paths) < len(folders):
+            raise UserError("--data_dir names a folder twice; a weight gives it a larger share")
         if len(identities) > 1:
             raise UserError(
                 f"the folders of --data_dir have several tokenizers: {sorted(identities)}"

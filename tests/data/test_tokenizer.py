@@ -114,8 +114,8 @@ def trained(name, folder):
         ("NFKC, lower case", "tale\t天地 e 🐍 bü fi", ""),
     ],
 )
-def test_a_tokenizer_that_loses_text_makes_no_shards_and_one_that_drops_spaces_serves_no_model(
-    tmp_path, name, decoded, lost
+def test_text_is_lost_only_where_that_is_asked_for_and_a_model_writes_spaces(
+    tmp_path, capsys, name, decoded, lost
 ):
     path = trained(name, tmp_path)
     tokenizer = load_tokenizer(read_tokenizer(path))
@@ -127,6 +127,9 @@ def test_a_tokenizer_that_loses_text_makes_no_shards_and_one_that_drops_spaces_s
     if lost:
         with pytest.raises(UserError, match=f"loses {len(lost)} characters of a text, as "):
             shard(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(path))
+        shard(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(path), allow_loss=True)
+        share = len(lost.encode()) / len(MIXED.encode())
+        assert f"lost: {share:.2%} of the bytes" in capsys.readouterr().out
         with pytest.raises(UserError, match="tokenizer.json drops the spaces of a text"):
             pretrained_tokenizer(tmp_path, 700)
     else:
