@@ -105,6 +105,7 @@ def test_other_settings_or_files_foreign_damaged_or_locked_shards_are_refused(co
         with pytest.raises(UserError, match=message):
             shard(source, out, **options)
 
+    refused("--shard_size, .* must be at least 1", shard_size=0)
     refused("holds shards of shard_size 20001; give another --local_dir", shard_size=1000)
     (source / "b.txt").write_text("more")
     refused("holds shards of files {")

@@ -80,15 +80,17 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
 
 @pytest.mark.parametrize(("sizes", "expected"), [([30, 50], 0.4), ([30, None], None)])
 def test_folders_sum_their_bytes_and_tokens(tmp_path, sizes, expected):
-    folder_of(tmp_path, [100])
     shards = [{"file": "train_000000.npy", "split": "train", "tokens": 100}]
     folders = []
-    for size in sizes:
+    for number, size in enumerate(sizes):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        folder_of(folder, [100])
         manifest = {"tokenizer": "bytes", "vocab_size": 257, "shards": shards}
         if size is not None:
             manifest["bytes"] = {"train": size, "val": 7}
-        write_manifest(tmp_path, manifest)
-        folders.append(open_folder(tmp_path, "train"))
+        write_manifest(folder, manifest)
+        folders.append(open_folder(folder, "train"))
     assert TokenStream(folders).bytes_per_token == expected
 
 
