@@ -72,7 +72,6 @@ def main() -> None:
     options = resolve_micro_batch(options, recipe, model.config, process, checkpoint)
     run = Run.start(options, checkpoint, process)
     state = run.state
-    model.to(process.device)
     wrapped = wrap(model, process, options.sharding, run.dtype)
     optimizers = make_optimizers(model, options, recipe, run.dtype)
     if checkpoint is not None:
@@ -83,8 +82,7 @@ def main() -> None:
     # batches, evaluation, log, checkpoints
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
     slicing = Slicing(num_sequences, options.micro_batch_size, process.rank, process.world_size)
-    # for MFU; None on a CPU
-    peak = peak_flops(process.device, run.dtype)
+    peak = peak_flops(process.device, run.dtype)  # for MFU; None on a CPU
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
     batches = open_batches(run, slicing, train_data, val_data)
     evaluator = Evaluator(options, model, val_data, process, run.dtype)

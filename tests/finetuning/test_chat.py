@@ -209,8 +209,7 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
     ],
 )
 def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, template, end):
-    named = [{"name": "tool_use", "template": ""}, {"name": "default", "template": template}]
-    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), named, eos_token_id=256)
+    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), template, eos_token_id=256)
     vocab = tokenizer.engine.get_vocab()
     assert tokenizer.eot == 256 and tokenizer.end_ids == {256, vocab[end]}
     if "raise" not in template:
