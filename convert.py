@@ -97,7 +97,7 @@ def format_scores(path: Path, checkpoint: dict, size: str) -> str:
     `path`, and those published for a size of OpenAI's GPT-2; an empty text without results."""
     results: list[Result] = []
     for scores_path in sorted(path.parent.glob(f"{path.stem}_*.json")):
-        scores = json.loads(scores_path.read_text() or "{}")  # empty while evaluate.py runs
+        scores = json.loads(scores_path.read_text())
         # model_best.pt may have been replaced since: only scores of the same step are its own
         is_same_run = scores.get("run_id") == checkpoint["run_id"]
         if is_same_run and scores.get("step") == checkpoint["step"]:

@@ -106,12 +106,6 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
     return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError now, not after hours of scoring, for a file that cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    open(path, "a").close()  # creates the file, or leaves the one of an earlier evaluation
-
-
 def open_validation(
     config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]
 ) -> ScoreTask:
@@ -209,9 +203,8 @@ def main(config: EvalConfig) -> None:
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
     score_tasks = open_tasks(config, scorer, trained_on)
     outputs = output_paths(config, name, checkpoint_path)  # by task
-    for path in [*outputs.values(), config.dump]:
-        if path and process.is_main:
-            check_writable(path)
+    for path in outputs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)  # fails now, and not after the scoring
 
     # On a CPU, linear layers are replaced by packed ones: after the weights were read and checked.
     prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
