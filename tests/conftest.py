@@ -1,5 +1,6 @@
 """What the tests share: a small fixed corpus, its shards, and the scripts run as users run them."""
 
+import contextlib
 import json
 import os
 import random
@@ -41,66 +42,91 @@ def train_options(**options: object):
 
 
 def environment() -> dict:
-    """Return the environment of a user without network and without a launcher around the tests."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return {**env, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    """Return the environment of a user without network."""
+    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def can_fork(args: list[str], env: dict) -> bool:
-    """Return whether a fork of tests/warm.py does as well as a new process: not for variables that
-    imports read from the environment."""
-    usual = environment()
-    changed = {name for name in {*env, *usual} if env.get(name) != usual.get(name)}
-    return (
-        warm.ADDRESS in os.environ
-        and args[0].endswith(".py")
-        and not any(n.startswith(("OMP_", "PYTHON", "TORCH")) for n in changed - {"PYTHONPATH"})
-    )
+def start(
+    *args: object,
+    log: Path | str = os.devnull,
+    files: list[Path | str] | None = None,
+    env: dict | None = None,
+    cwd: Path = ROOT,
+    fork: bool = True,
+    **options,
+) -> subprocess.Popen | warm.Script:
+    """Start `python ARGS` in the project or `cwd`, in a process group of its own.
+
+    Its output goes to `log`, or `files` are those of standard input, output and error. A script is
+    a fork of a process that has imported PyTorch, unless `fork` is false or subprocess.Popen gets
+    `options`.
+    """
+    args = [str(x) for x in args]
+    env = environment() if env is None else env
+    files = files or [os.devnull, log, log]
+    if fork and not options and args[0].endswith(".py"):
+        return warm.Script(args, env, cwd, files)
+    with contextlib.ExitStack() as stack:
+        stdin, stdout, stderr = (stack.enter_context(open(file, "ab+")) for file in files)
+        options |= {"stdin": stdin, "stdout": stdout, "stderr": stderr, "start_new_session": True}
+        return subprocess.Popen([sys.executable, *args], env=env, cwd=cwd, **options)
+
+
+def run_all(
+    commands: list[list],
+    envs: list[dict],
+    codes: list[int],
+    input: bytes = b"",
+    text: bool = True,
+    **options,
+) -> list[subprocess.CompletedProcess]:
+    """Run command lines side by side, as `start` does; fail unless they exit with `codes`."""
+    processes, finished = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        stdin = Path(folder, "in")
+        stdin.write_bytes(input)
+        try:
+            for i, (args, env) in enumerate(zip(commands, envs, strict=True)):
+                files = [stdin, Path(folder, f"{i}.out"), Path(folder, f"{i}.err")]
+                processes.append((start(*args, files=files, env=env, **options), args, files[1:]))
+            for process, args, files in processes:
+                code = process.wait(240)
+                outputs = [file.read_text() if text else file.read_bytes() for file in files]
+                finished.append(subprocess.CompletedProcess(args, code, *outputs))
+        finally:
+            for process, *_ in processes:
+                if process.poll() is None:
+                    kill(process)
+    said = "".join(f"{x.args} -> {x.returncode}\n{x.stdout}{x.stderr}\n" for x in finished)
+    assert [x.returncode for x in finished] == codes, said
+    return finished
 
 
 def script(
     *args: object,
     code: int = 0,
-    timeout: float = 240,
-    fork: bool = True,
     env: dict | None = None,
-    cwd: Path = ROOT,
-    input: str | bytes = "",
-    text: bool = True,
+    input: str | bytes = b"",
     **options,
 ) -> subprocess.CompletedProcess:
-    """Run `python ARGS` in the project or `cwd`; fail unless it exits with `code`.
-
-    It runs in a fork of a process that has imported PyTorch, or in a process of its own where
-    `fork` is false or `options` go to subprocess.run.
-    """
-    args = [os.fsdecode(a) if isinstance(a, bytes) else str(a) for a in args]
-    env = environment() if env is None else env
+    """Run `python ARGS`; fail unless it exits with `code`. The options are those of run_all."""
     given = input.encode() if isinstance(input, str) else input
-    if fork and not options and can_fork(args, env):
-        ((status, out, err),) = warm.run_all([args], [env], cwd, given, timeout)
-    else:
-        options = {"cwd": cwd, "env": env, "input": given, "timeout": timeout, **options}
-        done = subprocess.run([sys.executable, *args], capture_output=True, **options)
-        status, out, err = done.returncode, done.stdout, done.stderr
-    if text:
-        out, err = out.decode(), err.decode()
-    assert status == code, f"{args} -> {status}\n{out}{err}"
-    return subprocess.CompletedProcess(args, status, out, err)
+    return run_all([args], [env], [code], given, **options)[0]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Return the bytes of all files in a folder but hidden ones."""
+    return {path: path.read_bytes() for path in folder.rglob("[!.]*") if path.is_file()}
 
 
 def bad(args: list, message: str, run: Path | None = None) -> None:
     """Check that a script ends with one sentence and exit code 2; in the folder `run`, nothing is
     written and nothing lost."""
-
-    def files() -> dict:
-        return {p: p.read_bytes() for p in run.rglob("[!.]*") if p.is_file()} if run else {}
-
-    before = files()
+    before = run and contents(run)
     done = script(*args, code=2)
     said = done.stderr + done.stdout
     assert message in said and "Traceback" not in said, said
-    assert files() == before
+    assert before == (run and contents(run))
 
 
 def free_port() -> int:
@@ -109,44 +135,25 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def ranks(
-    commands: list[list], local_world_size: int, env: dict, timeout: float
-) -> list[tuple[int, str, str]]:
-    """Run a command line for each rank without a launcher; exit code, stdout and stderr of each."""
-    world = {
-        "WORLD_SIZE": str(len(commands)),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    envs = [
-        {**env, **world, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
-        for rank in range(len(commands))
-    ]
-    commands = [[str(a) for a in args] for args in commands]
-    found = warm.run_all(commands, envs, ROOT, b"", timeout)
-    return [(code, out.decode(), err.decode()) for code, out, err in found]
+def run_ranks(
+    commands: list[list], code: int = 0, env: dict | None = None, local_world_size: int = 0
+) -> list[subprocess.CompletedProcess]:
+    """Run a command line for each rank, in the environment that torchrun would give it."""
+    world_size = len(commands)
+    per_machine = local_world_size or world_size
+    world = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": per_machine}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    envs = []
+    for rank in range(world_size):
+        variables = world | {"RANK": rank, "LOCAL_RANK": rank % per_machine}
+        launched = {name: str(value) for name, value in variables.items()}
+        envs.append((env or environment()) | launched)
+    return run_all(commands, envs, [code] * world_size)
 
 
-def launch(commands: list[list], local_world_size: int, codes: list[int]) -> list[str]:
-    """Run a command line for each rank, which must end with `codes`; return what stderr got."""
-    found = ranks(commands, local_world_size, environment(), 120)
-    assert [code for code, _, _ in found] == codes, found
-    return [err for _, _, err in found]
-
-
-def torchrun(
-    processes: int, *args: object, code: int = 0, fork: bool = True, **options
-) -> subprocess.CompletedProcess:
-    """Run a script under torchrun, or in as many forks with the environment that it sets."""
-    head = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    env, timeout = options.get("env", environment()), options.get("timeout", 240)
-    if not fork or not can_fork([str(args[0])], env):
-        return script(*head, *args, code=code, **options)
-    found = ranks([list(args)] * processes, processes, env, timeout)
-    assert int(any(status for status, _, _ in found)) == code, found
-    out, err = ("".join(texts) for texts in list(zip(*found, strict=True))[1:])
-    return subprocess.CompletedProcess(args, code, out, err)
+def torchrun(processes: int, *args: object, **options) -> list[subprocess.CompletedProcess]:
+    """Run a script on so many processes, as torchrun would."""
+    return run_ranks([args] * processes, **options)
 
 
 def folders(run: Path) -> list:
@@ -157,19 +164,6 @@ def folders(run: Path) -> list:
 def train_args(data: Path, run: Path, steps: int, *extra: object) -> list:
     """Return the command line of a small training run in the folder `run`."""
     return ["train.py", "--data_dir", data, *folders(run), "--max_steps", steps, *SMALL, *extra]
-
-
-def start(
-    *args: object, fork: bool = True, log: Path | str = os.devnull
-) -> subprocess.Popen | warm.Script:
-    """Start a script in a process group of its own, to be killed; its output goes to `log`."""
-    args = [str(a) for a in args]
-    with open(log, "w+b") as out:
-        if fork and can_fork(args, environment()):
-            return warm.Script(args, ROOT, environment(), out, out, out)
-        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-        options = {"cwd": ROOT, "env": environment(), "start_new_session": True}
-        return subprocess.Popen([sys.executable, *args], **streams, **options)
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -189,22 +183,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the process to fork scripts from, one for all workers of xdist."""
     if config.getoption("--device") != "cpu":
         import torch
 
         torch.set_default_device(config.getoption("--device"))
-    if sys.platform == "linux" and not hasattr(config, "workerinput"):
-        folder = tempfile.mkdtemp()
-        os.environ[warm.ADDRESS] = f"{folder}/socket"
-        server = warm.start_server(os.environ[warm.ADDRESS], environment())
-
-        def stop() -> None:
-            server.stdin.close()
-            server.wait()
-            shutil.rmtree(folder)
-
-        config.add_cleanup(stop)
 
 
 @pytest.fixture
@@ -293,8 +275,8 @@ def weights(run: Path, name: str = "model_last.pt") -> dict:
 
 def same_run(a: Path, b: Path) -> bool:
     """Return whether two runs have the same losses and end with the same weights, to the bit."""
-    (first, second), equal = (weights(a), weights(b)), losses(a) == losses(b)
-    return equal and all(first[name].equal(second[name]) for name in second)
+    ours, theirs = weights(a), weights(b)
+    return losses(a) == losses(b) and all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 def run_until(
