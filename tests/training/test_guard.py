@@ -1,15 +1,25 @@
+"""Steps whose loss or gradient is not finite: skipped on all processes, counted, survived."""
+
+import json
 import math
 
+import pytest
 import torch
-from conftest import ROOT, environment, losses, script, torchrun, train_args, weights
+from conftest import ROOT, environment, gap, losses, same_run, script, torchrun, train_args, weights
 
 from training.checkpoint import load_checkpoint
 from training.run import PATIENCE, TrainState, reason_to_skip
 from utils.logger import read_metrics
 
+FLOAT16 = ("--dtype", "float16", "--save_every", 6, "--keep_last", 2, "--eval_every", 0)
+# a loss that is finite in float16, while its scaled gradients are not
+OVERFLOW = "1e30"
 
-def with_faults(faults):
-    return {**environment(), "PYTHONPATH": str(ROOT), "FAULTS": faults}
+
+def faulty(processes, args, faults, factor="nan", code=0):
+    """Run train.py where the loss of some forwards is multiplied by a factor."""
+    env = environment() | {"PYTHONPATH": str(ROOT), "FAULTS": faults, "FACTOR": factor}
+    return torchrun(processes, "tests/faulty_train.py", *args[1:], env=env, code=code)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted():
@@ -21,25 +31,66 @@ def test_steps_that_are_not_finite_are_skipped_and_counted():
     assert (state.bad_steps, state.step, state.tokens) == (0, 4, 32)
 
 
-def test_a_bad_loss_on_one_process_skips_the_step_on_all(shards, tmp_path):
+@pytest.fixture(scope="module")
+def overflowed(shards, tmp_path_factory):
+    """12 steps in float16, of which the third of 4 micro-steps of step 3 overflows."""
+    run = tmp_path_factory.mktemp("float16")
+    faulty(1, train_args(shards, run, 12, *FLOAT16), "0:10", OVERFLOW)
+    return run
+
+
+def test_an_overflow_in_float16_lowers_the_scale_which_a_resumed_run_keeps(
+    overflowed, shards, tmp_path
+):
+    scales = {row["step"]: row["scale"] for row in read_metrics(overflowed)["train"]}
+    assert scales == {n: 2.0**10 if n < 3 else 2.0**9 for n in range(1, 13) if n != 3}
+    sixth = overflowed / "checkpoints/model_step_000006.pt"
+    script(*train_args(shards, tmp_path, 12, *FLOAT16, "--resume", sixth))
+    assert same_run(tmp_path, overflowed)
+    for run in (tmp_path, overflowed):
+        saved = load_checkpoint(run / "checkpoints/model_last.pt")
+        assert saved["step"] == 12 and saved["scaler"]["scale"] == 2.0**9
+
+
+@pytest.mark.parametrize(
+    ("sharding", "flags", "factor"),
+    [
+        ("none", (), "nan"),
+        ("zero2", FLOAT16, OVERFLOW),
+        pytest.param("zero3", FLOAT16, OVERFLOW, marks=pytest.mark.slow),
+    ],
+)
+def test_a_bad_loss_on_one_process_skips_the_step_on_all(
+    overflowed, shards, tmp_path, sharding, flags, factor
+):
     # two micro-steps per step: call 5 on rank 1 is the second of step 3
-    args = train_args(shards, tmp_path, 8)[1:]
-    torchrun(2, "tests/faulty_train.py", *args, env=with_faults("1:5"))
-    rows = read_metrics(tmp_path / "logs")
-    assert [row["step"] for row in rows["train"]] == [1, 2, 4, 5, 6, 7, 8]
-    (skipped,) = rows["skipped"]
+    args = train_args(shards, tmp_path, 12, *flags, "--sharding", sharding)
+    faulty(2, args, "1:5", factor)
+    (skipped,) = read_metrics(tmp_path)["skipped"]
     assert skipped["step"] == 3 and len(skipped["sequences"]) == 16
     state = load_checkpoint(tmp_path / "checkpoints" / "model_last.pt")
-    assert all(s["step"] == 7 for s in state["optimizer"].values()) and state["step"] == 8
+    assert all(s["step"] == 11 for s in state["optimizer"].values()) and state["step"] == 12
     assert all(torch.isfinite(w).all() for w in weights(tmp_path).values())
+    assert gap(tmp_path, overflowed) < 5e-3
 
 
 def test_bad_steps_in_a_row_end_the_run_with_a_checkpoint(shards, tmp_path):
     faults = " ".join(f"0:{call}" for call in range(4 * 6, 4 * 6 + 4 * PATIENCE))
-    args = train_args(shards, tmp_path, 20, "--save_every", 7)[1:]
-    done = script("tests/faulty_train.py", *args, code=2, env=with_faults(faults))
+    args = train_args(shards, tmp_path, 20, "--save_every", 7)
+    (done,) = faulty(1, args, faults, code=2)
     assert "5 steps in a row had no finite loss" in done.stderr and "Traceback" not in done.stderr
     assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 11
     # the fault was not in the data: without it the run resumes as usual
-    script(*train_args(shards, tmp_path, 20, "--save_every", 7, "--resume", "auto"))
+    script(*args, "--resume", "auto")
     assert sorted(losses(tmp_path)) == [*range(1, 7), *range(12, 21)]
+
+
+def test_a_model_is_sampled_and_scored_in_float16(trained, shards, tmp_path):
+    texts, nats = [], []
+    for dtype in ("float32", "float16"):
+        options = ("--checkpoint", trained, "--dtype", dtype, "--device", "cpu")
+        texts.append(script("sample.py", *options, "--temperature", 0, "--prompt", "The ").stdout)
+        out = tmp_path / dtype
+        script("evaluate.py", *options, "--tasks", "val", "--data_dir", shards, "--out", out)
+        nats.append(json.loads(out.read_text())["results"][0]["value"])
+    assert texts[0] == texts[1] and 0 < abs(nats[1] - nats[0]) < 1e-3
