@@ -43,11 +43,8 @@ def compile_with(monkeypatch):
         monkeypatch.setattr(torch, "compile", lambda f, **kw: compile_(f, backend=backend, **kw))
         return backend
 
-    names = ("used_far_apart", "long_fusible_chains", "materialized_backward")
-    banned = {f"ban_recompute_{name}": True for name in names}
     with torch._dynamo.config.patch(error_on_recompile=True, optimize_ddp=True):
-        with torch._functorch.config.patch(banned):  # as they are unless the model changes them
-            yield patch
+        yield patch
 
 
 @pytest.fixture
@@ -92,8 +89,6 @@ class Graphs:
     [
         ("gpt2", "none"),
         ("modern", "cheap"),
-        pytest.param("gpt2", "cheap", marks=pytest.mark.slow),
-        pytest.param("modern", "none", marks=pytest.mark.slow),
         pytest.param("speedrun", "none", marks=pytest.mark.slow),
         pytest.param("speedrun", "cheap", marks=pytest.mark.slow),
     ],
@@ -131,9 +126,11 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
     compile_with, fake_ranks, sharding
 ):
     fake_ranks(8)
-    counter = compile_with(CompileCounter())
+    counter, residual_dtypes = compile_with(CompileCounter()), set()
     model = GPT(GPTConfig(16, 257, 3, 4, 64), Execution(compiled=True))
     wrapped = parallel.wrap(model, Process(0, 8, CPU), sharding, torch.bfloat16)
+    note = lambda _, args: residual_dtypes.add(args[0].dtype)  # noqa: E731
+    model.transformer.ln_f.register_forward_pre_hook(note)
     idx = torch.randint(0, 257, (2, 16))
     for micro_step in range(6):  # two steps of three micro-steps
         with sync_gradients(wrapped, sharding, last=micro_step % 3 == 2):
@@ -141,40 +138,23 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
                 nats = wrapped(idx, idx)
             nats.backward()
         wrapped.zero_grad()
-    assert counter.frame_count == 1
+    assert counter.frame_count == 1 and residual_dtypes == {torch.float32}
 
 
 class Collectives(TorchDispatchMode):
-    """Number and bytes of collectives by kind: of the whole tensor, not of a rank's part."""
+    """Number of collectives by name."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes = Counter(), Counter()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::").strip("_")
-            tensors = args[0] if isinstance(args[0], list) else args[:2]
-            self.calls[name] += 1
-            self.bytes[name] += max(x.nbytes for x in tensors)
+            self.calls[func._schema.name.removeprefix("c10d::").strip("_")] += 1
         return func(*args, **kwargs or {})
 
 
-def traffic(
-    model: GPT, accumulation: int, sharding: str, shards: int, machines: int
-) -> tuple[float, float]:
-    """Return the bytes that a GPU sends in a step, within its machine and to others, by ring
-    algorithms in bfloat16: docs/SCALING.md says how they come about."""
-    blocks, total = (sum(p.numel() for p in m.parameters()) for m in (model.transformer.h, model))
-    scatters = 1 if sharding == "zero1" else accumulation
-    gathers = 2 * accumulation if sharding == "zero3" else 1
-    within = 4 * total * scatters + 2 * blocks * gathers + 4 * (total - blocks)
-    return within * (shards - 1) / shards, 8 * total / shards * (machines - 1) / machines
-
-
-@pytest.mark.parametrize(
-    "sharding", ["zero3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("zero1", "zero2"))]
-)
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
 def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     fake_ranks, loss_of_gpus, monkeypatch, sharding
 ):
@@ -186,12 +166,13 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
         n_layer=layers, sharding=sharding, micro_batch_size=batch,
         total_batch_size=64 * 1024 * batch * accumulation,
     )  # fmt: skip
-    shape = config.model_config(parse_recipe(config.recipe), VOCABULARY)
+    recipe = parse_recipe(config.recipe)
+    shape = config.model_config(recipe, VOCABULARY)
     sent, memory = Collectives(), MemTracker()
     with FakeTensorMode():
         model = GPT(shape)  # the plain one, as on a GPU
         parallel.wrap(model, Process(0, 64, CPU, nodes=8), sharding, torch.bfloat16)
-        optimizers = make_optimizers(model, config, parse_recipe(config.recipe), torch.bfloat16)
+        optimizers = make_optimizers(model, config, recipe, torch.bfloat16)
         idx = torch.zeros(batch, 1024, dtype=torch.long)
 
         def step(before_forward=lambda: None):
@@ -218,11 +199,6 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     assert sent.calls == {
         "allgather_base": gathers, "reduce_scatter_base": once * scatters, "allreduce": once,
     }  # fmt: skip
-    within, between = traffic(model, accumulation, sharding, shards=8, machines=8)
-    gathered = sent.bytes["allgather_base"] + sent.bytes["reduce_scatter_base"]
-    assert gathered * 7 / 8 == pytest.approx(within, rel=1e-3)
-    assert 2 * sent.bytes["allreduce"] * 7 / 8 == pytest.approx(between, rel=1e-3)
     peak = memory.get_tracker_snapshot("peak")[CPU]["Total"]
-    recipe = parse_recipe(config.recipe)
-    parts = forecast_memory(config, recipe, shape, Hardware(GPU, torch.bfloat16, 0, 64, 8))
-    assert peak == pytest.approx(sum(parts.values()), rel=0.15)
+    forecast = forecast_memory(config, recipe, shape, Hardware(GPU, torch.bfloat16, 0, 64, 8))
+    assert peak == pytest.approx(sum(forecast.values()), rel=0.15)
