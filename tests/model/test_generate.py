@@ -61,24 +61,25 @@ def draw(logits, n=20_000, **options):
     return torch.bincount(ids, minlength=logits.numel()) / n
 
 
-def test_choice_follows_the_distribution_and_temperature():
-    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
-    for temperature in (0.5, 1.0, 2.0):
-        expected = (logits / temperature).softmax(-1)
-        torch.testing.assert_close(
-            draw(logits, temperature=temperature), expected, atol=1e-3, rtol=0
-        )
+LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({}, [0.5, 0.3, 0.15, 0.05]),
+        ({"temperature": 0.5}, [0.6849, 0.2466, 0.0616, 0.0068]),  # squares
+        ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"top_p": 0.6}, [0.625, 0.375, 0, 0]),  # the smallest set that reaches p
+        ({"top_p": 1e-9}, [1.0, 0, 0, 0]),
+    ],
+)
+def test_choice_follows_the_distribution_temperature_top_k_and_top_p(options, shares):
+    torch.testing.assert_close(draw(LOGITS, **options), torch.tensor(shares), atol=1e-3, rtol=0)
 
 
 def test_top_k_keeps_exactly_k_also_in_ties():
-    assert (draw(torch.tensor([1.0, 1.0, 1.0, 1.0]), top_k=2) > 0).sum() == 2
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_p():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    shares = draw(logits, top_p=0.6)
-    torch.testing.assert_close(shares, torch.tensor([0.625, 0.375, 0, 0]), atol=1e-3, rtol=0)
-    assert draw(logits, top_p=1e-9)[0] == 1
+    assert (draw(torch.ones(4), top_k=2) > 0).sum() == 2
 
 
 def test_no_uniform_number_falls_off_the_end():
@@ -92,7 +93,7 @@ def test_a_text_ends_before_the_first_of_several_end_tokens(model):
     sampling = Sampling(30, seed=2)
     (free,) = complete(model, [[3]], frozenset(), sampling)
     assert len(free.tokens) == 30 and free.end_id is None
-    first, later = free.tokens[10], free.tokens[20]
-    (ended,) = complete(model, [[3]], frozenset([first, later]), sampling)
-    place = min(free.tokens.index(first), free.tokens.index(later))
-    assert ended.tokens == free.tokens[:place] and ended.end_id == free.tokens[place]
+    ends = {free.tokens[10], free.tokens[20]}
+    (ended,) = complete(model, [[3]], frozenset(ends), sampling)
+    place = min(map(free.tokens.index, ends))
+    assert (ended.tokens, ended.end_id) == (free.tokens[:place], free.tokens[place])

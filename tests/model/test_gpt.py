@@ -2,15 +2,11 @@ import math
 
 import pytest
 import torch
-from conftest import script
 from tiny import RECIPES, tiny_gpt
 
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
-from model.layers import KVCache
 from utils.errors import UserError
-
-TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
 
 
 def tiny(*args, **changes):
@@ -21,7 +17,7 @@ def tiny(*args, **changes):
 COUNTS = (124_439_808, 354_823_168, 774_030_080, 1_557_611_200)
 
 
-@pytest.mark.parametrize(("name", "count"), zip(SIZES, COUNTS, strict=True))
+@pytest.mark.parametrize(("name", "count"), list(zip(SIZES, COUNTS, strict=True)))
 def test_named_sizes_have_openai_s_parameter_counts(name, count):
     with torch.device("meta"):
         model = GPT(GPTConfig(**SIZES[name]))
@@ -40,13 +36,6 @@ def test_initialisation_follows_gpt2():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_first_loss_is_near_ln_of_the_vocabulary(recipe):
-    model = tiny(recipe)
-    x = torch.randint(0, 257, (8, 16))
-    assert abs(model(x, x.roll(-1, 1)).item() - math.log(257)) < 0.1
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
 def test_no_token_sees_a_later_one(recipe):
     model = tiny(recipe)
     x = torch.randint(0, 257, (1, 16))
@@ -54,15 +43,6 @@ def test_no_token_sees_a_later_one(recipe):
     changed[0, 9] = (x[0, 9] + 1) % 257
     a, b = model(x), model(changed)
     assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
-    model = tiny(recipe)
-    x = torch.randint(0, 257, (3, 16))
-    cache = KVCache(16)
-    parts = [model.logits(model.hidden(part, cache)) for part in x.split([5, 4, 1, 1, 5], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
 
 
 def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
@@ -76,40 +56,18 @@ def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
     assert (model.transformer.wte.weight.grad[257:] == 0).all()
 
 
-def test_rotary_logits_follow_from_distances_alone():
-    model = tiny("modern", n_layer=1)
-    x = torch.randint(0, 257, (1, 8))
-    shifted = model.logits(model.hidden(x, positions=torch.arange(5, 13)[None], mask=TRIANGLE))
-    torch.testing.assert_close(shifted, model(x), atol=1e-5, rtol=1e-5)
-
-
-CHANGES = [
-    *({"n_head": 5}, {"n_layer": 0}, {"n_kv_head": 5}, {"ngrams": 0}),
-    *({"dropout": 1.0}, {"norm": "batch"}, {"activation": None}),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_shapes_that_cannot_be_are_named(change):
-    with pytest.raises(UserError, match=next(iter(change))):
-        GPTConfig(**change)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("n_head", 5), ("n_layer", 0), ("n_kv_head", 5), ("ngrams", 0)),
+        *(("dropout", 1.0), ("norm", "batch"), ("activation", None)),
+    ],
+)
+def test_shapes_that_cannot_be_are_named(name, value):
+    with pytest.raises(UserError, match=name):
+        GPTConfig(**{name: value})
 
 
 def test_more_tokens_than_the_context_are_refused():
     with pytest.raises(AssertionError, match="17 tokens are too many"):
         tiny()(torch.zeros(1, 17, dtype=torch.long))
-
-
-PLAIN = """
-import sys, torch
-from model.config import GPTConfig
-from model.gpt import GPT
-from model.layers import KVCache
-idx = torch.zeros(1, 16, dtype=torch.long)
-GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=16, vocab_size=16))(idx, idx).backward()
-print("torch._dynamo" in sys.modules)
-"""
-
-
-def test_a_plain_step_does_without_the_compiler_which_takes_a_second_to_import():
-    assert script("-c", PLAIN).stdout == "False\n"
