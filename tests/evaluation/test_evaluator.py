@@ -20,21 +20,26 @@ ALONE = Process(0, 1, torch.device("cpu"))
 def make(shards, tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text("".join(f'{{"text": "the cat {i}"}}\n' for i in range(12)))
-    config = TrainConfig(max_steps=7, eval_every=3, sample_every=2, val_tokens=320)
-    config = replace(config, micro_batch_size=4, lambada_every=5, lambada_data=path)
+    config = TrainConfig(
+        max_steps=7, eval_every=3, sample_every=2, val_tokens=320, micro_batch_size=4,
+        lambada_every=5, lambada_data=path,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=32, vocab_size=257, n_layer=1, n_head=2, n_embd=16))
     val = Mixture([shards], "val", 32)
     return lambda **options: Evaluator(replace(config, **options), model, val, ALONE, torch.float32)
 
 
+def due_steps(evaluator):
+    """Return the steps of validation, benchmarks and samples."""
+    validation = [step for step in range(8) if evaluator.due(step)]
+    benchmarks = [step for step in range(8) if list(evaluator.benchmarks(step))]
+    return validation, benchmarks, [step for step in range(8) if evaluator.sample(step) is not None]
+
+
 def test_each_part_is_due_at_its_interval_and_at_the_last_step(make):
-    full, never = make(), make(eval_every=0, sample_every=0, lambada_every=0)
-    assert [step for step in range(8) if full.due(step)] == [0, 3, 6, 7]
-    assert [step for step in range(8) if list(full.benchmarks(step))] == [0, 5, 7]
-    assert [step for step in range(8) if full.sample(step) is not None] == [0, 2, 4, 6, 7]
-    assert [step for step in range(8) if never.due(step)] == [7]
-    assert never.sample(7) is None and not list(never.benchmarks(7))
+    assert due_steps(make()) == ([0, 3, 6, 7], [0, 5, 7], [0, 2, 4, 6, 7])
+    assert due_steps(make(eval_every=0, sample_every=0, lambada_every=0)) == ([7], [], [])
 
 
 def test_figures_are_repeatable_and_the_model_keeps_training(make):
@@ -83,8 +88,7 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
     monkeypatch.setattr(evaluator, "load_tokenizer", load_tokenizer)
     bare = make()
     assert "no vocabulary; so there are no samples" in capsys.readouterr().out
-    assert set(bare.validate()) == {"loss", "bits_per_byte"}
-    assert not list(bare.benchmarks(7)) and bare.sample(7) is None
+    assert bare.validate() and not list(bare.benchmarks(7)) and bare.sample(7) is None
 
 
 def test_benchmarks_are_evenly_spaced_subsets_unless_full(make, monkeypatch):

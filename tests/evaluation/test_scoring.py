@@ -23,13 +23,12 @@ from utils.distributed import Process
 from utils.errors import UserError
 
 ALONE = Process(0, 1, torch.device("cpu"))
-LONG = Item("abc " * 60, (" one", " and another one"))  # than the context of 128 bytes
 ITEMS = [
     Item("The cat sat", (" down.", " on the mat.", " x"), 1),
     Item("A much longer context, " * 3 + "that ends", (" here", " there and nowhere else"), 0),
     Item("Trailing space ", ("kept apart", "or not")),
     Item("", (" nothing before",)),
-    LONG,
+    Item("abc " * 60, (" one", " and another one")),  # longer than the context of 128 bytes
 ]
 
 
@@ -76,11 +75,6 @@ def test_each_continuation_scores_as_if_it_stood_alone(scorer):
             assert score.num_tokens == len(answer)
 
 
-def test_a_continuation_longer_than_the_context_is_refused(scorer):
-    with pytest.raises(UserError, match="a continuation has 200 tokens, the context 128"):
-        scorer.score([Item("a", ("b" * 200,))])
-
-
 def test_greedy_last_and_filtered_mean_what_they_say(scorer):
     context = list(b"The cat sat")
     first = greedy(scorer.model, context)
@@ -93,27 +87,28 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer):
         def encode(self, text):
             return np.frombuffer(text.strip(" ").encode("latin-1"), np.uint8).astype(np.uint16)
 
-    def flags(*ids, banned=()):
-        items = [Item("The cat sat", (bytes(ids).decode("latin-1"),))]
-        ((score,),) = replace(scorer, tokenizer=Raw()).score(items, banned_words=banned)
-        return score.is_greedy, score.is_greedy_filtered, score.is_last_greedy
-
-    assert flags(first, second) == (True, True, True)
-    assert flags(first ^ 1, last) == (False, False, True)
-    assert flags(first, second ^ 1) == (False, False, False)
-    assert flags(first, second, banned=[chr(first)]) == (True, False, True)
+    raw_scorer = replace(scorer, tokenizer=Raw())
+    for ids, banned, flags in (
+        ((first, second), [], (True, True, True)),
+        ((first ^ 1, last), [], (False, False, True)),
+        ((first, second ^ 1), [], (False, False, False)),
+        ((first, second), [chr(first)], (True, False, True)),
+    ):
+        item = Item("The cat sat", (bytes(ids).decode("latin-1"),))
+        ((score,),) = raw_scorer.score([item], banned_words=banned)
+        assert (score.is_greedy, score.is_greedy_filtered, score.is_last_greedy) == flags
 
 
 def test_cbt_chooses_by_what_follows_the_blank(scorer):
     row = {"sentences": ["Tom had a dog ."], "question": "Where is the XXXXX ?", "answer": "dog"}
-    rows, task = [row | {"options": ["cat", "dog", "Ann"]}], BENCHMARKS["cbt_cn"]
-    results, examples = task.score(rows, scorer.score, task.protocols)
+    row["options"], task = ["cat", "dog", "Ann"], BENCHMARKS["cbt_cn"]
+    (result,), (example,) = task.score([row], scorer.score, task.protocols)
     context, expected = b"Tom had a dog . Where is the", []
     for option in (b"cat", b"dog", b"Ann"):
         logprobs = nats(scorer.model, [*context, *b" ", *option, *b" ?"])
         expected.append(logprobs[len(context) - 1 :].sum().item())
-    assert examples[0]["logprobs"] == pytest.approx(expected, abs=1e-4)
-    assert [r.value for r in results] == [np.argmax(expected) == 1]
+    assert example["logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert result.value == (np.argmax(expected) == 1)
 
 
 ENDINGS = {"ctx": "A dog", "endings": ["abc", "a", "bcd", "cde"]}  # three of one length
@@ -136,13 +131,17 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
     assert ", acc_bytes: 4 ties; the first best choice counts, as in the harness" in table
 
 
-@pytest.mark.parametrize("task", ["hellaswag", "lambada", "cbt_cn"])
-def test_a_model_of_nan_is_an_error(scorer, task):
-    cbt = {"sentences": ["A."], "question": "XXXXX ?", "answer": "a", "options": ["a"]}
-    rows = {"hellaswag": HELLASWAG, "lambada": [{"text": "the cat"}], "cbt_cn": [cbt]}[task]
+CBT_ROW = {"sentences": ["A."], "question": "XXXXX ?", "answer": "a", "options": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("task", "rows"),
+    [("hellaswag", HELLASWAG), ("lambada", [{"text": "the cat"}]), ("cbt_cn", [CBT_ROW])],
+)
+def test_a_model_of_nan_is_an_error(scorer, task, rows):
+    benchmark, score = BENCHMARKS[task], with_weights(scorer, math.nan).score
     with pytest.raises(UserError, match="gives NaN"):
-        benchmark = BENCHMARKS[task]
-        benchmark.score(rows, with_weights(scorer, math.nan).score, benchmark.protocols)
+        benchmark.score(rows, score, benchmark.protocols)
 
 
 def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():
@@ -165,43 +164,40 @@ def test_targets_looked_up_slice_by_slice_are_those_of_all_logits(monkeypatch, r
     logits = x @ weight.T
     banned = logits.argmax(-1).unique()[:3].tolist()
     allowed = logits.index_fill(-1, torch.tensor(banned), -torch.inf)
-    targets = torch.randint(V, (N,))
-    targets[:30], targets[30:60] = logits.argmax(-1)[:30], allowed.argmax(-1)[30:60]
-
+    targets = torch.cat([logits.argmax(-1)[:30], allowed.argmax(-1)[30:60], torch.arange(30)])
     logprob, hit, filtered = score_targets(x, weight, targets, banned)
-
-    plain = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-    assert (logprob - plain).abs().max() < 1e-5
+    torch.testing.assert_close(logprob, -F.cross_entropy(logits, targets, reduction="none"))
     assert hit.equal(logits.argmax(-1) == targets)
     assert filtered.equal(allowed.argmax(-1) == targets)
     assert (hit > filtered).any() and (hit < filtered).any()
+
+
+def val_sequences(folder):
+    return Sequences(TokenStream([open_folder(folder, "val")]), 32)
 
 
 @pytest.mark.parametrize("batch_size", [7, 64])
 def test_validation_is_the_mean_over_the_first_tokens_for_any_batch_size(
     shards, scorer, batch_size
 ):
-    val = Sequences(TokenStream([open_folder(shards, "val")]), 32)
+    val = val_sequences(shards)
     scores = replace(scorer, batch_size=batch_size).validation_loss(val, 3210)
     x, y = (torch.from_numpy(a) for a in val.batch(np.arange(3210 // 32)))
     expected = F.cross_entropy(scorer.model(x).flatten(0, 1), y.flatten()).item()
-    assert scores["loss"] == pytest.approx(expected, rel=1e-6)
     ends = sum((shard.read() == 256).sum() for shard in val.stream.shards)
     bits = expected / math.log(2) * len(val.stream) / (len(val.stream) - ends)
-    assert scores["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert scores == pytest.approx({"loss": expected, "bits_per_byte": bits}, rel=1e-6)
     assert scorer.model.training  # left as training needs it
 
 
-def test_validation_reads_no_more_than_there_is(shards, scorer, tmp_path):
-    val = Sequences(TokenStream([open_folder(shards, "val")]), 32)
+def test_validation_reads_no_more_than_there_is_and_knows_bytes_that_were_counted(
+    shards, scorer, tmp_path
+):
+    val = val_sequences(shards)
     whole = scorer.validation_loss(val, 10**9)
     assert whole == scorer.validation_loss(val, len(val) * 32)
+    shutil.copytree(shards, tmp_path, dirs_exist_ok=True)
     manifest = read_manifest(shards)
     del manifest["bytes"]
-    for shard in val.stream.shards:
-        shutil.copy(shard.path, tmp_path)
-    manifest["shards"] = [entry for entry in manifest["shards"] if entry["split"] == "val"]
     write_manifest(tmp_path, manifest)
-    val = Sequences(TokenStream([open_folder(tmp_path, "val")]), 32)
-    untold = scorer.validation_loss(val, 10**9)
-    assert untold == {"loss": whole["loss"]}  # no bits per byte where nobody counted the bytes
+    assert scorer.validation_loss(val_sequences(tmp_path), 10**9) == {"loss": whole["loss"]}

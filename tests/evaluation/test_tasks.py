@@ -38,13 +38,16 @@ def test_cbt_asks_for_the_word_in_the_blank(tmp_path):
     assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
 
 
-def test_a_benchmark_that_cannot_be_downloaded_names_the_option_of_a_file(monkeypatch):
-    def load_dataset(**_):
-        raise ConnectionError
+def test_benchmarks_come_from_the_hub_or_name_the_option_of_a_file(monkeypatch):
+    def load_dataset(path, name=None, split=None, **_):
+        if name == "CN":
+            raise ConnectionError
+        return [{"text": f"{path} {split}"}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(UserError, match=r"EleutherAI/lambada_openai \(Conn.*; --data takes"):
-        LAMBADA.read()
+    assert LAMBADA.read() == [{"text": "EleutherAI/lambada_openai test"}]
+    with pytest.raises(UserError, match=r"\(ConnectionError.*; --data takes"):
+        CBT.read()
 
 
 def test_published_figures_are_those_of_a_benchmark_and_protocol():
