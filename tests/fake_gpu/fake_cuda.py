@@ -151,10 +151,6 @@ def compute(func, args: tuple, kwargs: dict):
     values_args, values_kwargs = tree_map_only(
         torch.device, lambda device: CPU, (values_args, values_kwargs)
     )
-    if name == "addmm" and "dtype" in func._overloadname:  # bfloat16 into float32: CUDA alone
-        total, a, b = values_args[:3]
-        values_kwargs["out"].copy_(total + a.float() @ b.float())
-        return kwargs["out"]
     result = func(*values_args, **values_kwargs)
     if name == "copy_":
         result_on_gpu = isinstance(args[0], OnGPU)
@@ -209,8 +205,6 @@ def line_of_project() -> str:
 
 def install() -> None:
     """Answer in the place of the driver what torch.cuda asks it."""
-    import torch._dynamo
-    import torch._inductor.utils  # noqa: F401  they look for a driver
 
     class Properties:
         name, total_memory, multi_processor_count = "NVIDIA H100 80GB HBM3", 80 * 10**9, 132
@@ -218,27 +212,17 @@ def install() -> None:
 
     answers = {
         "is_available": True,
-        "is_initialized": True,
-        "_is_in_bad_fork": False,
         "_lazy_init": None,
         "device_count": 1,
         "current_device": 0,
         "set_device": None,
-        "synchronize": None,
-        "manual_seed": None,
         "manual_seed_all": None,
-        "is_bf16_supported": True,
-        "get_device_name": Properties.name,
         "get_device_properties": Properties,
         "get_device_capability": (Properties.major, Properties.minor),
-        "mem_get_info": (79 * 10**9, 80 * 10**9),
-        "max_memory_allocated": 0,
     }
-    for function_name, answer in answers.items():
-        setattr(torch.cuda, function_name, lambda *_, answer=answer, **__: answer)
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.device = lambda *_: contextlib.nullcontext()
-    torch.version.cuda = "13.0"
-    torch._C._cuda_getDeviceCount = lambda: 1
     torch._C._set_only_lift_cpu_tensors(True)  # FakeGPU sees torch.tensor(..., device=)
     torch.__future__.set_swap_module_params_on_conversion(True)  # `data` keeps no subclass
     run_thread = threading.Thread.run

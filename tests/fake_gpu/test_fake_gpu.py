@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import folders, gap, losses, script, train_args
+from conftest import folders, losses, script, train_args
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None or shutil.which("g++") is None,
@@ -16,27 +16,22 @@ ITEM = {"ctx": "the cat", "ctx_a": "the", "ctx_b": "cat", "activity_label": "x",
 SIZES = ("--block_size", 512, "--micro_batch_size", 7, "--total_batch_size", 3584)
 
 
-def on_gpu(*args):
-    """Run a script on the fake GPU; return what it counted."""
-    done = script("tests/fake_gpu/fake_cuda.py", *args, fork=False)
-    return json.loads(done.stderr.splitlines()[-1])
-
-
-@pytest.fixture
-def hellaswag(tmp_path):
-    path = tmp_path / "hellaswag.jsonl"
-    path.write_text(json.dumps(ITEM | {"endings": ["sat on", "ran"]}) + "\n")
-    return path
+def run_on_both(folder, args):
+    """Run a script on the CPU, and on a GPU as exactly; return what the latter counted."""
+    script(*args, *folders(folder / "cpu"), "--device", "cpu")
+    command = ("tests/fake_gpu/fake_cuda.py", *args, *folders(folder / "gpu"), "--device", "cuda")
+    counted = json.loads(script(*command, fork=False).stderr.splitlines()[-1])
+    assert losses(folder / "gpu") == pytest.approx(losses(folder / "cpu"), abs=1e-5)
+    return counted
 
 
 @pytest.mark.parametrize("recipe", ["speedrun", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path, recipe, hellaswag):
-    flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 3)
-    flags += ("--hellaswag_data", hellaswag, "--no_use_torch_compile")
-    cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
-    script(*train_args(shards, cpu, 5, *flags))
-    counted = on_gpu(*train_args(shards, gpu, 5, *flags, "--device", "cuda"))
-    assert gap(gpu, cpu) < 1e-5
+def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path, recipe):
+    hellaswag = tmp_path / "hellaswag.jsonl"
+    hellaswag.write_text(json.dumps(ITEM | {"endings": ["sat on", "ran"]}) + "\n")
+    flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 3, "--hellaswag_data", hellaswag)
+    args = train_args(shards, tmp_path, 5, *flags, "--no_use_torch_compile")
+    counted = run_on_both(tmp_path, args)
     in_steps = {line: n for line, n in counted["syncs"].items() if "train.py" in line}
     reads = {line: n for line, n in in_steps.items() if "tolist" in line}
     assert list(reads.values()) == [5], in_steps  # one in each step
@@ -50,25 +45,18 @@ def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path,
     "method", ["sft", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "grpo"))]
 )
 def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tmp_path, method):
-    rows = [
-        {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no", "answer": i}
-        for i in range(8)
-    ]
+    row = {"prompt": "2?", "completion": "2", "chosen": "2", "rejected": "no", "answer": 2}
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--method", method, "--init_from", trained, "--data", data, "--max_steps", 3)
-    flags += ("--batch_size", 4, "--micro_batch_size", 1, "--dtype", "float32", "--max_lr", 1e-3)
-    flags += ("--no_use_torch_compile", "--plain", "--sample_every", 0)
+    data.write_text((json.dumps(row) + "\n") * 8)
+    args = ["finetune.py", "--method", method, "--init_from", trained, "--data", data, "--plain"]
+    args += ["--max_steps", 3, "--batch_size", 4, "--micro_batch_size", 1, "--max_lr", 1e-3]
+    args += ["--dtype", "float32", "--no_use_torch_compile", "--sample_every", 0]
     if method == "grpo":
-        flags += ("--reward", "exact", "--max_new_tokens", 4, "--group_size", 2)
-    cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
-    script("finetune.py", *flags, *folders(cpu), "--device", "cpu")
-    counted = on_gpu("finetune.py", *flags, *folders(gpu), "--device", "cuda")
-    for step, loss in losses(cpu).items():
-        assert losses(gpu)[step] == pytest.approx(loss, abs=1e-5)
+        args += ["--reward", "exact", "--max_new_tokens", 4, "--group_size", 2]
+    syncs = run_on_both(tmp_path, args)["syncs"]
     in_steps = {
         line: count
-        for line, count in counted["syncs"].items()
+        for line, count in syncs.items()
         if line.startswith(("finetune.py", "methods.py", "examples.py"))
         and ".to(process.device)" not in line  # weights, at the start
     }

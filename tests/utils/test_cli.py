@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
 
 from config import TrainConfig
 from model.recipes import RECIPES
@@ -18,7 +17,6 @@ from utils.errors import UserError
         (UserError("--seed is too large"), "--seed is too large"),
         (OSError(errno.ENOSPC, "No space left on device", "model.pt"), "model.pt: No space left"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left"),  # of a write
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "out of memory: lower --micro"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might"), "out of memory:"),
         (RuntimeError("[enforce fail] can't allocate memory: you tried"), "out of memory:"),
         (MemoryError(), "out of memory:"),

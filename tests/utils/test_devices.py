@@ -23,14 +23,6 @@ def test_auto_takes_bfloat16_where_a_matmul_is_measured_to_be_faster(monkeypatch
     devices.is_bfloat16_faster.cache_clear()
 
 
-def test_a_cpu_is_measured_with_another_default_device():
-    torch.set_default_device("meta")  # as for tests on a GPU
-    try:
-        assert devices.matmul_seconds(8, torch.float32) > 0
-    finally:
-        torch.set_default_device(None)
-
-
 @pytest.fixture
 def t4(monkeypatch):
     monkeypatch.setattr(devices, "has_bfloat16", lambda device: False)
