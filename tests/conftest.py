@@ -175,6 +175,7 @@ def kill(process: subprocess.Popen) -> None:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:
             pass
+    process.kill()  # a fork that has no group yet
     process.wait()
 
 
