@@ -123,7 +123,7 @@ def test_a_lost_machine_ends_the_others_within_a_minute(shards, tmp_path, monkey
     """With two agents as scripts/train.slurm starts them; the first has torchrun's store."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     settings = re.findall(
-        r"--(?:rdzv_b|rdzv_c|max|shut)\S+", (ROOT / "scripts/train.slurm").read_text()
+        r"--(?:rdzv_b|rdzv_c|max|shut)\w+=\S+", (ROOT / "scripts/train.slurm").read_text()
     )
     assert "--rdzv_conf=join_timeout=50" in settings
     endpoint = f"--rdzv_endpoint=127.0.0.1:{free_port()}"
