@@ -224,7 +224,8 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         check_ranges(self, "max_steps total_batch_size micro_batch_size block_size val_tokens", 1)
-        check_ranges(self, "hellaswag_every lambada_every", 0)
+        for name in self.benchmarks:
+            check_ranges(self, f"{name}_every", 0)
         check_run_options(self)
         if self.device in NAMED_GPUS and not self.dry_run:
             raise UserError(f"--device {self.device} is for --dry_run; to train, give cuda")

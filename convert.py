@@ -111,7 +111,7 @@ def import_model(config: ConvertConfig) -> None:
     """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt with --model")
-    model, tokenizer_spec, _ = open_model(config.model, exact=True)  # float32
+    model, tokenizer_spec, _ = open_model(config.model)  # float32, as all models of that format
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
     # With init_from, a run that resumes the file takes the architecture of its weights.
     options = TrainConfig(init_from=config.model, block_size=model.config.block_size)

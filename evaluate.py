@@ -173,7 +173,7 @@ def open_tasks(config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, .
         if task == "val":
             score_tasks[task] = open_validation(config, scorer, trained_on)
         elif task in BENCHMARKS:
-            path = None
+            path = None  # from the hub
             if data_paths:
                 path = data_paths.pop(0)
             score_tasks[task] = open_benchmark(task, path, config, scorer)
@@ -189,15 +189,15 @@ def main(config: EvalConfig) -> None:
     checkpoint_path = find_checkpoint(name)  # None for a Hugging Face model
     # exact: with the low halves of the float32 weights, so that the validation loss equals that of
     # training. `checkpoint` is the content of the file, {} for a Hugging Face model.
-    model, tokenizer, checkpoint = open_model(checkpoint_path or name, exact=True)
+    model, tokenizer_spec, checkpoint = open_model(checkpoint_path or name, exact=True)
     # A run that diverged without a guard. Its loss would be NaN, too, which is no valid JSON.
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
     # What finetune.py taught to chat is asked in its chat template, as in training.
-    config = replace(config, chat=config.chat or is_chat(checkpoint, tokenizer))
+    config = replace(config, chat=config.chat or is_chat(checkpoint, tokenizer_spec))
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     bar = tqdm(unit="row", disable=None if process.is_main else True)  # None: only on a terminal
-    tokenizer = load_tokenizer(tokenizer)
+    tokenizer = load_tokenizer(tokenizer_spec)
     scorer = ItemScorer(model, tokenizer, process, dtype, config.batch_size, bar.update)
 
     trained_on = checkpoint.get("config", {}).get("data_dir", ())

@@ -5,9 +5,9 @@
     python train.py --resume auto                          # continue after a crash or a signal
 
 The global batch is --total_batch_size tokens for any number of processes: gradient accumulation
-follows from it. SIGTERM, SIGINT and SIGUSR1 end the step or the evaluation, save and exit; SIGKILL
-costs the steps since the last checkpoint. On CPUs a resumed run equals one that was never stopped
-to the bit.
+follows from it. SIGTERM, SIGINT, SIGHUP and SIGUSR1 end the step or the evaluation, save and exit;
+SIGKILL costs the steps since the last checkpoint. On CPUs a resumed run equals one that was never
+stopped to the bit.
 
 Every process runs this file from top to bottom, and all of them take part in evaluation and saves;
 the main process alone writes. What a run is besides its steps (folders, log, signals) stands in
@@ -89,7 +89,7 @@ def main() -> None:
     entries = checkpoint_entries(options, derived, recipe, train_data)
     run.open_log(model, entries)
     saver = Saver(run, model, optimizers, entries)
-    run.validate_on(evaluator.validation_text)
+    run.validate_on(evaluator.validation_id)
     print_summary(run, model, train_data, slicing)
 
     try:

@@ -50,7 +50,8 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, spec: str) -> None:
         values = json.loads(spec)
-        content = values[TOKENIZER]
+        content = values[TOKENIZER]  # of the file, as a dict
+        # as text again, which the library reads; not ASCII, or each character would be \\u1234
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
         self.end_of_text = values["eot"]
 

@@ -111,7 +111,7 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document
         tokens=tokens,
         num_train=0 if is_val else len(tokens),  # all tokens are in one split
         num_bytes=len(utf8),
-        lost=tokenizer.lost_text(row, ids),
+        lost_text=tokenizer.lost_text(row, ids),
     )
 
 
@@ -186,10 +186,10 @@ def write_shards(
     # tokens of the first document that are in the shards already
     num_written = state["tokens"]
     for document, is_last in mark_last(documents):
-        if document.lost and not config.allow_loss:
-            characters = "".join(dict.fromkeys(document.lost))  # each one once
+        if document.lost_text and not config.allow_loss:
+            characters = "".join(dict.fromkeys(document.lost_text))  # each one once
             raise UserError(
-                f"{tokenizer.name} loses {len(document.lost):,} characters of a text, as "
+                f"{tokenizer.name} loses {len(document.lost_text):,} characters of a text, as "
                 f"{characters[:20]!r}; take another --tokenizer, or shard what is left by "
                 "--allow_loss"
             )

@@ -32,7 +32,7 @@ class Document:
     but for a text of which a part is held out."""
     num_bytes: int
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
-    lost: str = ""
+    lost_text: str = ""
     """Characters of the text that the tokens do not give back."""
     position: dict = field(default_factory=dict)
     """Where to read the document again: "source", the position of its batch (data/source.py), and
@@ -219,7 +219,7 @@ class Sharder:
         self.manifest["skipped"] = document.skipped
         if start == 0:  # else an earlier run has counted the document
             self.manifest["documents"] += 1
-            self.manifest["lost_bytes"] += len(document.lost.encode())
+            self.manifest["lost_bytes"] += len(document.lost_text.encode())
         total = len(document.tokens)
         while start < total:
             # tokens [0, num_train) are for train, [num_train, total) for validation

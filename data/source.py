@@ -294,4 +294,4 @@ class Source:
             for columns in stream.iter(BATCH):
                 check_column(self.dataset, self.column, list(columns))
                 yield Batch({"revision": revision, "stream": state}, columns[self.column])
-                state = stream.state_dict()  # where the next batch begins
+                state = stream.state_dict()  # where the next batch begins; the manifest keeps it

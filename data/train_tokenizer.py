@@ -64,6 +64,7 @@ def main(config: TokenizerConfig) -> None:
     # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
     # compressed ones give more text.
     share = config.sample_mb * 1e6 / sum(sizes.values())
+    # an untrained tokenizer: bytes, no merges, and the rule that cuts a text into pieces
     engine = byte_level(models.BPE(), config.split)
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size - 1,  # end of text is added below

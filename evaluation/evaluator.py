@@ -1,7 +1,7 @@
 """Evaluator: the validation, benchmarks and text samples of a training run, every n steps.
 
-train.py asks it at each step; it knows what is due. How losses and scores are computed is in
-scoring.py, how a benchmark is scored in tasks.py.
+train.py asks it at each step; it knows what is due. How a loss is computed is in validation.py;
+suite.py has the benchmarks.
 """
 
 from collections.abc import Callable, Iterator
@@ -81,8 +81,8 @@ class Evaluator:
             self.suite = suite.BenchmarkSuite(config, scorer)
 
     @property
-    def validation_text(self) -> str:
-        """Name of the text and tokens that are validated. A run remembers it with its lowest
+    def validation_id(self) -> str:
+        """Identity of the text and tokens that are validated. A run remembers it with its lowest
         loss, which counts only against losses of the same text."""
         stream = self.val.stream
         counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]

@@ -39,7 +39,7 @@ METRIC_LABELS = {  # of the main panel
 # Splits of the log with a share of right answers, and the metric of each that is drawn.
 SHARES = {task.name: task.metric for task in BENCHMARKS.values()}
 SHARES["answers"] = "exact"  # to finetune.py --questions
-MARKERS = "os^Dv"  # one for each of SHARES: circle, square, triangle, diamond, triangle down
+MARKERS = "os^Dv"  # of SHARES in turn: circle, square, triangle, diamond, triangle down
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def curve(run: Run, unit: str, split: str, metric: str) -> tuple[np.ndarray, lis
     steps: list[int] = []
     values: list[float] = []
     for row in run.log.get(split, []):
-        if row.get(metric) is not None:  # None is an unknown score
+        if metric in row:  # as bits_per_byte where the shards tell the size of their text
             steps.append(row["step"])
             values.append(row[metric])
     # rows of other splits have no tokens and no time: both follow from their step
@@ -154,7 +154,8 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
 def draw_shares(axes: Axes, run: Run, unit: str, color: str) -> None:
     """Draw the accuracies of a run's benchmarks, and the share of right answers to questions."""
     axes.set_ylabel("accuracy")
-    for (split, metric), marker in zip(SHARES.items(), MARKERS, strict=True):
+    for i, (split, metric) in enumerate(SHARES.items()):
+        marker = MARKERS[i % len(MARKERS)]
         x, shares = curve(run, unit, split, metric)
         if shares:  # otherwise the run was not scored by this benchmark
             label = f"{split}, {run.label}: {shares[-1]:.3f}"

@@ -161,12 +161,13 @@ def score_targets(
     # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
     weight = weight.float()
     with torch.autocast(x.device.type, enabled=False):
-        for rows, ids in zip(x.float().split(num_rows), targets.split(num_rows), strict=True):
-            logits = F.linear(rows, weight)  # (rows, V)
+        slices = zip(x.float().split(num_rows), targets.split(num_rows), strict=True)
+        for hidden, ids in slices:  # (n, C), (n,)
+            logits = F.linear(hidden, weight)  # (n, V)
             target_logits = logits.gather(1, ids[:, None]).squeeze(1)
             logprobs.append(target_logits - logits.logsumexp(-1))
             is_argmax.append(logits.argmax(-1) == ids)
-            logits[:, banned_ids] = -torch.inf
+            logits[:, banned_ids] = -torch.inf  # as if the model never wrote them
             is_allowed_argmax.append(logits.argmax(-1) == ids)
     return torch.cat(logprobs), torch.cat(is_argmax), torch.cat(is_allowed_argmax)
 

@@ -128,7 +128,8 @@ class Task(ABC):
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
     ) -> TaskScores:
-        """Score the rows under each protocol; `score_items` is Scorer.score."""
+        """Score the rows under each protocol; `score_items` is ItemScorer.score. There is a Result
+        for each protocol and metric."""
         results: list[Result] = []
         examples: list[dict] = []
         scored_items: list[Item] = []

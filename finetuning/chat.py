@@ -70,18 +70,18 @@ def encode_by_template(
     another way once later turns follow. Such an answer becomes part of an unlearned segment. Raise
     ValueError where the template opens the last answer in another way than it writes it.
     """
-    text = tokenizer.render(messages, open_turn)
+    dialog = tokenizer.render(messages, open_turn)  # the text of all turns
     segments: list[Segment] = []
-    start = 0  # characters of `text` that are encoded already
+    start = 0  # characters of `dialog` that are encoded already
     encode = tokenizer.encode
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before_answer = tokenizer.render(messages[:i], open_turn=True)  # what sampling begins with
         after_answer = tokenizer.render(messages[: i + 1])
-        if text.startswith(after_answer) and after_answer.startswith(before_answer):
+        if dialog.startswith(after_answer) and after_answer.startswith(before_answer):
             # what others say since the last answer, and how the template opens this one
-            prompt_ids = encode(text[start : len(before_answer)], special=True)
+            prompt_ids = encode(dialog[start : len(before_answer)], special=True)
             segments.append(Segment(prompt_ids, False))
             answer = after_answer[len(before_answer) :]
             segments += split_answer(answer, message["content"], tokenizer)
@@ -91,7 +91,7 @@ def encode_by_template(
         elif message is messages[-1]:
             raise ValueError("the chat template opens an answer in another way than it writes one")
     # the turns after the last answer, and with open_turn the beginning of the next one
-    segments.append(Segment(encode(text[start:], special=True), False))
+    segments.append(Segment(encode(dialog[start:], special=True), False))
     return segments
 
 

@@ -100,7 +100,7 @@ class Method:
     def places(self, num_examples: int) -> np.ndarray:
         """Return which of the examples of a step this process takes, by their places in the step:
         int64 (micro-steps, --micro_batch_size)."""
-        # as in pre-training: one micro-batch after another, each process its own share
+        # as in pre-training: micro-step i of all processes takes consecutive places
         slicing = Slicing(
             num_examples,
             self.config.micro_batch_size,

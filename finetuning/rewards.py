@@ -62,7 +62,7 @@ def load_reward_function(
     """Return the function that rates completions by --reward `name`; `encoder` has written their
     prompts, `dtype` is the autocast dtype of a reward model."""
     if name == "exact":
-        # 1.0 or 0.0
+        # 1.0 for a completion that equals the "answer" of its row, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
     # the last colon: a path can have one, too
     file, _, function_name = name.rpartition(":")

@@ -325,7 +325,8 @@ def rebuild(model: GPT, config: GPTConfig, execution: Execution | None = None) -
     }
     state = model.state_dict()  # the tensors themselves, not copies
     for name in num_rows.keys() & state.keys():
-        state[name] = state[name][: num_rows[name]].contiguous()
+        # a copy: a view of some rows would keep the whole table in memory
+        state[name] = state[name][: num_rows[name]].clone()
     # type(model): a reward model stays one
     new_model = build_without_weights(config, execution, type(model))
     new_model.load_state_dict(state, assign=True)

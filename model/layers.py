@@ -147,18 +147,18 @@ class KVCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0  # tokens in the cache
-        # Tensors of `capacity` tokens, by the name that `append` gets: (layer, "k"), (layer, "v"),
+        # Tensors of `capacity` tokens, by the key that `append` gets: (layer, "k"), (layer, "v"),
         # and "tokens" for the token ids of n-gram embeddings.
         self.buffers: dict[object, Tensor] = {}
 
-    def append(self, name: object, x: Tensor, dim: int) -> Tensor:
+    def append(self, key: object, x: Tensor, dim: int) -> Tensor:
         """Store the values `x` of T new tokens, which lie along `dim`, and return those of all S
         tokens so far."""
-        if name not in self.buffers:
+        if key not in self.buffers:
             shape = list(x.shape)
             shape[dim] = self.capacity
-            self.buffers[name] = x.new_empty(shape)
-        buffer = self.buffers[name]
+            self.buffers[key] = x.new_empty(shape)
+        buffer = self.buffers[key]
         num_new = x.size(dim)
         buffer.narrow(dim, self.length, num_new).copy_(x)
         return buffer.narrow(dim, 0, self.length + num_new)

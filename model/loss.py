@@ -125,13 +125,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            counts = targets >= 0  # (N,), true where a target counts
+            is_counted = targets >= 0  # (N,)
             # Each token's share of the mean. In float16 the gradients of a mean over many tokens
             # would round to 0: there the sum is computed, and the backward pass divides.
+            num_counted = is_counted.sum()
             ctx.divisor = 1
             if dtype is torch.float16:
-                ctx.divisor = counts.sum()
-            scale = counts * ctx.divisor / counts.sum()  # (N,)
+                ctx.divisor = num_counted
+            scale = is_counted * ctx.divisor / num_counted  # (N,)
 
             total = torch.zeros((), device=x.device)
             low_x = x.to(dtype)

@@ -107,10 +107,10 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     order = means.argsort()  # a group whose runs have all failed comes last
     best = losses[order[0]]
     differences = np.nanmean(losses - best, axis=1)  # NaN - x is NaN, and left out
-    counts = np.isfinite(losses).sum(axis=1)
+    num_seeds = np.isfinite(losses).sum(axis=1)  # whose runs have not failed
     lines = [f"| run | validation {metric} | std | to the best | seeds |", "|---" * 5 + "|"]
     for i in order:
-        numbers = f"{means[i]:.4f} | {deviations[i]:.4f} | {differences[i]:+.4f} | {counts[i]}"
+        numbers = f"{means[i]:.4f} | {deviations[i]:.4f} | {differences[i]:+.4f} | {num_seeds[i]}"
         lines.append(f"| {groups[i]} | {numbers} |")
     return "\n".join(lines) + "\n"
 

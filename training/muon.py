@@ -183,16 +183,16 @@ class MatrixSharding:
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        first = parameters[0]
+        parameter = parameters[0]  # all of a group have one shape and one sharding
         self.num_matrices = len(parameters)
-        self.num_rows = first.size(0)
-        self.is_sharded = isinstance(first, DTensor)
+        self.num_rows = parameter.size(0)  # of the whole matrix, also of a DTensor
+        self.is_sharded = isinstance(parameter, DTensor)
         self.group: dist.ProcessGroup | None = None  # None: a process alone
         self.world_size = 1
         self.rank = 0
         if self.is_sharded:
+            mesh = parameter.device_mesh
             # Several machines have a mesh ("replicate", "shard"): each machine does all matrices.
-            mesh = first.device_mesh
             self.group = mesh.get_group(mesh.ndim - 1)
         elif dist.is_initialized():
             self.group = dist.group.WORLD

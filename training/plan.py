@@ -127,15 +127,18 @@ def forecast_memory(
     itemsize = hardware.dtype.itemsize
     world_size = hardware.world_size
     model = build_without_weights(shape)
-    weights = sum(p.numel() for p in model.parameters())
-    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
-    moments = MOMENTS["adamw"] * (weights - matrices) + MOMENTS[recipe.optimizer] * matrices
+    # numbers of values; of the blocks' matrices, which a recipe's optimizer trains, apart
+    num_weights = sum(p.numel() for p in model.parameters())
+    num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
+    num_other_weights = num_weights - num_matrix_weights
+    num_moments = MOMENTS["adamw"] * num_other_weights
+    num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
     sequences = options.sequences_per_step(world_size)
     micro_steps = sequences // (options.micro_batch_size * world_size)
     is_sharded = options.sharding != "none"
     shards = world_size // hardware.nodes if is_sharded else 1
 
-    gradients = FLOAT32_BYTES * weights
+    gradients = FLOAT32_BYTES * num_weights
     if not is_sharded and world_size > 1 and micro_steps > 1:
         gradients *= 2  # DDP's buckets, and apart from them what earlier micro-steps have summed
     if options.sharding != "zero1" or micro_steps == 1:
@@ -143,14 +146,14 @@ def forecast_memory(
 
     compute_weights = 0
     if shards > 1:
-        gathered = itemsize * matrices
+        gathered = itemsize * num_matrix_weights
         if options.sharding == "zero3":
             # the current block, the next, and a buffer to receive it
-            gathered = int(itemsize * min(1, 3 / shape.n_layer) * matrices)
+            gathered = int(itemsize * min(1, 3 / shape.n_layer) * num_matrix_weights)
         # embeddings, norms and head are gathered in float32
-        compute_weights = gathered + FLOAT32_BYTES * (weights - matrices)
+        compute_weights = gathered + FLOAT32_BYTES * num_other_weights
     elif itemsize < FLOAT32_BYTES and options.activation_checkpointing == "none":
-        compute_weights = itemsize * matrices  # autocast's copies, which autograd keeps
+        compute_weights = itemsize * num_matrix_weights  # autocast's copies, which autograd keeps
 
     tokens = options.micro_batch_size * shape.block_size
     per_block = block_activations(shape, itemsize, options.activation_checkpointing)
@@ -160,10 +163,10 @@ def forecast_memory(
     recomputed = block_activations(shape, itemsize, "none") - per_block
     block_backward = tokens * (3 * FLOAT32_BYTES * shape.n_embd + recomputed)
     forecast = {
-        "weights": FLOAT32_BYTES * weights // shards,
+        "weights": FLOAT32_BYTES * num_weights // shards,
         "weights cast or gathered for compute": compute_weights,
-        "gradients": gradients,
-        "optimizer": FLOAT32_BYTES * moments // shards,
+        "gradients": gradients,  # divided among shards above, where they are
+        "optimizer": FLOAT32_BYTES * num_moments // shards,
         "activations": tokens * (shape.n_layer * per_block + final_norm),
         "head and logits, or one block's backward pass": max(
             head_memory(shape, tokens, hardware), block_backward
@@ -171,7 +174,7 @@ def forecast_memory(
     }
     if hardware.device.type == "cpu":
         # a thread writes the checkpoint from a copy while training goes on
-        forecast["copy for saving"] = FLOAT32_BYTES * (weights + moments)
+        forecast["copy for saving"] = FLOAT32_BYTES * (num_weights + num_moments)
     return forecast
 
 
@@ -189,22 +192,25 @@ def choose_micro_batch(
     free memory. Raises UserError if not even one sequence fits.
     """
     sequences = replace(options, micro_batch_size=1).sequences_per_step(hardware.world_size)
-    share = sequences // hardware.world_size
-    bytes_by_size: dict[int, int] = {}
-    for size in range(1, share + 1):
-        if share % size == 0:
+    sequences_per_process = sequences // hardware.world_size
+    bytes_by_size: dict[int, int] = {}  # forecast of each micro-batch that divides these
+    for size in range(1, sequences_per_process + 1):
+        if sequences_per_process % size == 0:
             trial = replace(options, micro_batch_size=size)
             bytes_by_size[size] = sum(forecast_memory(trial, recipe, shape, hardware).values())
 
-    free = f"{hardware.free / 1e9:.2f} GB free"
-    fitting = [n for n, needed in bytes_by_size.items() if needed <= USABLE * hardware.free]
-    if not fitting:
+    free_text = f"{hardware.free / 1e9:.2f} GB free"
+    fitting_sizes = []  # the largest last
+    for size, needed_bytes in bytes_by_size.items():
+        if needed_bytes <= USABLE * hardware.free:
+            fitting_sizes.append(size)
+    if not fitting_sizes:
         raise UserError(
-            f"one sequence needs {bytes_by_size[1] / 1e9:.2f} GB, but a process has {free}: see "
-            "--activation_checkpointing and --sharding"
+            f"one sequence needs {bytes_by_size[1] / 1e9:.2f} GB, but a process has {free_text}: "
+            "see --activation_checkpointing and --sharding"
         )
-    size = fitting[-1]
+    size = fitting_sizes[-1]
     if checkpoint and checkpoint["config"]["micro_batch_size"] in bytes_by_size:
         size = checkpoint["config"]["micro_batch_size"]
-    forecast = f"by forecast {bytes_by_size[size] / 1e9:.2f} GB of {free}"
+    forecast = f"by forecast {bytes_by_size[size] / 1e9:.2f} GB of {free_text}"
     return size, f"--micro_batch_size auto: {size}, {forecast}"

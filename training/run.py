@@ -68,7 +68,7 @@ class TrainState:
     best_loss: float = math.inf
     """Lowest validation loss in nats per token."""
     best_of: str | None = None
-    """Name of the text and tokens that best_loss is the loss of."""
+    """Identity of the validation text that best_loss belongs to; None before a validation."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the run, which a resumed run keeps."""
     bad_steps: int = 0
@@ -99,14 +99,6 @@ class TrainState:
         self.step += 1  # skipped steps count, too, so that a step always reads the same data
         self.tokens += tokens
         self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
-
-    def validate_on(self, text: str) -> bool:
-        """Forget the lowest loss if it is that of another validation text; return whether it is."""
-        is_other_text = self.best_of not in (None, text)
-        if is_other_text:
-            self.best_loss = math.inf  # every loss is lower
-        self.best_of = text
-        return is_other_text
 
     def record_validation(self, loss: float) -> bool:
         """Remember a new lowest validation loss; return whether it is one. An untrained model is
@@ -300,10 +292,13 @@ class Run:
             verify(checkpoint, "optimizer")
         load_optimizer_state(model, optimizers, checkpoint["optimizer"])
 
-    def validate_on(self, text: str) -> None:
-        """Count the lowest loss anew, with a word, if the validation text is another one now."""
-        if self.state.validate_on(text):
-            self.logger.print("the validation text has changed: the lowest loss is counted anew")
+    def validate_on(self, text_id: str) -> None:
+        """Name the validation text. If the lowest loss before is that of another one, forget it:
+        losses of different texts cannot be compared."""
+        if self.state.best_of not in (None, text_id):  # None: nothing was validated before
+            self.state.best_loss = math.inf  # so the next loss is the lowest one
+            self.logger.print("the validation text has changed: a new lowest loss begins")
+        self.state.best_of = text_id
 
     def open_log(self, model: GPT, entries: dict) -> None:
         """Open the log and write config.json, with the entries that checkpoints hold, too.

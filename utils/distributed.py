@@ -1,7 +1,7 @@
 """Processes that train together: who they are, what they exchange, how a signal ends them.
 
 torchrun starts one process for each device and numbers them in environment variables (RANK,
-WORLD_SIZE, ...), which only this file reads. Every process builds the same model and calls the same
+WORLD_SIZE, ...). Every process builds the same model and calls the same
 collectives (all-reduce, ...) in the same order: a collective waits until all processes have called
 it. How weights and gradients are divided is the subject of training/parallel.py.
 

@@ -99,8 +99,8 @@ class Logger:
         is_last = step == self.bar.total
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
             self.last_line_seconds = now  # since then SECONDS_PER_LINE have to pass
-            rates = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
-            self.print(f"step {step}/{self.bar.total}  {text}  {rates}")
+            details = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
+            self.print(f"step {step}/{self.bar.total}  {text}  {details}")
 
     def log_scores(self, split: str, scores: dict[str, float | None], step: int) -> None:
         """Write and print the scores of a validation or a benchmark; None is an unknown score."""

@@ -59,7 +59,7 @@ def find_gpu(device_name: str) -> GPU | None:
     # no figure is better than a wrong one
     if words & VARIANTS:
         return None
-    for gpu in GPUS:
+    for gpu in GPUS:  # the first that fits: "H100 NVL" stands before "H100"
         if words.issuperset(gpu.name.split()):
             return gpu
     return None
