@@ -54,13 +54,14 @@ def export_checkpoint(config: ConvertConfig) -> None:
     path = find_checkpoint(config.checkpoint)
     if path is None:  # a Hugging Face folder
         raise UserError(f"--checkpoint {config.checkpoint} is no checkpoint of this project")
-    model, tokenizer_spec, checkpoint = open_model(path, exact=True)
+    model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     tokenizer = load_tokenizer(tokenizer_spec)
 
     # the end ids go to generation_config.json: there `generate` of transformers ends
     save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids)
 
-    # A model that came with a chat template keeps it; others have learned this project's format.
+    # A model that came with a chat template keeps it; another chat model has learned this
+    # project's format, and a model of plain text has none.
     chat_template = tokenizer.chat_template
     if chat_template is None and is_chat(checkpoint, tokenizer_spec):
         chat_template = CHAT_TEMPLATE

@@ -187,9 +187,9 @@ def main(config: EvalConfig) -> None:
     process = distributed.start(config.device)
     name = str(config.model or config.checkpoint or "checkpoints")
     checkpoint_path = find_checkpoint(name)  # None for a Hugging Face model
-    # exact: with the low halves of the float32 weights, so that the validation loss equals that of
-    # training. `checkpoint` is the content of the file, {} for a Hugging Face model.
-    model, tokenizer_spec, checkpoint = open_model(checkpoint_path or name, exact=True)
+    # float32: all bits of the weights, so that the validation loss equals that of training.
+    # `checkpoint` is the content of the file, {} for a Hugging Face model.
+    model, tokenizer_spec, checkpoint = open_model(checkpoint_path or name, float32=True)
     # A run that diverged without a guard. Its loss would be NaN, too, which is no valid JSON.
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")

@@ -234,14 +234,14 @@ def evaluate(
         if has_loss and run.state.record_validation(scores["loss"]):
             saver.save(BEST)
     if questions:
-        results, rows = questions.score(model)  # a row for each question
-        exact = results[0]  # the only one: the share of exact answers
-        num_cut = sum(row["cut"] for row in rows)
+        results, answers = questions.score(model)  # an answer for each question, on every process
+        result = results[0]  # the only one: the share of exact answers
+        num_cut = sum(answer["cut"] for answer in answers)  # at --max_new_tokens, without an end
         scores = {
-            "n": exact.n,
-            "exact": exact.value,
-            "stderr": exact.stderr,
-            "cut": num_cut / exact.n,
+            "n": result.n,
+            "exact": result.value,
+            "stderr": result.stderr,
+            "cut": num_cut / result.n,
         }
         run.logger.log_scores("answers", scores, step)
 
@@ -252,11 +252,11 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     is_reward = options.method == "reward"
     if options.resumes:
         name = options.resume
-        model, checkpoint = load_model(Path(name), RewardModel if is_reward else GPT, exact=True)
+        model, checkpoint = load_model(Path(name), RewardModel if is_reward else GPT, float32=True)
         tokenizer = checkpoint["tokenizer"]
     else:
         name = options.init_from
-        model, tokenizer, checkpoint = open_model(name, exact=True)
+        model, tokenizer, checkpoint = open_model(name, float32=True)
 
     # its shape: a shorter context, and the dropout of fine-tuning
     T = options.block_size or model.config.block_size  # of the model unless given
@@ -300,7 +300,7 @@ def open_data(
     # dpo and grpo compare the trained model with that of --init_from
     reference = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
-        pretrained, _, _ = open_model(options.init_from, exact=True)
+        pretrained, _, _ = open_model(options.init_from, float32=True)
         # compiled if the trained model is: both then round alike
         reference = rebuild(pretrained, model.config, Execution(compiled=options.use_torch_compile))
         # The losses of a resumed run would jump with another reference, and nobody would know why.

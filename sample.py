@@ -194,7 +194,7 @@ def main(config: SampleConfig) -> None:
     dtype = pick_dtype(config.dtype, device)
     name = config.model or config.checkpoint  # --model wins, as --checkpoint has a default
     # matmuls in bfloat16 need the upper half of each weight alone: half the bytes to read
-    model, tokenizer_spec, checkpoint = open_model(name, exact=dtype is not torch.bfloat16)
+    model, tokenizer_spec, checkpoint = open_model(name, float32=dtype is not torch.bfloat16)
     if config.chat and not is_chat(checkpoint, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     prepare_for_inference(model.to(device), device, dtype)

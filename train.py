@@ -53,7 +53,7 @@ from utils.throughput import StepTimer, peak_flops
 
 
 def main() -> None:
-    # options: flags, then what follows from recipe and device; nothing changes them later
+    # options: flags, completed here from recipe, device and memory; nothing below changes them
     options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
     options, recipe = resolve_options(options, derived, checkpoint)
     if options.dry_run:
@@ -198,7 +198,7 @@ def build_model(options: TrainConfig, recipe: Recipe, stream: TokenStream) -> GP
     if options.resumes:
         weights_from = options.resume
     if weights_from is not None:
-        model, tokenizer, _ = open_model(weights_from, exact=True)
+        model, tokenizer, _ = open_model(weights_from, float32=True)
         check_tokenizer(stream, weights_from, tokenizer)
         # a smaller --block_size drops the last positions of the table
         shape = model_shape(options, recipe, stream.vocab_size, model.config)

@@ -11,7 +11,7 @@ from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
 from data.file_tokenizer import FileTokenizer, byte_characters
-from data.tokenizer import TOKENIZER, Tokenizer
+from data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's name
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
@@ -69,5 +69,5 @@ def save_tokenizer(
         config.update(dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
     if chat_template:  # of a model that was fine-tuned on dialogs
         config["chat_template"] = chat_template
-    (folder / TOKENIZER).write_text(content, encoding="utf-8")
+    (folder / TOKENIZER_FILE).write_text(content, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -16,11 +16,11 @@ import numpy as np
 from tokenizers import Tokenizer as Engine
 from tokenizers.implementations import ByteLevelBPETokenizer
 
-from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.errors import UserError
 
-MERGES = "merges.txt"
-VOCABULARY = "vocab.json"  # with merges.txt, what GPT-2 had before tokenizer.json existed
+MERGES_FILE = "merges.txt"
+VOCABULARY_FILE = "vocab.json"  # with merges.txt, what GPT-2 had before tokenizer.json existed
 # A text that tells tokenizers apart, and its ids by the tokenizers that have a name here. Other
 # languages have vocabularies of 50,257 tokens, too; a normalizer would change the ligature U+FB01.
 PROBE = "Hello naïve  \ufb01 天🐍"
@@ -49,16 +49,16 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(self, spec: str) -> None:
-        values = json.loads(spec)
-        content = values[TOKENIZER]  # of the file, as a dict
+        spec_fields = json.loads(spec)
+        content = spec_fields[TOKENIZER_FILE]  # of the file, as a dict
         # as text again, which the library reads; not ASCII, or each character would be \\u1234
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
-        self.end_of_text = values["eot"]
+        self.end_of_text = spec_fields["eot"]
 
         # Two files with the same content are the same tokenizer, wherever they lie. With another
         # end of text they are not: their documents are separated by different tokens.
         checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-        self.name = values.get("name", f"tokenizer-{checksum:08x}")
+        self.name = spec_fields.get("name", f"tokenizer-{checksum:08x}")
         self.identity = self.name
         if self.name not in TOKENIZERS:
             self.identity = f"{self.name} with {self.end_of_text}"
@@ -67,13 +67,13 @@ class FileTokenizer(Tokenizer):
         vocab = self.engine.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.eot = vocab[self.end_of_text]
-        self.end_ids = frozenset([self.eot, *values["end_ids"]])
+        self.end_ids = frozenset([self.eot, *spec_fields["end_ids"]])
         self.added_ids = set(self.engine.get_added_tokens_decoder())
         """Ids beside the vocabulary of plain text: special tokens."""
 
-        self.chat_template = values["chat_template"]
+        self.chat_template = spec_fields["chat_template"]
         self.template_tokens = {"bos_token": self.end_of_text, "eos_token": self.end_of_text}
-        self.template_tokens.update(values["template_tokens"])
+        self.template_tokens.update(spec_fields["template_tokens"])
         """Strings that the chat template may insert, by the name of their variable."""
 
         # Bytes of each id. The decoder of the file is not asked: it gives strings, in which a
@@ -202,8 +202,8 @@ def read_tokenizer(
     text.
     """
     try:
-        if path.name == VOCABULARY:
-            content = ByteLevelBPETokenizer(str(path), str(path.with_name(MERGES))).to_str()
+        if path.name == VOCABULARY_FILE:
+            content = ByteLevelBPETokenizer(str(path), str(path.with_name(MERGES_FILE))).to_str()
         else:
             content = path.read_text(encoding="utf-8")
         engine = make_engine(content)
@@ -211,30 +211,32 @@ def read_tokenizer(
         highest_id = max(vocab.values())
         if highest_id >= 65_535:  # shards are uint16
             raise ValueError(f"a token has id {highest_id:,}, and shards hold ids below 65,535")
-        eot = find_end_of_text(vocab, end_of_text)
-        values = {
-            "eot": eot,
+        end_of_text = find_end_of_text(vocab, end_of_text)  # the token
+        eot = vocab[end_of_text]  # its id
+        spec_fields = {
+            "eot": end_of_text,
             "end_ids": list(end_ids),
             "chat_template": chat_template,
             "template_tokens": template_tokens or {},
-            TOKENIZER: json.loads(content),
+            TOKENIZER_FILE: json.loads(content),
         }
         # A tokenizer that has a name here is known by it, so that shards, checkpoints and models
         # of others agree about it. Only what a name does not tell needs the file.
-        name = find_known_name(engine, vocab[eot])
+        name = find_known_name(engine, eot)
         if name:
             # a name stands for one end of text, and for no template or our own
-            has_one_end = set(end_ids) <= {vocab[eot]}
+            has_one_end = set(end_ids) <= {eot}
             if has_one_end and chat_template in (None, CHAT_TEMPLATE):
                 return name
-            values["name"] = name
+            spec_fields["name"] = name
         if chat_template:
-            turn_end = find_turn_end(FileTokenizer(json.dumps(values)))  # without it so far
+            # the spec has no end of a turn yet; its tokenizer serves to find that token
+            turn_end = find_turn_end(FileTokenizer(json.dumps(spec_fields)))
             if turn_end is not None:
-                values["end_ids"].append(turn_end)
+                spec_fields["end_ids"].append(turn_end)
     except Exception as error:
         raise UserError(f"{path} is no tokenizer that can be used: {error}") from error
-    return json.dumps(values)
+    return json.dumps(spec_fields)
 
 
 def find_end_of_text(vocab: dict[str, int], end_of_text: str | int | None) -> str:
@@ -281,14 +283,14 @@ def find_turn_end(tokenizer: FileTokenizer) -> int | None:
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     """Return the spec of the tokenizer of a Hugging Face model with `vocab_size` tokens; raise
     UserError if it has none, or one that cannot be used."""
-    path = folder / TOKENIZER
-    if not path.is_file() and (folder / MERGES).is_file():
-        path = folder / VOCABULARY  # read_tokenizer finds MERGES beside it
+    path = folder / TOKENIZER_FILE
+    if not path.is_file() and (folder / MERGES_FILE).is_file():
+        path = folder / VOCABULARY_FILE  # read_tokenizer finds MERGES_FILE beside it
     if not path.is_file():  # some GPT-2 come without a tokenizer
         for name, tokenizer in TOKENIZERS.items():
             if tokenizer.vocab_size == vocab_size:
                 return name
-        raise UserError(f"{folder} has no {TOKENIZER} for its {vocab_size:,} tokens")
+        raise UserError(f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens")
 
     # each eos_token_id, a number or a list in either file, ends a text; the first is end of text
     end_ids: list[int] = []

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from data.file_tokenizer import FileTokenizer, read_tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.source import Batch, Skipped, Source, list_files
-from data.tokenizer import TOKENIZER, TOKENIZERS, Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
@@ -235,14 +235,14 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
     try:
         sharder = Sharder(folder, settings, config.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
-            with atomic_write(folder / TOKENIZER) as file:
+            with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
         manifest = sharder.manifest
         # nothing is left to do; a larger --max_shards makes a stopped folder not full
         if manifest["complete"] or (manifest["stopped"] and sharder.is_full):
             return manifest, 0
         sharder.reopen()
-        num_before = sharder.num_tokens
+        num_tokens_before = sharder.num_tokens
         # full already if an earlier run was killed after its last shard and before `end`
         is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
         if is_complete and not manifest["documents"]:  # as when --text_column holds numbers
@@ -253,7 +253,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
         sharder.end(is_complete)
     finally:
         os.close(lock)  # unlocks the folder
-    return manifest, sharder.num_tokens - num_before
+    return manifest, sharder.num_tokens - num_tokens_before
 
 
 def describe_skipped(manifest: dict) -> str:

@@ -83,11 +83,11 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
             deadline = -(-(counts[i] + 1) * period // share)
             if may_stand and deadline < first_deadline:  # of equal ones the first corpus
                 first_deadline = deadline
-                corpus = i
+                next_corpus = i
         # one corpus may always stand: together they have had fewer places than their shares
-        corpus_of_place[place] = corpus
-        rank_of_place[place] = counts[corpus]
-        counts[corpus] += 1
+        corpus_of_place[place] = next_corpus
+        rank_of_place[place] = counts[next_corpus]
+        counts[next_corpus] += 1
     return corpus_of_place, rank_of_place
 
 
@@ -137,19 +137,20 @@ class Mixture:
         """Return the corpus of each position, and its position in that corpus' own order, int64
         (N,) each, for positions (N,) of the data order."""
         corpus_of_place, rank_of_place = self.places
-        # earlier periods gave a corpus shares[corpus] positions each, this one its rank so far
-        periods, places = np.divmod(positions, self.period)
-        corpus = corpus_of_place[places]
-        shares = np.array(self.shares)[corpus]  # (N,)
-        return corpus, periods * shares + rank_of_place[places]
+        # position 10 of periods of 4 is place 2 of period 2
+        num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
+        corpus_ids = corpus_of_place[place_ids]
+        # each earlier period gave a corpus its share of positions, this one its rank so far
+        shares = np.array(self.shares)[corpus_ids]
+        return corpus_ids, num_periods * shares + rank_of_place[place_ids]
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the ids (N,) of the sequences at positions (N,) of the data order."""
-        corpus, corpus_positions = self.locate(positions)
+        corpus_ids, corpus_positions = self.locate(positions)
         ids = np.empty_like(corpus_positions)
         # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
         for i, part in enumerate(self.parts):
-            chosen = corpus == i
+            chosen = corpus_ids == i
             part_ids = part.order(corpus_positions[chosen], seed)
             ids[chosen] = self.starts[i] + part_ids
         return ids
@@ -159,9 +160,9 @@ class Mixture:
         rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in ids:
             # the last corpus whose first id is not above this one
-            corpus = int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
-            part_id = sequence_id - self.starts[corpus]
-            rows.append(self.parts[corpus].read(part_id))
+            corpus_id = int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
+            part_id = sequence_id - self.starts[corpus_id]
+            rows.append(self.parts[corpus_id].read(part_id))
         return shift(rows)
 
     @property

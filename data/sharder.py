@@ -176,8 +176,8 @@ class Sharder:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all shards, open ones included."""
-        num_open = sum(writer.num_tokens for writer in self.writers.values())
-        return num_open + sum(entry["tokens"] for entry in self.manifest["shards"])
+        num_open_tokens = sum(writer.num_tokens for writer in self.writers.values())
+        return num_open_tokens + sum(entry["tokens"] for entry in self.manifest["shards"])
 
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts."""
@@ -250,11 +250,11 @@ class Sharder:
     def save_state(self, position: dict, num_written: int) -> None:
         """Save the manifest, to continue after `num_written` tokens of the document at a position.
         Tokens of the open shards are on disk before it counts them."""
-        num_open = {split: writer.sync() for split, writer in self.writers.items()}
+        open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
         self.manifest["state"] = {
             **position,  # "source" and "documents"
             "tokens": num_written,
-            "open": num_open,
+            "open": open_tokens,
         }
         write_manifest(self.folder, self.manifest)
 

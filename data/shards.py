@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from data.tokenizer import (
-    TOKENIZER,
+    TOKENIZER_FILE,
     TOKENIZERS,
     count_tokens,
     load_tokenizer,
@@ -179,7 +179,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
 def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
-    path = folder / TOKENIZER
+    path = folder / TOKENIZER_FILE
     name = manifest.get("tokenizer")  # None in a folder of others
     if path.exists():  # data/fineweb-edu.py copies it there
         file_tokenizer = import_module("data.file_tokenizer")  # on demand: most folders lack one
@@ -196,7 +196,7 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
                 f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
-                f"their {TOKENIZER} beside it, or shard the text anew"
+                f"their {TOKENIZER_FILE} beside it, or shard the text anew"
             )
         return "gpt2"
     if name not in TOKENIZERS:  # a checksum, which builds no tokenizer

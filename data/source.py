@@ -144,7 +144,8 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     try:
         header = next(reader, [])
         for cells in reader:
-            if any(cells[len(header) :]):  # empty ones are commas at the end of a line
+            # further cells that are empty come from commas at the end of a line
+            if any(cells[len(header) :]):
                 yield Skipped("wider than the header")
             elif cells:  # not a blank line
                 yield dict(zip(header, cells, strict=False))  # a short row lacks its last columns
@@ -183,22 +184,23 @@ def read_column(name: str, column: str) -> Iterator[object]:
     is_warned = False  # one warning a file, not one a row
     with open_text(name) as file:
         for number, row in enumerate(read_rows(file)):
-            if isinstance(row, dict):  # of JSON or CSV; a text file is a string already
+            value = row  # a text file is one string; a row of another may be Skipped
+            if isinstance(row, dict):  # of JSON or CSV
                 # the first row only: those of JSON may have different columns
                 if number == 0:
                     check_column(name, column, list(row))
-                row = row.get(column)
+                value = row.get(column)
             # a byte that is not UTF-8, see open_text; the text would train as U+FFFD
-            if isinstance(row, str) and re.search("[\udc80-\udcff]", row):
+            if isinstance(value, str) and re.search("[\udc80-\udcff]", value):
                 if not is_warned:
                     is_warned = True
                     print(
-                        f"warning: {name} is not UTF-8: damaged, or {guess_encoding(row)}; such "
+                        f"warning: {name} is not UTF-8: damaged, or {guess_encoding(value)}; such "
                         "texts are left out, convert the file",
                         file=sys.stderr,
                     )
-                row = Skipped("not UTF-8")
-            yield row
+                value = Skipped("not UTF-8")
+            yield value
 
 
 def check_column(name: str, column: str, columns: list[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from utils.errors import UserError
 
-TOKENIZER = "tokenizer.json"  # file name of Hugging Face's format, and its key in a spec
+TOKENIZER_FILE = "tokenizer.json"  # file name of Hugging Face's format, and its key in a spec
 
 
 class Tokenizer(ABC):

@@ -49,7 +49,7 @@ class Run:
     label: str  # its path, as the user gave it
     folder: Path  # of the log
     log: Log
-    config: dict  # the config.json beside the log; {} without one
+    record: dict  # content of the config.json beside the log; {} without one
 
 
 def read_run(path: Path) -> Run:
@@ -69,8 +69,8 @@ def read_run(path: Path) -> Run:
 def comparable_loss(runs: list[Run]) -> str:
     """Return the loss by which runs are compared: "bits_per_byte" if their tokenizers differ, as a
     token of one stands for more text than a token of another, else "loss"."""
-    # without a config.json, as beside a metrics.jsonl that was copied alone, it is not known
-    tokenizers = {run.config.get("tokenizer") for run in runs}
+    # None: without a config.json, as beside a metrics.jsonl that was copied alone
+    tokenizers = {run.record.get("tokenizer") for run in runs}
     if len(tokenizers - {None}) > 1:
         return "bits_per_byte"
     return "loss"
@@ -165,7 +165,7 @@ def draw_shares(axes: Axes, run: Run, unit: str, color: str) -> None:
 def draw_published(panels: dict[str, Axes], runs: list[Run], size: str) -> None:
     """Draw figures of OpenAI's GPT-2 as dashed lines where they are comparable."""
     # The loss per token depends on tokens and text; the benchmarks' accuracies do not.
-    texts = {(run.config.get("tokenizer"), run.config.get("corpus")) for run in runs}
+    texts = {(run.record.get("tokenizer"), run.record.get("corpus")) for run in runs}
     if texts == {("gpt2", "FineWeb-Edu")}:
         draw_line(panels["main"], ("val", "FineWeb-Edu", "loss"), size)
     else:

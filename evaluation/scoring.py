@@ -109,7 +109,7 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
     ids = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     part = np.full((B, T), -1)
-    targets: list[tuple[int, int, int]] = []  # row, column, id
+    targets: list[tuple[int, int, int]] = []  # row, column that predicts it, id
     for b, row in enumerate(rows):
         context_length = len(row.context)
         ids[b, :context_length] = row.context

@@ -43,18 +43,18 @@ def encode_turns(
     """Encode a dialog; `open_turn` begins an answer after it. The assistant's turns are learned."""
     if tokenizer.chat_template:
         return encode_by_template(messages, tokenizer, open_turn)
-    segments = [Segment([tokenizer.eot], False)]  # before the first turn
+    segments = [Segment([tokenizer.eot], is_learned=False)]  # before the first turn
     for message in messages:
         role = ROLES[message["role"]]
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
         # training that sampling, which continues after the ":", never sees.
-        segments.append(Segment(tokenizer.encode(f"{role}:"), False))
+        segments.append(Segment(tokenizer.encode(f"{role}:"), is_learned=False))
         # a continuation: tokenizers that put a space before a text must not add a second one
         content_ids = tokenizer.encode_continuation(f" {message['content']}")
         is_answer = message["role"] == "assistant"
         segments.append(Segment([*content_ids, tokenizer.eot], is_answer))
     if open_turn:  # what sampling continues
-        segments.append(Segment(tokenizer.encode(f"{ROLES['assistant']}:"), False))
+        segments.append(Segment(tokenizer.encode(f"{ROLES['assistant']}:"), is_learned=False))
     return segments
 
 
@@ -82,7 +82,7 @@ def encode_by_template(
         if dialog.startswith(after_answer) and after_answer.startswith(before_answer):
             # what others say since the last answer, and how the template opens this one
             prompt_ids = encode(dialog[start : len(before_answer)], special=True)
-            segments.append(Segment(prompt_ids, False))
+            segments.append(Segment(prompt_ids, is_learned=False))
             answer = after_answer[len(before_answer) :]
             segments += split_answer(answer, message["content"], tokenizer)
             start = len(after_answer)
@@ -91,7 +91,7 @@ def encode_by_template(
         elif message is messages[-1]:
             raise ValueError("the chat template opens an answer in another way than it writes one")
     # the turns after the last answer, and with open_turn the beginning of the next one
-    segments.append(Segment(encode(dialog[start:], special=True), False))
+    segments.append(Segment(encode(dialog[start:], special=True), is_learned=False))
     return segments
 
 
@@ -109,13 +109,16 @@ def split_answer(
     for i, token in enumerate(ids.tolist()):
         if token in tokenizer.end_ids:  # as <|im_end|>
             end = i + 1
-            return [Segment(ids[:end], True), Segment(ids[end:], False)]
+            return [Segment(ids[:end], is_learned=True), Segment(ids[end:], is_learned=False)]
     # "<|im_end|>" of a tokenizer without such a token is text, and no part of the answer
     content = content.strip()  # as many templates do
     end = text.find(content) + len(content)
     answer_ids = tokenizer.encode_continuation(text[:end], special=True)
     rest_ids = tokenizer.encode_continuation(text[end:], special=True)
-    return [Segment([*answer_ids, tokenizer.eot], True), Segment(rest_ids, False)]
+    return [
+        Segment([*answer_ids, tokenizer.eot], is_learned=True),
+        Segment(rest_ids, is_learned=False),
+    ]
 
 
 def encode_prompt(

@@ -78,7 +78,9 @@ def encode_completion(
     else:
         # encoded apart from the prompt, as sampling writes it: no token spans the two
         completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eot]
-    return Example.join([Segment(prompt_ids, False), Segment(completion_ids, True)])
+    return Example.join(
+        [Segment(prompt_ids, is_learned=False), Segment(completion_ids, is_learned=True)]
+    )
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:

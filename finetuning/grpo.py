@@ -47,6 +47,7 @@ class GroupRelativePolicy(Method):
         step: int,
         example_ids: np.ndarray,
     ) -> PreparedStep:
+        """Sample and reward the completions of a step, and return those of this process."""
         group_size = self.config.group_size
         num_completions = len(example_ids) * group_size
         places = self.places(num_completions)  # those of this process

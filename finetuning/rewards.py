@@ -84,7 +84,7 @@ def load_reward_function(
         )
 
     # a reward model, which stays in memory beside the trained one
-    model, checkpoint = load_model(path, RewardModel, exact=True)
+    model, checkpoint = load_model(path, RewardModel, float32=True)
     tokenizer = checkpoint["tokenizer"]  # its spec
     # With other tokens or turns the model would rate another text than was written.
     has_same_text = (

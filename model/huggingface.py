@@ -134,7 +134,7 @@ def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
     if is_gpt2(config):
-        hf_config = {name: getattr(config, ours) for ours, name in GPT2_FIELDS.items()}
+        hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
         return hf_config | {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -147,12 +147,13 @@ def config_to_hf(config: GPTConfig) -> dict:
         }
     misfits = differences(config, replace(config, **LLAMA))
     if misfits:
-        fields = ", ".join(f"{name}={value}" for name, value in misfits.items())
+        assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
-            f"transformers has no class for this model: it is no GPT-2, and no LLaMA with {fields}"
+            f"transformers has no class for this model: it is no GPT-2, and no LLaMA with "
+            f"{assignments}"
         )
     class_name = "Qwen3" if config.qk_norm else "Llama"
-    hf_config = {name: getattr(config, ours) for ours, name in LLAMA_FIELDS.items()}
+    hf_config = {hf_name: getattr(config, name) for name, hf_name in LLAMA_FIELDS.items()}
     return hf_config | {
         "architectures": [f"{class_name}ForCausalLM"],
         "model_type": class_name.lower(),

@@ -45,7 +45,7 @@ def prepare_for_inference(
     oneDNN has that dtype, linear layers and the head become OneDNNLinear. On a GPU the weights of
     the blocks are cast.
     """
-    model.float()  # the weights of a checkpoint are bfloat16 unless `exact`
+    model.float()  # the weights of a checkpoint are bfloat16 unless read as float32
     blocks = model.transformer.h
     if device.type == "cpu" and has_onednn(dtype):
         # a list, as modules are replaced during the loop

@@ -205,8 +205,8 @@ class HeadCrossEntropy(nn.Module):
         if all_logits_bytes <= max_bytes:
             return self.loss_of_chunk(x, weight, targets, reduction)
 
-        # losses of single targets, whose gradients may differ: the backward pass computes the
-        # logits of each chunk again
+        # The reduction is "none" here. The gradients of single losses may differ, so that the
+        # forward pass cannot compute them: the backward pass computes each chunk again.
         num_rows = rows_within(max_bytes, 4 * len(weight))
         losses = []
         for start in range(0, len(x), num_rows):

@@ -132,7 +132,7 @@ def measure(config: BenchConfig, side: str) -> tuple[float, int]:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits until a GPU has done the step
-        num_steps += 1
+        num_steps += 1  # from -3 to 0 in the warmup
     rate = num_steps * idx.numel() / (time.perf_counter() - start_seconds)
 
     if device.type == "cuda":

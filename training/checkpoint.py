@@ -134,11 +134,11 @@ def load_checkpoint(path: Path) -> dict:
     return checkpoint
 
 
-def load_weights(model: GPT, checkpoint: dict, *, exact: bool) -> None:
-    """Load the weights: float32 if `exact`, else their bfloat16 half, still mapped from disk."""
+def load_weights(model: GPT, checkpoint: dict, *, float32: bool) -> None:
+    """Load the weights: all bits if `float32`, else their bfloat16 half, still mapped from disk."""
     verify(checkpoint, "model")
     weights = checkpoint["model"]
-    if exact:
+    if float32:
         verify(checkpoint, "model_low")
         low = checkpoint["model_low"]
         weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
@@ -147,11 +147,11 @@ def load_weights(model: GPT, checkpoint: dict, *, exact: bool) -> None:
 
 
 def load_model(
-    path: Path, model_class: type[GPT] = GPT, *, exact: bool = False
+    path: Path, model_class: type[GPT] = GPT, *, float32: bool = False
 ) -> tuple[GPT, dict]:
-    """Return the model of a checkpoint to evaluate, bfloat16 unless `exact`, and the content of the
-    file. Raises UserError for a reward model unless `model_class` is one, and the other way round.
-    """
+    """Return the model of a checkpoint to evaluate, bfloat16 unless `float32`, and the content of
+    the file. Raises UserError for a reward model unless `model_class` is one, and the other way
+    round."""
     checkpoint = load_checkpoint(path)
     with reading(path):
         # finetune.py --method reward puts this head in the place of the logits
@@ -162,7 +162,7 @@ def load_model(
             raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
         shape = GPTConfig(**checkpoint["model_config"])  # UserError for a shape that cannot be
         model = build_without_weights(shape, model_class=model_class)
-        load_weights(model, checkpoint, exact=exact)
+        load_weights(model, checkpoint, float32=float32)
     return model.eval(), checkpoint  # eval: without dropout
 
 
@@ -221,13 +221,13 @@ def find_checkpoint(name: str | Path) -> Path | None:
     return best_or_newest
 
 
-def open_model(name: str | Path, *, exact: bool = False) -> tuple[GPT, str, dict]:
+def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, dict]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a Hugging Face model. `name` is a checkpoint, a run's folder, or a Hugging Face folder or
-    name; `exact` takes all bits of the weights."""
+    name; `float32` takes all bits of the weights."""
     path = find_checkpoint(name)
     if path is not None:
-        model, checkpoint = load_model(path, exact=exact)
+        model, checkpoint = load_model(path, float32=float32)
         return model, checkpoint["tokenizer"], checkpoint
 
     # on demand: most runs do without it, and the library `tokenizers` is slow to import

@@ -90,12 +90,12 @@ def describe_time(flops: float, hardware: Hardware) -> str:
 
 def planned_shape(options: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> GPTConfig:
     """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
-    weights = None  # architecture of the weights that are resumed, or those of --init_from
+    weights_shape = None  # of the weights that are resumed, or those of --init_from
     vocab_size = TOKENIZERS["gpt2"].vocab_size
     if checkpoint is not None:
-        weights = GPTConfig(**checkpoint["model_config"])
+        weights_shape = GPTConfig(**checkpoint["model_config"])
     elif options.init_from is not None:
-        weights = open_model(options.init_from)[0].config
+        weights_shape = open_model(options.init_from)[0].config
     else:
         try:
             data = Mixture(options.data_dir, "train", options.block_size)
@@ -103,4 +103,4 @@ def planned_shape(options: TrainConfig, recipe: Recipe, checkpoint: dict | None)
             print(data.describe_epochs(options.max_steps * options.total_batch_size))
         except UserError as error:  # no shards
             print(error)
-    return model_shape(options, recipe, vocab_size, weights)
+    return model_shape(options, recipe, vocab_size, weights_shape)

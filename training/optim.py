@@ -47,18 +47,19 @@ def make_optimizers(
     # its matrices, it decays nothing. Vectors never decay.
     has_muon = recipe.optimizer == "muon"
     adamw_decay = 0.0 if has_muon else options.weight_decay
-    groups = [
+    adamw_groups = [
         {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
         {"params": heads, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
         {"params": vectors, "lr_scale": 1.0, "weight_decay": 0.0},
     ]
     if not has_muon:
-        groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
-    groups = [group for group in groups if group["params"]]  # a tied head is an embedding
+        adamw_groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
+    # without empty groups: a tied head is an embedding
+    adamw_groups = [group for group in adamw_groups if group["params"]]
     betas = (options.beta1, options.beta2)
-    optimizers = [torch.optim.AdamW(groups, betas=betas, fused=True)]
+    optimizers = [torch.optim.AdamW(adamw_groups, betas=betas, fused=True)]
     if has_muon:
         muon = import_module("training.muon")  # on demand: GPT-2 itself is trained without it
-        groups = muon.shape_groups(model)
-        optimizers.append(muon.Muon(groups, recipe, options.weight_decay, dtype))
+        muon_groups = muon.shape_groups(model)
+        optimizers.append(muon.Muon(muon_groups, recipe, options.weight_decay, dtype))
     return optimizers

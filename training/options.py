@@ -54,9 +54,9 @@ def read_options(
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
             )
-        # The folders are those where the file lies now: it may have been copied or moved.
         # without those that follow from others: they are derived anew, on this machine
         saved_options = given_options(checkpoint)
+        # the folders are those where the file lies now: it may have been copied or moved
         saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
         flags = to_flags(saved_options) + flags
         resume = str(path)  # of the file, also where a folder or "auto" was given

@@ -124,7 +124,7 @@ def forecast_memory(
 
     Sharding divides state among the processes of each machine. Names are printed by --dry_run.
     """
-    itemsize = hardware.dtype.itemsize
+    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     world_size = hardware.world_size
     model = build_without_weights(shape)
     # numbers of values; of the blocks' matrices, which a recipe's optimizer trains, apart
@@ -136,16 +136,17 @@ def forecast_memory(
     sequences = options.sequences_per_step(world_size)
     micro_steps = sequences // (options.micro_batch_size * world_size)
     is_sharded = options.sharding != "none"
-    shards = world_size // hardware.nodes if is_sharded else 1
+    # processes of a machine, among which sharding divides
+    num_shards = world_size // hardware.nodes if is_sharded else 1
 
     gradients = FLOAT32_BYTES * num_weights
     if not is_sharded and world_size > 1 and micro_steps > 1:
         gradients *= 2  # DDP's buckets, and apart from them what earlier micro-steps have summed
     if options.sharding != "zero1" or micro_steps == 1:
-        gradients //= shards  # zero1 sums whole gradients until the last micro-step
+        gradients //= num_shards  # zero1 sums whole gradients until the last micro-step
 
     compute_weights = 0
-    if shards > 1:
+    if num_shards > 1:
         gathered = itemsize * num_matrix_weights
         if options.sharding == "zero3":
             # the current block, the next, and a buffer to receive it
@@ -163,10 +164,10 @@ def forecast_memory(
     recomputed = block_activations(shape, itemsize, "none") - per_block
     block_backward = tokens * (3 * FLOAT32_BYTES * shape.n_embd + recomputed)
     forecast = {
-        "weights": FLOAT32_BYTES * num_weights // shards,
+        "weights": FLOAT32_BYTES * num_weights // num_shards,
         "weights cast or gathered for compute": compute_weights,
-        "gradients": gradients,  # divided among shards above, where they are
-        "optimizer": FLOAT32_BYTES * num_moments // shards,
+        "gradients": gradients,  # divided among processes above, where they are
+        "optimizer": FLOAT32_BYTES * num_moments // num_shards,
         "activations": tokens * (shape.n_layer * per_block + final_norm),
         "head and logits, or one block's backward pass": max(
             head_memory(shape, tokens, hardware), block_backward

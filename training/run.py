@@ -334,7 +334,7 @@ class Run:
             start=state.step,
             total=options.max_steps,
             is_main=self.process.is_main,
-            overwrite=self.earlier_log is None,  # another run's, which check_folders has allowed
+            begins_empty=self.earlier_log is None,  # check_folders has refused another run's log
             wandb_run=wandb_run,
         )
         if self.process.is_main:

@@ -195,6 +195,7 @@ def num_nodes(default_per_node: int = 1) -> int:
     """
     world_size = launched("WORLD_SIZE", 1)
     per_node = launched("LOCAL_WORLD_SIZE", default_per_node)
+    # machines of one process each have nothing to share within a machine
     if per_node == 1 or world_size % per_node != 0:
         return 1
     return world_size // per_node

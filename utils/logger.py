@@ -30,8 +30,9 @@ SECONDS_PER_LINE = 10  # between two lines of training on a console without a pr
 class Logger:
     """Write the log of a run that begins after the step `start` and ends at the step `total`.
 
-    It does nothing unless `is_main`. With `overwrite` the files begin empty; otherwise a row marks
-    where an existing log continues. Numbers go to `wandb_run`, too, if it is given.
+    It does nothing unless `is_main`. With `begins_empty`, as for a new run, the files are emptied;
+    otherwise a row marks where an existing log continues. Numbers go to `wandb_run`, too, if it is
+    given.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Logger:
         start: int,
         total: int,
         is_main: bool,
-        overwrite: bool = False,
+        begins_empty: bool = False,
         wandb_run: Any = None,
     ) -> None:
         self.is_main = is_main
@@ -51,13 +52,13 @@ class Logger:
         self.last_line_seconds = float("-inf")  # time of the last line of training, on the console
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
-        is_resumed = metrics_path.exists() and not overwrite
+        is_resumed = metrics_path.exists() and not begins_empty
         if is_resumed:
             # a process that was killed may have left half a row: cut it off
             # bytes up to the last line break
-            whole_rows = metrics_path.read_bytes().rfind(b"\n") + 1
-            os.truncate(metrics_path, whole_rows)
-        mode = "w" if overwrite else "a"
+            num_bytes = metrics_path.read_bytes().rfind(b"\n") + 1
+            os.truncate(metrics_path, num_bytes)
+        mode = "w" if begins_empty else "a"
         # buffering=1: each line is written at once, and survives a kill
         self.metrics = open(metrics_path, mode, buffering=1, encoding="utf-8")
         self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")

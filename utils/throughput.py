@@ -99,8 +99,8 @@ class StepTimer:
         tokens_per_second = tokens / seconds
         mfu = None
         if self.peak_flops:
-            peak_flops = self.num_devices * self.peak_flops
-            mfu = self.flops_per_token * tokens_per_second / peak_flops
+            total_peak = self.num_devices * self.peak_flops
+            mfu = self.flops_per_token * tokens_per_second / total_peak
         return {
             "tokens_per_s": tokens_per_second,
             "mfu": mfu,
