@@ -164,7 +164,7 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Validation, benchmarks and trackers."""
+    """Validation, benchmarks and Weights & Biases."""
 
     val_tokens: int = 10_485_760
     """Validation tokens, the same at every validation."""

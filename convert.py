@@ -63,14 +63,14 @@ def export_checkpoint(config: ConvertConfig) -> None:
     # A model that came with a chat template keeps it; another chat model has learned this
     # project's format, and a model of plain text has none.
     chat_template = tokenizer.chat_template
-    if chat_template is None and is_chat(checkpoint, tokenizer_spec):
+    if chat_template is None and is_chat(checkpoint, path, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
     save_tokenizer(tokenizer, config.out, model.config.block_size, chat_template)
 
     options = checkpoint["config"]
     origin = Path(options["init_from"] or "random weights")
     if origin.suffix == ".pt":  # RUN/checkpoints/model_best.pt: the name of the run says more
-        origin = origin.parent.parent
+        origin = origin.resolve().parent.parent
     best_loss = "not measured"
     if checkpoint["best_loss"] < math.inf:  # infinite before the first validation
         best_loss = f"{checkpoint['best_loss']:.4f}"
@@ -112,7 +112,8 @@ def import_model(config: ConvertConfig) -> None:
     """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt with --model")
-    model, tokenizer_spec, _ = open_model(config.model)  # float32, as all models of that format
+    # float32: all bits also of a checkpoint; models of Hugging Face's format always are
+    model, tokenizer_spec, _ = open_model(config.model, float32=True)
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
     # With init_from, a run that resumes the file takes the architecture of its weights.
     options = TrainConfig(init_from=config.model, block_size=model.config.block_size)

@@ -12,6 +12,7 @@ size nor the number of processes changes the number of correct answers.
 
 import json
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -106,6 +107,12 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
     return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
 
+def check_writable(path: Path) -> None:
+    """Raise OSError now, not after hours of scoring, if there can be no file `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()  # it has no name, and is gone at once
+
+
 def open_validation(
     config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]
 ) -> ScoreTask:
@@ -194,7 +201,7 @@ def main(config: EvalConfig) -> None:
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
     # What finetune.py taught to chat is asked in its chat template, as in training.
-    config = replace(config, chat=config.chat or is_chat(checkpoint, tokenizer_spec))
+    config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer_spec))
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     bar = tqdm(unit="row", disable=None if process.is_main else True)  # None: only on a terminal
     tokenizer = load_tokenizer(tokenizer_spec)
@@ -203,8 +210,10 @@ def main(config: EvalConfig) -> None:
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
     score_tasks = open_tasks(config, scorer, trained_on)
     outputs = output_paths(config, name, checkpoint_path)  # by task
-    for path in outputs.values():
-        path.parent.mkdir(parents=True, exist_ok=True)  # fails now, and not after the scoring
+    if process.is_main:
+        for path in [*outputs.values(), config.dump]:
+            if path is not None:
+                check_writable(path)
 
     # On a CPU, linear layers are replaced by packed ones: after the weights were read and checked.
     prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)

@@ -268,7 +268,9 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     if options.method != "sft" and learned_plain != options.plain:
         raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
     # a shorter context drops the last rows of the table of positions
-    shape = replace(model.config, block_size=T, dropout=options.dropout)
+    # dpo and grpo compare log-probabilities of two passes, which dropout would make random
+    dropout = options.dropout if options.method in ("sft", "reward") else 0.0
+    shape = replace(model.config, block_size=T, dropout=dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     model = rebuild(model, shape, execution)
     if is_reward and not options.resumes:  # a resumed one has its head of rewards already

@@ -91,6 +91,7 @@ class GeneratedText:
         # and gives U+FFFD for bytes that are no UTF-8.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.content = ""  # without the prompt
+        self.is_empty = True  # until the first token, whose characters may be none
         self.has_ended = False  # True from end of text on
 
     def append(self, token: int) -> str:
@@ -101,9 +102,10 @@ class GeneratedText:
         if self.has_ended:
             return ""
         characters = self.decoder.decode(self.tokenizer.decode_bytes([token]))
-        if self.is_answer and not self.content:
+        if self.is_answer and self.is_empty:
             characters = characters.removeprefix(" ")  # between "Assistant:" and the answer
         self.content += characters
+        self.is_empty = False
         return characters
 
 
@@ -195,7 +197,7 @@ def main(config: SampleConfig) -> None:
     name = config.model or config.checkpoint  # --model wins, as --checkpoint has a default
     # matmuls in bfloat16 need the upper half of each weight alone: half the bytes to read
     model, tokenizer_spec, checkpoint = open_model(name, float32=dtype is not torch.bfloat16)
-    if config.chat and not is_chat(checkpoint, tokenizer_spec):
+    if config.chat and not is_chat(checkpoint, name, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
     prepare_for_inference(model.to(device), device, dtype)
 

@@ -221,7 +221,7 @@ def open_batches(
     seed = run.config.seed
     # a resumed run goes on with the data of the step that comes next
     steps = range(run.state.step, run.config.max_steps)
-    # reads one sequence of each split: a damaged shard ends the run here
+    # reads one sequence and one batch: data that cannot be read ends the run here
     val_data.batch(np.arange(1))
     next(train_batches(train_data, slicing, seed, steps), None)
     batches = train_batches(train_data, slicing, seed, steps)

@@ -310,6 +310,9 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         if token is not None:
             template_tokens[name] = token
     template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates, as for tools
+        named_templates = {entry["name"]: entry["template"] for entry in template}
+        template = named_templates.get("default")
     template_path = folder / "chat_template.jinja"  # where newer transformers write it
     if template_path.is_file():
         template = template_path.read_text(encoding="utf-8")

@@ -224,13 +224,15 @@ class TokenStream:
         fractions: set[float] = set()
         for folder in folders:
             self.shards += folder.shards  # in the order given
+            if folder.path.resolve() in paths:
+                raise UserError(
+                    f"--data_dir names {folder.path} twice; a weight gives it a larger share"
+                )
             paths.add(folder.path.resolve())
             identities.add(tokenizer_identity(folder.tokenizer))
             # the rule of other projects is not known
             if "val_fraction" in folder.manifest:
                 fractions.add(folder.manifest["val_fraction"])
-        if len(paths) < len(folders):
-            raise UserError("--data_dir names a folder twice; a weight gives it a larger share")
         if len(identities) > 1:
             raise UserError(
                 f"the folders of --data_dir have several tokenizers: {sorted(identities)}"

@@ -27,6 +27,8 @@ from typing import IO, NamedTuple
 from utils.errors import UserError
 
 BATCH = 100  # rows; another number would change the positions in manifests
+# codecs that a file which is not UTF-8 is compared with: those of more languages look alike
+CODECS = ("cp1252", "gb18030", "big5", "cp932", "cp1251", "koi8_r")
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
 
 
@@ -187,11 +189,12 @@ def read_column(name: str, column: str) -> Iterator[object]:
             value = row  # a text file is one string; a row of another may be Skipped
             if isinstance(row, dict):  # of JSON or CSV
                 # the first row only: those of JSON may have different columns
-                if number == 0:
+                if number == 0 and row:
                     check_column(name, column, list(row))
                 value = row.get(column)
-            # a byte that is not UTF-8, see open_text; the text would train as U+FFFD
-            if isinstance(value, str) and re.search("[\udc80-\udcff]", value):
+            # a byte that is not UTF-8, see open_text, which would train as U+FFFD, or a zero, which
+            # UTF-16 and binary files have
+            if isinstance(value, str) and re.search("[\udc80-\udcff\0]", value):
                 if not is_warned:
                     is_warned = True
                     print(
@@ -210,12 +213,13 @@ def check_column(name: str, column: str, columns: list[str]) -> None:
 
 
 def guess_encoding(text: str) -> str:
-    """Return the encoding that a text, which is not UTF-8, probably has, by its frequencies of
-    characters."""
+    """Return the encoding, one of CODECS, that a text which is not UTF-8 probably has, by its
+    frequencies of characters."""
     from charset_normalizer import from_bytes  # slow to import; few files need it
 
     text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # surrogates that JSON has escaped
-    match = from_bytes(text.encode(errors="surrogateescape")).best()  # the bytes of the file
+    content = text.encode(errors="surrogateescape")  # the bytes of the file
+    match = from_bytes(content[:100_000], cp_isolation=list(CODECS)).best()
     return match.encoding if match else "in another encoding"
 
 

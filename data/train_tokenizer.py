@@ -20,6 +20,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from data.export_tokenizer import END_OF_TEXT, byte_level
 from data.source import Source, list_files
 from utils.cli import start_script
+from utils.errors import UserError
 from utils.files import atomic_write
 
 PIECE = 2_000  # characters of a text that are sampled together
@@ -59,11 +60,13 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
 
 
 def main(config: TokenizerConfig) -> None:
+    if not 257 <= config.vocab_size < 65_536:
+        raise UserError(f"--vocab_size {config.vocab_size} must be 257 to 65,535")
     sizes = list_files(config.input)
     source = Source(tuple(sizes), column=config.text_column)
     # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
     # compressed ones give more text.
-    share = config.sample_mb * 1e6 / sum(sizes.values())
+    share = config.sample_mb * 1e6 / max(1, sum(sizes.values()))
     # an untrained tokenizer: bytes, no merges, and the rule that cuts a text into pieces
     engine = byte_level(models.BPE(), config.split)
     trainer = trainers.BpeTrainer(

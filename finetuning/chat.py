@@ -13,7 +13,9 @@ after it, which are underlined here:
 A Hugging Face model whose tokenizer has a chat template keeps that template instead.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -161,11 +163,20 @@ def fit_history(
         messages = messages[: questions[0]] + messages[questions[1] :]
 
 
-def is_chat(checkpoint: dict, tokenizer: str) -> bool:
-    """Return True if a model has learned to chat: a checkpoint of finetune.py tells it, else a chat
-    template in the tokenizer's spec. `checkpoint` is {} for a Hugging Face model."""
+def is_chat(checkpoint: dict, name: str | Path, tokenizer_spec: str) -> bool:
+    """Return True if a model has learned to chat.
+
+    A checkpoint of finetune.py tells it. Else a chat template does: that of the tokenizer, or one
+    in the Hugging Face folder `name`. `checkpoint` is {} for such a folder.
+    """
     options = checkpoint.get("config", {})
     if "plain" in options:  # an option of finetune.py alone
         return not options["plain"]
-    # the tokenizers that this project knows by name come without a template
-    return tokenizer not in TOKENIZERS and bool(load_tokenizer(tokenizer).chat_template)
+    if tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).chat_template:
+        return True
+    # The spec of GPT-2's tokenizer is its name alone. Where convert.py has exported a chat model
+    # with it, the template stands in this file.
+    tokenizer_config = Path(name, "tokenizer_config.json")
+    if not tokenizer_config.is_file():
+        return False
+    return "chat_template" in json.loads(tokenizer_config.read_text(encoding="utf-8"))

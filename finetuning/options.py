@@ -48,11 +48,11 @@ class BatchOptions(OptimizerOptions):
     16, 8 or 4, as far as possible at most a sixteenth of the rows."""
     micro_batch_size: int | None = None
     """Dialogs (sft), pairs (dpo, reward) or completions (grpo) per forward pass of a process; lower
-    it where memory runs out. Default: 8, but 4, 2 or 1 where 8 does not divide those of a step."""
+    it where memory runs out. Default: 8, or 4, 2, 1 if 8 does not divide a process's share."""
     block_size: int | None = None
     """Longest text in tokens; default: the model's context."""
     dropout: float = 0.0
-    """Dropout probability."""
+    """sft, reward: dropout probability."""
     max_steps: int | None = None
     """Optimizer steps; default: three passes over the rows, for sft at least 200 steps, for grpo
     one pass."""
@@ -129,6 +129,7 @@ def resolve_options(
     batch_size = 32  # halved, so that it divides among a power of 2 of processes
     while batch_size > max(4, world_size, num_rows // 16):
         batch_size //= 2
+    batch_size = max(1, batch_size // world_size) * world_size  # as many for each of 3 processes
     options = with_defaults(options, batch_size=batch_size)
 
     # Micro-batches are of equal size: a forward pass of a sharded model waits for all processes.

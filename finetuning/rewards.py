@@ -89,7 +89,7 @@ def load_reward_function(
     # With other tokens or turns the model would rate another text than was written.
     has_same_text = (
         tokenizer_identity(tokenizer) == encoder.tokenizer.identity
-        and is_chat(checkpoint, tokenizer) == encoder.chat
+        and is_chat(checkpoint, name, tokenizer) == encoder.chat
     )
     # a shorter context would not hold the texts of this run
     if not has_same_text or model.config.block_size < encoder.block_size:

@@ -60,11 +60,9 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
     return groups
 
 
-def train(config: SweepConfig, name: str) -> Run | None:
-    """Train the run "recipe=gpt2 max_lr=2e-3 seed=1", or the steps that it lacks; return it.
-
-    Return None if it fails. Raises UserError if its folder has a run with other options.
-    """
+def train_flags(config: SweepConfig, name: str) -> list[str]:
+    """Return the flags of train.py for the run "recipe=gpt2 max_lr=2e-3 seed=1". Raises UserError
+    if its folder has a run with other options."""
     folder = config.out / name
     # Of two flags of one name the last one wins: so a --fixed seed or rate changes nothing.
     options = list(config.fixed) + name.split()
@@ -79,7 +77,12 @@ def train(config: SweepConfig, name: str) -> Run | None:
     # without train.py, the first word, and without the last one, as --out may have another spelling
     if earlier and earlier["command"][1:-1] != flags[:-1]:
         raise UserError(f"{folder} has a run with other options; give another --out")
+    return flags
 
+
+def train(config: SweepConfig, name: str) -> Run | None:
+    """Train a run, or the steps that it lacks; return it, None if it fails."""
+    flags = train_flags(config, name)
     print(f"--- {name}", flush=True)  # flush: before what train.py prints
     # A session of its own keeps Ctrl-C from the run: a second signal would end it without saving.
     process = subprocess.Popen([sys.executable, TRAIN, *flags], start_new_session=True)
@@ -91,7 +94,7 @@ def train(config: SweepConfig, name: str) -> Run | None:
         raise
     if exit_code != 0:  # its error stands above
         return None
-    return read_run(folder)
+    return read_run(config.out / name)
 
 
 def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
@@ -116,20 +119,22 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
 
 
 def main(config: SweepConfig) -> None:
-    # SIGTERM raises KeyboardInterrupt, as Ctrl-C does; by default the run would outlive the sweep
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # these raise KeyboardInterrupt, as Ctrl-C does; by default the run would outlive the sweep
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     groups = list_groups(config.grid)
     config.out.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, Run | None] = {}  # by name; None has failed
+    names: list[str] = []  # of all runs, group by group
     for group in groups:
-        for seed in config.seeds:
-            name = f"{group} seed={seed}"
-            runs[name] = train(config, name)
+        names += [f"{group} seed={seed}" for seed in config.seeds]
+    for name in names:
+        train_flags(config, name)  # refuses a folder of others now, not hours later
+    runs = [train(config, name) for name in names]  # None has failed
 
     # nats per token, or bits per byte where the tokenizers of the groups differ
-    metric = comparable_loss([run for run in runs.values() if run])
+    metric = comparable_loss([run for run in runs if run])
     losses: list[float] = []
-    for run in runs.values():
+    for run in runs:
         loss = np.nan
         if run:  # NaN also for shards made elsewhere, which do not tell the bytes of their text
             loss = run.log["val"][-1].get(metric, np.nan)
@@ -137,7 +142,7 @@ def main(config: SweepConfig) -> None:
     table = to_markdown(groups, np.reshape(losses, (len(groups), -1)), metric)
     (config.out / "table.md").write_text(table, encoding="utf-8")
     print(table, end="")
-    failed_names = [name for name, run in runs.items() if run is None]
+    failed_names = [name for name, run in zip(names, runs, strict=True) if run is None]
     if failed_names:
         raise UserError(f"with errors above, these runs failed: {', '.join(failed_names)}")
 

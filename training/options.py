@@ -20,7 +20,7 @@ from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
 from training.schedule import check_schedule
-from utils.cli import flag_value, named_flags, parse, to_flags
+from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import compile_problem, pick_device, pick_dtype
 from utils.distributed import Process
 from utils.errors import UserError
@@ -38,12 +38,10 @@ def read_options(
     """
     # Of equal flags the parser takes the last one: so those of the command line stand last, those
     # of --config before them, and those of the checkpoint first.
-    flags = list(command_line)  # a copy, to which others are added in front
+    flags = expand_home(command_line)  # to which others are added in front
     config_file = flag_value(flags, "config")
     if config_file is not None:
-        flags = to_flags(read_file(Path(config_file))) + flags
-    # ~ is the home folder, as in a shell, which has seen neither files nor quoted words
-    flags = [os.path.expanduser(word) for word in flags]
+        flags = expand_home(to_flags(read_file(Path(config_file)))) + flags
 
     checkpoint = None
     resume = flag_value(flags, "resume")

@@ -320,11 +320,11 @@ class Run:
                 remove_checkpoints(options.checkpoint_dir, state)
             if self.earlier_log not in (None, options.log_dir):
                 copy_log(self.earlier_log, options.log_dir, state.step)
-            # the last, the best and one that is being written, of 12 bytes a parameter: float32
-            # weights and the two moments of AdamW
             # what a resumed run replaces needs no new space
             existing = options.checkpoint_dir.glob("model_*.pt")
             existing_bytes = sum(path.stat().st_size for path in existing)
+            # the last, the best and one that is being written, of 12 bytes a parameter: float32
+            # weights and the two moments of AdamW
             needed_bytes = 3 * 12 * model.num_parameters() - existing_bytes
             check_space(options.checkpoint_dir, needed_bytes, "saving this run")
             if getattr(options, "wandb", False):  # finetune.py has no such option

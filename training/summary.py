@@ -50,7 +50,7 @@ def warn_of_data(run: Run, checkpoint: dict | None, train_data: Mixture, val_dat
     for name, value in data_order(options, train_data).items():
         earlier_value = checkpoint["data_order"][name]
         if value != earlier_value:
-            warn(f"warning: {name}: {earlier_value}, is {value} now: the data order changes")
+            warn(f"warning: {name} was {earlier_value}, is {value}: the data order changes")
 
 
 def data_order(options: TrainConfig, train_data: Mixture) -> dict:

@@ -6,11 +6,13 @@ with one name the last one wins.
 """
 
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, make_dataclass
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.errors import UserError, is_out_of_memory
@@ -26,6 +28,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """
     import tyro  # here, as other users of this module do without it
 
+    args = expand_home(sys.argv[1:] if args is None else args)
     settings = {
         "use_underscores": True,
         "args": args,
@@ -54,6 +57,13 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     for group in vars(grouped).values():
         values |= vars(group)
     return config_class(**values)
+
+
+def expand_home(words: list[str]) -> list[str]:
+    """Return the words of a command line with the home folder for ~, also in --name=~/folder and in
+    words of a file, where no shell has done it."""
+    home = str(Path.home())
+    return [re.sub(r"^(--\w+=)?~(?=/|$)", rf"\1{home}", word) for word in words]
 
 
 def to_flags(values: dict[str, object]) -> list[str]:

@@ -54,9 +54,9 @@ class Logger:
         metrics_path = folder / METRICS
         is_resumed = metrics_path.exists() and not begins_empty
         if is_resumed:
-            # a process that was killed may have left half a row: cut it off
-            # bytes up to the last line break
+            # bytes of whole rows, up to the last line break
             num_bytes = metrics_path.read_bytes().rfind(b"\n") + 1
+            # a process that was killed may have left half a row after them: cut it off
             os.truncate(metrics_path, num_bytes)
         mode = "w" if begins_empty else "a"
         # buffering=1: each line is written at once, and survives a kill

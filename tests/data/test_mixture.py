@@ -101,7 +101,7 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     manifest = read_manifest(folders / "c")
     names = [f"{folders}/a{weight}", f"{tmp_path}/c{weight}"]
     Mixture(names, "val", 32)
-    with pytest.raises(UserError, match="--data_dir names a folder twice"):
+    with pytest.raises(UserError, match="--data_dir names .*/a twice"):
         Mixture([*names, f"{folders}/../{folders.name}/a{weight}"], "val", 32)
     write_manifest(tmp_path / "c", {**manifest, "val_fraction": 0.2})
     with pytest.raises(UserError, match=r"several --val_fraction, \[0.1, 0.2\]: one may train"):

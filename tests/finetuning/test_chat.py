@@ -120,7 +120,7 @@ def test_a_model_of_others_keeps_its_chat_template(tmp_path):
     whole = encode_completion("2+2?", "4", tokenizer, chat=True)
     written = tokenizer.engine.decode(whole.tokens.tolist(), skip_special_tokens=False)
     assert written == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
-    assert is_chat({}, spec) and not is_chat({}, "gpt2")
+    assert is_chat({}, "", spec) and not is_chat({}, "", "gpt2")
     odd = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML.replace("t\n{%", "t \n{%"))
     with pytest.raises(ValueError, match="opens an answer"):
         encode_completion("2+2?", "4", odd, chat=True)

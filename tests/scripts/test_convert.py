@@ -34,6 +34,11 @@ def test_each_kind_of_model_goes_out_and_comes_back_with_every_bit(shards, tmp_p
     last = run / "checkpoints" / "model_last.pt"
     script("convert.py", "--checkpoint", last, "--out", hf)
     script("convert.py", "--model", hf, "--out", back)
+    script("convert.py", "--model", run, "--out", tmp_path / "own.pt")  # a checkpoint of ours, too
+    assert load_checkpoint(tmp_path / "own.pt")["checksums"] == {
+        **load_checkpoint(last)["checksums"],
+        "optimizer": 0,
+    }
     before, after = weights(run), load_checkpoint(back)
     assert after["tokenizer"] == "bytes" and after["script"] == "train.py"
     assert after["model_config"] == load_checkpoint(last)["model_config"]

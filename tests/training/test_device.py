@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import gap, script, train_args
 
@@ -10,7 +11,9 @@ from model import loss as loss_module
 from model.execution import Execution
 from model.gpt import GPT
 from model.recipes import parse_recipe
+from training.parallel import wrap
 from utils.devices import autocast, pick_device
+from utils.distributed import Process
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64}
 
@@ -73,3 +76,18 @@ def test_a_run_is_that_of_the_cpu_and_resumes(shards, trained, device, tmp_path)
     script(*train_args(shards, tmp_path / "resumed", 20, *flags, "--resume", tenth))
     for run in ("whole", "resumed"):  # a GPU adds in another order each time
         assert gap(tmp_path / run, trained) < 1e-2
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "zero3"])
+def test_a_sharded_model_computes_the_same(device, sharding, tmp_path):
+    exact, model = models("gpt2", device)
+    idx, targets = batch()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        wrapped = wrap(model, Process(0, 1, device), sharding, torch.float32)
+        loss = wrapped(idx.to(device), targets.to(device)).item()
+    finally:
+        dist.destroy_process_group()
+    exact_loss = F.cross_entropy(exact(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert loss == pytest.approx(exact_loss.item(), rel=1e-6)

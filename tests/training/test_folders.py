@@ -166,7 +166,7 @@ def test_what_changes_the_order_of_the_data_is_warned_of(shards, tmp_path):
     changes = ("--max_steps", 4, "--total_batch_size", 1024, "--seed", 8)
     other = script(*args, second, first, *changes).stdout
     assert "checksum of --data_dir" in other
-    assert "total_batch_size: 512, is 1024 now: the data order changes" in other
-    assert "seed: 7, is 8 now" in other
+    assert "total_batch_size was 512, is 1024: the data order changes" in other
+    assert "seed was 7, is 8" in other
     rows = read_metrics(tmp_path)["train"]
     assert [row["tokens"] for row in rows] == [512, 1024, 1536, 2560]
