@@ -8,6 +8,7 @@ a run that was never killed, whenever that happens.
 Where the documents come from, and in which order, is decided in data/fineweb-edu.py.
 """
 
+import hashlib
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from data.shards import header, inspect_shard, read_manifest, shard_paths, write_manifest
 from utils.errors import UserError
-from utils.files import sha256, sync_folder
+from utils.files import sync_folder
 
 PIECES = 10  # of the last text, where a part of it is held out for validation
 
@@ -60,6 +61,12 @@ def hold_out(document: Document, num_held_out: int) -> Document:
         tokens=np.concatenate(train + val),
         num_train=sum(map(len, train)),
     )
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class ShardWriter:

@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 import numpy as np
 
 from data.mixture import Mixture
+from data.sharder import sha256
 from data.shards import TokenStream
 from utils.cli import start_script
 from utils.errors import UserError
-from utils.files import sha256
 
 CHUNK = 2**20  # tokens checked at a time
 

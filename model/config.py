@@ -70,9 +70,6 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in COUNTS:
             self.check(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("n_kv_head", "n_inner", "rope_base", "norm_eps"):
-            value = getattr(self, name)  # None of the first two stands for a default
-            self.check(name, value is None or value > 0, "above 0")
         for name, choices in CHOICES.items():
             self.check(name, getattr(self, name) in choices, " or ".join(choices))
         self.check("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")

@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, locks of folders, checksums, free space.
+"""Files that survive a crash: atomic writes, locks of folders, free space.
 
 The one idea: a file is written under a temporary name, forced to disk (fsync), and renamed. A
 rename replaces the file in one step, so that a reader finds the old file or the whole new one.
@@ -6,7 +6,6 @@ rename replaces the file in one step, so that a reader finds the old file or the
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 import sys
@@ -74,12 +73,6 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)  # of the names; the content of the files has an fsync of its own
     os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_space(folder: Path, needed_bytes: int, purpose: str) -> None:
