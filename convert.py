@@ -53,7 +53,9 @@ def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers: weights, tokenizer and model card."""
     path = find_checkpoint(config.checkpoint)
     if path is None:  # a Hugging Face folder
-        raise UserError(f"--checkpoint {config.checkpoint} is no checkpoint of this project")
+        raise UserError(
+            f"--checkpoint {config.checkpoint} is no checkpoint of this project: see --model"
+        )
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     tokenizer = load_tokenizer(tokenizer_spec)
 

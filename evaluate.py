@@ -92,6 +92,11 @@ def check(config: EvalConfig) -> None:
             num_benchmarks += 1
         elif task != "val" and not task.endswith(".jsonl"):
             raise UserError(f"--tasks has no {task}: val, {', '.join(BENCHMARKS)} or FILE.jsonl")
+    known_protocols = {name for task in BENCHMARKS.values() for name in task.protocols}
+    for protocol in config.protocols:
+        if protocol not in known_protocols:
+            known = ", ".join(sorted(known_protocols))
+            raise UserError(f"--protocols has no {protocol!r}, but {known}")
     if config.data and len(config.data) != num_benchmarks:
         raise UserError(f"--data has {len(config.data)} files for {num_benchmarks} benchmarks")
 

@@ -77,7 +77,7 @@ def read_prompt(prompt: str) -> str:
         if prompt.startswith("@"):
             return Path(prompt[1:]).read_text(encoding="utf-8-sig")
         return prompt
-    except (OSError, UnicodeError) as error:
+    except UnicodeError as error:
         raise UserError(f"--prompt {prompt} cannot be read as text: {error}") from error
 
 

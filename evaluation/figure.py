@@ -124,6 +124,7 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
 
     main_panel = panels["main"]
     main_panel.set_ylabel(METRIC_LABELS[metric])
+    main_panel.set_title("thin: training, thick: validation", loc="left", fontsize=8)
     for i, run in enumerate(runs):
         color = f"C{i}"  # the i-th of Matplotlib's ten colors, the same in all panels
         # Training has a thin line, validation a thick one.

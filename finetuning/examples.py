@@ -88,7 +88,7 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     try:
         # without the mark that Windows puts first; splitlines would also split at U+2028 in a text
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeError) as error:
+    except UnicodeError as error:
         raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
