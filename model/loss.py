@@ -76,7 +76,10 @@ def cross_entropy_(
     column = torch.arange(logits.size(1), device=logits.device)
     is_target = column == targets.unsqueeze(-1)  # (n, padded V)
     x = logits.float().masked_fill(column >= vocab_size, -torch.inf)
-    logsumexp = x.logsumexp(-1, keepdim=True)  # (n, 1)
+    # logsumexp by its parts, which the compiler fuses into one pass (an online softmax). It then
+    # reads the logits twice for this function, and three times with torch.logsumexp.
+    maximum = x.amax(-1, keepdim=True)  # (n, 1)
+    logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()
     nats = logsumexp.squeeze(-1) - torch.where(is_target, x, 0.0).sum(-1)
     if grad_scale is not None:
         grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)  # softmax(x) - one_hot(target)

@@ -72,8 +72,9 @@ def read_options(
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
             )
     if checkpoint and checkpoint["step"] > options.max_steps:
-        step = checkpoint["step"]
-        raise UserError(f"{path} is at step {step}, after --max_steps {options.max_steps}")
+        raise UserError(
+            f"{path} is at step {checkpoint['step']}, after --max_steps {options.max_steps}"
+        )
 
     # --no_use_torch_compile is the flag of False for --use_torch_compile
     given_names = {name.removeprefix("no_") for name, _ in named_flags(flags)}

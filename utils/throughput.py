@@ -50,7 +50,7 @@ GPUS = (
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory}
 # words in the names of slower variants ("RTX 4090 Laptop GPU") and of parts of a GPU (MIG), whose
 # peak is not that of the table
-VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}
+VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER"}
 
 
 def find_gpu(device_name: str) -> GPU | None:

@@ -81,3 +81,12 @@ def test_a_change_of_the_model_changes_what_trains_and_what_samples(module, monk
     monkeypatch.setattr(f"{module}.forward", lambda *args: 0.5 * forward(*args))
     for value, changed_value in zip(before, run(), strict=True):
         assert not torch.equal(value, changed_value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cross_entropy_of_gpus_is_that_by_torch_logsumexp_to_the_bit(dtype):
+    logits = (5 * torch.randn(64, 320, generator=torch.Generator().manual_seed(0))).to(dtype)
+    targets = torch.arange(64)
+    nats = cross_entropy_(logits, targets, None, vocab_size=257)
+    x = logits.float()[:, :257]
+    assert torch.equal(nats, x.logsumexp(-1) - x[range(64), targets])
