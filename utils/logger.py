@@ -172,7 +172,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
         if metrics_path.is_file():
             break
     else:
-        raise UserError(f"there is no {path}; give the {METRICS} of a run, or its folder")
+        raise UserError(f"{path} holds no {METRICS} of a run; give that file, or its folder")
 
     row_at_step: dict[str, dict[int, dict]] = {}  # by split
     with open(metrics_path, encoding="utf-8") as file:

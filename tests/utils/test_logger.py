@@ -42,7 +42,7 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path):
 def test_a_log_and_its_run_are_found_in_the_folder_of_the_run_or_named(trained, tmp_path):
     assert read_metrics(trained) == read_metrics(trained / "logs" / "metrics.jsonl")
     assert logged_run(trained / "logs")["script"] == "train.py" and logged_run(tmp_path) is None
-    bad(["plot.py", "--log", tmp_path, "--out", tmp_path / "a.png"], "there is no")
+    bad(["plot.py", "--log", tmp_path, "--out", tmp_path / "a.png"], "holds no metrics.jsonl")
 
 
 def test_wandb_gets_every_number_also_of_steps_that_are_done_again(tmp_path, monkeypatch):
