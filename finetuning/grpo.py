@@ -145,8 +145,10 @@ def group_advantages(rewards: Tensor) -> Tensor:
     (Shao et al. 2024, section 4.1.2); 0 in a group of equal rewards."""
     mean = rewards.mean(dim=1, keepdim=True)  # (groups, 1)
     std = rewards.std(dim=1, keepdim=True)
-    # 1e-4 as in trl: equal rewards have the standard deviation 0
-    return (rewards - mean) / (std + 1e-4)
+    advantages = (rewards - mean) / (std + 1e-4)  # 1e-4 as in trl
+    # The mean of equal numbers can be rounded: without this, noise would be divided by 1e-4.
+    is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
+    return advantages.masked_fill(is_equal, 0.0)
 
 
 def policy_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:

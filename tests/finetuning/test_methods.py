@@ -162,3 +162,12 @@ def test_a_step_that_is_not_finite_counts_and_changes_no_weight(make):
 def test_an_answer_is_exact_unless_it_is_cut(text, is_cut, reward):
     completion = Completion({"prompt": "2+2?", "answer": 4}, text, None, is_cut)
     assert load_reward_function("exact", None, CPU, torch.float32)([completion]) == [reward]
+
+
+@pytest.mark.parametrize("reward", [0.1, 1e8 + 0.1])
+def test_equal_rewards_have_no_advantage(reward):
+    """Also where their mean is rounded to another number."""
+    rewards = torch.full((2, 7), reward, dtype=torch.float64)
+    rewards[1] += torch.arange(7)
+    equal, growing = group_advantages(rewards)
+    assert not equal.any() and growing[0] < 0 < growing[-1]

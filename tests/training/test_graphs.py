@@ -129,8 +129,11 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
     counter, residual_dtypes = compile_with(CompileCounter()), set()
     model = GPT(GPTConfig(16, 257, 3, 4, 64), Execution(compiled=True))
     wrapped = parallel.wrap(model, Process(0, 8, CPU), sharding, torch.bfloat16)
-    note = lambda _, args: residual_dtypes.add(args[0].dtype)  # noqa: E731
-    model.transformer.ln_f.register_forward_pre_hook(note)
+
+    def note_dtype(module, inputs):
+        residual_dtypes.add(inputs[0].dtype)
+
+    model.transformer.ln_f.register_forward_pre_hook(note_dtype)
     idx = torch.randint(0, 257, (2, 16))
     for micro_step in range(6):  # two steps of three micro-steps
         with sync_gradients(wrapped, sharding, last=micro_step % 3 == 2):
