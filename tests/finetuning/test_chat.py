@@ -240,3 +240,8 @@ def test_targets_are_the_tokens_after_and_padding_has_none(length, block_size, c
     assert batch.idx.tolist() == [[5] + [6] * (length - 1) + [0] * padding]
     assert batch.targets.tolist() == [[6] * (length - 1) + [-1] * (padding + 1)]
     assert batch.last.tolist() == [length - 1]
+
+
+def test_a_long_example_is_cut():
+    example = PLAIN.dialog({"prompt": "ab", "completion": "c" * 30})
+    assert len(example.tokens) == 16 and PLAIN.num_cut == 1

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
+from finetuning.answers import Questions
 from finetuning.completions import Completion
 from finetuning.examples import Example, TextEncoder
 from finetuning.grpo import group_advantages
@@ -171,3 +172,30 @@ def test_equal_rewards_have_no_advantage(reward):
     rewards[1] += torch.arange(7)
     equal, growing = group_advantages(rewards)
     assert not equal.any() and growing[0] < 0 < growing[-1]
+
+
+@pytest.mark.parametrize("end_ids, exact", [([], 0.0), ([ord("!")], 1.0)])
+def test_a_cut_answer_is_not_exact(tmp_path, end_ids, exact):
+    """A model that writes "aaaa!!!!" gives the answer "aaaa" only if it ends there."""
+    model = make_model(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.ln_f.bias[0] = 1.0
+        model.transformer.wte.weight[ord("a"), 0] = 1.0
+        # the fifth token follows the end of text and the prompt's letter at position 5
+        model.transformer.wpe.weight[5, 1] = 10.0
+        model.transformer.ln_f.weight[1] = 10.0
+        model.transformer.wte.weight[ord("!"), 1] = 1.0
+    tokenizer = ByteTokenizer()
+    tokenizer.end_ids = frozenset([256, *end_ids])
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "b", "answer": "aaaa"}')
+    encoder = TextEncoder(tokenizer, False, 64)
+    reward = load_reward_function("exact", encoder, CPU, torch.float32)
+    for longest in (4, 8):
+        questions = Questions(path, encoder, CPU, torch.float32, longest, 1)
+        (result,), (row,) = questions.score(model)
+        assert result.value == (exact if longest == 8 else 0.0)
+        assert row["cut"] == (longest == 4 or not end_ids)
+        assert reward(questions.answers(model)) == [result.value]

@@ -6,6 +6,7 @@ from tiny import RECIPES, tiny_gpt
 
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
+from model.layers import KVCache
 from utils.errors import UserError
 
 
@@ -71,3 +72,29 @@ def test_shapes_that_cannot_be_are_named(name, value):
 def test_more_tokens_than_the_context_are_refused():
     with pytest.raises(AssertionError, match="17 tokens are too many"):
         tiny()(torch.zeros(1, 17, dtype=torch.long))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_first_loss_is_near_ln_of_the_vocabulary(recipe):
+    model = tiny(recipe)
+    x = torch.randint(0, 257, (8, 16))
+    assert abs(model(x, x.roll(-1, 1)).item() - math.log(257)) < 0.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
+    model = tiny(recipe)
+    x = torch.randint(0, 257, (3, 16))
+    cache = KVCache(16)
+    parts = [model.logits(model.hidden(part, cache)) for part in x.split([5, 4, 1, 1, 5], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
+
+
+TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
+
+
+def test_rotary_logits_follow_from_distances_alone():
+    model = tiny("modern", n_layer=1)
+    x = torch.randint(0, 257, (1, 8))
+    shifted = model.logits(model.hidden(x, positions=torch.arange(5, 13)[None], mask=TRIANGLE))
+    torch.testing.assert_close(shifted, model(x), atol=1e-5, rtol=1e-5)

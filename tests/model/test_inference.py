@@ -90,3 +90,10 @@ def test_the_cross_entropy_of_gpus_is_that_by_torch_logsumexp_to_the_bit(dtype):
     nats = cross_entropy_(logits, targets, None, vocab_size=257)
     x = logits.float()[:, :257]
     assert torch.equal(nats, x.logsumexp(-1) - x[range(64), targets])
+
+
+def test_without_onednn_linear_layers_stay_plain(monkeypatch):
+    monkeypatch.setattr("model.inference.has_onednn", lambda dtype: False)
+    model = prepare_for_inference(tiny_gpt(), CPU, torch.float32)
+    assert model.inference_head is None
+    assert type(model.transformer.h[0].attn.c_attn) is torch.nn.Linear

@@ -13,6 +13,7 @@ from model import huggingface
 from model.config import GPTConfig
 from training.checkpoint import (
     BEST,
+    checksum,
     find_newest,
     join_float32,
     load_checkpoint,
@@ -174,3 +175,22 @@ def test_a_disk_that_fills_during_a_save_leaves_the_previous_checkpoint(trained,
     assert f"{last} could not be written" in str(raised.value)
     assert "the one before it is untouched" in str(raised.value)
     assert last.read_bytes() == before and not list(tmp_path.glob("*.tmp"))
+
+
+def test_every_bit_of_the_tensors_and_their_names_count_for_the_checksum():
+    tensors = {
+        "weight": torch.linspace(-2, 2, 12).view(3, 4).bfloat16(),
+        "low": torch.arange(-5, 6, dtype=torch.int16),
+        "state": {"step": torch.tensor(7.0), "exp_avg": torch.linspace(0, 1, 5)},
+    }
+    expected = checksum(tensors)
+    for x in (tensors["weight"], tensors["low"], *tensors["state"].values()):
+        data = x.view(-1).view(torch.uint8)  # shares memory with the tensor
+        for i in range(len(data)):
+            for bit in range(8):
+                data[i] ^= 1 << bit
+                assert checksum(tensors) != expected
+                data[i] ^= 1 << bit
+    assert checksum(tensors) == expected
+    tensors["wait"] = tensors.pop("state")
+    assert checksum(tensors) != expected

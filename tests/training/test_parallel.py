@@ -1,11 +1,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import train_options
 from torch.nn.parallel import DistributedDataParallel
 
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.parallel import clip_grad_norm, sync_gradients
+from model.recipes import Recipe
+from training.optim import make_optimizers
+from training.parallel import clip_grad_norm, gather_state, load_optimizer_state, sync_gradients
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
 X = 37 * torch.arange(16).view(2, 8) % 64
@@ -43,3 +46,12 @@ def test_gradients_are_reduced_on_the_last_micro_step_alone(tmp_path):
     finally:
         dist.destroy_process_group()
     assert set(reductions) == {3, 7}
+
+
+def test_saving_before_the_first_update_leaves_the_optimizer_as_it_was():
+    model = GPT(CONFIG)
+    optimizers = make_optimizers(model, train_options(), Recipe())
+    weights, state = gather_state(model, optimizers)
+    assert state == {} and not optimizers[0].state
+    load_optimizer_state(model, optimizers, state)
+    assert set(weights) == set(dict(model.named_parameters())) and not optimizers[0].state

@@ -57,3 +57,11 @@ def test_a_run_keeps_the_dtype_that_auto_has_taken(shards, tmp_path):
     auto = script(*train_args(shards, tmp_path, 2, "--dtype", "auto")).stdout
     config = json.loads((tmp_path / "logs/config.json").read_text())["config"]
     assert f"torch.{config['dtype']}" in auto
+
+
+def test_a_cpu_is_measured_with_another_default_device():
+    torch.set_default_device("meta")  # as for tests on a GPU
+    try:
+        assert devices.matmul_seconds(8, torch.float32) > 0
+    finally:
+        torch.set_default_device(None)

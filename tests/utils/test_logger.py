@@ -74,3 +74,14 @@ def test_a_console_that_is_gone_ends_nothing(tmp_path, monkeypatch):
     logger.log_train(ROW, 1)
     logger.close()
     assert len(read_metrics(tmp_path)["train"]) == 1
+
+
+def test_overwrite_starts_the_file_anew_and_other_ranks_write_nothing(tmp_path):
+    write(tmp_path, 0, range(1, 4), 1.0)
+    write(tmp_path, 0, range(1, 2), 2.0, begins_empty=True)
+    assert [r["loss"] for r in read_metrics(tmp_path)["train"]] == [2.0]
+    silent = Logger(tmp_path / "none", start=0, total=1, is_main=False)
+    silent.log_train(ROW, 1)
+    silent.print("nothing")
+    silent.close()
+    assert not (tmp_path / "none").exists()
