@@ -23,7 +23,6 @@ from config import log_folder, with_defaults
 from data.loader import step_sequences
 from data.tokenizer import load_tokenizer
 from evaluation.evaluator import is_due
-from finetuning.answers import Questions
 from finetuning.examples import TextEncoder, read_lines
 from finetuning.grpo import GroupRelativePolicy
 from finetuning.methods import (
@@ -77,7 +76,7 @@ def main() -> None:
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
     run = Run.start(options, checkpoint, process)
     state = run.state
-    method, held_out_method, questions = open_data(run, model, entries, checkpoint)
+    method, held_out_method = open_data(run, model, entries, checkpoint)
     wrapped = wrap(model, process, options.sharding, run.dtype)
     # the default recipe is AdamW for all weights, also of a model that was trained with Muon
     optimizers = make_optimizers(model, options, Recipe(), run.dtype)
@@ -102,14 +101,14 @@ def main() -> None:
 
     try:
         while True:
-            # once in a while: save, evaluate, answer questions; every process takes part
+            # once in a while: save and evaluate; every process takes part
             step = state.step
             if step > saver.last_step and (run.ended or is_due(options.save_every, step)):
                 saver.save(LAST)
-            if run.ended or is_due(options.eval_every, step):
+            if held_out_method and (run.ended or is_due(options.eval_every, step)):
                 # batches of other shapes than those of training
                 with uncompiled(options.use_torch_compile):
-                    evaluate(run, model, held_out_method, questions, saver)
+                    evaluate(run, model, held_out_method, saver)
             if run.ended:
                 break
 
@@ -216,34 +215,15 @@ def train_step(
     return StepResult(figures, skip_reason, got_signal)
 
 
-def evaluate(
-    run: Run,
-    model: GPT,
-    held_out_method: Method | None,
-    questions: Questions | None,
-    saver: Saver,
-) -> None:
-    """Score the model on --eval_data and on --questions, and save it if its loss on the former is
-    the lowest one."""
-    step = run.state.step
-    if held_out_method:
-        scores = held_out_method.evaluate(model)
-        has_loss = "loss" in scores  # grpo has the reward instead, and no best model
-        run.logger.log_scores("val" if has_loss else "held_out", scores, step)
-        # before the questions: a signal while they are answered would lose the best model
-        if has_loss and run.state.record_validation(scores["loss"]):
-            saver.save(BEST)
-    if questions:
-        results, answers = questions.score(model)  # an answer for each question, on every process
-        result = results[0]  # the only one: the share of exact answers
-        num_cut = sum(answer["cut"] for answer in answers)  # at --max_new_tokens, without an end
-        scores = {
-            "n": result.n,
-            "exact": result.value,
-            "stderr": result.stderr,
-            "cut": num_cut / result.n,
-        }
-        run.logger.log_scores("answers", scores, step)
+def evaluate(run: Run, model: GPT, held_out_method: Method, saver: Saver) -> None:
+    """Score the model on --eval_data, and save it if its loss there is the lowest one."""
+    scores = held_out_method.evaluate(model)
+    if "loss" not in scores:  # grpo has the reward instead, and no best model
+        run.logger.log_scores("held_out", scores, run.state.step)
+        return
+    run.logger.log_scores("val", scores, run.state.step)
+    if run.state.record_validation(scores["loss"]):
+        saver.save(BEST)
 
 
 def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
@@ -284,12 +264,12 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
 
 def open_data(
     run: Run, model: GPT, entries: dict, checkpoint: dict | None
-) -> tuple[Method, Method | None, Questions | None]:
+) -> tuple[Method, Method | None]:
     """Read and encode the rows of a run, and open the models that its method needs beside `model`,
     the trained one.
 
-    Return the method with the examples of --data, the same with those of --eval_data, and
-    --questions; None for what was not given.
+    Return the method with the examples of --data, and the same with those of --eval_data, None
+    without them.
 
     The checksum of a reference model is added to the entries of checkpoints. Raise UserError if a
     resumed run began with another one.
@@ -326,19 +306,9 @@ def open_data(
     held_out_method = None
     if options.eval_data:
         held_out_method = open_examples(options.eval_data)
-    questions = None
-    if options.questions:
-        questions = Questions(
-            options.questions,
-            encoder,
-            process,
-            run.dtype,
-            options.max_new_tokens,
-            options.micro_batch_size,
-        )
     if encoder.num_cut:  # of the rows of --data and --eval_data
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
-    return method, held_out_method, questions
+    return method, held_out_method
 
 
 if __name__ == "__main__":

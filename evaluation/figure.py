@@ -36,10 +36,7 @@ METRIC_LABELS = {  # of the main panel
     "bits_per_byte": "loss (bits per byte)",
     "reward": "mean reward",
 }
-# Splits of the log with a share of right answers, and the metric of each that is drawn.
-SHARES = {task.name: task.metric for task in BENCHMARKS.values()}
-SHARES["answers"] = "exact"  # to finetune.py --questions
-MARKERS = "os^Dv"  # of SHARES in turn: circle, square, triangle, diamond, triangle down
+MARKERS = "os^Dv"  # of the benchmarks in turn: circle, square, triangle, diamond, triangle down
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,8 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
 
     # from above; a name that stands twice in a row is one wide panel
     grid = [["main", "main"], columns]
-    if any(run.log.keys() & SHARES.keys() for run in runs):
-        grid[0] = ["main", "shares"]
+    if any(run.log.keys() & BENCHMARKS.keys() for run in runs):
+        grid[0] = ["main", "accuracy"]
     if is_grpo:
         grid.append(["samples", "samples"])
     figure = Figure(figsize=(12, 3 * len(grid)), layout="constrained")
@@ -139,8 +136,8 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
             x, values = curve(run, unit, "train", column)
             panels[column].plot(x, values, lw=1, color=color)
             panels[column].set_ylabel(column)
-        if "shares" in panels:
-            draw_shares(panels["shares"], run, unit, color)
+        if "accuracy" in panels:
+            draw_accuracies(panels["accuracy"], run, unit, color)
     panels["tokens_per_s"].set_ylim(0, None)  # otherwise 1 % of noise fills the panel
 
     if is_grpo:
@@ -152,15 +149,16 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     save(figure, unit, out)
 
 
-def draw_shares(axes: Axes, run: Run, unit: str, color: str) -> None:
-    """Draw the accuracies of a run's benchmarks, and the share of right answers to questions."""
+def draw_accuracies(axes: Axes, run: Run, unit: str, color: str) -> None:
+    """Draw the accuracies of a run's benchmarks."""
     axes.set_ylabel("accuracy")
-    for i, (split, metric) in enumerate(SHARES.items()):
+    for i, task in enumerate(BENCHMARKS.values()):
         marker = MARKERS[i % len(MARKERS)]
-        x, shares = curve(run, unit, split, metric)
-        if shares:  # otherwise the run was not scored by this benchmark
-            label = f"{split}, {run.label}: {shares[-1]:.3f}"
-            axes.plot(x, shares, marker=marker, ms=4, color=color, label=label)
+        # the benchmark's rows are a split of the log
+        x, accuracies = curve(run, unit, task.name, task.metric)
+        if accuracies:  # otherwise the run was not scored by this benchmark
+            label = f"{task.name}, {run.label}: {accuracies[-1]:.3f}"
+            axes.plot(x, accuracies, marker=marker, ms=4, color=color, label=label)
 
 
 def draw_published(panels: dict[str, Axes], runs: list[Run], size: str) -> None:
@@ -173,7 +171,7 @@ def draw_published(panels: dict[str, Axes], runs: list[Run], size: str) -> None:
         print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
     for task in BENCHMARKS.values():
         if any(task.name in run.log for run in runs):
-            draw_line(panels["shares"], (task.name, task.protocols[0], task.metric), size)
+            draw_line(panels["accuracy"], (task.name, task.protocols[0], task.metric), size)
 
 
 def draw_line(axes: Axes, key: tuple[str, str, str], size: str) -> None:

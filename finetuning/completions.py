@@ -1,4 +1,5 @@
-"""Text that a model writes after the prompts of questions, for --questions, rewards and GRPO."""
+"""Text that a model writes after the prompts of questions, for rewards, GRPO and the questions of
+evaluate.py."""
 
 from dataclasses import dataclass
 

@@ -30,9 +30,8 @@ class FileOptions(RunOptions):
     """Rows to learn from, .jsonl. sft: messages, or prompt and completion; dpo, reward: prompt,
     chosen, rejected; grpo: prompt."""
     eval_data: Path | None = None
-    """Held-out rows of the same format."""
-    questions: Path | None = None
-    """Rows of prompt and answer, .jsonl: the share that is answered exactly is logged."""
+    """Held-out rows of the same format: their loss, for grpo the reward of the likeliest
+    completions, is logged every --eval_every steps."""
     plain: bool = False
     """Train on plain text: prompts and completions without User: and Assistant:."""
     checkpoint_dir: Path | None = None
@@ -79,7 +78,7 @@ class MethodOptions:
     group_size: int = 8
     """grpo: completions of a prompt."""
     max_new_tokens: int = 64
-    """Longest completion in tokens (grpo, --questions)."""
+    """grpo: longest completion in tokens."""
     kl: float = 0.04
     """grpo: factor of the KL divergence from the model of --init_from; 0: none."""
 

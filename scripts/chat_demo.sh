@@ -31,15 +31,14 @@ score sums held_out_sums
 score sums held_out --chat
 
 # 2. dialogs: What is 27+58? with the worked sum as the answer
-asked="--questions $out/data/held_out.jsonl --max_new_tokens 32"
 run finetune.py --method sft --init_from "$out/sums" --data "$out/data/dialogs.jsonl" $(folders sft) \
-  --batch_size 4 --micro_batch_size 4 --max_steps 20 --max_lr 5e-4 --eval_every 10 $asked
+  --batch_size 4 --micro_batch_size 4 --max_steps 20 --max_lr 5e-4
 score sft held_out
 
 # 3. rewards: 1 for a right answer, else 0
 run finetune.py --method grpo --reward exact --init_from "$out/sft" --data "$out/data/questions.jsonl" \
   $(folders grpo) --batch_size 16 --group_size 8 --micro_batch_size 128 --kl 0.01 --max_steps 80 \
-  --max_lr 3e-4 --eval_every 20 $asked
+  --max_lr 3e-4 --max_new_tokens 32 --eval_data "$out/data/held_out.jsonl" --eval_every 20
 score grpo held_out
 
 run -m scripts.chat_demo results "$out"

@@ -94,18 +94,16 @@ def test_all_steps_and_speeds_stand_at_their_places(tmp_path, draw_panels):
     assert panels["tokens_per_s"].get_ylim()[0] == 0
 
 
-def test_a_run_of_grpo_shows_rewards_answers_lengths_and_samples(tmp_path, draw_panels):
+def test_a_run_of_grpo_shows_rewards_lengths_and_samples(tmp_path, draw_panels):
     rows = []
     for step in (1, 2):
         train = {"tokens": step, "tokens_per_s": 9, "reward": step, "loss": -0.1, "ms": 1}
         rows.append({"step": step, "split": "train", "completion_tokens": 10 - step, **train})
         rows.append({"step": step, "split": "held_out", "reward": step / 2})
-        rows.append({"step": step, "split": "answers", "n": 8, "exact": step / 4})
     run = write_run(tmp_path / "run", [], rows)
     (run / "samples.txt").write_text("--- step 1\nold\n--- step 2\nprompt: 'a$b'\n1  'c'\n")
     panels = draw_panels(run)
     assert heights(panels["mean reward"]) == [[1, 2], [0.5, 1]]
-    assert heights(panels["accuracy"]) == [[0.25, 0.5]]
     assert heights(panels["completion_tokens"]) == [[9, 8]]
     assert panels[""].texts[0].get_text() == "--- step 2\nprompt: 'a$b'\n1  'c'"
 

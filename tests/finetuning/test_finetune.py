@@ -178,19 +178,22 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
         load_reward_function(str(reward), plain, Process(0, 1, "cpu"), torch.float32)
 
 
-def test_questions_are_scored_during_and_after_fine_tuning(base, tmp_path):
-    """The exact matches that are logged are those of evaluate.py."""
+def test_the_exact_answers_of_a_model_are_counted(base, tmp_path):
+    """By evaluate.py, and by grpo as the reward of its held-out rows."""
     options = ("--batch_size", 12, "--max_steps", 60, "--max_lr", 1e-2, "--save_every", 0)
-    questions = ("--questions", base / "rows.jsonl", "--max_new_tokens", 8)
-    script(*finetune_args(base, tmp_path, "sft", *questions, *options))
-    logged = read_metrics(tmp_path / "logs")["answers"][-1]
+    script(*finetune_args(base, tmp_path, "sft", *options))
+    rewards = ("--reward", "exact", "--eval_data", base / "rows.jsonl", "--max_new_tokens", 8)
+    again = ("--init_from", tmp_path, "--max_lr", 0)
+    script(*finetune_args(base, tmp_path / "grpo", "grpo", *rewards, *again))
+    logged = read_metrics(tmp_path / "grpo/logs")["held_out"][-1]
     command = ("evaluate.py", "--checkpoint", tmp_path, "--tasks", base / "rows.jsonl")
     files = ("--out", tmp_path / "table.json", "--dump", tmp_path / "rows.jsonl")
     script(*command, *files, "--max_new_tokens", 8, "--dtype", "float32")
     (result,) = json.loads((tmp_path / "table.json").read_text())["results"]
-    assert (result["metric"], result["value"]) == ("exact match", logged["exact"])
+    assert result["metric"] == "exact match"
+    assert result["value"] == pytest.approx(logged["reward"])
     dumped = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert sum(row["exact"] for row in dumped) == 12 * logged["exact"] > 6
+    assert sum(row["exact"] for row in dumped) == 12 * result["value"] > 6
 
 
 @pytest.fixture
@@ -250,9 +253,10 @@ def test_defaults_teach_a_dialog_and_its_end_by_the_chat_template(tmp_path):
     save_pretrained(GPT(GPTConfig(64, tokenizer.vocab_size, 1, 1, 32)), tmp_path, tokenizer.eot)
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "1?", "completion": "yes", "answer": "yes"}])
     data = ["--init_from", tmp_path, "--data", tmp_path / "rows.jsonl", *folders(tmp_path)]
-    questions = ["--questions", tmp_path / "rows.jsonl", "--max_new_tokens", 16]
-    script("finetune.py", "--method", "sft", *data, *questions, "--device", "cpu")
-    answers = read_metrics(tmp_path / "logs")["answers"][-1]
-    assert (answers["exact"], answers["cut"]) == (1, 0)
+    script("finetune.py", "--method", "sft", *data, "--device", "cpu")
+    out = ["--out", tmp_path / "table.json", "--max_new_tokens", 16]
+    script("evaluate.py", "--checkpoint", tmp_path, "--tasks", tmp_path / "rows.jsonl", *out)
+    (result,) = json.loads((tmp_path / "table.json").read_text())["results"]
+    assert result["value"] == 1
     chat = ["--chat", "--prompt", "1?", "--temperature", 0]
     assert script("sample.py", "--checkpoint", tmp_path, *chat).stdout == "yes\n"
