@@ -58,8 +58,6 @@ class EvalConfig:
     """Files in the original formats, one per benchmark of --tasks in order; else from the hub."""
     data_dir: tuple[Path, ...] = ()
     """Folders of shards for the task val; by default those the checkpoint was trained on."""
-    protocols: tuple[str, ...] = ()
-    """Score a benchmark that has one of these protocols, as lm-eval, under them alone."""
     limit: int | None = None
     """Score only the first examples of each benchmark."""
     val_tokens: int = 10_485_760
@@ -92,11 +90,6 @@ def check(config: EvalConfig) -> None:
             num_benchmarks += 1
         elif task != "val" and not task.endswith(".jsonl"):
             raise UserError(f"--tasks has no {task}: val, {', '.join(BENCHMARKS)} or FILE.jsonl")
-    known_protocols = {name for task in BENCHMARKS.values() for name in task.protocols}
-    for protocol in config.protocols:
-        if protocol not in known_protocols:
-            known = ", ".join(sorted(known_protocols))
-            raise UserError(f"--protocols has no {protocol!r}, but {known}")
     if config.data and len(config.data) != num_benchmarks:
         raise UserError(f"--data has {len(config.data)} files for {num_benchmarks} benchmarks")
 
@@ -161,10 +154,7 @@ def open_benchmark(
     """Read a benchmark's file, or download it, and return the function that scores it."""
     task = BENCHMARKS[name]
     rows = read_on_all(partial(task.read, path), scorer.process)  # one process downloads
-    protocols = [protocol for protocol in task.protocols if protocol in config.protocols]
-    if not protocols:  # --protocols lm-eval does not speak of this benchmark
-        protocols = task.protocols
-    return partial(task.score, rows[: config.limit], scorer.score, protocols)
+    return partial(task.score, rows[: config.limit], scorer.score, task.protocols)
 
 
 def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:

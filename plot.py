@@ -1,7 +1,6 @@
 """Draw the curves of one or more runs over each other, with different tokenizers in bits per byte.
 
 python plot.py --log logs runs/other/logs --sz 124M --out plots/log_plot.png
-python plot.py --log logs --x hours
 """
 
 from dataclasses import dataclass
@@ -22,15 +21,13 @@ class PlotConfig:
     """metrics.jsonl files, or the folders that hold them."""
     sz: Literal["124M", "350M", "774M", "1558M"] | None = None
     """Size of OpenAI's GPT-2 to draw as dashed lines, where published figures are comparable."""
-    x: Literal["tokens", "hours", "step"] = "tokens"
-    """Horizontal axis: training tokens, hours of training steps, or steps."""
     out: Path = Path("plots/log_plot.png")
     """Picture to write."""
 
 
 def main(config: PlotConfig) -> None:
     size = NICKNAMES[config.sz] if config.sz else None  # "gpt2" for "124M"
-    draw(list(config.log), config.out, size, config.x)
+    draw(list(config.log), config.out, size)
     print(f"wrote {config.out}")
 
 

@@ -116,9 +116,7 @@ class Lambada(Task):
             "stop words": [score.is_greedy_filtered for score in scores],
         }
         results = []
-        for protocol in self.protocols:
-            if protocol not in protocols:
-                continue
+        for protocol in protocols:
             results.append(mean_result(self.name, protocol, "acc", hits_by_protocol[protocol]))
             if protocol == "lm-eval":
                 results.append(self.perplexity([-score.logprob for score in scores]))

@@ -26,11 +26,6 @@ from utils.logger import SAMPLES, logged_run, read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 
-AXIS_LABELS = {  # by the unit of the horizontal axis
-    "step": "step",
-    "tokens": "training tokens",
-    "hours": "hours of training steps",
-}
 METRIC_LABELS = {  # of the main panel
     "loss": "loss (nats per token)",
     "bits_per_byte": "loss (bits per byte)",
@@ -73,16 +68,14 @@ def comparable_loss(runs: list[Run]) -> str:
     return "loss"
 
 
-def curve(run: Run, unit: str, split: str, metric: str) -> tuple[np.ndarray, list[float]]:
-    """Return x values in a unit of AXIS_LABELS, and the values of a metric of a split."""
-    # Step 0, the validation before training, has no training row: it is at 0 in every unit.
+def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, list[float]]:
+    """Return x values in training tokens, and the values of a metric of a split."""
+    # Step 0, the validation before training, has no training row.
     train_steps = [0]
-    train_x = [0.0]
-    hours = 0.0
+    train_tokens = [0]
     for row in run.log["train"]:
-        hours += row["ms"] / 3.6e6  # of steps alone, without validations and checkpoints
         train_steps.append(row["step"])
-        train_x.append(hours if unit == "hours" else row[unit])
+        train_tokens.append(row["tokens"])
 
     steps: list[int] = []
     values: list[float] = []
@@ -90,16 +83,13 @@ def curve(run: Run, unit: str, split: str, metric: str) -> tuple[np.ndarray, lis
         if metric in row:  # as bits_per_byte where the shards tell the size of their text
             steps.append(row["step"])
             values.append(row[metric])
-    # rows of other splits have no tokens and no time: both follow from their step
-    return np.interp(steps, train_steps, train_x), values
+    # rows of other splits have no tokens: these follow from their step
+    return np.interp(steps, train_steps, train_tokens), values
 
 
-def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tokens") -> None:
-    """Draw the runs whose logs are at `paths` over each other into the picture `out`.
-
-    `size`, a key of model.config.SIZES, adds figures of OpenAI's GPT-2; `unit` is one of
-    AXIS_LABELS.
-    """
+def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
+    """Draw the runs whose logs are at `paths` over each other into the picture `out`. `size`, a key
+    of model.config.SIZES, adds figures of OpenAI's GPT-2."""
     runs = [read_run(path) for path in paths]
     metric = comparable_loss(runs)
     validation_split = "val"
@@ -125,19 +115,19 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
     for i, run in enumerate(runs):
         color = f"C{i}"  # the i-th of Matplotlib's ten colors, the same in all panels
         # Training has a thin line, validation a thick one.
-        x, values = curve(run, unit, "train", metric)  # no training row has bits per byte
+        x, values = curve(run, "train", metric)  # no training row has bits per byte
         main_panel.plot(x, values, lw=0.8, alpha=0.6, color=color)
-        x, values = curve(run, unit, validation_split, metric)
+        x, values = curve(run, validation_split, metric)
         label = run.label
         if values:  # a run is drawn before its first validation, too
             label += f": {values[-1]:.3f}"
         main_panel.plot(x, values, lw=1.8, marker="o", ms=3, color=color, label=label)
         for column in columns:
-            x, values = curve(run, unit, "train", column)
+            x, values = curve(run, "train", column)
             panels[column].plot(x, values, lw=1, color=color)
             panels[column].set_ylabel(column)
         if "accuracy" in panels:
-            draw_accuracies(panels["accuracy"], run, unit, color)
+            draw_accuracies(panels["accuracy"], run, color)
     panels["tokens_per_s"].set_ylim(0, None)  # otherwise 1 % of noise fills the panel
 
     if is_grpo:
@@ -146,16 +136,16 @@ def draw(paths: list[Path], out: Path, size: str | None = None, unit: str = "tok
         scale_losses(main_panel)
     if size:  # last, so that the lines do not change the scale that scale_losses looks at
         draw_published(panels, runs, size)
-    save(figure, unit, out)
+    save(figure, out)
 
 
-def draw_accuracies(axes: Axes, run: Run, unit: str, color: str) -> None:
+def draw_accuracies(axes: Axes, run: Run, color: str) -> None:
     """Draw the accuracies of a run's benchmarks."""
     axes.set_ylabel("accuracy")
     for i, task in enumerate(BENCHMARKS.values()):
         marker = MARKERS[i % len(MARKERS)]
         # the benchmark's rows are a split of the log
-        x, accuracies = curve(run, unit, task.name, task.metric)
+        x, accuracies = curve(run, task.name, task.metric)
         if accuracies:  # otherwise the run was not scored by this benchmark
             label = f"{task.name}, {run.label}: {accuracies[-1]:.3f}"
             axes.plot(x, accuracies, marker=marker, ms=4, color=color, label=label)
@@ -219,12 +209,11 @@ def show_sample(axes: Axes, run: Run) -> None:
     )
 
 
-def save(figure: Figure, unit: str, out: Path) -> None:
+def save(figure: Figure, out: Path) -> None:
     """Label and style all panels, and write the picture as the type that its suffix names."""
     for axes in figure.axes:
-        axes.set_xlabel(AXIS_LABELS[unit])
-        if unit != "hours":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
+        axes.set_xlabel("training tokens")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
         axes.grid(alpha=0.25)
         _, labels = axes.get_legend_handles_labels()
         if labels:  # Matplotlib warns of a legend without entries

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 
 from model.config import SIZED, GPTConfig
-from utils.errors import UserError, did_you_mean
+from utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def parse_recipe(text: str) -> Recipe:
             model = recipe.model | {key: parse_value(key, value, model_fields[key])}
             recipe = replace(recipe, model=model)
         else:
-            hint = did_you_mean(key, [*recipe_fields, *model_fields])
-            raise UserError(f"a recipe has no {key!r}{hint}")
+            names = ", ".join(recipe_fields | model_fields)
+            raise UserError(f"a recipe has no {key!r}, but {names}")
     return recipe
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from config import OptimizerOptions
-from utils.errors import UserError, did_you_mean
+from utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ SCHEDULES = {
 def check_schedule(name: str) -> None:
     """Raise UserError unless a schedule has this name."""
     if name not in SCHEDULES:
-        hint = did_you_mean(name, list(SCHEDULES))
-        raise UserError(f"--schedule {name} is none of {', '.join(SCHEDULES)}{hint}")
+        raise UserError(f"--schedule {name} is none of {', '.join(SCHEDULES)}")
 
 
 def warmup_length(options: OptimizerOptions) -> int:

@@ -1,7 +1,6 @@
 """Errors that a user can correct. utils/cli.py prints them and exits with code 2."""
 
 import re
-from difflib import get_close_matches
 
 
 class UserError(ValueError):
@@ -19,9 +18,3 @@ def is_of_machine(error: Exception) -> bool:
     """Return whether reading failed for a reason other than the file's content: memory, rights, a
     disk. Such a file must not be called damaged."""
     return isinstance(error, OSError) or is_out_of_memory(error)
-
-
-def did_you_mean(name: str, known_names: list[str]) -> str:
-    """Return "; did you mean X?" for the known name that is most like `name`, "" if none is."""
-    matches = get_close_matches(name, known_names, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""

@@ -157,7 +157,7 @@ def test_a_resumed_run_derives_again_what_nobody_gave(trained, cuda, flags, expe
         (["--device", "h100"], "--device h100 is for --dry_run"),
         (["--min_lr", 1], "--min_lr 1.0 is above --max_lr"),
         (["--max_lr", "nan"], "--max_lr nan must be at least 0"),
-        (["--schedule", "wds"], "did you mean wsd?"),
+        (["--schedule", "wds"], "is none of cosine, linear, wsd"),
         (["--resume", "no.pt"], "there is no checkpoint"),
         (["--resume", ROOT / "tests"], "the folder holds no checkpoint"),
         (["--resume", ROOT / "README.md"], "damaged or not a checkpoint"),

@@ -26,7 +26,7 @@ def test_a_recipe_is_changed_field_by_field_and_read_back_from_a_checkpoint():
     ("text", "message"),
     [
         ("modren", "there are gpt2, modern, speedrun, llama"),
-        ("modern,qk_nrom=True", "did you mean qk_norm"),
+        ("modern,qk_nrom=True", "a recipe has no 'qk_nrom', but"),
         ("modern,n_embd=8", "has no 'n_embd'"),
         ("modern,max_lr=fast", "must be float"),
     ],
