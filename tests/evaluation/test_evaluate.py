@@ -11,6 +11,7 @@ from conftest import ROOT, SHARED, losses, script, torchrun
 from record_harness import with_all_fields
 
 import evaluate
+from config import TrainConfig
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
@@ -120,6 +121,10 @@ def test_a_task_that_does_not_fit_the_context_is_left_out(exported, tmp_path):
     written = tmp_path / "logs" / f"{exported.name}_hellaswag.json"
     assert {task for task, *_ in results(written)} == {"hellaswag"}
     assert text.endswith(f"wrote logs/{written.name}\n")
+
+
+def test_dtype_is_chosen_as_in_training():
+    assert evaluate.EvalConfig().dtype == TrainConfig().dtype == "auto"
 
 
 def test_bad_settings_are_sentences(trained, exported, tmp_path):
