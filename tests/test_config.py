@@ -12,7 +12,6 @@ from model.gpt import build_without_weights
 from model.recipes import parse_recipe
 from training.options import model_shape
 from utils.cli import parse
-from utils.devices import pick_device
 from utils.errors import UserError
 from utils.throughput import find_gpu, peak_flops
 
@@ -94,35 +93,10 @@ def test_flops_follow_the_palm_formula_and_peaks_are_of_the_very_chip():
         "NVIDIA GeForce RTX 4090": 165.2e12,
     }.items():
         assert find_gpu(name).peak == peak
-    for name in ("RTX A1000", "GeForce RTX 4090 Laptop GPU", "A100-SXM4-40GB MIG 1g.5gb"):
-        assert find_gpu(f"NVIDIA {name}") is None, name
-
-
-def test_devices_that_are_not_here_are_named():
-    assert pick_device("cpu") == torch.device("cpu")
-    for name in ("cuda:99", "tpu", "cpu:x"):
-        with pytest.raises(UserError, match=f"--device {name} is not available; this machine"):
-            pick_device(name)
-
-
-def test_flops_follow_the_palm_formula_and_unknown_devices_get_no_peak():
-    model = build_without_weights(GPTConfig())
-    assert model.flops_per_token() == 6 * 123_653_376 + 12 * 12 * 768 * 1024
-    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
-
-
-def test_peaks_are_of_the_very_chip():
-    for name, peak in {
-        "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA H100 80GB HBM3": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA GeForce RTX 4090": 165.2e12,
-    }.items():
-        assert find_gpu(name).peak == peak
     for name in (
-        "NVIDIA RTX A1000",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "RTX A1000",
+        "GeForce RTX 4090 D",
+        "GeForce RTX 4090 Laptop GPU",
+        "A100-SXM4-40GB MIG 1g.5gb",
     ):
-        assert find_gpu(name) is None, name
+        assert find_gpu(f"NVIDIA {name}") is None, name

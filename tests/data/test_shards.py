@@ -121,22 +121,3 @@ def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
 def test_a_folder_whose_sharding_was_interrupted_is_known(progress, is_unfinished):
     folder = ShardFolder(Path("data"), "train", [], "bytes", progress)
     assert folder.is_unfinished == is_unfinished
-
-
-def test_an_unfinished_shard_is_not_seen(tmp_path):
-    write(tmp_path, "train", 0, range(10))
-    ShardWriter(tmp_path, "train", 1, ".npy").append(np.arange(5, dtype=np.uint16))
-    assert [s.path.name for s in open_folder(tmp_path, "train").shards] == ["train_000000.npy"]
-
-
-def test_shards_that_the_manifest_does_not_list_or_that_are_gone_are_named(tmp_path):
-    entries = [write(tmp_path, "train", i, range(10)) for i in range(2)]
-    write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
-    assert len(open_folder(tmp_path, "train").shards) == 2
-    write(tmp_path, "train", 2, range(10))
-    with pytest.raises(UserError, match="train_000002.npy is missing or not as manifest.json"):
-        open_folder(tmp_path, "train")
-    for i in (1, 2):
-        (tmp_path / f"train_00000{i}.npy").unlink()
-    with pytest.raises(UserError, match="train_000001.npy is missing or not as manifest.json"):
-        open_folder(tmp_path, "train")

@@ -132,6 +132,14 @@ def test_a_value_that_is_no_text_changes_no_other_row_of_json(tmp_path, name, wr
     assert read(tmp_path / name) == [*values, None, "bare", 5]
 
 
+def test_a_value_that_is_no_text_changes_no_other_row_of_a_dataset(tmp_path):
+    values = ["first", 7, "second", None, ["x"]]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in values))
+    dataset = Source(dataset=str(tmp_path), remote_name="default")  # a folder, as from the hub
+    (batch,) = dataset.batches({"revision": "main", "stream": None})
+    assert batch.rows == values
+
+
 def test_a_row_of_csv_that_is_wider_than_the_header_is_no_text_and_shifts_none(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n1,wide,2\n2,good\n3,wide,4\n5,fine,,\n6,last\n")
     wide = Skipped("wider than the header")

@@ -20,6 +20,7 @@ from data.tokenizer import load_tokenizer
 from evaluation.scoring import pack
 from evaluation.tasks import Item
 from model.config import GPTConfig
+from training.summary import check_tokenizer
 from utils.errors import UserError
 
 train_tokenizer = import_module("data.train_tokenizer")
@@ -164,6 +165,8 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
     scorer = SimpleNamespace(model=SimpleNamespace(config=GPTConfig()), tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"with \[UNK\], the model takes those of .* with </s>"):
         evaluate.open_validation(evaluate.EvalConfig(data_dir=(tmp_path / "b",)), scorer, {})
+    with pytest.raises(UserError, match=r"x takes tokens of .* with </s>, .* with \[UNK\]"):
+        check_tokenizer(TokenStream(folders[1:]), "x", folders[0].tokenizer)
     shutil.copy(trained("NFKC, lower case", tmp_path), tmp_path / "a")
     with pytest.raises(UserError, match=f"not the tokenizer of these .*, which have {file_name}"):
         open_folder(tmp_path / "a", "val")

@@ -11,6 +11,7 @@ from conftest import ROOT, SHARED, losses, script, torchrun
 from record_harness import with_all_fields
 
 import evaluate
+from config import TrainConfig
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
@@ -122,6 +123,10 @@ def test_a_task_that_does_not_fit_the_context_is_left_out(exported, tmp_path):
     assert text.endswith(f"wrote logs/{written.name}\n")
 
 
+def test_dtype_is_chosen_as_in_training():
+    assert evaluate.EvalConfig().dtype == TrainConfig().dtype == "auto"
+
+
 def test_bad_settings_are_sentences(trained, exported, tmp_path):
     shutil.copytree(exported, tmp_path / "nan")
     model = load_pretrained(exported)
@@ -172,14 +177,3 @@ def test_figures_are_those_of_lm_evaluation_harness(tmp_path, limit, expected):
     assert found["hellaswag", "lm-eval", "acc"] == expected["acc"]
     assert found["hellaswag", "lm-eval", "acc_norm"] == expected["acc_norm"]
     assert found["lambada", "lm-eval", "acc"] == expected["lambada acc"]
-
-
-def test_a_model_of_nan_gets_no_scores(shards, tmp_path):
-    broken = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32))
-    broken.transformer.wte.weight.data.fill_(torch.nan)
-    save_pretrained(broken, tmp_path / "hf")
-    save_tokenizer(load_tokenizer("bytes"), tmp_path / "hf", 128)
-    args = ["--tasks", "val", "--data_dir", shards, "--out", tmp_path / "e.json"]
-    done = script("evaluate.py", "--model", tmp_path / "hf", *args, code=2)
-    assert "hf has weights that are NaN" in done.stderr
-    assert not (tmp_path / "e.json").exists()

@@ -59,6 +59,14 @@ def test_a_sample_ends_on_all_processes_together(make, monkeypatch):
     assert len(asked) == 32 / TOKENS_PER_CHECK
 
 
+def test_all_processes_score_equally_many_batches():
+    """Their forward passes can be collectives: the last batch is scored twice and counts once."""
+    shares = [list(replace(ALONE, rank=i, world_size=3).share("abcd")) for i in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2]
+    counted = [(index, item) for index, item, counts in sum(shares, []) if counts]
+    assert sorted(counted) == list(enumerate("abcd"))
+
+
 class Signal:
     """Comes at the second look at it."""
 

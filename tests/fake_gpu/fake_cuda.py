@@ -72,6 +72,7 @@ load_hooks()
 
 # only here: PyTorch asks the hooks while it is imported
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import (  # noqa: E402
     TorchDispatchMode,
@@ -141,11 +142,6 @@ def compute(func, args: tuple, kwargs: dict):
         return False
     if name == "_pin_memory":
         return args[0].clone()
-    if name == "_fused_sdp_choice" and uses_gpu:
-        query, key, _, mask = (*args, None)[:4]
-        with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        attention.add((query.size(2), key.size(2), mask is not None, with_cudnn))
-        return 0  # the composite of matmuls and a softmax, which has a kernel on every device
 
     values_args, values_kwargs = tree_map_only(OnGPU, lambda x: x.values, (args, kwargs))
     values_args, values_kwargs = tree_map_only(
@@ -225,6 +221,14 @@ def install() -> None:
     torch.cuda.device = lambda *_: contextlib.nullcontext()
     torch._C._set_only_lift_cpu_tensors(True)  # FakeGPU sees torch.tensor(..., device=)
     torch.__future__.set_swap_module_params_on_conversion(True)  # `data` keeps no subclass
+    attend = F.scaled_dot_product_attention
+
+    def attend_and_note(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args):
+        with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        attention.add((query.size(2), key.size(2), mask is not None, with_cudnn))
+        return attend(query, key, value, mask, *args)
+
+    F.scaled_dot_product_attention = attend_and_note
     run_thread = threading.Thread.run
 
     def run_with_gpu(thread: threading.Thread) -> None:

@@ -22,7 +22,11 @@ def run_on_both(folder, args):
     command = ("tests/fake_gpu/fake_cuda.py", *args, *folders(folder / "gpu"), "--device", "cuda")
     counted = json.loads(script(*command, fork=False).stderr.splitlines()[-1])
     assert losses(folder / "gpu") == pytest.approx(losses(folder / "cpu"), abs=1e-5)
-    return counted
+    # cuDNN plans for each shape: it gets full contexts alone
+    assert counted["attention"]
+    for queries, _, has_mask, with_cudnn in counted["attention"]:
+        assert with_cudnn == (queries in (32, 512) and not has_mask)
+    return counted["syncs"]
 
 
 @pytest.mark.parametrize("recipe", ["speedrun", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -31,13 +35,11 @@ def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path,
     hellaswag.write_text(json.dumps(ITEM | {"endings": ["sat on", "ran"]}) + "\n")
     flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 3, "--hellaswag_data", hellaswag)
     args = train_args(shards, tmp_path, 5, *flags, "--no_use_torch_compile")
-    counted = run_on_both(tmp_path, args)
-    in_steps = {line: n for line, n in counted["syncs"].items() if "train.py" in line}
+    syncs = run_on_both(tmp_path, args)
+    files = ("train.py", "distributed.py")
+    in_steps = {line: n for line, n in syncs.items() if line.startswith(files)}
     (read,) = in_steps  # the one line of train.py that waits: tolist of the figures
     assert "tolist" in read and in_steps[read] == 5, in_steps  # once in each step
-    # cuDNN plans for each shape: it gets full contexts alone
-    for queries, _, has_mask, with_cudnn in counted["attention"]:
-        assert with_cudnn == (queries == 512 and not has_mask)
 
 
 @pytest.mark.parametrize(
@@ -52,11 +54,11 @@ def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tm
     args += ["--dtype", "float32", "--no_use_torch_compile", "--sample_every", 0]
     if method == "grpo":
         args += ["--reward", "exact", "--max_new_tokens", 4, "--group_size", 2]
-    syncs = run_on_both(tmp_path, args)["syncs"]
+    syncs = run_on_both(tmp_path, args)
     in_steps = {
         line: count
         for line, count in syncs.items()
-        if line.startswith(("finetune.py", "methods.py", "examples.py"))
+        if line.startswith(("finetune.py", "methods.py", "examples.py", "distributed.py"))
         and ".to(process.device)" not in line  # weights, at the start
     }
     reads = {line: count for line, count in in_steps.items() if "tolist" in line}

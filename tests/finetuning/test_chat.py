@@ -220,8 +220,8 @@ def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, tem
 
 def test_every_eos_of_a_folder_ends_a_text(tmp_path):
     """Also of a tokenizer that this project has under a name; the separator is the first."""
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [256, 10, 13]}')
-    tokenizer = folder_with_tokenizer(tmp_path, to_engine(BYTES), None, eos_token_id=256)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [256, 13]}')
+    tokenizer = folder_with_tokenizer(tmp_path, to_engine(BYTES), None, eos_token_id=[256, 10])
     save_pretrained(GPT(GPTConfig(8, 257, 1, 1, 8)), tmp_path, tokenizer.eot, tokenizer.end_ids)
     save_tokenizer(tokenizer, tmp_path, 8)
     exported = load_tokenizer(pretrained_tokenizer(tmp_path, 257))

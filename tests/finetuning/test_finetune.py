@@ -51,6 +51,8 @@ def base(shards, tmp_path_factory):
         "    return 1 / 0\n"
     )
     script(*finetune_args(run, run / "plain", "sft", "--plain", "--max_steps", 1))
+    (run / "hf").mkdir()
+    (run / "hf/config.json").write_text("{}")  # of a reward model in Hugging Face's format
     return run
 
 
@@ -218,6 +220,8 @@ def refuse(monkeypatch):
         ("--method grpo", "needs --reward"),
         ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: KeyError"),
         ("--method grpo --reward {base}/letters.py", "is none of exact, FILE.py:FUNCTION"),
+        ("--method grpo --reward exakt", "exakt is none of exact, FILE.py:FUNCTION, and a check"),
+        ("--method grpo --reward {base}/hf", "is none of exact, FILE.py:FUNCTION"),
         ("--method grpo --reward {base}", "is no reward model"),
         ("--method sft --block_size 128", "--block_size 128 exceeds .* context of 64"),
         ("--method dpo --init_from {base}/plain", "on another kind of text: change --plain"),
@@ -246,17 +250,23 @@ def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_p
     script("finetune.py", *again, moved, *folders(tmp_path / "again"))
 
 
-def test_defaults_teach_a_dialog_and_its_end_by_the_chat_template(tmp_path):
-    """Of a model whose end of text is another token: in scores and samples."""
+def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(tmp_path):
+    """Of a model whose end of text is another token: in scores, samples and exports."""
     tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML, eos_token_id=256)
     torch.manual_seed(0)
     save_pretrained(GPT(GPTConfig(64, tokenizer.vocab_size, 1, 1, 32)), tmp_path, tokenizer.eot)
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": "1?", "completion": "yes", "answer": "yes"}])
+    dialogs = [{"prompt": f"{i}?", "completion": "yes", "answer": "yes"} for i in range(200)]
+    write_rows(tmp_path / "rows.jsonl", dialogs)
+    write_rows(tmp_path / "questions.jsonl", dialogs[:2])
     data = ["--init_from", tmp_path, "--data", tmp_path / "rows.jsonl", *folders(tmp_path)]
     script("finetune.py", "--method", "sft", *data, "--device", "cpu")
-    out = ["--out", tmp_path / "table.json", "--max_new_tokens", 16]
-    script("evaluate.py", "--checkpoint", tmp_path, "--tasks", tmp_path / "rows.jsonl", *out)
+    assert rows(tmp_path)[-1]["loss"] < 0.1
+    asked = ["--tasks", tmp_path / "questions.jsonl", "--max_new_tokens", 16]
+    script("evaluate.py", "--checkpoint", tmp_path, *asked, "--out", tmp_path / "table.json")
     (result,) = json.loads((tmp_path / "table.json").read_text())["results"]
     assert result["value"] == 1
     chat = ["--chat", "--prompt", "1?", "--temperature", 0]
     assert script("sample.py", "--checkpoint", tmp_path, *chat).stdout == "yes\n"
+    script("convert.py", "--checkpoint", tmp_path, "--out", tmp_path / "hf")
+    ends = json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"]
+    assert ends == [256, tokenizer.engine.token_to_id("<|im_end|>")]

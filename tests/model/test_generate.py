@@ -97,19 +97,3 @@ def test_a_text_ends_before_the_first_of_several_end_tokens(model):
     (ended,) = complete(model, [[3]], frozenset(ends), sampling)
     place = min(map(free.tokens.index, ends))
     assert (ended.tokens, ended.end_id) == (free.tokens[:place], free.tokens[place])
-
-
-def test_choice_follows_the_distribution_and_temperature():
-    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
-    for temperature in (0.5, 1.0, 2.0):
-        expected = (logits / temperature).softmax(-1)
-        torch.testing.assert_close(
-            draw(logits, temperature=temperature), expected, atol=1e-3, rtol=0
-        )
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_p():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    shares = draw(logits, top_p=0.6)
-    torch.testing.assert_close(shares, torch.tensor([0.625, 0.375, 0, 0]), atol=1e-3, rtol=0)
-    assert draw(logits, top_p=1e-9)[0] == 1

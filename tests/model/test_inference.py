@@ -75,6 +75,8 @@ def test_a_change_of_the_model_changes_what_trains_and_what_samples(module, monk
         loss = model(idx, idx)
         return loss, prepare_for_inference(model, CPU, torch.float32)(idx)
 
+    # no kernel is chosen by a timing
+    monkeypatch.setattr("utils.devices.matmul_seconds", None)
     idx = torch.arange(32).view(2, 16)
     before = run()
     forward = pkgutil.resolve_name(module).forward
@@ -92,8 +94,9 @@ def test_the_cross_entropy_of_gpus_is_that_by_torch_logsumexp_to_the_bit(dtype):
     assert torch.equal(nats, x.logsumexp(-1) - x[range(64), targets])
 
 
-def test_without_onednn_linear_layers_stay_plain(monkeypatch):
-    monkeypatch.setattr("model.inference.has_onednn", lambda dtype: False)
-    model = prepare_for_inference(tiny_gpt(), CPU, torch.float32)
+@pytest.mark.parametrize(("device", "has_onednn"), [("cpu", False), ("cuda", True)])
+def test_on_gpus_and_without_onednn_linear_layers_stay_plain(monkeypatch, device, has_onednn):
+    monkeypatch.setattr("model.inference.has_onednn", lambda dtype: has_onednn)
+    model = prepare_for_inference(tiny_gpt(), torch.device(device), torch.float32)
     assert model.inference_head is None
     assert type(model.transformer.h[0].attn.c_attn) is torch.nn.Linear

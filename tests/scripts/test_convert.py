@@ -83,7 +83,9 @@ def test_other_scripts_read_the_folder(shards, trained, exported, tmp_path):
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
     saved = load_checkpoint(trained / "checkpoints" / "model_best.pt")
+    saved["corpus"] = "75 % of a, 25 % of c"
     rows = ["| trained by | train.py, gpt2 |", "| began from | random weights |"]
+    rows.append("| data | 75 % of a, 25 % of c |")
     if is_chat:  # as finetune.py writes it
         saved["corpus"] = None
         saved["config"] |= {"method": "sft", "plain": False}

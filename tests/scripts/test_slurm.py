@@ -11,7 +11,8 @@ from conftest import ROOT
 
 FAKES = {
     # the step: torchrun on the nodes, which takes a second to save when told to end
-    "srun": 'trap \'sleep 1; echo saved >> "$LOG"; exit 143\' TERM\necho "$@" > "$LOG"\n'
+    "srun": "trap 'sleep 1; echo saved >> \"$LOG\"; exit 143' TERM\n"
+    'echo "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE $@" > "$LOG"\n'
     'echo $$ > "$LOG.pid"\nfor i in $(seq 200); do [ -z "$FAIL" ] || exit 7; sleep 0.05; done',
     "scancel": 'echo "scancel $@" >> "$LOG"; kill -TERM $(cat "$LOG.pid")',
     "scontrol": '[ "$1" = requeue ] && echo "requeue $2" >> "$LOG" || echo node0',
@@ -55,7 +56,7 @@ def test_a_warning_saves_and_then_queues_the_job_again(job, signals):
     command, *after = lines(log)
     assert after == ["scancel --signal=TERM 42", "saved", "requeue 42"]
     assert command.endswith("train.py --resume auto --sharding zero2")
-    assert command.startswith("--cpus-per-task=64 torchrun ")
+    assert command.startswith("1 --cpus-per-task=64 torchrun ")
     assert "--nnodes=2 --nproc_per_node=8" in command and "node0:29500" in command
 
 

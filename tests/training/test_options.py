@@ -153,6 +153,7 @@ def test_a_resumed_run_derives_again_what_nobody_gave(trained, cuda, flags, expe
     [
         (["--device", "cuda:7"], "--device cuda:7 is not available; this machine"),
         (["--device", "tpu"], "--device tpu is not available; this machine"),
+        (["--device", "cpu:x"], "--device cpu:x is not available; this machine"),
         (["--config", "no.toml"], "no.toml is no .toml and no run's config.json: No such file"),
         (["--device", "h100"], "--device h100 is for --dry_run"),
         (["--min_lr", 1], "--min_lr 1.0 is above --max_lr"),

@@ -148,7 +148,7 @@ def fill(folder, free_bytes):
 def test_a_disk_too_full_for_a_checkpoint_is_found_before_the_first_step(
     shards, small_disk, tmp_path
 ):
-    fill(small_disk, 100_000)
+    fill(small_disk, 1_000_000)  # for two of them; a run writes one beside the last and the best
     done = script(*train_args(shards, tmp_path, 9, "--checkpoint_dir", small_disk), code=2)
     assert "saving this run needs" in done.stderr and not rows_written(tmp_path)
 
