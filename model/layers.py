@@ -81,8 +81,9 @@ def rotary_angles(positions: Tensor, head_size: int, base: float) -> tuple[Tenso
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the pairs of channels (i, i + D / 2) of x (B, T, heads, D) by the angles of their
-    positions (RoPE, Su et al. 2021), so that q k depends on the distance of two tokens alone. GPT-NeoX
-    and transformers pair channels in this way; the paper and Meta's LLaMA pair neighbours."""
+    positions (RoPE, Su et al. 2021), so that q k depends on the distance of two tokens alone.
+    GPT-NeoX and transformers pair channels in this way; the paper and Meta's LLaMA pair neighbours.
+    """
     cos, sin = angles
     a, b = x.chunk(2, dim=-1)  # (B, T, heads, D / 2) twice
     # the angles are float32 and so are the products
