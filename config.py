@@ -54,7 +54,8 @@ class RunOptions:
     resume: str | None = None
     """Checkpoint, or a folder with model_last.pt; auto: --checkpoint_dir, or else a new run."""
     init_from: str | None = None
-    """Weights to start from: a checkpoint, its folder, or a Hugging Face name (gpt2) or folder."""
+    """Weights to start from: a checkpoint of ours or its folder, one of nanoGPT, build-nanogpt or
+    llm.c, or a Hugging Face name (gpt2) or folder."""
     overwrite: bool = False
     """Replace the checkpoints and logs of another run, or of later steps."""
 

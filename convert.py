@@ -1,7 +1,8 @@
-"""Convert between this project's checkpoints and Hugging Face folders.
+"""Convert between this project's checkpoints and those of others.
 
     python convert.py --checkpoint checkpoints/model_best.pt --out exported/
-    python convert.py --model gpt2 --out checkpoints/gpt2.pt
+    python convert.py --checkpoint checkpoints/model_best.pt --out ckpt.pt --format nanogpt
+    python convert.py --model gpt2 --out checkpoints/gpt2.pt       # or ckpt.pt, gpt2_124M.bin
 
 The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelForCausalLM and
 AutoTokenizer, in float32 with every bit of the weights, and has a model card.
@@ -11,6 +12,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
@@ -20,6 +22,7 @@ from evaluation.table import format_table, openai_size
 from evaluation.tasks import Result
 from finetuning.chat import is_chat
 from model.huggingface import save_pretrained
+from model.peers import to_nanogpt
 from model.recipes import Recipe
 from training.checkpoint import assemble, find_checkpoint, open_model
 from training.run import TrainState
@@ -39,24 +42,30 @@ inputs = tokenizer.apply_chat_template(
 
 @dataclass
 class ConvertConfig:
-    """Convert between this project's checkpoints and Hugging Face folders."""
+    """Convert between this project's checkpoints and those of others."""
 
     out: Path
-    """Output path: a folder with --checkpoint, a .pt file with --model."""
+    """Output path: a folder with --checkpoint; a .pt file with --model or --format nanogpt."""
     checkpoint: Path | None = None
-    """Checkpoint to export for transformers, or a folder: its best one, else its newest."""
+    """Checkpoint to export, or a folder: its best one, else its newest."""
     model: str | None = None
-    """Hugging Face name (gpt2) or folder to import."""
+    """Model to import: a Hugging Face name (gpt2) or folder, or a checkpoint of nanoGPT,
+    build-nanogpt or llm.c."""
+    format: Literal["huggingface", "nanogpt"] = "huggingface"
+    """Format of --checkpoint's export: a folder for transformers, or a ckpt.pt for nanoGPT."""
 
 
 def export_checkpoint(config: ConvertConfig) -> None:
-    """Write a checkpoint as a folder for transformers: weights, tokenizer and model card."""
+    """Write a checkpoint as a folder for transformers: weights, tokenizer and model card; or as a
+    file for nanoGPT."""
     path = find_checkpoint(config.checkpoint)
-    if path is None:  # a Hugging Face folder
+    if path is None:  # a model of another project
         raise UserError(
             f"--checkpoint {config.checkpoint} is no checkpoint of this project: see --model"
         )
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
+    if config.format == "nanogpt":
+        return save_checkpoint(config.out, to_nanogpt(model))
     tokenizer = load_tokenizer(tokenizer_spec)
 
     # the end ids go to generation_config.json: there `generate` of transformers ends
@@ -111,10 +120,10 @@ def format_scores(path: Path, checkpoint: dict, size: str) -> str:
 
 
 def import_model(config: ConvertConfig) -> None:
-    """Write a Hugging Face model as a checkpoint at step 0, without optimizer state."""
+    """Write a model of another project as a checkpoint at step 0, without optimizer state."""
     if config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt with --model")
-    # float32: all bits also of a checkpoint; models of Hugging Face's format always are
+    # float32: all bits also of a checkpoint; models of other projects always have them
     model, tokenizer_spec, _ = open_model(config.model, float32=True)
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
     # With init_from, a run that resumes the file takes the architecture of its weights.

@@ -51,7 +51,8 @@ class EvalConfig:
     checkpoint: Path | None = None
     """Checkpoint of train.py, or a folder: its best one, else its newest; default: checkpoints."""
     model: str | None = None
-    """Score a Hugging Face GPT-2 instead: its name (gpt2, gpt2-medium, ...) or folder."""
+    """Score another model instead: a Hugging Face name (gpt2, gpt2-medium, ...) or folder, or a
+    checkpoint of nanoGPT, build-nanogpt or llm.c."""
     tasks: tuple[str, ...] = ("hellaswag", "lambada")
     """Benchmarks, val for the validation loss, or .jsonl files of questions: prompt and answer."""
     data: tuple[Path, ...] = ()
@@ -70,7 +71,7 @@ class EvalConfig:
     """Examples in a forward pass."""
     out: Path | None = None
     """JSON file for all results; default: one for each task beside the checkpoint, as in
-    model_best_val.json, for a Hugging Face model in logs. Replaced each time."""
+    model_best_val.json, for a model of another project in logs. Replaced each time."""
     dump: Path | None = None
     """JSON lines file with one row per example and protocol, replaced each time."""
     device: str = "auto"
@@ -83,7 +84,7 @@ class EvalConfig:
 def check(config: EvalConfig) -> None:
     """Raise UserError for a wrong option, before anything is read or scored."""
     if config.checkpoint and config.model:
-        raise UserError("give --checkpoint (of train.py) or --model (Hugging Face), not both")
+        raise UserError("give --checkpoint (of train.py) or --model (of others), not both")
     num_benchmarks = 0  # of --tasks: each takes one file of --data
     for task in config.tasks:
         if task in BENCHMARKS:
@@ -96,7 +97,7 @@ def check(config: EvalConfig) -> None:
 
 def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict[str, Path]:
     """Return the JSON file of each task: --out, or one of the task's name beside the checkpoint, or
-    in logs for a Hugging Face model `name`."""
+    in logs for a model `name` of another project."""
     if config.out:
         return dict.fromkeys(config.tasks, config.out)
     stem = Path("logs", Path(name).resolve().name)  # of a folder as "." or "..", too
@@ -188,9 +189,9 @@ def main(config: EvalConfig) -> None:
     check(config)
     process = distributed.start(config.device)
     name = str(config.model or config.checkpoint or "checkpoints")
-    checkpoint_path = find_checkpoint(name)  # None for a Hugging Face model
+    checkpoint_path = find_checkpoint(name)  # None for a model of another project
     # float32: all bits of the weights, so that the validation loss equals that of training.
-    # `checkpoint` is the content of the file, {} for a Hugging Face model.
+    # `checkpoint` is the content of the file, {} for a model of another project.
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or name, float32=True)
     # A run that diverged without a guard. Its loss would be NaN, too, which is no valid JSON.
     if any(weights.isnan().any() for weights in model.parameters()):

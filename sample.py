@@ -35,7 +35,8 @@ class SampleConfig:
     checkpoint: Path = Path("checkpoints")
     """Checkpoint of train.py or finetune.py, or a folder: its best one, else its newest."""
     model: str | None = None
-    """Hugging Face model to sample from instead: a name (gpt2, gpt2-xl, ...) or a folder."""
+    """Model to sample from instead: a Hugging Face name (gpt2, gpt2-xl, ...) or folder, or a
+    checkpoint of nanoGPT, build-nanogpt or llm.c."""
     prompt: str = ""
     """Text to continue; @FILE reads a file, - standard input."""
     num_samples: int = 1

@@ -281,16 +281,21 @@ def find_turn_end(tokenizer: FileTokenizer) -> int | None:
 
 
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
-    """Return the spec of the tokenizer of a Hugging Face model with `vocab_size` tokens; raise
-    UserError if it has none, or one that cannot be used."""
+    """Return the spec of the tokenizer of a Hugging Face model with `vocab_size` tokens, or of a
+    file that has weights alone; raise UserError if there is none, or one that cannot be used."""
     path = folder / TOKENIZER_FILE
     if not path.is_file() and (folder / MERGES_FILE).is_file():
         path = folder / VOCABULARY_FILE  # read_tokenizer finds MERGES_FILE beside it
     if not path.is_file():  # some GPT-2 come without a tokenizer
+        if vocab_size == 50_304:  # GPT-2's, padded for fast matmuls
+            vocab_size = 50_257
         for name, tokenizer in TOKENIZERS.items():
             if tokenizer.vocab_size == vocab_size:
                 return name
-        raise UserError(f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens")
+        raise UserError(
+            f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens, which are neither "
+            "GPT-2's (50,257, or 50,304 with padding) nor bytes (257)"
+        )
 
     # each eos_token_id, a number or a list in either file, ends a text; the first is end of text
     end_ids: list[int] = []

@@ -22,7 +22,7 @@ COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "
 CHOICES = {
     "position": ("learned", "rotary"),
     "norm": ("layer", "rms"),
-    "activation": ("gelu", "relu2", "swiglu"),
+    "activation": ("gelu", "gelu_exact", "relu2", "swiglu"),
 }
 
 
@@ -57,7 +57,8 @@ class GPTConfig:
     qk_norm: bool = False
     """Normalise queries and keys to a root mean square of 1."""
     activation: str = "gelu"
-    """Activation of the MLP: gelu, relu2 (squared ReLU) or swiglu (gated SiLU)."""
+    """Activation of the MLP: gelu (OpenAI's tanh approximation), gelu_exact (nanoGPT's), relu2
+    (squared ReLU) or swiglu (gated SiLU)."""
     bias: bool = True
     """Biases in linear layers and LayerNorms."""
     tied: bool = True

@@ -92,8 +92,8 @@ def differences(config: GPTConfig, other: GPTConfig) -> dict:
 
 
 def is_gpt2(config: GPTConfig) -> bool:
-    """Return True for GPT-2's architecture, of any size."""
-    return not differences(config, GPTConfig())
+    """Return True for weights under GPT-2's names, False for those of a LLaMA."""
+    return config.position == "learned"
 
 
 def config_from_hf(hf_config: dict) -> GPTConfig:
@@ -133,7 +133,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
-    if is_gpt2(config):
+    if not differences(config, GPTConfig()):
         hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
         return hf_config | {
             "architectures": ["GPT2LMHeadModel"],
@@ -180,22 +180,26 @@ def names_in_hf(name: str, config: GPTConfig) -> list[str]:
     return [f"{prefix}{hf_name}.weight" for hf_name in LLAMA_WEIGHTS[name]]
 
 
-def weights_from_hf(hf_weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Return our float32 state dict, made from that of transformers' GPT-2, LLaMA or Qwen3."""
+def weights_from_hf(
+    hf_weights: dict[str, Tensor], config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
+) -> dict[str, Tensor]:
+    """Return our float32 state dict, made from that of transformers' GPT-2, LLaMA or Qwen3. The
+    matrices of a GPT-2 whose names end in `transposed` are stored as (in, out)."""
     # a copy, from which the weights are taken out one by one: what stays was not used
     hf_weights = dict(hf_weights)
     if is_gpt2(config):
         for name in list(hf_weights):
             x = hf_weights.pop(name)
             if not name.endswith(GPT2_COPIES):
-                # names of a GPT2Model lack the prefix
-                hf_weights["transformer." + name.removeprefix("transformer.")] = x
+                # a compiled nanoGPT has a prefix more, and a GPT2Model has none
+                name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
+                hf_weights[f"transformer.{name}"] = x
 
     weights: dict[str, Tensor] = {}
     for name in build_without_weights(config).state_dict():
         stacked = [hf_weights.pop(hf_name).float() for hf_name in names_in_hf(name, config)]
         x = torch.cat(stacked)  # along the rows
-        if is_gpt2(config) and name.endswith(TRANSPOSED):
+        if is_gpt2(config) and name.endswith(transposed):
             x = x.T.contiguous()
         if name in TABLES:  # append the padded rows
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
@@ -238,8 +242,9 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
 
 @cache
 def find_folder(name: str) -> Path:
-    """Return the folder `name`, or download the hub repository of that name if it is not cached."""
-    if Path(name).is_dir():
+    """Return the folder or file `name`, or download the hub repository of that name if it is not
+    cached."""
+    if Path(name).exists():
         return Path(name)
     # here, because only names of the hub need it
     from huggingface_hub import errors, snapshot_download
@@ -250,13 +255,13 @@ def find_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except errors.LocalEntryNotFoundError as error:
         raise UserError(
-            f"{name} is no folder, its model is not in the cache, and there is no network to the "
-            "Hugging Face hub; go online, or give a folder"
+            f"{name} is no folder or file, its model is not in the cache, and there is no network "
+            "to the Hugging Face hub; go online, or give a folder or file"
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
         raise UserError(
-            f"{name} is no folder, and the Hugging Face hub did not provide a model of that name "
-            f"({type(error).__name__}); check the name"
+            f"{name} is no folder or file, and the Hugging Face hub did not provide a model of "
+            f"that name ({type(error).__name__}); check the name"
         ) from error
 
 
@@ -274,9 +279,14 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def load_pretrained(name_or_folder: str | Path) -> GPT:
     """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
-    Qwen3 of a shape that save_pretrained writes; raise UserError naming what does not fit."""
+    Qwen3 of a shape that save_pretrained writes; or that of a file of nanoGPT, build-nanogpt or
+    llm.c. Raise UserError naming what does not fit."""
     folder = find_folder(str(name_or_folder))
     try:
+        if folder.is_file():
+            from model.peers import load_peer  # here, because that module imports this one
+
+            return load_peer(folder)
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         model = build_without_weights(config)
         model.load_state_dict(weights_from_hf(read_weights(folder), config), assign=True)
@@ -287,7 +297,8 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
         if not isinstance(error, UserError):
             message = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{name_or_folder} is damaged or not a GPT-2, LLaMA or Qwen3: "
+            f"{name_or_folder} is damaged or not a GPT-2, LLaMA or Qwen3 of Hugging Face's format, "
+            "and no checkpoint of this project, nanoGPT, build-nanogpt or llm.c: "
             f"{textwrap.shorten(message, 300)}"
         ) from error
     return model

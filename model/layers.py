@@ -63,7 +63,8 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * x
 
 
-ACTIVATIONS = {"gelu": gelu, "relu2": relu_squared, "swiglu": swiglu}
+# nanoGPT computes GELU exactly, "gelu_exact"
+ACTIVATIONS = {"gelu": gelu, "gelu_exact": F.gelu, "relu2": relu_squared, "swiglu": swiglu}
 
 # rotary positions
 

@@ -63,7 +63,7 @@ def assemble(weights: dict[str, Tensor], optimizer: dict, **entries: object) -> 
     for name, weight in weights.items():
         model[name], model_low[name] = split_float32(weight)
     content = {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,  # first, as find_checkpoint looks for it
         "versions": {"torch": str(torch.__version__)},
         "model": model,
         "model_low": model_low,
@@ -89,11 +89,10 @@ def checksum(tensors: dict) -> int:
     return crc
 
 
-def verify(checkpoint: dict, *parts: str) -> None:
+def verify(checkpoint: dict, part: str) -> None:
     """Raise ValueError if the tensors of a part are not those that were written."""
-    for part in parts:
-        if checkpoint["checksums"][part] != checksum(checkpoint[part]):
-            raise ValueError(f"the tensors of {part!r} do not have their checksum")
+    if checkpoint["checksums"][part] != checksum(checkpoint[part]):
+        raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
 
 def first_line(error: Exception) -> str:
@@ -115,7 +114,8 @@ def reading(path: Path) -> Iterator[None]:
         if is_of_machine(error):
             raise
         raise UserError(
-            f"{path} is damaged or not a checkpoint of this project: {first_line(error)}"
+            f"{path} is damaged or not a checkpoint of this project (a run begins from others by "
+            f"--init_from): {first_line(error)}"
         ) from error
 
 
@@ -201,14 +201,18 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def find_checkpoint(name: str | Path) -> Path | None:
-    """Return the checkpoint that a name stands for: a file, or the best, else the newest one of a
-    folder; None for a Hugging Face folder or the name of a model on the hub."""
+    """Return the checkpoint of this project that a name stands for: a file, or the best, else the
+    newest one of a folder; None for a model of another project: a file, a Hugging Face folder, or
+    the name of a model on the hub."""
     path = Path(name)
-    # a .pt that is missing is a misspelt checkpoint, and no name of the hub
-    if path.is_file() or (path.suffix == ".pt" and not path.is_dir()):
-        return path
+    if path.is_file():
+        with open(path, "rb") as file:
+            # a zip file that begins with the pickled dict, whose first key this is
+            is_own = b"format_version" in file.read(1024)
+        return path if is_own else None
     if not path.is_dir():
-        return None
+        # a .pt that is missing is a misspelt checkpoint, and no name of the hub
+        return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
     best_or_newest = find_newest(folder)
     if (folder / BEST).exists():
@@ -223,8 +227,8 @@ def find_checkpoint(name: str | Path) -> Path | None:
 
 def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, dict]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
-    {} for a Hugging Face model. `name` is a checkpoint, a run's folder, or a Hugging Face folder or
-    name; `float32` takes all bits of the weights."""
+    {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
+    llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own."""
     path = find_checkpoint(name)
     if path is not None:
         model, checkpoint = load_model(path, float32=float32)

@@ -1,7 +1,8 @@
-"""Models of Hugging Face's format, with their tokenizers.
+"""Models of other projects, with their tokenizers.
 
-training/checkpoint.py opens this project's own files, and this file the others.
-model/huggingface.py knows the names of weights, data/file_tokenizer.py the files of a tokenizer.
+training/checkpoint.py opens this project's own files, and this file the others: Hugging Face's
+format, and files of nanoGPT, build-nanogpt and llm.c. model/huggingface.py and model/peers.py know
+the names of weights, data/file_tokenizer.py the files of a tokenizer.
 """
 
 from dataclasses import replace
@@ -15,8 +16,9 @@ from utils.errors import UserError
 
 
 def open_pretrained(name: str | Path) -> tuple[GPT, str]:
-    """Return the model of a Hugging Face folder or name, and the spec of its tokenizer. Raises
-    UserError for a model that is no GPT-2, LLaMA or Qwen3, or whose tokenizer does not fit."""
+    """Return the model of a file, or of a Hugging Face folder or name, and the spec of its
+    tokenizer. Raises UserError for a model of another kind, or whose tokenizer does not fit or is
+    not known."""
     model = load_pretrained(name)
     num_rows = model.config.vocab_size  # of the embedding, those of padding included
     tokenizer = pretrained_tokenizer(find_folder(str(name)), num_rows)

@@ -9,7 +9,6 @@ options of a run (training/options.py), its steps (train.py) or its checkpoints'
 import contextlib
 import json
 import math
-import os
 import signal
 import sys
 import uuid
@@ -18,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.amp import GradScaler
@@ -225,25 +223,6 @@ def find_log(options: RunOptions, checkpoint: dict) -> Path | None:
     return None
 
 
-def open_wandb(options: RunOptions, run_id: str) -> Any:
-    """Open a run of Weights & Biases, or go on with it. WANDB_PROJECT and WANDB_NAME in the
-    environment name project and run."""
-    import wandb  # an optional package
-
-    wandb_run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "gpt2"),
-        id=run_id,
-        dir=str(options.log_dir),
-        config=options.to_dict(),
-        resume="allow",
-    )
-    # The charts have the step of training as their axis. The service's own step only grows: it
-    # would drop the rows of steps that a resumed run does again.
-    wandb_run.define_metric("step")
-    wandb_run.define_metric("*", step_metric="step")
-    return wandb_run
-
-
 # a run
 
 
@@ -328,7 +307,8 @@ class Run:
             needed_bytes = 3 * 12 * model.num_parameters() - existing_bytes
             check_space(options.checkpoint_dir, needed_bytes, "saving this run")
             if getattr(options, "wandb", False):  # finetune.py has no such option
-                wandb_run = open_wandb(options, state.run_id)
+                charts = import_module("training.weights_and_biases")  # on demand
+                wandb_run = charts.open_wandb(options, state.run_id)
         self.logger = Logger(
             options.log_dir,
             start=state.step,

@@ -4,7 +4,7 @@ import types
 import pytest
 from conftest import bad, train_options
 
-from training.run import open_wandb
+from training.weights_and_biases import open_wandb
 from utils.errors import UserError
 from utils.logger import Logger, logged_run, read_metrics
 

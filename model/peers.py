@@ -1,0 +1,89 @@
+"""Weights from the checkpoints of nanoGPT, build-nanogpt and llm.c, and to nanoGPT's.
+
+    nanoGPT         torch.save of "model", "model_args", ...; biases or none; the exact GELU
+    build-nanogpt   torch.save of "model", "config", ...; the config is a pickled GPTConfig
+    llm.c           256 int32: magic number, version, block size, vocabulary size, layers, heads,
+                    channels, rows of the embedding; then the weights (write_model of its
+                    train_gpt2.py)
+
+In all three the head is the embedding. Optimizer state is not read. The files hold no tokenizer:
+data/file_tokenizer.py chooses one by the rows of the embedding.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.serialization import safe_globals
+
+from model.config import SIZED, GPTConfig
+from model.gpt import GPT, build_without_weights
+from model.huggingface import differences, weights_from_hf
+from utils.errors import UserError
+
+EMBEDDING = "transformer.wte.weight"
+LLM_C_MAGIC = 20240326
+LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older ones had no padding
+
+
+def load_peer(path: Path) -> GPT:
+    """Return the float32 model of a file; its vocabulary includes any rows of padding. Raises what
+    torch raises for a file of another kind or a damaged one."""
+    data = torch.from_numpy(np.memmap(path, mode="c"))  # uint8, mapped from disk
+    if data[:4].view(torch.int32) == LLM_C_MAGIC:
+        config, weights = read_llm_c(data)
+    else:
+        # weights_only: no code of the file runs. An empty class stands in for build-nanogpt's
+        # GPTConfig, which torch.load would refuse; it was defined in the script, __main__.
+        with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        weights = content["model"]
+        if "model_args" in content:
+            config = GPTConfig(**content["model_args"], activation="gelu_exact")
+        else:
+            config = GPTConfig(**vars(content["config"]))
+    model = build_without_weights(config)
+    model.load_state_dict(weights_from_hf(weights, config, transposed=()), assign=True)
+    return model
+
+
+def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """Return architecture and weights from the bytes of llm.c's file, uint8 (n,)."""
+    _, version, block_size, _, *sizes, num_rows = data[:32].view(torch.int32).tolist()
+    values = data[1024:].view(LLM_C_DTYPES[version])  # (number of weights,)
+    config = GPTConfig(block_size, num_rows, *sizes)
+
+    # embeddings, each kind of weight of a layer for all layers, final norm
+    model = build_without_weights(config)
+    names = [EMBEDDING, "transformer.wpe.weight"]
+    for kind in model.transformer.h[0].state_dict():
+        names += [f"transformer.h.{layer}.{kind}" for layer in range(config.n_layer)]
+    names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+    weights = {}
+    for name in names:
+        x = model.get_parameter(name)  # on "meta": its shape
+        weights[name] = values[: x.numel()].view_as(x)
+        values = values[x.numel() :]
+    return config, weights
+
+
+def to_nanogpt(model: GPT) -> dict:
+    """Return the content of a ckpt.pt, float32, that nanoGPT's sample.py reads. Raises UserError
+    for an architecture that nanoGPT lacks.
+
+    nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
+    """
+    config = model.config
+    misfits = differences(config, GPTConfig(bias=config.bias))
+    if config.activation == "gelu_exact":
+        del misfits["activation"]
+    if misfits:
+        raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
+    weights = model.state_dict()
+    # without padding, which nanoGPT would sample
+    weights[EMBEDDING] = weights[EMBEDDING][: config.vocab_size]
+    weights["lm_head.weight"] = weights[EMBEDDING]
+    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}
+    return {"model": weights, "model_args": model_args}

@@ -1,0 +1,109 @@
+"""Files are written here in the layouts of nanoGPT (train.py), build-nanogpt and llm.c
+(train_gpt2.py). Files of these scripts themselves were opened once, with equal logits."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import bad, losses, script, train_args
+
+import __main__
+from model.config import SIZED, GPTConfig
+from model.gpt import GPT
+from model.huggingface import load_pretrained
+from model.layers import ACTIVATIONS
+from model.peers import to_nanogpt
+from training.checkpoint import open_model
+from utils.errors import UserError
+
+LLM_C_KINDS = "ln_1 attn.c_attn attn.c_proj ln_2 mlp.c_fc mlp.c_proj".split()
+EXACT = {"activation": "gelu_exact"}
+
+
+@torch.no_grad()
+def random_gpt(vocab_size=257, **fields):
+    model = GPT(GPTConfig(32, vocab_size, 2, 2, 8, **fields)).eval()
+    for p in model.parameters():
+        p.copy_(p.normal_().bfloat16())  # which all layouts hold exactly
+    return model
+
+
+def write(layout, model, path):
+    if "llm.c" in layout:
+        return path.write_bytes(llm_c_file(model, is_bfloat16="bfloat16" in layout))
+    content = to_nanogpt(model)  # nanoGPT's sample.py has read one, too
+    if "compiled" in layout:
+        content["model"] = {f"_orig_mod.{name}": x for name, x in content["model"].items()}
+    if "build" in layout:
+        __main__.GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})
+        content["config"] = __main__.GPTConfig()
+        args = content.pop("model_args")
+        vars(content["config"]).update({name: args[name] for name in SIZED if name != "dropout"})
+    torch.save(content, path)
+
+
+def llm_c_file(model, is_bfloat16):
+    names = ["wte.weight", "wpe.weight"]
+    for kind in LLM_C_KINDS:
+        names += [f"h.{i}.{kind}.{part}" for part in ("weight", "bias") for i in (0, 1)]
+    names += ["ln_f.weight", "ln_f.bias"]
+    x = torch.cat([model.transformer.get_parameter(name).flatten() for name in names]).detach()
+    config = model.config
+    header = np.zeros(256, np.int32)
+    header[:8] = 20240326, 3, 32, config.vocab_size, 2, 2, 8, config.padded_vocab_size
+    if is_bfloat16:
+        header[1] = 5
+        x = x.bfloat16().view(torch.int16)
+    return header.tobytes() + x.numpy().tobytes()
+
+
+def test_exact_gelu_is_x_times_the_normal_distribution():
+    x = torch.linspace(-4, 4, 9)
+    normal = torch.distributions.Normal(0, 1)
+    torch.testing.assert_close(ACTIVATIONS["gelu_exact"](x), x * normal.cdf(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ("nanoGPT", EXACT | {"vocab_size": 65}),
+        ("nanoGPT compiled", EXACT | {"bias": False}),
+        ("build-nanogpt", {}),
+        ("llm.c", {"vocab_size": 50_257}),
+        ("llm.c bfloat16", {}),
+    ],
+)
+@torch.no_grad()
+def test_logits_are_those_of_the_weights_in_the_file(layout, fields, tmp_path):
+    source = random_gpt(**fields)
+    V = source.config.vocab_size
+    write(layout, source, tmp_path / "file")
+    idx = torch.randint(0, V, (2, 32))
+    assert load_pretrained(tmp_path / "file").eval()(idx)[..., :V].equal(source(idx))
+    if V == 50_257:  # the tokenizer that belongs to it, and no padding
+        model, tokenizer, _ = open_model(tmp_path / "file")
+        assert (tokenizer, model.config.vocab_size) == ("gpt2", V)
+
+
+def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_path):
+    ckpt, own, back = (tmp_path / name for name in ("ckpt.pt", "own.pt", "back.pt"))
+    write("nanoGPT", random_gpt(bias=False, **EXACT), ckpt)
+    assert "Abc" in script("sample.py", "--model", ckpt, "--prompt", "Abc").stdout
+    script("convert.py", "--model", ckpt, "--out", own)
+    script("convert.py", "--checkpoint", own, "--out", back, "--format", "nanogpt")
+    ours, theirs = torch.load(back), torch.load(ckpt)
+    assert ours["model_args"] == theirs["model_args"]
+    torch.testing.assert_close(dict(ours["model"]), theirs["model"], rtol=0, atol=0)
+    recipe = ["--n_embd", 8, "--recipe", "gpt2,bias=False,activation=gelu_exact"]
+    script(*train_args(shards, tmp_path, 2, "--init_from", ckpt, *recipe))
+    assert len(losses(tmp_path)) == 2
+
+
+def test_what_does_not_fit_is_a_sentence(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"hello")
+    bad(["sample.py", "--model", path], "no checkpoint of this project, nanoGPT, build-nanogpt or")
+    write("nanoGPT", random_gpt(65), path)
+    with pytest.raises(UserError, match="65 tokens, which are neither GPT-2's"):
+        open_model(path)
+    with pytest.raises(UserError, match="differs from GPT-2 in norm, activation"):
+        to_nanogpt(random_gpt(norm="rms", activation="relu2"))
