@@ -3,8 +3,8 @@
     train_000000.npy  val_000000.npy  ...  manifest.json
 
 A .npy shard is a 1-D array that numpy.load reads: uint16, or uint32 for a vocabulary of more than
-65,536 tokens. data/foreign.py has llm.c's .bin. Folders of build-nanogpt,
-llm.c and modded-nanogpt work without conversion: a file name contains its split, and a
+65,536 tokens. data/foreign.py has llm.c's .bin and datatrove's .ds. Folders of build-nanogpt,
+llm.c, modded-nanogpt and datatrove work without conversion: a file name contains its split, and a
 folder without a manifest or tokenizer.json holds GPT-2 tokens.
 
 This file reads folders, as the one TokenStream that all of their tokens are. Which tokens make a
@@ -30,7 +30,7 @@ from data.tokenizer import (
 from utils.errors import UserError, is_of_machine
 from utils.files import atomic_write
 
-SUFFIXES = (".npy", ".bin")
+SUFFIXES = (".npy", ".bin", ".ds")
 MANIFEST = "manifest.json"  # data/sharder.py writes it, docs/FORMATS.md has its keys
 
 
@@ -65,11 +65,14 @@ def inspect_shard(path: Path) -> Shard:
             shard = Shard(path, array.offset, len(array), array.dtype)
         else:
             foreign = import_module("data.foreign")  # on demand: most shards are .npy
-            shard = foreign.inspect_bin(path)
+            inspect = foreign.inspect_bin if path.suffix == ".bin" else foreign.inspect_datatrove
+            shard = inspect(path)
         expected_size = shard.offset + shard.num_tokens * shard.dtype.itemsize
         size = path.stat().st_size
         if size != expected_size:
             raise ValueError(f"{size:,} bytes instead of {expected_size:,}")
+    except UserError:  # names the file already
+        raise
     except Exception as error:  # numpy and struct have several classes for a damaged file
         if is_of_machine(error):  # as rights: the file may be in order
             raise
@@ -99,7 +102,7 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the paths of a folder's .npy and .bin files in name order."""
+    """Return the paths of a folder's .npy, .bin and .ds files in name order."""
     return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
 
 
@@ -144,7 +147,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             shards.append(inspect_shard(path))
     if not shards:
         raise UserError(
-            f"{folder} holds no {split} shards (.npy or .bin); give another --data_dir, or make "
+            f"{folder} holds no {split} shards (.npy, .bin, .ds); give another --data_dir, or make "
             f"some: python data/fineweb-edu.py --input YOUR_TEXT --local_dir {folder}"
         )
     manifest = read_manifest(folder)

@@ -4,9 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.export_tokenizer import save_tokenizer
 from data.foreign import bin_header
 from data.sharder import ShardWriter
-from data.shards import ShardFolder, inspect_shard, open_folder, write_manifest
+from data.shards import ShardFolder, TokenStream, inspect_shard, open_folder, write_manifest
+from data.tokenizer import load_tokenizer
 from utils.errors import UserError
 
 
@@ -129,3 +131,40 @@ def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
 def test_a_folder_whose_sharding_was_interrupted_is_known(progress, is_unfinished):
     folder = ShardFolder(Path("data"), "train", [], "bytes", progress)
     assert folder.is_unfinished == is_unfinished
+
+
+def write_datatrove(folder, name, documents, tokenizer, dtype="<u2"):
+    """Write what datatrove's TokenizedFile does; end of text stands at the end of a document."""
+    tokens = np.array(sum(documents, []), dtype)
+    path = folder / f"{name}.ds"
+    path.write_bytes(tokens.tobytes())
+    ends = np.cumsum([len(document) for document in documents], dtype="<u8")
+    (folder / f"{name}.ds.index").write_bytes(ends.tobytes())
+    metadata = f"{tokenizer}|{tokens.itemsize}\n{len(tokens)}\n{len(tokens)} T"
+    (folder / f"{name}.ds.metadata").write_text(metadata)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_folders_of_datatrove_are_streams_of_their_files(tmp_path, dtype):
+    documents = [[1, 2, 50256], [3, 50256]]
+    write_datatrove(tmp_path, "train_00000_unshuffled", documents, "gpt2", dtype)
+    # a task without input leaves empty files
+    write_datatrove(tmp_path, "train_00001_unshuffled", [], "gpt2", dtype)
+    write_datatrove(tmp_path, "train_00002_unshuffled", [[4, 50256]], "gpt2", dtype)
+    write_datatrove(tmp_path, "000_val", [[5, 50256]], "gpt2", dtype)
+    train, val = (TokenStream([open_folder(tmp_path, split)]) for split in ("train", "val"))
+    assert train.tokens(1, 6).tolist() == [2, 50256, 3, 50256, 4, 50256]
+    assert len(train) == 7 and val.tokens(0, 2).tolist() == [5, 50256]
+    assert train.tokenizer == "gpt2" and train.bytes_per_token is None
+
+
+def test_datatrove_tokens_of_another_tokenizer_need_its_file(tmp_path):
+    path = write_datatrove(tmp_path, "train", [[65, 256]], "/data/|/tokenizer.json")
+    with pytest.raises(UserError, match=r"train.ds holds tokens of /data/\|/tok.*json beside it"):
+        open_folder(tmp_path, "train")
+    save_tokenizer(load_tokenizer("bytes"), tmp_path, block_size=8)
+    assert open_folder(tmp_path, "train").tokenizer == "bytes"
+    path.write_bytes(b"\0\0")
+    with pytest.raises(UserError, match="train.ds is damaged.* 2 bytes instead of 4"):
+        open_folder(tmp_path, "train")
