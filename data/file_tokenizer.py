@@ -100,7 +100,7 @@ class FileTokenizer(Tokenizer):
         return make_engine(json.dumps(content))
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
-        """Return token ids, uint16 (n,). With `special`, the names of special tokens in the text
+        """Return token ids, uint32 (n,). With `special`, the names of special tokens in the text
         become these tokens, as a chat template needs."""
         return encode_with(self.engine, text, special)
 
@@ -147,7 +147,7 @@ def make_engine(tokenizer_json: str) -> Engine:
 
 
 def encode_with(engine: Engine, text: str, special: bool) -> np.ndarray:
-    """Return token ids, uint16 (n,); with `special`, those of special tokens in the text."""
+    """Return token ids, uint32 (n,); with `special`, those of special tokens in the text."""
     as_text = not special
     if engine.encode_special_tokens != as_text:
         # An assignment fails while another thread encodes. Threads encode documents only, for
@@ -155,7 +155,7 @@ def encode_with(engine: Engine, text: str, special: bool) -> np.ndarray:
         engine.encode_special_tokens = as_text
     # encode_batch_fast frees Python's interpreter lock, encode does not
     (encoding,) = engine.encode_batch_fast([text], add_special_tokens=False)
-    return np.array(encoding.ids, np.uint16)
+    return np.array(encoding.ids, np.uint32)
 
 
 def without_prefix(component: dict) -> dict:
@@ -208,9 +208,6 @@ def read_tokenizer(
             content = path.read_text(encoding="utf-8")
         engine = make_engine(content)
         vocab = engine.get_vocab()
-        highest_id = max(vocab.values())
-        if highest_id >= 65_535:  # shards are uint16
-            raise ValueError(f"a token has id {highest_id:,}, and shards hold ids below 65,535")
         end_of_text = find_end_of_text(vocab, end_of_text)  # the token
         eot = vocab[end_of_text]  # its id
         spec_fields = {

@@ -106,7 +106,7 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document
     # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
-    tokens = np.append(np.uint16(tokenizer.eot), ids)  # (n + 1,), end of text first
+    tokens = np.append(np.uint32(tokenizer.eot), ids)  # (n + 1,), end of text first
     return Document(
         tokens=tokens,
         num_train=0 if is_val else len(tokens),  # all tokens are in one split

@@ -9,13 +9,15 @@ Where the documents come from, and in which order, is decided in data/fineweb-ed
 """
 
 import hashlib
+import io
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from data.shards import header, inspect_shard, read_manifest, shard_paths, write_manifest
+from data.foreign import bin_header
+from data.shards import inspect_shard, read_manifest, shard_paths, write_manifest
 from utils.errors import UserError
 from utils.files import sync_folder
 
@@ -27,7 +29,7 @@ class Document:
     """Text as it is written to the shards, and where it came from."""
 
     tokens: np.ndarray
-    """Token ids, uint16 (n,), end of text first."""
+    """Token ids, uint32 (n,), end of text first."""
     num_train: int
     """The first `num_train` tokens go to the train shards, the rest to validation. All or none,
     but for a text of which a part is held out."""
@@ -70,11 +72,12 @@ def sha256(path: Path) -> str:
 
 
 class ShardWriter:
-    """Appends tokens to a temporary file, whose first `start` tokens an earlier run has written;
-    `finish` gives it the name of a shard."""
+    """Appends tokens of `dtype` to a temporary file, whose first `start` tokens an earlier run has
+    written; `finish` gives it its final name, `path` (.npy or .bin)."""
 
-    def __init__(self, folder: Path, split: str, index: int, suffix: str, start: int = 0) -> None:
-        self.path = folder / f"{split}_{index:06d}{suffix}"  # the final name
+    def __init__(self, path: Path, split: str, dtype: str, start: int = 0) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
         self.split = split
         self.num_tokens = start
         self.temporary = self.path.with_name(self.path.name + ".tmp")
@@ -85,13 +88,27 @@ class ShardWriter:
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
         # Cuts off what the earlier run wrote after its last state. For a new file this adds zeros
         # in the place of the header, which `finish` writes, once the number of tokens is known.
-        self.file.truncate(len(header(suffix, 0)) + 2 * start)  # 2 bytes a token
+        self.file.truncate(len(self.header()) + start * self.dtype.itemsize)
         self.file.seek(0, os.SEEK_END)
 
+    def header(self) -> bytes:
+        """Return the header of the tokens so far. Its length does not depend on their number, so
+        that a shard can be written before its size is known."""
+        if self.path.suffix == ".bin":
+            return bin_header(self.dtype.str, self.num_tokens)
+        # numpy pads the text of the header to a multiple of 64 bytes, here 128 for any number
+        buffer = io.BytesIO()
+        description = {
+            "descr": self.dtype.str,
+            "fortran_order": False,
+            "shape": (self.num_tokens,),
+        }
+        np.lib.format.write_array_header_1_0(buffer, description)
+        return buffer.getvalue()
+
     def append(self, tokens: np.ndarray) -> None:
-        """Append uint16 tokens (n,)."""
-        # little-endian on any machine, as the headers say
-        self.file.write(tokens.astype("<u2", copy=False).tobytes())
+        """Append tokens (n,)."""
+        self.file.write(tokens.astype(self.dtype, copy=False).tobytes())
         self.num_tokens += len(tokens)
 
     def sync(self) -> int:
@@ -103,7 +120,7 @@ class ShardWriter:
     def finish(self) -> dict:
         """Write the header, rename the file to its final name and return its manifest entry."""
         self.file.seek(0)
-        self.file.write(header(self.path.suffix, self.num_tokens))
+        self.file.write(self.header())
         self.sync()
         self.file.close()
         digest = sha256(self.temporary)
@@ -133,6 +150,8 @@ class Sharder:
         self.max_shards = max_shards
         self.shard_size = settings["shard_size"]  # tokens
         self.suffix = f".{settings['format']}"
+        # the smallest that holds the ids; little-endian on any machine, as the headers say
+        self.dtype = "<u2" if settings["vocab_size"] <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
         self.manifest = read_manifest(folder)
@@ -199,7 +218,8 @@ class Sharder:
         """Open the next shard of a split, after its first `start` tokens."""
         # full shards of the split are all in the manifest, numbered from 0
         index = sum(entry["split"] == split for entry in self.manifest["shards"])
-        self.writers[split] = ShardWriter(self.folder, split, index, self.suffix, start)
+        path = self.folder / f"{split}_{index:06d}{self.suffix}"
+        self.writers[split] = ShardWriter(path, split, self.dtype, start)
 
     def hold_out_of(self, document: Document, val_fraction: float) -> Document:
         """Return the last document of the source, with pieces of it held out if one of the splits

@@ -1,20 +1,18 @@
-"""Token shards on disk: uint16 .npy or llm.c's .bin, and the manifest beside them.
+"""Token shards on disk, and the manifest beside them.
 
     train_000000.npy  val_000000.npy  ...  manifest.json
 
-A .npy shard is a 1-D uint16 array that numpy.load reads. A .bin shard is llm.c's format: 256
-little-endian int32 (20240520, 1, token count, zeros), then the uint16 tokens. Folders of
-build-nanogpt, llm.c and modded-nanogpt work without conversion: a file name contains its split, and
-a folder without a manifest holds GPT-2 tokens.
+A .npy shard is a 1-D array that numpy.load reads: uint16, or uint32 for a vocabulary of more than
+65,536 tokens. data/foreign.py has llm.c's .bin and datatrove's .ds. Folders of build-nanogpt,
+llm.c, modded-nanogpt and datatrove work without conversion: a file name contains its split, and a
+folder without a manifest or tokenizer.json holds GPT-2 tokens.
 
 This file reads folders, as the one TokenStream that all of their tokens are. Which tokens make a
 batch is decided in data/loader.py; data/sharder.py writes shards.
 """
 
-import io
 import json
 import re
-import struct
 import zlib
 from dataclasses import dataclass
 from importlib import import_module
@@ -32,9 +30,7 @@ from data.tokenizer import (
 from utils.errors import UserError, is_of_machine
 from utils.files import atomic_write
 
-BIN_MAGIC = 20240520
-BIN_VERSION = 1
-BIN_HEADER = struct.Struct("<3i1012x")  # magic, version, token count, and zeros up to 1,024 bytes
+SUFFIXES = (".npy", ".bin", ".ds")
 MANIFEST = "manifest.json"  # data/sharder.py writes it, docs/FORMATS.md has its keys
 
 
@@ -46,50 +42,42 @@ class Shard:
     offset: int
     """Bytes before the first token."""
     num_tokens: int
+    dtype: np.dtype
+    """Little-endian uint16 or uint32."""
 
     def read(self, start: int = 0, count: int = -1) -> np.ndarray:
-        """Return tokens [start, start + count), uint16 (count,); -1: all from `start` on.
+        """Return tokens [start, start + count), `dtype` (count,); -1: all from `start` on.
 
         The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
         may hold open.
         """
-        # 2 bytes a token
-        return np.fromfile(self.path, "<u2", count, offset=self.offset + 2 * start)
-
-
-def header(suffix: str, num_tokens: int) -> bytes:
-    """Return the header of a .npy or .bin shard. Its length does not depend on `num_tokens`, so
-    that a shard can be written before its size is known."""
-    if suffix == ".bin":
-        return BIN_HEADER.pack(BIN_MAGIC, BIN_VERSION, num_tokens)
-    # numpy pads the text of the header to a multiple of 64 bytes, here 128 for any count
-    buffer = io.BytesIO()
-    description = {"descr": "<u2", "fortran_order": False, "shape": (num_tokens,)}
-    np.lib.format.write_array_header_1_0(buffer, description)
-    return buffer.getvalue()
+        offset = self.offset + start * self.dtype.itemsize
+        return np.fromfile(self.path, self.dtype, count, offset=offset)
 
 
 def inspect_shard(path: Path) -> Shard:
     """Return a shard; raise UserError if its header is wrong or contradicts the file's size."""
     try:
-        if path.suffix == ".bin":
-            with open(path, "rb") as file:
-                magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
-            if (magic, version) != (BIN_MAGIC, BIN_VERSION):  # a file of tokens alone
-                raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
-            # maps the file without reading it
-            array = np.memmap(path, "<u2", "r", BIN_HEADER.size, (num_tokens,))
-        else:
+        if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r")  # reads the header only
-        # both refuse a file that is shorter than its header says
-        if array.dtype != np.dtype("<u2") or array.ndim != 1:
-            raise ValueError(f"{array.dtype} {array.shape} instead of a 1-D uint16 array")
-        assert array.offset + array.nbytes == path.stat().st_size, "longer than its header says"
+            if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
+                raise ValueError(f"{array.dtype} {array.shape} instead of 1-D uint16 or uint32")
+            shard = Shard(path, array.offset, len(array), array.dtype)
+        else:
+            foreign = import_module("data.foreign")  # on demand: most shards are .npy
+            inspect = foreign.inspect_bin if path.suffix == ".bin" else foreign.inspect_datatrove
+            shard = inspect(path)
+        expected_size = shard.offset + shard.num_tokens * shard.dtype.itemsize
+        size = path.stat().st_size
+        if size != expected_size:
+            raise ValueError(f"{size:,} bytes instead of {expected_size:,}")
+    except UserError:  # names the file already
+        raise
     except Exception as error:  # numpy and struct have several classes for a damaged file
         if is_of_machine(error):  # as rights: the file may be in order
             raise
-        raise UserError(f"{path} is damaged or not a shard of uint16 tokens: {error}") from error
-    return Shard(path, array.offset, len(array))
+        raise UserError(f"{path} is damaged or not a shard of tokens: {error}") from error
+    return shard
 
 
 def read_manifest(folder: Path) -> dict:
@@ -114,8 +102,8 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the paths of a folder's .npy and .bin files in name order."""
-    return sorted(path for path in folder.iterdir() if path.suffix in (".npy", ".bin"))
+    """Return the paths of a folder's .npy, .bin and .ds files in name order."""
+    return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -159,7 +147,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             shards.append(inspect_shard(path))
     if not shards:
         raise UserError(
-            f"{folder} holds no {split} shards (.npy or .bin); give another --data_dir, or make "
+            f"{folder} holds no {split} shards (.npy, .bin, .ds); give another --data_dir, or make "
             f"some: python data/fineweb-edu.py --input YOUR_TEXT --local_dir {folder}"
         )
     manifest = read_manifest(folder)
@@ -267,7 +255,7 @@ class TokenStream:
                     f"{shard.path} holds token id {highest}, not one of the {self.vocab_size:,} of "
                     f"{self.tokenizer_identity}"
                 )
-            pieces.append(piece)  # uint16; the next one is in the next shard
+            pieces.append(piece)  # unsigned; the next one is in the next shard
             start += len(piece)
             length -= len(piece)
             index += 1

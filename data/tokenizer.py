@@ -35,7 +35,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids, uint16 (n,). A special token that is spelled out in the text is text:
+        """Return token ids, uint32 (n,). A special token that is spelled out in the text is text:
         documents about tokenizers must not be able to end a document."""
 
     def encode_continuation(self, text: str) -> np.ndarray:
@@ -64,7 +64,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         # a byte is its own id, as uint8
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # bytes() raises ValueError for 256
@@ -93,7 +93,7 @@ class GPT2Tokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         # without disallowed_special=() tiktoken raises an error for "<|endoftext|>" in a text
-        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return self.encoding.decode_bytes([token for token in ids if token != self.eot])

@@ -33,7 +33,7 @@ NO_TARGET = -1
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Token ids (T,) of a text, uint16, and a bool mask (T,), true where they count in the loss."""
+    """Token ids (T,) of a text, uint32, and a bool mask (T,), true where they count in the loss."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -41,8 +41,8 @@ class Example:
     @classmethod
     def join(cls, segments: list[Segment]) -> "Example":
         """Join the segments of a text."""
-        # uint16 as in the shards: all vocabularies of this project fit
-        tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.uint16)
+        # half of the memory of int64
+        tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.uint32)
         # a value for each segment becomes one for each of its tokens
         lengths = [len(segment.tokens) for segment in segments]
         loss_mask = np.repeat([segment.is_learned for segment in segments], lengths)

@@ -20,8 +20,6 @@ from model.config import SIZED, GPTConfig
 from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, is_of_machine
 
-MAX_TOKENS = 65_535  # ids of shards have 16 bits
-
 # Fields of config.json, by the fields of GPTConfig that hold the same.
 GPT2_FIELDS = {
     "vocab_size": "vocab_size",
@@ -113,8 +111,6 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
         # null stands for the default of transformers
         not_null = {name: value for name, value in hf_config.items() if value is not None}
         hf_config = LLAMA_DEFAULTS | rope | not_null
-    if hf_config["vocab_size"] > MAX_TOKENS:
-        raise UserError(f"it has {hf_config['vocab_size']:,} tokens, more than {MAX_TOKENS:,}")
     for name, hf_name in names.items():
         fields[name] = hf_config.get(hf_name)
     config = GPTConfig(**fields)

@@ -13,7 +13,8 @@ from data.loader import (
     step_sequences,
     train_batches,
 )
-from data.shards import TokenStream, header, open_folder, write_manifest
+from data.sharder import ShardWriter
+from data.shards import TokenStream, open_folder, write_manifest
 from utils.errors import UserError
 
 
@@ -35,8 +36,9 @@ def folder_of(folder, sizes, names="train_{:06d}.npy"):
     """Shards of these sizes, of the tokens 0, 1, 2, ..."""
     tokens = np.arange(sum(sizes), dtype=np.uint16)
     for i, piece in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
-        path = folder / names.format(i)
-        path.write_bytes(header(path.suffix, len(piece)) + piece.tobytes())
+        writer = ShardWriter(folder / names.format(i), "train", "<u2")
+        writer.append(piece)
+        writer.finish()
     return open_folder(folder, "train")
 
 

@@ -4,54 +4,64 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.export_tokenizer import save_tokenizer
+from data.foreign import bin_header
 from data.sharder import ShardWriter
-from data.shards import ShardFolder, header, inspect_shard, open_folder, write_manifest
+from data.shards import ShardFolder, TokenStream, inspect_shard, open_folder, write_manifest
+from data.tokenizer import load_tokenizer
 from utils.errors import UserError
 
 
-def write(folder, split, index, tokens, suffix=".npy"):
-    writer = ShardWriter(folder, split, index, suffix)
-    writer.append(np.asarray(tokens, np.uint16))
+def write(folder, split, index, tokens, suffix=".npy", dtype="<u2"):
+    writer = ShardWriter(folder / f"{split}_{index:06d}{suffix}", split, dtype)
+    writer.append(np.asarray(tokens, np.uint32))
     return writer.finish()
 
 
-def test_shards_are_what_numpy_and_llm_c_read(tmp_path):
-    path = tmp_path / write(tmp_path, "train", 0, range(1000))["file"]
+@pytest.mark.parametrize(
+    ("dtype", "magic", "version"), [("<u2", 20240520, 1), ("<u4", 20240801, 7)]
+)
+def test_shards_are_what_numpy_and_llm_c_read(tmp_path, dtype, magic, version):
+    tokens = [5, 6, np.iinfo(dtype).max]
+    path = tmp_path / write(tmp_path, "train", 0, tokens, dtype=dtype)["file"]
     array = np.load(path, mmap_mode="r")
-    assert array.dtype == np.uint16 and array.tolist() == list(range(1000))
-    assert (inspect_shard(path).read() == array).all()
-    path = tmp_path / write(tmp_path, "val", 3, [5, 6, 50256], ".bin")["file"]
+    assert array.dtype == dtype and array.tolist() == tokens
+    assert inspect_shard(path).read().tolist() == tokens
+    path = tmp_path / write(tmp_path, "val", 3, tokens, ".bin", dtype)["file"]
     content = path.read_bytes()
-    assert path.name == "val_000003.bin" and len(content) == 1024 + 6
-    assert np.frombuffer(content[:12], "<i4").tolist() == [20240520, 1, 3]
-    assert inspect_shard(path).read().tolist() == [5, 6, 50256]
+    assert path.name == "val_000003.bin"
+    assert np.frombuffer(content[:1024], "<i4").tolist() == [magic, version, 3] + [0] * 253
+    assert np.frombuffer(content[1024:], dtype).tolist() == tokens
+    assert inspect_shard(path).read(1, 2).tolist() == tokens[1:]
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
 def test_an_unfinished_shard_is_not_seen_and_continued_equals_one_written_at_once(tmp_path, suffix):
-    whole = write(tmp_path, "train", 0, range(100), suffix)
-    first = ShardWriter(tmp_path, "train", 1, suffix)
-    first.append(np.arange(70, dtype=np.uint16))
+    whole = write(tmp_path, "train", 0, range(100), suffix, "<u4")
+    path = tmp_path / f"train_000001{suffix}"
+    first = ShardWriter(path, "train", "<u4")
+    first.append(np.arange(70))
     first.sync()  # 40 of these 70 are in the manifest; then a kill
     assert [shard.path.name for shard in open_folder(tmp_path, "train").shards] == [whole["file"]]
-    second = ShardWriter(tmp_path, "train", 1, suffix, start=40)
-    second.append(np.arange(40, 100, dtype=np.uint16))
+    second = ShardWriter(path, "train", "<u4", start=40)
+    second.append(np.arange(40, 100))
     assert second.finish()["sha256"] == whole["sha256"]
 
 
 np.save(buffer := io.BytesIO(), np.zeros(4, np.int32))
 INT32 = buffer.getvalue()
+BIN = bin_header("<u2", 100)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("train_0.npy", b"not numpy at all", "pickled"),
-        ("train_0.npy", header(".npy", 100) + b"\0" * 199, "greater than file size"),
-        ("train_0.bin", header(".bin", 100) + b"\0" * 199, "greater than file size"),
-        ("train_0.bin", header(".bin", 100) + b"\0" * 202, "longer than its header"),
+        ("train_0.npy", INT32[:-1], "greater than file size"),
+        ("train_0.bin", BIN + b"\0" * 199, "1,223 bytes instead of 1,224"),
+        ("train_0.bin", BIN + b"\0" * 202, "1,226 bytes instead of 1,224"),
         ("train_0.bin", b"\0" * 4096, "no header of llm.c"),
-        ("train_0.npy", INT32, "instead of a 1-D uint16 array"),
+        ("train_0.npy", INT32, "instead of 1-D uint16 or uint32"),
     ],
 )
 def test_a_broken_shard_is_named(tmp_path, name, content, message):
@@ -121,3 +131,40 @@ def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
 def test_a_folder_whose_sharding_was_interrupted_is_known(progress, is_unfinished):
     folder = ShardFolder(Path("data"), "train", [], "bytes", progress)
     assert folder.is_unfinished == is_unfinished
+
+
+def write_datatrove(folder, name, documents, tokenizer, dtype="<u2"):
+    """Write what datatrove's TokenizedFile does; end of text stands at the end of a document."""
+    tokens = np.array(sum(documents, []), dtype)
+    path = folder / f"{name}.ds"
+    path.write_bytes(tokens.tobytes())
+    ends = np.cumsum([len(document) for document in documents], dtype="<u8")
+    (folder / f"{name}.ds.index").write_bytes(ends.tobytes())
+    metadata = f"{tokenizer}|{tokens.itemsize}\n{len(tokens)}\n{len(tokens)} T"
+    (folder / f"{name}.ds.metadata").write_text(metadata)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_folders_of_datatrove_are_streams_of_their_files(tmp_path, dtype):
+    documents = [[1, 2, 50256], [3, 50256]]
+    write_datatrove(tmp_path, "train_00000_unshuffled", documents, "gpt2", dtype)
+    # a task without input leaves empty files
+    write_datatrove(tmp_path, "train_00001_unshuffled", [], "gpt2", dtype)
+    write_datatrove(tmp_path, "train_00002_unshuffled", [[4, 50256]], "gpt2", dtype)
+    write_datatrove(tmp_path, "000_val", [[5, 50256]], "gpt2", dtype)
+    train, val = (TokenStream([open_folder(tmp_path, split)]) for split in ("train", "val"))
+    assert train.tokens(1, 6).tolist() == [2, 50256, 3, 50256, 4, 50256]
+    assert len(train) == 7 and val.tokens(0, 2).tolist() == [5, 50256]
+    assert train.tokenizer == "gpt2" and train.bytes_per_token is None
+
+
+def test_datatrove_tokens_of_another_tokenizer_need_its_file(tmp_path):
+    path = write_datatrove(tmp_path, "train", [[65, 256]], "/data/|/tokenizer.json")
+    with pytest.raises(UserError, match=r"train.ds holds tokens of /data/\|/tok.*json beside it"):
+        open_folder(tmp_path, "train")
+    save_tokenizer(load_tokenizer("bytes"), tmp_path, block_size=8)
+    assert open_folder(tmp_path, "train").tokenizer == "bytes"
+    path.write_bytes(b"\0\0")
+    with pytest.raises(UserError, match="train.ds is damaged.* 2 bytes instead of 4"):
+        open_folder(tmp_path, "train")

@@ -19,6 +19,7 @@ from data.shards import TokenStream, open_folder
 from data.tokenizer import load_tokenizer
 from evaluation.scoring import pack
 from evaluation.tasks import Item
+from finetuning.examples import encode_completion
 from model.config import GPTConfig
 from training.summary import check_tokenizer
 from utils.errors import UserError
@@ -37,7 +38,7 @@ def assert_restores_texts(tokenizer):
     """Any text comes back, and special tokens in it are text."""
     for text in (*TEXTS.values(), "\x00"):
         ids = tokenizer.encode(text)
-        assert ids.dtype == np.uint16 and tokenizer.eot not in ids
+        assert ids.dtype == np.uint32 and tokenizer.eot not in ids
         assert tokenizer.decode_bytes([tokenizer.eot, *ids.tolist()]).decode() == text
 
 
@@ -193,7 +194,6 @@ def test_a_vocabulary_of_the_size_of_a_known_one_is_read_as_itself(tmp_path):
     ("changes", "message"),
     [
         ({"added_tokens": []}, "no end of text .*--end_of_text"),
-        ({"model": {"type": "BPE", "vocab": {"a": 65_535}, "merges": []}}, "id 65,535"),
         ({"model": {}}, "no tokenizer that can be used"),
     ],
 )
@@ -203,3 +203,24 @@ def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path, changes, message):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(UserError, match=message):
         read_tokenizer(path)
+
+
+def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path, corpus):
+    save_tokenizer(load_tokenizer("bytes"), tmp_path, block_size=32)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    ids = {token: 70_000 + i for token, i in content["model"]["vocab"].items()}
+    content["model"]["vocab"] = {**ids, "<|endoftext|>": 70_256}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = load_tokenizer(read_tokenizer(path))
+    for shard_format in ("npy", "bin"):
+        for max_shards in (1, None):  # the second run continues a shard
+            options = {"tokenizer": str(path), "format": shard_format, "max_shards": max_shards}
+            manifest = shard(corpus, tmp_path / shard_format, **options)
+        assert manifest["vocab_size"] == 70_257
+        stream = TokenStream([open_folder(tmp_path / shard_format, "train")])
+        tokens = stream.tokens(0, len(stream)).tolist()
+        texts = "".join(chr(token - 70_000) for token in tokens).split("\u0100")
+        assert texts == ["", *(text for text in documents() if text in texts)]
+    example = encode_completion("a", "b", tokenizer, chat=False)
+    assert example.tokens.tolist() == [70_256, 70_097, 70_098, 70_256]
