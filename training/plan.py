@@ -187,8 +187,8 @@ def forecast_memory(
         ),
     }
     if hardware.device.type == "cpu":
-        # a thread writes the checkpoint from a copy while training goes on
-        forecast["copy for saving"] = FLOAT32_BYTES * (num_weights + num_moments)
+        # a thread splits the weights of a copy in two, and writes it while training goes on
+        forecast["copy for saving"] = FLOAT32_BYTES * (2 * num_weights + num_moments)
     return forecast
 
 
