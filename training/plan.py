@@ -114,8 +114,9 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
     if itemsize < FLOAT32_BYTES:
         # of hidden states, of their gradient and of the weight, for the matmuls
         copies = itemsize * (2 * tokens * C + V * C)
-    # One chunk of logits in the dtype of matmuls. Without the compiler, which stores no intermediate
-    # results, also in float32: a copy, its difference from the maximum, and the exponential of that.
+    # One chunk of logits in the dtype of matmuls. Without the compiler, which stores no
+    # intermediate results, also three in float32: a copy of the logits, its difference from their
+    # maximum, and the exponential of that.
     logit_bytes = itemsize
     if not compiled:
         logit_bytes += 3 * FLOAT32_BYTES
