@@ -15,6 +15,7 @@ import json
 import re
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -107,12 +108,31 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
+class ShardEntry:
+    """Shard of a folder, whose file is opened when it is first read: 15 trillion tokens are 150,000
+    files, which a thousand processes would open at once."""
+
+    path: Path
+    num_tokens: int
+    checksum: str
+    """Tells other tokens: the SHA-256 in the manifest, or the CRC-32 of the first tokens."""
+
+    @cached_property
+    def shard(self) -> Shard:
+        """The file. Raises UserError if it is damaged, or not the one that the manifest lists."""
+        shard = inspect_shard(self.path)
+        if shard.num_tokens != self.num_tokens:
+            raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
+        return shard
+
+
+@dataclass(frozen=True)
 class ShardFolder:
     """Folder of token shards, opened for one split."""
 
     path: Path
     split: str
-    shards: list[Shard]
+    shards: list[ShardEntry]
     tokenizer: str
     """Spec of the tokenizer (data/tokenizer.py)."""
     manifest: dict
@@ -135,36 +155,33 @@ class ShardFolder:
 
 
 def open_folder(folder: Path, split: str) -> ShardFolder:
-    """Open the shards of a split, "train" or "val", in name order.
+    """Open a split, "train" or "val": the shards that the manifest lists, in its order. Without a
+    manifest, all files of the split in name order.
 
-    Raises UserError if there is none, one is damaged, they are not those that the manifest lists,
-    or their tokenizer is not known.
+    Raises UserError if there is none, or if their tokenizer is not known. A shard that is missing,
+    damaged or not the one that the manifest lists raises an error when it is first read.
     """
-    shards = []  # in name order, which is the order of the stream
-    for path in shard_paths(folder) if folder.is_dir() else []:
-        # the last of these words in a name counts, as in retrieval_train_000001.npy
-        if re.findall("train|val", path.stem.lower())[-1:] == [split]:
-            shards.append(inspect_shard(path))
+    manifest = read_manifest(folder)
+    shards = []  # in the order of the stream
+    for entry in manifest.get("shards", []):
+        if entry["split"] == split:
+            shards.append(ShardEntry(folder / entry["file"], entry["tokens"], entry["sha256"]))
+    if not manifest and folder.is_dir():  # of another project: the files in name order
+        for path in shard_paths(folder):
+            # the last of these words in a name counts, as in retrieval_train_000001.npy
+            if re.findall("train|val", path.stem.lower())[-1:] == [split]:
+                shard = inspect_shard(path)
+                checksum = zlib.crc32(shard.read(count=1000))
+                shards.append(ShardEntry(path, shard.num_tokens, f"{checksum}"))
     if not shards:
         raise UserError(
             f"{folder} holds no {split} shards (.npy, .bin, .ds); give another --data_dir, or make "
             f"some: python data/fineweb-edu.py --input YOUR_TEXT --local_dir {folder}"
         )
-    manifest = read_manifest(folder)
-    # a missing shard would shift every later sequence: another data order, without an error
-    if manifest:
-        # names and numbers of tokens, so that a shard of another sharding does not pass
-        on_disk = {(shard.path.name, shard.num_tokens) for shard in shards}
-        listed = {(x["file"], x["tokens"]) for x in manifest["shards"] if x["split"] == split}
-        if listed != on_disk:
-            name, _ = min(listed ^ on_disk)  # the first that is in one of the two only
-            raise UserError(
-                f"{folder / name} is missing or not as {MANIFEST} lists it; make or copy it again"
-            )
     return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest, shards), manifest)
 
 
-def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
+def find_tokenizer(folder: Path, manifest: dict, shards: list[ShardEntry]) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE
@@ -180,7 +197,7 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[Shard]) -> str:
     if name is None:
         # Other projects shard GPT-2's tokens. Any 1,000 of these hold an id above 2**15; the ids of
         # a smaller vocabulary would train without an error, as another text.
-        first_ids = shards[0].read(count=100_000)
+        first_ids = shards[0].shard.read(count=100_000)
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
                 f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
@@ -206,10 +223,8 @@ class TokenStream:
         self.tokenizer = folders[0].tokenizer
         self.tokenizer_identity = tokenizer_identity(self.tokenizer)
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
-        self.shards: list[Shard] = []
-        identities: set[str] = set()
+        self.shards: list[ShardEntry] = []
         paths: set[Path] = set()
-        fractions: set[float] = set()
         for folder in folders:
             self.shards += folder.shards  # in the order given
             if folder.path.resolve() in paths:
@@ -217,20 +232,19 @@ class TokenStream:
                     f"--data_dir names {folder.path} twice; a weight gives it a larger share"
                 )
             paths.add(folder.path.resolve())
-            identities.add(tokenizer_identity(folder.tokenizer))
-            # the rule of other projects is not known
-            if "val_fraction" in folder.manifest:
-                fractions.add(folder.manifest["val_fraction"])
+        identities = {tokenizer_identity(folder.tokenizer) for folder in folders}
         if len(identities) > 1:
             raise UserError(
                 f"the folders of --data_dir have several tokenizers: {sorted(identities)}"
             )
+        # the rule of other projects is not known: None
+        fractions = {folder.manifest.get("val_fraction") for folder in folders} - {None}
         if len(fractions) > 1:
             raise UserError(
                 f"the folders of --data_dir have several --val_fraction, {sorted(fractions)}: one "
                 "may train on the validation text of another; shard them alike"
             )
-        sizes = [shard.num_tokens for shard in self.shards]
+        sizes = [entry.num_tokens for entry in self.shards]
         self.starts = np.cumsum([0, *sizes])
         """Place of the first token of each shard in the stream; last, the length of the stream."""
 
@@ -245,7 +259,7 @@ class TokenStream:
         # the last shard that begins at `start` or before
         index = int(np.searchsorted(self.starts, start, side="right")) - 1
         while length > 0:
-            shard = self.shards[index]
+            shard = self.shards[index].shard
             offset = start - int(self.starts[index])
             piece = shard.read(offset, min(length, shard.num_tokens - offset))
             # on a GPU an id beyond the embedding is an assertion without a file's name
@@ -274,14 +288,11 @@ class TokenStream:
 
     @property
     def digest(self) -> int:
-        """Checksum of the lengths and first tokens of the shards, in their order. It tells other
-        data from the same data in another place."""
-        checksum = 0  # of the shards so far: crc32 continues from it
-        for shard in self.shards:
-            checksum = zlib.crc32(f"{shard.num_tokens}".encode(), checksum)
-            # quick, as it runs at each start of a training run; data/verify.py reads all tokens
-            checksum = zlib.crc32(shard.read(count=1000).tobytes(), checksum)
-        return checksum
+        """Checksum of the lengths and checksums of the shards, in their order. It tells other data
+        from the same data in another place."""
+        # quick, as it runs at each start of a training run; data/verify.py reads all tokens
+        contents = [(entry.num_tokens, entry.checksum) for entry in self.shards]
+        return zlib.crc32(f"{contents}".encode())
 
     @property
     def unfinished(self) -> list[Path]:

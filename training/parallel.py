@@ -121,10 +121,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     norm = nn.utils.get_total_norm(gradients)
     # of DTensors it is a DTensor, too: full_tensor adds up the shards of all processes
     full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    # A comparison would make the host wait for a GPU, where multiplying by 1 is cheaper. On a CPU
-    # it saves a pass over the gradients.
-    is_gpu = full_norm.device.type != "cpu"
-    if max_norm > 0 and (is_gpu or full_norm > max_norm):
+    if max_norm > 0:
+        # multiplies by 1 where the norm is smaller: a comparison would make the host wait for a GPU
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return full_norm
 

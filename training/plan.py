@@ -101,20 +101,28 @@ def block_activations(shape: GPTConfig, itemsize: int, checkpointing: str) -> in
     return residuals + itemsize * (normed + qkv + attention + hidden + activated)
 
 
-def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware) -> int:
-    """Return the bytes that the loss of `tokens` tokens holds at its peak (model/loss.py)."""
+def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: bool) -> int:
+    """Return the bytes that the loss of `tokens` tokens holds at its peak (model/loss.py), from the
+    output of the final norm on."""
     itemsize = hardware.dtype.itemsize
     C = shape.n_embd
     V = shape.padded_vocab_size
+    hidden = FLOAT32_BYTES * tokens * C
     # the loss computes gradients of hidden states and of the head's weight in its forward pass
     gradients = FLOAT32_BYTES * (tokens * C + V * C)
     copies = 0
     if itemsize < FLOAT32_BYTES:
-        copies = itemsize * (tokens * C + V * C)  # of hidden states and weight, for the matmuls
-    # one chunk of logits in the dtype of matmuls, and its float32 copy and softmax
-    chunk_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
-    logits = (itemsize + 2 * FLOAT32_BYTES) * min(tokens, chunk_rows) * V
-    return gradients + copies + logits
+        # of hidden states, of their gradient and of the weight, for the matmuls
+        copies = itemsize * (2 * tokens * C + V * C)
+    # One chunk of logits in the dtype of matmuls. Without the compiler, which stores no
+    # intermediate results, also three in float32: a copy of the logits, its difference from their
+    # maximum, and the exponential of that.
+    logit_bytes = itemsize
+    if not compiled:
+        logit_bytes += 3 * FLOAT32_BYTES
+    max_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
+    logits = logit_bytes * loss.chunk_rows(tokens, max_rows) * V
+    return hidden + gradients + copies + logits
 
 
 def forecast_memory(
@@ -156,6 +164,11 @@ def forecast_memory(
     elif itemsize < FLOAT32_BYTES and options.activation_checkpointing == "none":
         compute_weights = itemsize * num_matrix_weights  # autocast's copies, which autograd keeps
 
+    # FSDP2 holds the buffer of a micro-step's last reduction, that of the root, until the next one
+    held_buffer = 0
+    if num_shards > 1 and micro_steps > 1 and options.sharding != "zero1":
+        held_buffer = FLOAT32_BYTES * num_other_weights
+
     tokens = options.micro_batch_size * shape.block_size
     per_block = block_activations(shape, itemsize, options.activation_checkpointing)
     final_norm = FLOAT32_BYTES * shape.n_embd  # its input
@@ -168,14 +181,15 @@ def forecast_memory(
         "weights cast or gathered for compute": compute_weights,
         "gradients": gradients,  # divided among processes above, where they are
         "optimizer": FLOAT32_BYTES * num_moments // num_shards,
+        "buffer of the last reduction": held_buffer,
         "activations": tokens * (shape.n_layer * per_block + final_norm),
         "head and logits, or one block's backward pass": max(
-            head_memory(shape, tokens, hardware), block_backward
+            head_memory(shape, tokens, hardware, options.use_torch_compile), block_backward
         ),
     }
     if hardware.device.type == "cpu":
-        # a thread writes the checkpoint from a copy while training goes on
-        forecast["copy for saving"] = FLOAT32_BYTES * (num_weights + num_moments)
+        # a thread splits the weights of a copy in two, and writes it while training goes on
+        forecast["copy for saving"] = FLOAT32_BYTES * (2 * num_weights + num_moments)
     return forecast
 
 

@@ -145,9 +145,8 @@ class Process:
 
     def all_equal(self, number: int) -> bool:
         """Return whether every process has the same number, below 2^63."""
-        minimum = self.min(number)
-        maximum = -self.min(-number)  # of equal numbers minimum and maximum are one
-        return minimum == maximum
+        # the smallest is the largest, too
+        return self.min(number) == -self.min(-number)
 
     def min(self, number: int) -> int:
         """Return the smallest of the processes' numbers."""

@@ -79,8 +79,7 @@ def check_space(folder: Path, needed_bytes: int, purpose: str) -> None:
     """Raise UserError if the disk of `folder` has too little space for a `purpose`."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
-        needed_gb = needed_bytes / 1e9
-        free_gb = free_bytes / 1e9
         raise UserError(
-            f"{purpose} needs {needed_gb:.3f} GB, but the disk of {folder} has {free_gb:.3f}"
+            f"{purpose} needs {needed_bytes / 1e9:.3f} GB, but the disk of {folder} has "
+            f"{free_bytes / 1e9:.3f}"
         )

@@ -35,7 +35,7 @@ def digests(folder):
 
 
 def texts_in(folder, split):
-    tokens = np.concatenate([s.read() for s in open_folder(folder, split).shards])
+    tokens = np.concatenate([x.shard.read() for x in open_folder(folder, split).shards])
     starts = np.flatnonzero(tokens == 256)
     assert starts[0] == 0  # each document is preceded by end of text
     return [bytes(text[1:].astype(np.uint8)).decode() for text in np.split(tokens, starts[1:])]

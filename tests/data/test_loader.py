@@ -14,7 +14,7 @@ from data.loader import (
     train_batches,
 )
 from data.sharder import ShardWriter
-from data.shards import TokenStream, open_folder, write_manifest
+from data.shards import ShardEntry, ShardFolder, TokenStream, open_folder, write_manifest
 from utils.errors import UserError
 
 
@@ -58,6 +58,21 @@ def test_a_step_is_the_same_sequences_for_any_slicing(micro, world):
     assert sorted(np.concatenate([s.ravel() for s in shares])) == sorted(ids)
 
 
+def test_1024_ranks_share_the_steps_of_15_trillion_tokens(tmp_path):
+    np.save(tmp_path / "tail.npy", np.arange(3000, dtype=np.uint16))
+    shards = [ShardEntry(tmp_path / "not_there.npy", 10**8, "")] * 150_000
+    shards.append(ShardEntry(tmp_path / "tail.npy", 3000, ""))
+    sequences = Sequences(TokenStream([ShardFolder(tmp_path, "train", shards, "gpt2", {})]), 1024)
+    n = len(sequences)
+    start = (n - 1) * 1024
+    assert start > 2**43 and (sequences.read(n - 1) == np.arange(1025) + start - 15 * 10**12).all()
+    step = n // 8192 - 1  # the last whole one of the epoch
+    ids = step_sequences(step, 8192, n, seed=1)
+    shares = [Slicing(8192, 4, rank, 1024).rank_ids(ids) for rank in range(1024)]
+    assert sorted(np.concatenate([share.ravel() for share in shares])) == sorted(set(ids))
+    assert 0 <= ids.min() < 2**32 < n / 2 < ids.max() < n
+
+
 def test_an_epoch_visits_everything_once_and_the_next_in_another_order():
     n, batch = 103, 10
     ids = np.concatenate([step_sequences(step, batch, n, seed=1) for step in range(21)])
@@ -82,7 +97,7 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
 
 @pytest.mark.parametrize(("sizes", "expected"), [([30, 50], 0.4), ([30, None], None)])
 def test_folders_sum_their_bytes_and_tokens(tmp_path, sizes, expected):
-    shards = [{"file": "train_000000.npy", "split": "train", "tokens": 100}]
+    shards = [{"file": "train_000000.npy", "split": "train", "tokens": 100, "sha256": ""}]
     folders = []
     for number, size in enumerate(sizes):
         folder = tmp_path / f"{number}"

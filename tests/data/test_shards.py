@@ -76,17 +76,23 @@ def test_missing_and_empty_folders_say_what_to_do(tmp_path):
             open_folder(folder, "val")
 
 
-@pytest.mark.parametrize("name", ["train_000001.npy", "train_000002.npy"])
-def test_a_shard_that_is_gone_or_that_the_manifest_does_not_list_is_named(tmp_path, name):
-    entries = [write(tmp_path, "train", i, range(10)) for i in range(2)]
+def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(tmp_path):
+    entries = [write(tmp_path, "train", i, range(10)) for i in range(3)]
     write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
-    assert len(open_folder(tmp_path, "train").shards) == 2
-    if (tmp_path / name).exists():
-        (tmp_path / name).unlink()
-    else:
-        write(tmp_path, "train", 2, range(10))
-    with pytest.raises(UserError, match=f"{name} is missing or not as manifest.json"):
-        open_folder(tmp_path, "train")
+    digest = TokenStream([open_folder(tmp_path, "train")]).digest
+    (tmp_path / "train_000001.npy").unlink()
+    write(tmp_path, "train", 2, range(9))  # of another sharding
+    write(tmp_path, "train", 3, range(10))  # of a sharding that goes on
+    stream = TokenStream([open_folder(tmp_path, "train")])
+    assert len(stream) == 30 and stream.digest == digest
+    assert stream.tokens(0, 10).tolist() == list(range(10))
+    with pytest.raises(FileNotFoundError, match="train_000001.npy"):
+        stream.tokens(5, 10)
+    with pytest.raises(UserError, match="train_000002.npy is not as manifest.json lists it"):
+        stream.tokens(20, 5)
+    entries[0]["sha256"] = entries[1]["sha256"][::-1]
+    write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
+    assert TokenStream([open_folder(tmp_path, "train")]).digest != digest
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tokenizer": "gpt2"}'])

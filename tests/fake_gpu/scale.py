@@ -1,0 +1,182 @@
+"""Count what one rank of up to 1,024 holds, sends and opens, without a GPU: print the table of
+docs/SCALING.md, less than a minute a row.
+
+    FAKE_GPUS=8 FAKE_MB=200000 bash RUN_SH python tests/fake_gpu/scale.py | grep '^|'
+
+RUN_SH starts a command on a null CUDA device: PyTorch's CUDA build with a libcuda that allocates
+host memory and whose kernels do nothing. FAKE_MB is above a GPU's memory, to count what does not
+fit. Each row is train.py itself, compiled, in a process of its own, on shards that this script
+makes. Only its weights are not drawn: memory that nobody writes costs the host none, so that 7B
+parameters fit. Figures are those of the last step; seconds are of this machine's processor.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from functools import partialmethod
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import train
+import training.run
+from data.shards import write_manifest
+from model.recipes import parse_recipe
+from training.checkpoint import assemble
+from training.parallel import gather_state
+from training.plan import Hardware, forecast_memory
+
+# flags, and tokens of a micro-batch
+MODELS = {
+    "124M": ("--micro_batch_size 16", 16 * 1024),
+    "1558M": ("--micro_batch_size 8 --model_type gpt2-xl", 8 * 1024),
+    "7B": (
+        "--micro_batch_size 2 --block_size 2048 --recipe llama,n_inner=11008 --n_layer 32 "
+        "--n_head 32 --n_embd 4096",
+        2 * 2048,
+    ),
+}
+ROWS = """124M none none 8 0
+124M none cheap 8 0
+124M none cheap 1024 1023
+124M zero1 cheap 1024 0
+1558M none cheap 1024 0
+1558M zero1 cheap 1024 0
+1558M zero2 cheap 8 0
+1558M zero2 cheap 64 63
+1558M zero2 cheap 1024 0
+1558M zero2 cheap 1024 1023
+1558M zero3 block 1024 0
+7B zero1 block 1024 0
+7B zero2 cheap 1024 0
+7B zero2 block 1024 0
+7B zero3 cheap 1024 0
+7B zero3 block 1024 1023"""
+KINDS = ("allreduce", "all_gather_single", "reduce_scatter_single")  # of collectives in a step
+COLUMNS = (
+    "model, --sharding, --activation_checkpointing, processes, rank, s to start, shards opened, "
+    "host syncs, all-reduce, all-gather, reduce-scatter, peak GB, forecast GB, s to save"
+).split(", ")
+calls = []  # (kind of collective, bytes of the whole tensors), since the step began
+
+
+class FakeGroup(dist.ProcessGroup):
+    """Process group of ranks that exist in name alone. It counts its collectives, and says that
+    they are done; PyTorch's own fake group has no results for DDP's reducer."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+
+    @property
+    def group_name(self):
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def collective(self, kind, outputs, inputs, *options):
+        tensors = tree_leaves(outputs)
+        if kind == "allgather":  # by which DDP compares the shapes of all ranks
+            for tensor in tensors:
+                tensor.copy_(inputs[0])
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if kind == "reduce_scatter_single":
+            num_bytes *= self.size()  # of its input
+        calls.append((kind, num_bytes))
+        future = torch.futures.Future()
+        future.set_result(outputs)
+        return _create_work_from_future(future)
+
+
+for kind in (*KINDS, "allgather", "broadcast", "all_gather_single_coalesced"):
+    setattr(FakeGroup, kind, partialmethod(FakeGroup.collective, kind))
+dist.Backend.register_backend("counted", FakeGroup, devices=["cpu", "cuda"])
+
+
+def make_shards(folder):
+    """Write 1,000 small shards and their manifest."""
+    shards = []
+    for index in range(1000):
+        split = "train" if index else "val"
+        name = f"{split}_{index:06d}.npy"
+        np.save(folder / name, np.zeros(3000, np.uint16))
+        shards.append({"file": name, "split": split, "tokens": 3000, "sha256": name})
+    write_manifest(folder, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": shards})
+
+
+def measure(row, folder):
+    """Print a row of the table, and end this process."""
+    cells = row.split()
+    model_name, sharding, checkpointing, world_size, rank = cells
+    os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": "8", "RANK": rank}
+    os.environ["LOCAL_RANK"] = f"{int(rank) % 8}"
+    store = dist.HashStore()
+    dist.init_process_group("counted", store=store, rank=int(rank), world_size=int(world_size))
+    flags, tokens = MODELS[model_name]
+    # two micro-steps; DDP times its first ten steps, and waits for it
+    flags += (
+        f" --total_batch_size {2 * tokens * int(world_size)} --max_steps 12 --sharding {sharding} "
+        f"--activation_checkpointing {checkpointing} --data_dir {folder} --eval_every 0 "
+        f"--checkpoint_dir {folder}/{os.getpid()} --sample_every 0"
+    )
+    sys.argv = ["train.py", *flags.split()]
+    for name in ("normal_", "uniform_", "kaiming_uniform_"):
+        setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
+    training.run.check_space = lambda *_: None  # of the disk, on which nothing is saved
+    opened = []
+    sys.addaudithook(lambda event, args: event == "open" and opened.append(f"{args[0]}"))
+    null_device = ctypes.CDLL(None)
+    train_step = train.train_step
+    start = time.perf_counter()
+
+    def counted_step(run, model, optimizers, *arguments):
+        if run.state.step == 0:
+            cells.append(f"{time.perf_counter() - start:.1f}")
+            cells.append(f"{sum(path.endswith('.npy') for path in opened)}")
+        calls.clear()
+        torch.cuda.reset_peak_memory_stats()
+        num_syncs = null_device.fakecuda_count(1)
+        result = train_step(run, model, optimizers, *arguments)
+        if run.state.step < run.config.max_steps:
+            return result
+
+        cells.append(f"{null_device.fakecuda_count(1) - num_syncs}")
+        for kind in KINDS:
+            sizes = [num_bytes for called, num_bytes in calls if called == kind]
+            cells.append(f"{len(sizes)}: {sum(sizes) / 1e9:.2f} GB")
+        cells.append(f"{torch.cuda.max_memory_allocated() / 1e9:.2f}")
+        plain_model = getattr(model, "module", model)  # DDP wraps it
+        recipe = parse_recipe(run.config.recipe)
+        hardware = Hardware.of(run.config)
+        forecast = forecast_memory(run.config, recipe, plain_model.config, hardware)
+        cells.append(f"{sum(forecast.values()) / 1e9:.2f}")
+        if model_name == "124M":  # of the others this host cannot hold the state
+            start_of_save = time.perf_counter()
+            assemble(*gather_state(plain_model, optimizers))
+            cells.append(f"{time.perf_counter() - start_of_save:.1f}")
+        print("|", " | ".join(cells), "|", flush=True)
+        os._exit(0)
+
+    train.train_step = counted_step
+    train.main()
+
+
+def main():
+    print("|", " | ".join(COLUMNS), "|")
+    print("|---" * len(COLUMNS) + "|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        make_shards(Path(folder))
+        for row in sys.argv[1:] or ROWS.splitlines():
+            process = multiprocessing.Process(target=measure, args=(row, folder))
+            process.start()
+            process.join()
+
+
+if __name__ == "__main__":
+    main()
