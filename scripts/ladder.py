@@ -1,0 +1,190 @@
+"""Climb from the GPT-2 of a tutorial to this project's, one change at a time, on this machine.
+
+    python scripts/ladder.py                                            # minutes on two cores
+    python scripts/ladder.py --n_layer 12 --n_head 12 --n_embd 768 --block_size 1024    # 124M
+
+Each rung trains this project's model with the changes of its name and of all rungs before it. What
+they replace stands here, written as a tutorial would; it is no option of train.py. docs/LADDER.md
+says what each change does, where it lives, and on which device it pays.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from config import OptimizerOptions
+from data.tokenizer import GPT2Tokenizer
+from model.config import GPTConfig
+from model.execution import Execution
+from model.gpt import GPT, rebuild
+from model.recipes import Recipe
+from training.measure import Measurement, MeasureOptions, Program, measure_in_turn
+from training.optim import make_optimizers
+from utils.cli import start_script
+from utils.devices import pick_device
+
+RUNGS = [
+    "start",
+    "padded vocabulary",
+    "fused attention",
+    "chunked loss",
+    "fused AdamW",
+    "bfloat16",
+    "compile",
+    "activation checkpointing",
+]
+
+
+@dataclass(frozen=True)
+class LadderOptions:
+    """Model, device and picture."""
+
+    n_layer: int = 4
+    """Transformer blocks."""
+    n_head: int = 4
+    """Attention heads."""
+    n_embd: int = 128
+    """Channels of the residual stream."""
+    block_size: int = 512
+    """Tokens per sequence."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps."""
+    out: Path = Path("plots/ladder.png")
+    """Bar chart to write."""
+
+
+@dataclass(frozen=True)
+class LadderConfig(MeasureOptions, LadderOptions):
+    """Measure the changes between a tutorial's GPT-2 and this one."""
+
+    repeats: int = 3
+    seconds: float = 1.0
+    micro_batch_size: int = 2
+
+
+# what the rungs replace
+
+
+class UnpaddedConfig(GPTConfig):
+    """Architecture whose embedding has a row for each token, and no others."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+class PlainAttention(nn.Module):
+    """softmax(q k^T / sqrt(D)) v, with the weights of all pairs of tokens in memory."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        scores = q @ k.mT / q.size(-1) ** 0.5  # (B, H, T, T)
+        # -inf above the diagonal: no token attends to later ones
+        causal_mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)  # (T, T)
+        weights = (scores + causal_mask).softmax(-1)
+        return weights @ v  # (B, H, T, D)
+
+
+class PlainLoss(nn.Module):
+    """Cross-entropy of the logits of all tokens at once, several times in memory."""
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        # a bias of -inf takes the padding out of the softmax
+        bias = weight.new_zeros(len(weight))
+        bias[GPT2Tokenizer.vocab_size :] = -torch.inf
+        logits = F.linear(x, weight, bias)  # (N, padded V)
+        return F.cross_entropy(logits, targets, reduction=reduction)
+
+
+class PlainAdamW(torch.optim.Optimizer):
+    """AdamW as in the paper (Loshchilov and Hutter 2019), one parameter after another."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                # step, and moving averages of the gradient and of its square
+                t, m, v = self.state.get(p, (0, 0, 0))
+                t += 1
+                m = beta1 * m + (1 - beta1) * p.grad
+                v = beta2 * v + (1 - beta2) * p.grad**2
+                self.state[p] = (t, m, v)
+                # the averages began at 0 and are too small at first
+                m = m / (1 - beta1**t)
+                v = v / (1 - beta2**t)
+                update = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
+                p -= group["lr"] * update
+
+
+def build(rung: str, config: LadderConfig) -> Program:
+    """Return the program of a rung: this project's model, with a plain part for each change that
+    comes later."""
+    changes = RUNGS[: RUNGS.index(rung) + 1]
+    shape = GPTConfig(
+        block_size=config.block_size,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+    )
+    checkpointing = "block" if "activation checkpointing" in changes else "none"
+    model = GPT(shape, Execution(checkpointing, "compile" in changes))
+    if "padded vocabulary" not in changes:
+        # all rungs begin with the same weights, this one without the rows of the padding
+        model = rebuild(model, UnpaddedConfig(**vars(shape)))
+    if "fused attention" not in changes:
+        for block in model.transformer.h:
+            block.attn.attend = PlainAttention()
+    if "chunked loss" not in changes:
+        model.loss = PlainLoss()
+    model.to(pick_device(config.device))
+
+    dtype = torch.bfloat16 if "bfloat16" in changes else torch.float32
+    [optimizer] = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
+    if "fused AdamW" not in changes:
+        optimizer = PlainAdamW(optimizer.param_groups, {})
+    return model, [optimizer], dtype
+
+
+# what they give
+
+
+def main(config: LadderConfig) -> None:
+    medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, config)
+    num_tokens = config.micro_batch_size * config.block_size
+    loss_before = medians["start"].loss
+    print("\n| rung | ms a step | tokens/s | peak GB | loss | change of the loss |")
+    print("|---|---|---|---|---|---|")
+    for rung, (step_seconds, peak_bytes, loss) in medians.items():
+        speed = f"{1000 * step_seconds:.0f} | {num_tokens / step_seconds:,.0f}"
+        change = f"{loss:.6f} | {loss - loss_before:+.6f}"
+        print(f"| {rung} | {speed} | {peak_bytes / 1e9:.2f} | {change} |")
+        loss_before = loss
+    draw(medians, config.out)
+    print(f"\nwrote {config.out}")
+
+
+def draw(medians: dict[str, Measurement], out: Path) -> None:
+    """Draw time and memory as bars, the start at the top."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    time_axes, memory_axes = figure.subplots(1, 2, sharey=True)
+    time_axes.invert_yaxis()
+    time_axes.set_xlabel("milliseconds a step")
+    memory_axes.set_xlabel("peak memory in GB")
+    for rung, median in medians.items():
+        time_axes.barh(rung, 1000 * median.step_seconds, color="C0")
+        memory_axes.barh(rung, median.peak_bytes / 1e9, color="C0")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+
+
+if __name__ == "__main__":
+    start_script(main, LadderConfig)

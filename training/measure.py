@@ -1,0 +1,108 @@
+"""Measure the training steps of several programs on one machine.
+
+Each measurement is a process of its own, which takes some steps to warm up and then counts for some
+seconds. The programs take turns, and medians count: so a machine that gets slower for a while slows
+all of them. scripts/bench.py and scripts/ladder.py say which programs they are.
+"""
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from data.tokenizer import GPT2Tokenizer
+from utils.devices import autocast
+
+WARMUP_STEPS = 3  # the first one compiles
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How to measure; a script adds the options of the model."""
+
+    repeats: int = 5
+    """Measurements of each program; the median counts."""
+    seconds: float = 5.0
+    """Length of a measurement; it has one step at least."""
+    micro_batch_size: int = 4
+    """Sequences in a training step."""
+
+
+# a model, which returns the loss of token ids and targets, its optimizers, and the dtype of matmuls
+Program = tuple[nn.Module, list[torch.optim.Optimizer], torch.dtype]
+
+
+class Measurement(NamedTuple):
+    """Training steps of a program."""
+
+    step_seconds: float
+    """Mean time of a step."""
+    peak_bytes: float
+    """Peak memory: of tensors on a CUDA GPU, elsewhere of the whole process."""
+    loss: float
+    """Loss of the last warmup step, after updates of all weights."""
+
+
+def measure_in_turn(
+    programs: dict[str, Callable], options: MeasureOptions
+) -> dict[str, Measurement]:
+    """Measure programs in turn, each time in a new process.
+
+    `programs` are functions that return a Program for the options, by name. Return the medians of
+    `options.repeats` measurements of each.
+    """
+    measurements: dict[str, list[Measurement]] = {name: [] for name in programs}
+    # "spawn" starts a new Python; a fork would begin with the memory of this process
+    context = multiprocessing.get_context("spawn")
+    for _ in range(options.repeats):
+        for name, build in programs.items():
+            with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+                measurement = process.submit(measure, build, options).result()
+            print(name, measurement, flush=True)
+            measurements[name].append(measurement)
+    return {name: Measurement(*np.median(measurements[name], axis=0)) for name in programs}
+
+
+def measure(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
+    """Build a program and train it on one random batch.
+
+    The peak memory is that of the process so far, which therefore has to be a new one.
+    """
+    torch.manual_seed(0)  # programs that draw alike get the same weights and the same batch
+    model, optimizers, dtype = build(options)
+    device = next(model.parameters()).device
+    size = (2, options.micro_batch_size, options.block_size)
+    idx, targets = torch.randint(GPT2Tokenizer.vocab_size, size, device=device)  # (B, T) each
+
+    def train_step() -> float:
+        # as train.py does: the cast weights of a step are of no use to the next one
+        with autocast(device, dtype, keep_weights=False):
+            loss = model(idx, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as train.py and nanoGPT do
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.item()  # waits until a GPU has done the step
+
+    for _ in range(WARMUP_STEPS):
+        loss = train_step()
+    num_steps = 0
+    start_seconds = time.perf_counter()
+    while num_steps == 0 or time.perf_counter() < start_seconds + options.seconds:
+        train_step()
+        num_steps += 1
+    step_seconds = (time.perf_counter() - start_seconds) / num_steps
+
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated()  # of tensors, without the CUDA context
+    else:  # the most that this process had in memory at one time; Linux counts it in KiB
+        peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Measurement(step_seconds, peak_bytes, loss)
