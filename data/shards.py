@@ -251,6 +251,10 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def open_shards(self) -> list[Shard]:
+        """Open all files; raise UserError for the first that is damaged or not as listed."""
+        return [entry.shard for entry in self.shards]
+
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
         Raises UserError for an id that the tokenizer does not have."""

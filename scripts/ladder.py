@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scri
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from config import OptimizerOptions
@@ -27,7 +26,7 @@ from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.measure import Measurement, MeasureOptions, Program, measure_in_turn
+from training.measure import MeasureOptions, Program, measure_in_turn
 from training.optim import make_optimizers
 from utils.cli import start_script
 from utils.devices import pick_device
@@ -46,7 +45,7 @@ RUNGS = [
 
 @dataclass(frozen=True)
 class LadderOptions:
-    """Model, device and picture."""
+    """Model and device."""
 
     n_layer: int = 4
     """Transformer blocks."""
@@ -58,8 +57,6 @@ class LadderOptions:
     """Tokens per sequence."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
-    out: Path = Path("plots/ladder.png")
-    """Bar chart to write."""
 
 
 @dataclass(frozen=True)
@@ -154,36 +151,19 @@ def build(rung: str, config: LadderConfig) -> Program:
     return model, [optimizer], dtype
 
 
-# what they give
-
-
 def main(config: LadderConfig) -> None:
     medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, config)
     num_tokens = config.micro_batch_size * config.block_size
+    longest_seconds = max(median.step_seconds for median in medians.values())
     loss_before = medians["start"].loss
-    print("\n| rung | ms a step | tokens/s | peak GB | loss | change of the loss |")
-    print("|---|---|---|---|---|---|")
+    print("\n| rung | ms a step | | tokens/s | peak GB | loss | change of the loss |")
+    print("|---|---|---|---|---|---|---|")
     for rung, (step_seconds, peak_bytes, loss) in medians.items():
-        speed = f"{1000 * step_seconds:.0f} | {num_tokens / step_seconds:,.0f}"
+        bar = "█" * round(20 * step_seconds / longest_seconds)
+        speed = f"{1000 * step_seconds:.0f} | {bar} | {num_tokens / step_seconds:,.0f}"
         change = f"{loss:.6f} | {loss - loss_before:+.6f}"
         print(f"| {rung} | {speed} | {peak_bytes / 1e9:.2f} | {change} |")
         loss_before = loss
-    draw(medians, config.out)
-    print(f"\nwrote {config.out}")
-
-
-def draw(medians: dict[str, Measurement], out: Path) -> None:
-    """Draw time and memory as bars, the start at the top."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    time_axes, memory_axes = figure.subplots(1, 2, sharey=True)
-    time_axes.invert_yaxis()
-    time_axes.set_xlabel("milliseconds a step")
-    memory_axes.set_xlabel("peak memory in GB")
-    for rung, median in medians.items():
-        time_axes.barh(rung, 1000 * median.step_seconds, color="C0")
-        memory_axes.barh(rung, median.peak_bytes / 1e9, color="C0")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
 
 
 if __name__ == "__main__":
