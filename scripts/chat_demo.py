@@ -1,7 +1,6 @@
-"""Data and results of scripts/chat_demo.sh, which says what the demo teaches.
+"""Data of scripts/chat_demo.sh, which says what the demo teaches.
 
-python -m scripts.chat_demo data FOLDER SEED
-python -m scripts.chat_demo results FOLDER
+python -m scripts.chat_demo FOLDER SEED
 """
 
 import itertools
@@ -9,9 +8,6 @@ import json
 import random
 import sys
 from pathlib import Path
-
-# the stages of the demo, and their names in the results
-STAGES = {"sums": "trained on sums", "sft": "8 dialogs", "grpo": "rewards"}
 
 
 def worked_sum(a: int, b: int) -> str:
@@ -56,24 +52,5 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(lines))
 
 
-def print_results(folder: Path) -> None:
-    """Print ten answers of the last stage, and the accuracy after each stage."""
-    print("\nTen held-out questions and the model's answers:")
-    lines = (folder / "grpo_held_out.jsonl").read_text().splitlines()
-    for line in lines[:10]:
-        row = json.loads(line)
-        verdict = "right" if row["exact"] else "wrong"
-        print(f"  {row['prompt']}  {row['completion']}  {verdict}")
-    print("\nHeld-out questions that are answered exactly:")
-    for stage, name in STAGES.items():
-        scores = json.loads((folder / f"{stage}_held_out.json").read_text())
-        exact = scores["results"][0]  # the only one: the share of exact answers
-        print(f"  {name:16} {exact['value']:6.1%} ± {exact['stderr']:.1%}")
-
-
 if __name__ == "__main__":
-    demo_folder = Path(sys.argv[2])
-    if sys.argv[1] == "data":
-        write_data(demo_folder / "data", seed=int(sys.argv[3]))
-    else:
-        print_results(demo_folder)
+    write_data(Path(sys.argv[1]), seed=int(sys.argv[2]))

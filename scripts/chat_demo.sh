@@ -17,10 +17,10 @@ run() { printf '\n$ python %s\n' "$*"; python "$@"; }
 folders() { echo "--checkpoint_dir $out/$1/checkpoints --seed $seed --resume auto"; }
 score() {  # STAGE QUESTIONS [FLAGS]: the share that is answered exactly
   run evaluate.py --checkpoint "$out/$1" --tasks "$out/data/$2.jsonl" --max_new_tokens 32 \
-    --batch_size 200 --out "$out/$1_$2.json" --dump "$out/$1_$2.jsonl" "${@:3}"
+    --batch_size 200 --dump "$out/$1_$2.jsonl" "${@:3}" | tee "$out/$1_$2.txt"
 }
 
-run -m scripts.chat_demo data "$out" "$seed"
+run -m scripts.chat_demo "$out/data" "$seed"
 
 # 1. sums: 27+58: 7+8=15, 2+5+1=8, 85
 run data/fineweb-edu.py --input "$out/data/sums.jsonl" --tokenizer bytes --local_dir "$out/shards"
@@ -41,8 +41,13 @@ run finetune.py --method grpo --reward exact --init_from "$out/sft" --data "$out
   --max_lr 3e-4 --max_new_tokens 32 --eval_data "$out/data/held_out.jsonl" --eval_every 20
 score grpo held_out
 
-run -m scripts.chat_demo results "$out"
 echo "
+Ten held-out questions and the model's answers:"
+head -n 10 "$out/grpo_held_out.jsonl"
+echo "
+Held-out questions that are answered exactly: trained on sums, after 8 dialogs, after rewards
+$(grep -h "exact match" "$out"/{sums,sft,grpo}_held_out.txt)
+
 The picture of the rewards is $out/grpo/logs/log_plot.png. What to try next:
   python sample.py --checkpoint $out/grpo --chat           talk to it: What is 27+58?
   python finetune.py --method sft --init_from gpt2 --data chat.jsonl    a chat of your own"

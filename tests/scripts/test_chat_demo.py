@@ -5,7 +5,7 @@ import shlex
 from conftest import ROOT
 
 from finetuning.options import FinetuneConfig
-from scripts.chat_demo import STAGES, print_results, worked_sum, write_data
+from scripts.chat_demo import worked_sum, write_data
 from utils.cli import parse
 
 
@@ -35,15 +35,3 @@ def test_the_stages_have_valid_options():
         config = parse(FinetuneConfig, args)
         assert config.batch_size * config.group_size % config.micro_batch_size == 0
     assert [shlex.split(command)[3] for command in commands] == ["sft", "grpo"]
-
-
-def test_answers_and_the_accuracy_of_each_stage_are_printed(tmp_path, capsys):
-    row = {"prompt": "What is 27+58?", "completion": "85", "exact": False}
-    (tmp_path / "grpo_held_out.jsonl").write_text(json.dumps(row))
-    for stage in STAGES:
-        scores = {"results": [{"value": 0.395, "stderr": 0.035}]}
-        (tmp_path / f"{stage}_held_out.json").write_text(json.dumps(scores))
-    print_results(tmp_path)
-    printed = capsys.readouterr().out
-    assert "What is 27+58?  85  wrong" in printed
-    assert printed.count(" 39.5% ± 3.5%") == len(STAGES)
