@@ -60,6 +60,6 @@ def make_optimizers(
     optimizers = [torch.optim.AdamW(adamw_groups, betas=betas, fused=True)]
     if has_muon:
         muon = import_module("training.muon")  # on demand: GPT-2 itself is trained without it
-        muon_groups = muon.shape_groups(model)
-        optimizers.append(muon.Muon(muon_groups, recipe, options.weight_decay, dtype))
+        matrix_groups = muon.matrix_groups(model)
+        optimizers.append(muon.Muon(matrix_groups, recipe, options.weight_decay, dtype))
     return optimizers
