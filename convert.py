@@ -8,7 +8,6 @@ The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelFo
 AutoTokenizer, in float32 with every bit of the weights, and has a model card.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
 from data.file_tokenizer import CHAT_TEMPLATE
 from data.tokenizer import load_tokenizer
-from evaluation.table import format_table, openai_size
-from evaluation.tasks import Result
 from finetuning.chat import is_chat
 from model.huggingface import save_pretrained
 from model.peers import to_nanogpt
@@ -97,26 +94,10 @@ def export_checkpoint(config: ConvertConfig) -> None:
         # train.py names its corpus, which may be a mixture; finetune.py reads one file
         data=checkpoint.get("corpus") or Path(options.get("data", "")).name,
         best_loss=best_loss,
-        scores=format_scores(path, checkpoint, openai_size(model.config)),
         inputs=TEXT_INPUTS if chat_template is None else CHAT_INPUTS,
     )
     (config.out / "README.md").write_text(card, encoding="utf-8")
     print(f"on the hub: hf upload USER/NAME {config.out}")
-
-
-def format_scores(path: Path, checkpoint: dict, size: str) -> str:
-    """Return a section with the results that evaluate.py has written beside the checkpoint at
-    `path`, and those published for a size of OpenAI's GPT-2; an empty text without results."""
-    results: list[Result] = []
-    for scores_path in sorted(path.parent.glob(f"{path.stem}_*.json")):
-        scores = json.loads(scores_path.read_text())
-        # model_best.pt may have been replaced since: only scores of the same step are its own
-        is_same_run = scores.get("run_id") == checkpoint["run_id"]
-        if is_same_run and scores.get("step") == checkpoint["step"]:
-            results += [Result(**row) for row in scores["results"]]
-    if not results:
-        return ""
-    return f"## Scores\n\n```\n{format_table(results, size)}\n```\n\n"
 
 
 def import_model(config: ConvertConfig) -> None:

@@ -106,12 +106,6 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
     return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError now, not after hours of scoring, if there can be no file `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path.parent).close()  # it has no name, and is gone at once
-
-
 def open_validation(
     config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]
 ) -> ScoreTask:
@@ -209,12 +203,13 @@ def main(config: EvalConfig) -> None:
     if process.is_main:
         for path in [*outputs.values(), config.dump]:
             if path is not None:
-                check_writable(path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # raises OSError now, not after hours of scoring, if there can be no file in it
+                tempfile.TemporaryFile(dir=path.parent).close()
 
     # On a CPU, linear layers are replaced by packed ones: after the weights were read and checked.
     prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
-    header = {  # convert.py puts results into a model card if run and step are its checkpoint's
-        "run_id": checkpoint.get("run_id"),
+    header = {
         "step": checkpoint.get("step"),
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),

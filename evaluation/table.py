@@ -1,5 +1,4 @@
-"""The table that evaluate.py prints and convert.py puts into model cards, and the published figures
-of OpenAI's GPT-2 that stand beside the results."""
+"""The table that evaluate.py prints, with published figures of OpenAI's GPT-2 beside results."""
 
 from dataclasses import dataclass
 

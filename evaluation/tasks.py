@@ -47,7 +47,7 @@ class Score:
 @dataclass(frozen=True)
 class Result:
     """Value of one metric of a task under a named protocol, over n examples. evaluate.py writes its
-    fields as JSON, convert.py reads them for the model card."""
+    fields as JSON."""
 
     task: str
     protocol: str

@@ -149,18 +149,16 @@ def fit_history(
     block_size: int,
     max_new_tokens: int,
 ) -> list[int]:
-    """Return the token ids that the assistant's next turn follows. The oldest questions are left
-    out, each with its answer, until `max_new_tokens`, or half of the context, fit after them."""
-    num_new_tokens = min(max_new_tokens, block_size // 2)
-    longest_prompt = block_size - num_new_tokens
-    while True:
+    """Return the token ids that the assistant's next turn follows, for questions and answers in
+    turn. The oldest questions are left out, each with its answer, until `max_new_tokens`, or half
+    of the context, fit after them."""
+    longest_prompt = block_size - min(max_new_tokens, block_size // 2)
+    prompt_ids = encode_prompt(messages, tokenizer, chat=True)
+    # the newest question stays, however long it is
+    while len(prompt_ids) > longest_prompt and len(messages) > 1:
+        messages = messages[2:]
         prompt_ids = encode_prompt(messages, tokenizer, chat=True)
-        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        # the newest question stays, however long it is: sampling then drops its beginning
-        if len(prompt_ids) <= longest_prompt or len(questions) < 2:
-            return prompt_ids
-        # a message of the system before the first question stays
-        messages = messages[: questions[0]] + messages[questions[1] :]
+    return prompt_ids
 
 
 def is_chat(checkpoint: dict, name: str | Path, tokenizer_spec: str) -> bool:

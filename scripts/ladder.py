@@ -153,14 +153,13 @@ def build(rung: str, config: LadderConfig) -> Program:
 
 def main(config: LadderConfig) -> None:
     medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, config)
-    num_tokens = config.micro_batch_size * config.block_size
     longest_seconds = max(median.step_seconds for median in medians.values())
     loss_before = medians["start"].loss
-    print("\n| rung | ms a step | | tokens/s | peak GB | loss | change of the loss |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| rung | ms a step | | peak GB | loss | change of the loss |")
+    print("|---|---|---|---|---|---|")
     for rung, (step_seconds, peak_bytes, loss) in medians.items():
         bar = "█" * round(20 * step_seconds / longest_seconds)
-        speed = f"{1000 * step_seconds:.0f} | {bar} | {num_tokens / step_seconds:,.0f}"
+        speed = f"{1000 * step_seconds:.0f} | {bar}"
         change = f"{loss:.6f} | {loss - loss_before:+.6f}"
         print(f"| {rung} | {speed} | {peak_bytes / 1e9:.2f} | {change} |")
         loss_before = loss

@@ -77,12 +77,8 @@ def train(config: SweepConfig, name: str) -> Run:
         raise UserError(f"{folder} has a run with other options; give another --out")
 
     print(f"--- {name}", flush=True)  # flush: before what train.py prints
-    process = subprocess.Popen([sys.executable, TRAIN, *flags])
-    try:
-        exit_code = process.wait()
-    except KeyboardInterrupt:  # the run has got Ctrl-C, too, and saves a checkpoint
-        process.wait()
-        raise
+    # Popen, as subprocess.run kills the run at Ctrl-C: the terminal tells it, too, and it saves
+    exit_code = subprocess.Popen([sys.executable, TRAIN, *flags]).wait()
     if exit_code != 0:  # its error stands above
         raise UserError(f"the run {name} has failed: see above; the same command continues")
     return read_run(folder)
@@ -90,16 +86,15 @@ def train(config: SweepConfig, name: str) -> Run:
 
 def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     """Return a Markdown table of losses (groups, seeds), the lowest mean first, with the difference
-    to the best group. Runs of one seed read the same data in the same order, so that the difference
-    of such a pair varies less than losses do."""
+    to the best group: the mean over pairs of runs of one seed, which read the same data in the same
+    order."""
     ddof = min(1, losses.shape[1] - 1)  # deviations of a sample; of a single seed 0
     means = losses.mean(axis=1)
-    deviations = losses.std(axis=1, ddof=ddof)
     differences = losses - losses[means.argmin()]  # seed by seed
-    lines = [f"| run | validation {metric} | std | to the best | its std |", "|---" * 5 + "|"]
+    lines = [f"| run | validation {metric} | std | to the best |", "|---" * 4 + "|"]
     for i in means.argsort():
-        pair = f"{differences[i].mean():+.4f} | {differences[i].std(ddof=ddof):.4f}"
-        lines.append(f"| {groups[i]} | {means[i]:.4f} | {deviations[i]:.4f} | {pair} |")
+        numbers = f"{means[i]:.4f} | {losses[i].std(ddof=ddof):.4f} | {differences[i].mean():+.4f}"
+        lines.append(f"| {groups[i]} | {numbers} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,5 @@
 """The forecast of a run that --dry_run prints: shape, memory, time and cost."""
 
-import os
 from dataclasses import replace
 
 from config import TrainConfig
@@ -12,7 +11,7 @@ from model.recipes import Recipe
 from training.checkpoint import open_model
 from training.options import model_shape
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
-from utils.devices import seconds_on_cpu
+from utils.distributed import launched
 from utils.errors import UserError
 from utils.throughput import peak_flops
 
@@ -22,7 +21,7 @@ DOLLARS_PER_GPU_HOUR = 2.50
 
 def print_forecast(options: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> None:
     """Print what would be trained and its forecast; on the main process, for all."""
-    if os.environ.get("RANK", "0") != "0":
+    if launched("RANK") > 0:
         return
     hardware = Hardware.of(options)
     shape = planned_shape(options, recipe, checkpoint)
@@ -69,11 +68,8 @@ def print_forecast(options: TrainConfig, recipe: Recipe, checkpoint: dict | None
 
 
 def describe_time(flops: float, hardware: Hardware) -> str:
-    """Return the time, and on GPUs the cost, in which the hardware computes a number of FLOPs; ""
-    where its speed is not known."""
-    if hardware.device.type == "cpu":
-        hours = seconds_on_cpu(flops, hardware.dtype) / 3600
-        return f": about {hours:,.2f} h on this processor"
+    """Return the time and the cost in which GPUs compute a number of FLOPs; "" where their peak is
+    not known, and on CPUs."""
     if hardware.gpu is not None:
         peak = hardware.gpu.peak
     else:

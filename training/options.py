@@ -8,7 +8,6 @@ This file is not about single options (config.py) or about a run's files (traini
 """
 
 import json
-import os
 import tomllib
 from dataclasses import replace
 from importlib import import_module
@@ -22,7 +21,7 @@ from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
 from training.schedule import check_schedule
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import compile_problem, pick_device, pick_dtype
-from utils.distributed import Process
+from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
 
@@ -112,7 +111,7 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
         folder = config_class.checkpoint_folder(flags)
         newest = find_newest(folder)
         # a misspelt folder would begin anew without a word
-        if newest is None and os.environ.get("RANK", "0") == "0":
+        if newest is None and launched("RANK") == 0:
             print(f"no checkpoint in {folder}: a new run", flush=True)
         return newest
     path = Path(resume)
@@ -173,7 +172,7 @@ def resolve_compile(options: Options, derived: tuple[str, ...]) -> Options:
         problem = compile_problem(pick_device(options.device))
         if problem is not None:
             compiled = False
-            if os.environ.get("RANK", "0") == "0":
+            if launched("RANK") == 0:
                 print(f"warning: training is not compiled: {problem}", flush=True)
     return replace(options, use_torch_compile=compiled)
 

@@ -31,7 +31,7 @@ from utils import distributed
 from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
-from utils.files import atomic_write, check_space, lock_folder
+from utils.files import atomic_write, lock_folder
 from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
@@ -282,8 +282,8 @@ class Run:
     def open_log(self, model: GPT, entries: dict) -> None:
         """Open the log and write config.json, with the entries that checkpoints hold, too.
 
-        Before, the checkpoints that --overwrite replaces are removed, and the disk has to have room
-        for three. In another folder a resumed run begins with a copy of its log up to its step.
+        Before, the checkpoints that --overwrite replaces are removed. In another folder a resumed
+        run begins with a copy of its log up to its step.
         """
         options = self.config
         state = self.state
@@ -299,13 +299,6 @@ class Run:
                 remove_checkpoints(options.checkpoint_dir, state)
             if self.earlier_log not in (None, options.log_dir):
                 copy_log(self.earlier_log, options.log_dir, state.step)
-            # what a resumed run replaces needs no new space
-            existing = options.checkpoint_dir.glob("model_*.pt")
-            existing_bytes = sum(path.stat().st_size for path in existing)
-            # the last, the best and one that is being written, of 12 bytes a parameter: float32
-            # weights and the two moments of AdamW
-            needed_bytes = 3 * 12 * model.num_parameters() - existing_bytes
-            check_space(options.checkpoint_dir, needed_bytes, "saving this run")
             if getattr(options, "wandb", False):  # finetune.py has no such option
                 charts = import_module("training.weights_and_biases")  # on demand
                 wandb_run = charts.open_wandb(options, state.run_id)

@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, locks of folders, free space.
+"""Files that survive a crash: atomic writes, locks of folders.
 
 The one idea: a file is written under a temporary name, forced to disk (fsync), and renamed. A
 rename replaces the file in one step, so that a reader finds the old file or the whole new one.
@@ -73,13 +73,3 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)  # of the names; the content of the files has an fsync of its own
     os.close(descriptor)
-
-
-def check_space(folder: Path, needed_bytes: int, purpose: str) -> None:
-    """Raise UserError if the disk of `folder` has too little space for a `purpose`."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise UserError(
-            f"{purpose} needs {needed_bytes / 1e9:.3f} GB, but the disk of {folder} has "
-            f"{free_bytes / 1e9:.3f}"
-        )

@@ -58,17 +58,14 @@ def test_turns_of_the_assistant_or_the_completion_alone_are_learned(encoder, row
 
 
 def test_old_turns_make_room_for_the_answer():
-    """A question goes with its answer, and what the system said stays."""
+    """A question goes with its answer."""
     history = [*DIALOG] * 4 + QUESTION
-    system = [{"role": "system", "content": "Add."}]
 
     def fit(messages, block_size: int) -> str:
         return text(fit_history(messages, BYTES, block_size, 10))
 
     assert fit(history, 1000).count("User") == 5
     assert fit(history, 64) == "|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
-    long = "|System: Add.|User: 2+3?|Assistant: 5|User: 2+3?|Assistant:"
-    assert fit(system + history, 80) == long
     assert fit(history, 16) == "|User: 2+3?|Assistant:"
 
 

@@ -79,7 +79,7 @@ def dry_run(*args):
 def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
     out = dry_run("--device", "cpu", "--data_dir", tmp_path)
     assert "124,439,808 parameters; 19,073 steps" in out and "x 1024 tokens x 1 on cpu" in out
-    assert " h on this processor\n" in out and "$" not in out
+    assert "$" not in out
     assert f"\ndata_dir: {tmp_path}\n" in out  # train.sh reads this line
     assert out.endswith("\nThis was a dry run: nothing was trained or written.\n")
     assert not list(tmp_path.iterdir())

@@ -145,14 +145,6 @@ def fill(folder, free_bytes):
     (folder / "filler").write_bytes(bytes(shutil.disk_usage(folder).free - free_bytes))
 
 
-def test_a_disk_too_full_for_a_checkpoint_is_found_before_the_first_step(
-    shards, small_disk, tmp_path
-):
-    fill(small_disk, 1_000_000)  # for two of them; a run writes one beside the last and the best
-    done = script(*train_args(shards, tmp_path, 9, "--checkpoint_dir", small_disk), code=2)
-    assert "saving this run needs" in done.stderr and not rows_written(tmp_path)
-
-
 def test_a_disk_too_full_for_the_log_ends_in_a_sentence_and_resumes(shards, small_disk, tmp_path):
     args = train_args(shards, tmp_path, 20, "--save_every", 5, "--log_dir", small_disk)
     script(*args, "--max_steps", 10)
