@@ -224,16 +224,6 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def parts(tmp_path_factory):
-    """The fixed documents as five files, of which one is text."""
-    folder = tmp_path_factory.mktemp("parts")
-    for i in range(5):
-        rows = [json.dumps({"text": text}) + "\n" for text in documents()[120 * i : 120 * (i + 1)]]
-        (folder / f"{i}.{'txt' if i == 2 else 'jsonl'}").write_text("".join(rows))
-    return folder
-
-
-@pytest.fixture(scope="session")
 def shards(corpus, tmp_path_factory) -> Path:
     """Byte shards of the fixed documents, several of them, cut at odd places."""
     folder = tmp_path_factory.mktemp("shards")

@@ -152,7 +152,12 @@ def test_skipped_documents_are_counted_once_by_a_run_that_was_stopped(tmp_path):
     assert manifest["skipped"] == {"without text": 1, "empty": 1}
 
 
-def test_workers_take_every_nth_file_and_are_read_as_one_stream(parts, tmp_path):
+def test_workers_take_every_nth_file_and_are_read_as_one_stream(tmp_path):
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for i in range(4):
+        rows = [json.dumps({"text": text}) for text in documents()[150 * i : 150 * (i + 1)]]
+        (parts / f"{i}.jsonl").write_text("\n".join(rows))
     folders = [tmp_path / str(i) for i in range(2)]
     for i, out in enumerate(folders):
         for max_shards in (1, None):
@@ -164,7 +169,7 @@ def test_workers_take_every_nth_file_and_are_read_as_one_stream(parts, tmp_path)
         first, second = (texts_in(folder, split) for folder in folders)
         assert joined == "".join(first + second)
         texts += second
-    assert sorted(texts) == sorted(documents()[120:240] + documents()[360:480])
+    assert sorted(texts) == sorted(documents()[150:300] + documents()[450:])
     with pytest.raises(UserError, match="holds shards of worker_index 1"):
         shard(parts, folders[1])
 

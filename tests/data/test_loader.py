@@ -11,7 +11,6 @@ from data.loader import (
     permute,
     prefetch,
     step_sequences,
-    train_batches,
 )
 from data.sharder import ShardWriter
 from data.shards import ShardEntry, ShardFolder, TokenStream, open_folder, write_manifest
@@ -78,15 +77,6 @@ def test_an_epoch_visits_everything_once_and_the_next_in_another_order():
     ids = np.concatenate([step_sequences(step, batch, n, seed=1) for step in range(21)])
     assert sorted(ids[:n]) == list(range(n)) and sorted(ids[n : 2 * n]) == list(range(n))
     assert ids[:n].tolist() != ids[n : 2 * n].tolist()
-
-
-def test_batches_from_the_middle_equal_those_from_the_start(tmp_path):
-    sequences = Sequences(TokenStream([folder_of(tmp_path, [500, 500])]), 8)
-    whole, resumed = (
-        np.array(list(train_batches(sequences, Slicing(8, 2), 7, range(first, 30))))
-        for first in (0, 20)
-    )
-    assert (whole[-len(resumed) :] == resumed).all() and len(resumed) == 10 * 4
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path):

@@ -201,8 +201,3 @@ def test_validation_reads_no_more_than_there_is_and_knows_bytes_that_were_counte
     del manifest["bytes"]
     write_manifest(tmp_path, manifest)
     assert scorer.validation_loss(val_sequences(tmp_path), 10**9) == {"loss": whole["loss"]}
-
-
-def test_a_continuation_longer_than_the_context_is_refused(scorer):
-    with pytest.raises(UserError, match="a continuation has 200 tokens, the context 128"):
-        scorer.score([Item("a", ("b" * 200,))])

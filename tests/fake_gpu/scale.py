@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch.testing._internal.distributed.multi_threaded_pg import ret_work
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -30,8 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 from data.shards import write_manifest
 from model.recipes import parse_recipe
-from training.checkpoint import assemble
-from training.parallel import gather_state
 from training.plan import Hardware, forecast_memory
 
 # flags, and tokens of a micro-batch
@@ -63,7 +61,7 @@ ROWS = """124M none none 8 0
 KINDS = ("allreduce", "all_gather_single", "reduce_scatter_single")  # of collectives in a step
 COLUMNS = (
     "model, --sharding, --activation_checkpointing, processes, rank, s to start, shards opened, "
-    "host syncs, all-reduce, all-gather, reduce-scatter, peak GB, forecast GB, s to save"
+    "host syncs, all-reduce, all-gather, reduce-scatter, peak GB, forecast GB"
 ).split(", ")
 calls = []  # (kind of collective, bytes of the whole tensors), since the step began
 
@@ -88,9 +86,7 @@ class FakeGroup(dist.ProcessGroup):
         if kind == "reduce_scatter_single":
             num_bytes *= self.size()  # of its input
         calls.append((kind, num_bytes))
-        future = torch.futures.Future()
-        future.set_result(outputs)
-        return _create_work_from_future(future)
+        return ret_work(outputs)
 
 
 for kind in (*KINDS, "allgather", "broadcast", "all_gather_single_coalesced"):
@@ -109,8 +105,13 @@ def make_shards(folder):
     write_manifest(folder, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": shards})
 
 
+def print_row(cells):
+    """Print a row of the table in Markdown."""
+    print("|", " | ".join(cells), "|", flush=True)
+
+
 def measure(row, folder):
-    """Print a row of the table, and end this process."""
+    """Run train.py as a row of the table says, print the row, and end this process."""
     cells = row.split()
     model_name, sharding, checkpointing, world_size, rank = cells
     os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": "8", "RANK": rank}
@@ -129,36 +130,31 @@ def measure(row, folder):
         setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
     opened = []
     sys.addaudithook(lambda event, args: event == "open" and opened.append(f"{args[0]}"))
-    null_device = ctypes.CDLL(None)
+    count_syncs = ctypes.CDLL(None).fakecuda_count
     train_step = train.train_step
     start = time.perf_counter()
 
-    def counted_step(run, model, optimizers, *arguments):
+    def counted_step(run, model, *arguments):
         if run.state.step == 0:
             cells.append(f"{time.perf_counter() - start:.1f}")
             cells.append(f"{sum(path.endswith('.npy') for path in opened)}")
         calls.clear()
         torch.cuda.reset_peak_memory_stats()
-        num_syncs = null_device.fakecuda_count(1)
-        result = train_step(run, model, optimizers, *arguments)
-        if run.state.step < run.config.max_steps:
+        syncs_before = count_syncs(1)
+        result = train_step(run, model, *arguments)
+        config = run.config
+        if run.state.step < config.max_steps:
             return result
 
-        cells.append(f"{null_device.fakecuda_count(1) - num_syncs}")
+        cells.append(f"{count_syncs(1) - syncs_before}")
         for kind in KINDS:
             sizes = [num_bytes for called, num_bytes in calls if called == kind]
             cells.append(f"{len(sizes)}: {sum(sizes) / 1e9:.2f} GB")
-        cells.append(f"{torch.cuda.max_memory_allocated() / 1e9:.2f}")
-        plain_model = getattr(model, "module", model)  # DDP wraps it
-        recipe = parse_recipe(run.config.recipe)
-        hardware = Hardware.of(run.config)
-        forecast = forecast_memory(run.config, recipe, plain_model.config, hardware)
-        cells.append(f"{sum(forecast.values()) / 1e9:.2f}")
-        if model_name == "124M":  # of the others this host cannot hold the state
-            start_of_save = time.perf_counter()
-            assemble(*gather_state(plain_model, optimizers))
-            cells.append(f"{time.perf_counter() - start_of_save:.1f}")
-        print("|", " | ".join(cells), "|", flush=True)
+        shape = getattr(model, "module", model).config  # DDP wraps the model
+        forecast = forecast_memory(config, parse_recipe(config.recipe), shape, Hardware.of(config))
+        for num_bytes in (torch.cuda.max_memory_allocated(), sum(forecast.values())):
+            cells.append(f"{num_bytes / 1e9:.2f}")
+        print_row(cells)
         os._exit(0)
 
     train.train_step = counted_step
@@ -166,8 +162,8 @@ def measure(row, folder):
 
 
 def main():
-    print("|", " | ".join(COLUMNS), "|")
-    print("|---" * len(COLUMNS) + "|", flush=True)
+    print_row(COLUMNS)
+    print_row(["---"] * len(COLUMNS))
     with tempfile.TemporaryDirectory() as folder:
         make_shards(Path(folder))
         for row in sys.argv[1:] or ROWS.splitlines():

@@ -52,9 +52,11 @@ ONE, TWO = "|User: 2+3?|Assistant: 5|", "|User: 2+3?|Assistant: 5|User: 2+3?|Ass
     ],
 )
 def test_turns_of_the_assistant_or_the_completion_alone_are_learned(encoder, row, whole, learned):
+    encoder = replace(encoder, num_cut=0)
     example = encoder.dialog({"completion": "5"} | row)
     assert text(example.tokens) == whole
     assert text(example.tokens[example.loss_mask]) == learned
+    assert encoder.num_cut == (len(whole) == 16)  # the context of PLAIN
 
 
 def test_old_turns_make_room_for_the_answer():
@@ -238,9 +240,3 @@ def test_targets_are_the_tokens_after_and_padding_has_none(length, block_size, c
     assert batch.idx.tolist() == [[5] + [6] * (length - 1) + [0] * padding]
     assert batch.targets.tolist() == [[6] * (length - 1) + [-1] * (padding + 1)]
     assert batch.last.tolist() == [length - 1]
-
-
-def test_a_long_example_is_cut():
-    encoder = replace(PLAIN, num_cut=0)  # other tests count in PLAIN
-    example = encoder.dialog({"prompt": "ab", "completion": "c" * 30})
-    assert len(example.tokens) == 16 and encoder.num_cut == 1

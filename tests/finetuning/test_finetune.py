@@ -8,7 +8,16 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, environment, folders, script, torchrun, train_args, weights
+from conftest import (
+    ROOT,
+    contents,
+    environment,
+    folders,
+    script,
+    torchrun,
+    train_args,
+    weights,
+)
 from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
 import finetune
@@ -235,11 +244,10 @@ def test_a_mistake_gets_one_sentence(base, tmp_path, refuse, flags, problem):
 
 def test_a_reward_that_fails_costs_no_checkpoint(base, whole, refuse):
     run = whole("sft")
-    before = {path: path.read_bytes() for path in run.rglob("[!.]*") if path.is_file()}
-    reward = ["--reward", f"{base}/letters.py:fails"]
-    args = finetune_args(base, run, "grpo", *reward)[1:]
+    before = contents(run)
+    args = finetune_args(base, run, "grpo", "--reward", f"{base}/letters.py:fails")[1:]
     refuse("letters.py:fails fails for the first row", *args, "--overwrite")
-    assert {path: path.read_bytes() for path in before} == before
+    assert contents(run) == before
 
 
 def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_path, refuse):

@@ -88,13 +88,3 @@ def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
     cache = KVCache(16)
     parts = [model.logits(model.hidden(part, cache)) for part in x.split([5, 4, 1, 1, 5], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
-
-
-TRIANGLE = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
-
-
-def test_rotary_logits_follow_from_distances_alone():
-    model = tiny("modern", n_layer=1)
-    x = torch.randint(0, 257, (1, 8))
-    shifted = model.logits(model.hidden(x, positions=torch.arange(5, 13)[None], mask=TRIANGLE))
-    torch.testing.assert_close(shifted, model(x), atol=1e-5, rtol=1e-5)

@@ -1,4 +1,3 @@
-import json
 import re
 
 import hub
@@ -69,15 +68,6 @@ def test_a_converted_checkpoint_can_be_resumed(shards, exported, tmp_path):
     where = ["--data_dir", shards, *folders(tmp_path), "--device", "cpu", "--sample_every", 0]
     script("train.py", *where, "--resume", "auto", *options)
     assert sorted(losses(tmp_path)) == [1, 2, 3] and losses(tmp_path)[1] < 5
-
-
-def test_other_scripts_read_the_folder(shards, trained, exported, tmp_path):
-    args = ["sample.py", "--prompt", "Abc", "--temperature", 0, "--max_new_tokens", 20]
-    ours = script(*args, "--checkpoint", trained / "checkpoints" / "model_last.pt").stdout
-    assert script(*args, "--model", exported).stdout[:8] == ours[:8]
-    val = ["--tasks", "val", "--data_dir", shards, "--device", "cpu"]
-    script("evaluate.py", "--model", exported, *val, "--out", tmp_path / "scores.json")
-    assert json.loads((tmp_path / "scores.json").read_text())
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

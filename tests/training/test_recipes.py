@@ -57,20 +57,6 @@ def test_a_recipe_resumes_to_the_bit_and_with_its_optimizer_alone(shards, recipe
     assert same_run(tmp_path, whole)
 
 
-@pytest.mark.slow
-def test_a_recipe_goes_on_under_another_sharding(shards, recipe, whole, tmp_path):
-    """Also the state of Muon and NorMuon, which is scattered and gathered."""
-    before = whole
-    for step, processes, sharding in ((5, 4, "zero3"), (10, 2, "zero1"), (15, 1, "none")):
-        run = tmp_path / sharding
-        resume = ("--resume", before / f"checkpoints/model_step_{step:06d}.pt")
-        flags = ("--sharding", sharding, "--micro_batch_size", 2, "--save_every", 5)
-        args = train_args(shards, run, 20, *recipe, *flags, "--keep_last", 9, *resume)
-        torchrun(processes, *args)
-        assert gap(run, whole) < 1e-4 and len(losses(run)) == 20
-        before = run
-
-
 @pytest.mark.parametrize(
     ("sharding", "dtype", "far"),
     [

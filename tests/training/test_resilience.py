@@ -140,16 +140,11 @@ def test_a_lost_machine_ends_the_others_within_a_minute(shards, tmp_path, monkey
         kill(alive)
 
 
-def fill(folder, free_bytes):
-    """Leave so many bytes free on a disk."""
-    (folder / "filler").write_bytes(bytes(shutil.disk_usage(folder).free - free_bytes))
-
-
 def test_a_disk_too_full_for_the_log_ends_in_a_sentence_and_resumes(shards, small_disk, tmp_path):
     args = train_args(shards, tmp_path, 20, "--save_every", 5, "--log_dir", small_disk)
     script(*args, "--max_steps", 10)
     before = (small_disk / "metrics.jsonl").read_bytes()
-    fill(small_disk, 0)
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
     done = script(*args, "--resume", "auto", code=2)
     assert "No space left" in done.stderr and "Traceback" not in done.stderr
     assert (small_disk / "metrics.jsonl").read_bytes().startswith(before)

@@ -21,19 +21,14 @@ ALONE = Process(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def saver(tmp_path, said):
+def saver(tmp_path):
     torch.manual_seed(0)
     config = train_options(checkpoint_dir=tmp_path, keep_last=2)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     entries = {"script": "train.py", "tokenizer": "gpt2"}
     optimizers = make_optimizers(model, config, Recipe())
     run = Run(config, ALONE, torch.float32, TrainState(), 0, None)
-    run.logger = SimpleNamespace(print=said.append)
+    run.logger = SimpleNamespace(print=print)
     return Saver(run, model, optimizers, entries)
 
 
@@ -77,7 +72,7 @@ def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, said, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, monkeypatch, capsys):
     write = saver_module.save_checkpoint
 
     def fail(path, state):
@@ -96,7 +91,8 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, said, tmp_p
         saver.wait()
         assert sorted(path.name for path in tmp_path.iterdir()) == names
         assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == (1 if step == 2 else step)
-    assert said == ["the disk is full; the run continues, and the next save tries again"]
+    notes = capsys.readouterr().out
+    assert notes == "the disk is full; the run continues, and the next save tries again\n"
     save(saver, 4)
     with pytest.raises(UserError, match="full"):
         saver.finish()

@@ -69,9 +69,7 @@ def test_two_processes_equal_one_also_after_a_signal_in_an_evaluation(shards, tm
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_golden_run_reaches_the_recorded_loss(shards, tmp_path, dtype):
     script(*train_args(shards, tmp_path, 50, "--dtype", dtype, "--eval_every", 0))
-    found = losses(tmp_path)
-    assert abs(found[1] - math.log(257)) < 0.1
-    assert found[50] == pytest.approx(GOLDEN_LOSS, rel=0.01)
+    assert losses(tmp_path)[50] == pytest.approx(GOLDEN_LOSS, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -117,24 +115,21 @@ def test_rows_tell_what_happened(trained):
 
 
 def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
-    def args(*extra, tokens=None):
-        """Return a run on a copy of the shards, of other tokens, without their manifest."""
-        data = shards
-        if tokens is not None:
-            data = tmp_path / f"shards of {tokens}"
-            data.mkdir()
-            for path in shards.glob("*.npy"):
-                np.save(data / path.name, np.full(len(np.load(path)), tokens, np.uint16))
-        return train_args(data, tmp_path / "new", 30, *extra)
-
-    last = ["--resume", trained / "checkpoints/model_last.pt"]
-    bad(args("--data_dir", tmp_path), "holds no train shards")
-    bad(args("--n_head", 5), "does not divide by")
-    bad(args("--checkpoint_dir", shards / "manifest.json" / "x"), "x: Not a directory")
-    bad(args("--block_size", 10_000, "--total_batch_size", 40_000), "too few for")
-    bad(args(*last, "--n_layer", 3), "another shape: n_layer 2 (here 3); leave")
-    bad(args(tokens=60_000), "token id 60000")
-    bad(args(*last, tokens=40_000), "takes tokens of bytes, the shards hold those of gpt2")
+    foreign = tmp_path / "train_0.npy"
+    np.save(foreign, np.full(50_000, 40_000, np.uint16))
+    np.save(tmp_path / "val_0.npy", np.load(foreign))
+    of_bytes = ["--resume", trained / "checkpoints/model_last.pt"]
+    for flags, message in (
+        (["--data_dir", tmp_path / "none"], "holds no train shards"),
+        (["--n_head", 5], "does not divide by"),
+        (["--checkpoint_dir", shards / "manifest.json" / "x"], "x: Not a directory"),
+        (["--block_size", 10_000, "--total_batch_size", 40_000], "too few for"),
+        (
+            [*of_bytes, "--data_dir", tmp_path],
+            "takes tokens of bytes, the shards hold those of gpt",
+        ),
+    ):
+        bad(train_args(shards, tmp_path / "new", 30, *flags), message)
     assert not list((tmp_path / "new").rglob("m*"))
 
 
