@@ -206,8 +206,8 @@ class StepOptions:
     """Planning."""
 
     dry_run: bool = False
-    """Check the options, print model, memory, time and cost, and exit. --device then takes a GPU
-    that need not be there, too: a100, h100, h200, b200, t4, ..."""
+    """Check the options, print model and memory, for GPUs time and cost, and exit. --device then
+    takes a GPU that need not be there, too: a100, h100, h200, b200, t4, ..."""
 
 
 @dataclass(frozen=True)

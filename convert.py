@@ -8,7 +8,6 @@ The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelFo
 AutoTokenizer, in float32 with every bit of the weights, and has a model card.
 """
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -62,7 +61,8 @@ def export_checkpoint(config: ConvertConfig) -> None:
         )
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     if config.format == "nanogpt":
-        return save_checkpoint(config.out, to_nanogpt(model))
+        save_checkpoint(config.out, to_nanogpt(model))
+        return
     tokenizer = load_tokenizer(tokenizer_spec)
 
     # the end ids go to generation_config.json: there `generate` of transformers ends
@@ -79,9 +79,6 @@ def export_checkpoint(config: ConvertConfig) -> None:
     origin = Path(options["init_from"] or "random weights")
     if origin.suffix == ".pt":  # RUN/checkpoints/model_best.pt: the name of the run says more
         origin = origin.resolve().parent.parent
-    best_loss = "not measured"
-    if checkpoint["best_loss"] < math.inf:  # infinite before the first validation
-        best_loss = f"{checkpoint['best_loss']:.4f}"
     card = CARD.read_text(encoding="utf-8").format(
         name=config.out.name,
         num_parameters=model.num_parameters(),
@@ -93,7 +90,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
         origin=origin.name,  # without its folder, which the readers of the card have not got
         # train.py names its corpus, which may be a mixture; finetune.py reads one file
         data=checkpoint.get("corpus") or Path(options.get("data", "")).name,
-        best_loss=best_loss,
+        best_loss=f"{checkpoint['best_loss']:.4f}",  # inf before the first validation
         inputs=TEXT_INPUTS if chat_template is None else CHAT_INPUTS,
     )
     (config.out / "README.md").write_text(card, encoding="utf-8")
@@ -102,8 +99,6 @@ def export_checkpoint(config: ConvertConfig) -> None:
 
 def import_model(config: ConvertConfig) -> None:
     """Write a model of another project as a checkpoint at step 0, without optimizer state."""
-    if config.out.suffix != ".pt":
-        raise UserError(f"--out {config.out} must end in .pt with --model")
     # float32: all bits also of a checkpoint; models of other projects always have them
     model, tokenizer_spec, _ = open_model(config.model, float32=True)
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
@@ -122,15 +117,20 @@ def import_model(config: ConvertConfig) -> None:
         # step 0 of a new run
         **TrainState.start(None).to_checkpoint(),
     )
-    config.out.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(config.out, content)
 
 
 def main(config: ConvertConfig) -> None:
     if (config.checkpoint is None) == (config.model is None):  # both, or none
         raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
+    if config.model is not None and config.format == "nanogpt":
+        raise UserError("--format nanogpt writes a --checkpoint: import the --model first")
+    writes_file = config.model is not None or config.format == "nanogpt"
+    if writes_file and config.out.suffix != ".pt":
+        raise UserError(f"--out {config.out} must end in .pt: it is a file")
     if config.out.exists():
         raise UserError(f"--out {config.out} exists already; choose another path")
+    config.out.parent.mkdir(parents=True, exist_ok=True)
     if config.model is None:
         export_checkpoint(config)
     else:

@@ -115,7 +115,7 @@ class ShardEntry:
     path: Path
     num_tokens: int
     checksum: str
-    """Tells other tokens: the SHA-256 in the manifest, or the CRC-32 of the first tokens."""
+    """Changes with the tokens: the SHA-256 in the manifest, or the CRC-32 of the first tokens."""
 
     @cached_property
     def shard(self) -> Shard:
@@ -250,10 +250,6 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self.starts[-1])
-
-    def open_shards(self) -> list[Shard]:
-        """Open all files; raise UserError for the first that is damaged or not as listed."""
-        return [entry.shard for entry in self.shards]
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.

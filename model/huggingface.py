@@ -89,7 +89,7 @@ def differences(config: GPTConfig, other: GPTConfig) -> dict:
     return differing
 
 
-def is_gpt2(config: GPTConfig) -> bool:
+def has_gpt2_names(config: GPTConfig) -> bool:
     """Return True for weights under GPT-2's names, False for those of a LLaMA."""
     return config.position == "learned"
 
@@ -145,8 +145,8 @@ def config_to_hf(config: GPTConfig) -> dict:
     if misfits:
         assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
-            f"transformers has no class for this model: it is no GPT-2, and no LLaMA with "
-            f"{assignments}"
+            f"transformers has no class for this model: it is no GPT-2, from which it differs in "
+            f"{', '.join(differences(config, GPTConfig()))}, and no LLaMA with {assignments}"
         )
     class_name = "Qwen3" if config.qk_norm else "Llama"
     hf_config = {hf_name: getattr(config, name) for name, hf_name in LLAMA_FIELDS.items()}
@@ -164,7 +164,7 @@ def config_to_hf(config: GPTConfig) -> dict:
 
 def names_in_hf(name: str, config: GPTConfig) -> list[str]:
     """Return the names of transformers' weights that our weight `name` is a stack of."""
-    if is_gpt2(config):
+    if has_gpt2_names(config):
         return [name]  # GPT-2 has our names: ours are its
     # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
     # LLaMA has no biases, so all names end alike
@@ -183,7 +183,7 @@ def weights_from_hf(
     matrices of a GPT-2 whose names end in `transposed` are stored as (in, out)."""
     # a copy, from which the weights are taken out one by one: what stays was not used
     hf_weights = dict(hf_weights)
-    if is_gpt2(config):
+    if has_gpt2_names(config):
         for name in list(hf_weights):
             x = hf_weights.pop(name)
             if not name.endswith(GPT2_COPIES):
@@ -195,7 +195,7 @@ def weights_from_hf(
     for name in build_without_weights(config).state_dict():
         stacked = [hf_weights.pop(hf_name).float() for hf_name in names_in_hf(name, config)]
         x = torch.cat(stacked)  # along the rows
-        if is_gpt2(config) and name.endswith(transposed):
+        if has_gpt2_names(config) and name.endswith(transposed):
             x = x.T.contiguous()
         if name in TABLES:  # append the padded rows
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
@@ -217,7 +217,7 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
         if name in TABLES:
             # the rows after it are padding
             x = x[: config.vocab_size]
-        if is_gpt2(config):
+        if has_gpt2_names(config):
             hf_weights[name] = x.T if name.endswith(TRANSPOSED) else x
             continue
         # take a stack apart

@@ -6,7 +6,8 @@ python scripts/sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 2e-
 Each run is a process of train.py with a folder of its own under --out, named after its options. A
 run that fails or is stopped ends the sweep. Started again, the sweep continues: each run goes on
 from its newest checkpoint, and one that is finished ends after a validation. So the table always
-holds all seeds. `plot.py --log` draws the runs over each other.
+holds all seeds. Stop it by Ctrl-C, which the run gets, too; `kill` ends the sweep alone. `plot.py
+--log` draws the runs over each other.
 """
 
 import subprocess
@@ -80,7 +81,7 @@ def train(config: SweepConfig, name: str) -> Run:
     # Popen, as subprocess.run kills the run at Ctrl-C: the terminal tells it, too, and it saves
     exit_code = subprocess.Popen([sys.executable, TRAIN, *flags]).wait()
     if exit_code != 0:  # its error stands above
-        raise UserError(f"the run {name} has failed: see above; the same command continues")
+        raise UserError(f"the run {name} has failed: see above; mend it or take it out of --grid")
     return read_run(folder)
 
 
@@ -88,10 +89,11 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     """Return a Markdown table of losses (groups, seeds), the lowest mean first, with the difference
     to the best group: the mean over pairs of runs of one seed, which read the same data in the same
     order."""
-    ddof = min(1, losses.shape[1] - 1)  # deviations of a sample; of a single seed 0
+    num_seeds = losses.shape[1]
+    ddof = min(1, num_seeds - 1)  # deviations of a sample; of a single seed 0
     means = losses.mean(axis=1)
     differences = losses - losses[means.argmin()]  # seed by seed
-    lines = [f"| run | validation {metric} | std | to the best |", "|---" * 4 + "|"]
+    lines = [f"| run | validation {metric} | std of {num_seeds} | to the best |", "|---" * 4 + "|"]
     for i in means.argsort():
         numbers = f"{means[i]:.4f} | {losses[i].std(ddof=ddof):.4f} | {differences[i].mean():+.4f}"
         lines.append(f"| {groups[i]} | {numbers} |")

@@ -207,8 +207,8 @@ def find_checkpoint(name: str | Path) -> Path | None:
     path = Path(name)
     if path.is_file():
         with open(path, "rb") as file:
-            # a zip file that begins with the pickled dict, whose first key this is
-            is_own = b"format_version" in file.read(1024)
+            # a zip file that begins with the pickled dict; its first key is this text of 14 bytes
+            is_own = b"X\x0e\0\0\0format_version" in file.read(1024)
         return path if is_own else None
     if not path.is_dir():
         # a .pt that is missing is a misspelt checkpoint, and no name of the hub
@@ -219,7 +219,10 @@ def find_checkpoint(name: str | Path) -> Path | None:
         best_or_newest = folder / BEST
     # a folder of Hugging Face's format has a config.json
     if best_or_newest is None and not (path / "config.json").exists():
-        raise UserError(f"{folder} holds no checkpoint and no model of Hugging Face's format")
+        raise UserError(
+            f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
+            "build-nanogpt and llm.c give the file"
+        )
     if best_or_newest is not None and os.environ.get("RANK", "0") == "0":
         print(f"reading {best_or_newest}", file=sys.stderr)
     return best_or_newest

@@ -7,6 +7,7 @@ all of them. scripts/bench.py and scripts/ladder.py say which programs they are.
 
 import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -103,6 +104,8 @@ def measure(build: Callable[..., Program], options: MeasureOptions) -> Measureme
 
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated()  # of tensors, without the CUDA context
-    else:  # the most that this process had in memory at one time; Linux counts it in KiB
-        peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    else:  # the most that this process had in memory at one time
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if sys.platform == "linux":  # where it is in KiB, on macOS in bytes
+            peak_bytes *= 1024
     return Measurement(step_seconds, peak_bytes, loss)

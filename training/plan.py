@@ -114,11 +114,11 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
     if itemsize < FLOAT32_BYTES:
         # of hidden states, of their gradient and of the weight, for the matmuls
         copies = itemsize * (2 * tokens * C + V * C)
-    # One chunk of logits in the dtype of matmuls. Without the compiler, which stores no
+    # One chunk of logits in the dtype of matmuls. On a GPU without the compiler, which stores no
     # intermediate results, also three in float32: a copy of the logits, its difference from their
-    # maximum, and the exponential of that.
+    # maximum, and the exponential of that. A CPU works on a few rows of them at a time.
     logit_bytes = itemsize
-    if not compiled:
+    if not compiled and hardware.device.type != "cpu":
         logit_bytes += 3 * FLOAT32_BYTES
     max_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
     logits = logit_bytes * loss.chunk_rows(tokens, max_rows) * V

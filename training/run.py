@@ -300,8 +300,8 @@ class Run:
             if self.earlier_log not in (None, options.log_dir):
                 copy_log(self.earlier_log, options.log_dir, state.step)
             if getattr(options, "wandb", False):  # finetune.py has no such option
-                charts = import_module("training.weights_and_biases")  # on demand
-                wandb_run = charts.open_wandb(options, state.run_id)
+                weights_and_biases = import_module("training.weights_and_biases")  # on demand
+                wandb_run = weights_and_biases.open_wandb(options, state.run_id)
         self.logger = Logger(
             options.log_dir,
             start=state.step,

@@ -31,11 +31,6 @@ def warn_of_data(run: Run, checkpoint: dict | None, train_data: Mixture, val_dat
     the data is not that of the checkpoint that is resumed."""
     options: TrainConfig = run.config
     warn = run.process.print
-    # A damaged shard is named now, not when training reaches it. One process opens all of them: a
-    # thousand processes would keep a shared disk busy.
-    if run.process.is_main:
-        train_data.stream.open_shards()
-        val_data.stream.open_shards()
     # a sharding that was interrupted, or that still runs
     for folder in train_data.stream.unfinished:
         warn(f"warning: {folder} holds a part of its text: run the sharding to its end")

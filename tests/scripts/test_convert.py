@@ -101,7 +101,7 @@ def test_mistakes_are_sentences(shards, trained, exported, tmp_path):
         (["convert.py", "--out", tmp_path / "x"], "give one of --checkpoint"),
         (["convert.py", "--checkpoint", last, "--model", "gpt2", "--out", out], "give one of"),
         (["convert.py", "--checkpoint", last, "--out", exported], "exists already; choose another"),
-        (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "Not a directory"),
+        (["convert.py", "--checkpoint", last, "--out", "/dev/null/x"], "/dev/null: File exists"),
         (["convert.py", "--checkpoint", tmp_path, "--out", out], "holds no checkpoint"),
         (["convert.py", "--checkpoint", exported, "--out", out], "is no checkpoint of this"),
         (["convert.py", "--model", exported, "--out", tmp_path / "x"], "must end in .pt"),
