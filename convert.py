@@ -123,18 +123,19 @@ def import_model(config: ConvertConfig) -> None:
 def main(config: ConvertConfig) -> None:
     if (config.checkpoint is None) == (config.model is None):  # both, or none
         raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
-    if config.model is not None and config.format == "nanogpt":
+    is_import = config.model is not None
+    is_for_nanogpt = config.format == "nanogpt"
+    if is_import and is_for_nanogpt:
         raise UserError("--format nanogpt writes a --checkpoint: import the --model first")
-    writes_file = config.model is not None or config.format == "nanogpt"
-    if writes_file and config.out.suffix != ".pt":
+    if (is_import or is_for_nanogpt) and config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt: it is a file")
     if config.out.exists():
         raise UserError(f"--out {config.out} exists already; choose another path")
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    if config.model is None:
-        export_checkpoint(config)
-    else:
+    if is_import:
         import_model(config)
+    else:
+        export_checkpoint(config)
     print(f"wrote {config.out}")
 
 

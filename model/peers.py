@@ -62,7 +62,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     for kind in model.transformer.h[0].state_dict():
         names += [f"transformer.h.{layer}.{kind}" for layer in range(config.n_layer)]
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for name in names:
         x = model.get_parameter(name)  # on "meta": its shape
         weights[name] = values[: x.numel()].view_as(x)

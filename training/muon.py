@@ -38,7 +38,7 @@ def matrix_groups(model: GPT) -> list[dict]:
     if config.is_gated:
         stacked["c_fc"] = (config.inner, config.inner)
 
-    groups = []
+    groups: list[dict] = []
     for name, p in model.transformer.h.named_parameters():
         if p.dim() >= 2:
             layer_name = name.split(".")[-2]  # "c_attn" of "0.attn.c_attn.weight"
@@ -134,7 +134,7 @@ def orthogonalize(matrix: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
     Tall ones are scaled by sqrt(rows / columns), so that an update changes the output of a layer by
     about as much for any shape (Jordan et al. 2024).
     """
-    orthogonalized = []
+    orthogonalized: list[Tensor] = []
     for x in matrix.split(split_sizes):  # (rows, C)
         num_rows, num_columns = x.shape
         if num_rows > num_columns:

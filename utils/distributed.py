@@ -145,7 +145,7 @@ class Process:
 
     def all_equal(self, number: int) -> bool:
         """Return whether every process has the same number, below 2^63."""
-        # the smallest is the largest, too
+        # min of the negatives is the negative of the largest: equal numbers have one extreme
         return self.min(number) == -self.min(-number)
 
     def min(self, number: int) -> int:

@@ -63,7 +63,7 @@ COLUMNS = (
     "model, --sharding, --activation_checkpointing, processes, rank, s to start, shards opened, "
     "host syncs, all-reduce, all-gather, reduce-scatter, peak GB, forecast GB"
 ).split(", ")
-calls = []  # (kind of collective, bytes of the whole tensors), since the step began
+calls: list[tuple[str, int]] = []  # (kind of collective, bytes of the whole tensors) of a step
 
 
 class FakeGroup(dist.ProcessGroup):
@@ -96,7 +96,7 @@ dist.Backend.register_backend("counted", FakeGroup, devices=["cpu", "cuda"])
 
 def make_shards(folder):
     """Write 1,000 small shards and their manifest."""
-    shards = []
+    shards: list[dict] = []
     for index in range(1000):
         split = "train" if index else "val"
         name = f"{split}_{index:06d}.npy"
@@ -128,7 +128,7 @@ def measure(row, folder):
     sys.argv = ["train.py", *flags.split()]
     for name in ("normal_", "uniform_", "kaiming_uniform_"):
         setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
-    opened = []
+    opened: list[str] = []
     sys.addaudithook(lambda event, args: event == "open" and opened.append(f"{args[0]}"))
     count_syncs = ctypes.CDLL(None).fakecuda_count
     train_step = train.train_step
