@@ -15,10 +15,11 @@ import hashlib
 import os
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -28,8 +29,9 @@ import numpy as np
 from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer
+from data.ledger import FileCounts, Skipped, join_reasons
 from data.sharder import PIECES, Document, Sharder
-from data.source import Batch, Skipped, Source, list_files
+from data.source import Batch, Source, list_files
 from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
@@ -38,6 +40,7 @@ from utils.files import atomic_write, lock_folder
 # Options that a folder keeps in its manifest: with other values its next shards would not follow
 # from those that are there. --num_workers and --max_shards change no token.
 SETTINGS = (
+    "remote_name",
     "text_column",
     "shard_size",
     "format",
@@ -85,7 +88,7 @@ class DataConfig:
     """Machines that share the work: machine i reads every n-th source file, beginning with i."""
 
 
-def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document | Skipped:
+def tokenize(tokenizer: Tokenizer, val_fraction: float, row: str | Skipped) -> Document | Skipped:
     """Return the document of a row that is a text, in train or validation; Skipped for another row.
 
     A hash of the text chooses the split. Unlike a random number or every n-th document, it does not
@@ -94,15 +97,8 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: object) -> Document
     """
     if isinstance(row, Skipped):  # data/source.py knows why it is no text
         return row
-    if not isinstance(row, str):  # null, or a column of numbers
-        return Skipped("without text")
-    if not row.strip():
-        return Skipped("empty")
-    try:
-        utf8 = row.encode()
-        ids = tokenizer.encode(row)
-    except ValueError:  # half of a surrogate pair, as JSON may write one
-        return Skipped("not tokenizable")
+    utf8 = row.encode()
+    ids = tokenizer.encode(row)
     # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
@@ -140,20 +136,15 @@ def tokenize_batches(
         workers.shutdown(cancel_futures=True)
 
 
-def read_documents(
-    batches: Iterator[Batch], first_row: int, skipped: Counter
-) -> Iterator[Document]:
+def read_documents(batches: Iterator[Batch], first_row: int) -> Iterator[Document]:
     """Yield the documents of batches, from row `first_row` of the first batch on, with their
-    position. Count the rows between them in `skipped`, by reason."""
+    position."""
     for batch in batches:
         for index in range(first_row, len(batch.rows)):
             row = batch.rows[index]
-            if isinstance(row, Skipped):
-                skipped[row.reason] += 1
-                continue
-            row.position = {"source": batch.position, "documents": index}
-            row.skipped = dict(skipped)  # a copy: the counts up to here
-            yield row
+            if isinstance(row, Document):
+                row.position = {"source": batch.position, "documents": index}
+                yield row
         first_row = 0  # of the next batch
 
 
@@ -171,9 +162,8 @@ def write_shards(
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full."""
     state = sharder.manifest["state"]  # where an earlier run stopped, or the beginning
-    skipped = Counter(sharder.manifest["skipped"])
     batches = tokenize_batches(config, source, tokenizer, state["source"])
-    documents = read_documents(batches, state["documents"], skipped)
+    documents = read_documents(batches, state["documents"])
     # between two updates of the bar; in a log each of them is a line
     seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
@@ -195,12 +185,15 @@ def write_shards(
             )
         if is_last and config.val_fraction and config.worker_count == 1:
             # one book has no document for validation; of several workers, another may have some
-            document = sharder.hold_out_of(document, config.val_fraction)
+            document = sharder.hold_out_of(document, config.val_fraction, num_written)
         bar.update(len(document.tokens) - num_written)
         if not sharder.write(document, num_written):
             return False
         num_written = 0  # of the next document
-    sharder.manifest["skipped"] = dict(skipped)  # also those after the last document
+    sharder.save_state({"source": source.end, "documents": 0}, 0)
+    # every byte of text that was read is in the shards
+    num_bytes = sum(counts.bytes for counts in source.ledger.values())
+    assert num_bytes == sum(sharder.manifest["bytes"].values()), "text was lost"
     return True
 
 
@@ -210,61 +203,60 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
     if spec not in TOKENIZERS:  # the path of a tokenizer.json
         spec = read_tokenizer(Path(spec), config.end_of_text)
     tokenizer = load_tokenizer(spec)
-    file_sizes = list_files(config.input) if config.input else {}  # bytes by name
+    files = tuple(list_files(config.input)) if config.input else ()  # of all workers
     source = Source(
-        files=tuple(file_sizes),  # without any, the dataset is read
+        files=files,  # without any, the dataset is read
         dataset=config.dataset,
         remote_name=config.remote_name,
         column=config.text_column,
         worker_index=config.worker_index,
         worker_count=config.worker_count,
     )
-    # everything the tokens depend on; the manifest keeps it, and Sharder compares it
+    # what the tokens depend on beside the files; the manifest keeps it, and Sharder compares it
     settings = {
         **{name: getattr(config, name) for name in SETTINGS},
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
-        "source": list(config.input) or [config.dataset, config.remote_name],
-        "files": file_sizes,  # another size is another content
+        # with another list another worker may have read a file that is this one's now
+        "files": list(files) if config.worker_count > 1 else [],
     }
     if isinstance(tokenizer, FileTokenizer):
         settings["end_of_text"] = tokenizer.end_of_text
     # two processes would overwrite each other's shards
     lock = lock_folder(folder, "sharding into")
     try:
-        sharder = Sharder(folder, settings, config.max_shards)
+        sharder = Sharder(folder, settings, source, config.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
         manifest = sharder.manifest
-        # nothing is left to do; a larger --max_shards makes a stopped folder not full
-        if manifest["complete"] or (manifest["stopped"] and sharder.is_full):
+        source.take_over(manifest["ledger"])
+        manifest["source"] = list(config.input) or [config.dataset, config.remote_name]
+        # Nothing is left to do. A file that was added makes a complete folder not complete, a
+        # larger --max_shards a stopped one not full.
+        is_read = manifest["complete"] and manifest["state"]["source"] == source.end
+        if is_read or (manifest["stopped"] and sharder.is_full):
             return manifest, 0
         sharder.reopen()
         num_tokens_before = sharder.num_tokens
         # full already if an earlier run was killed after its last shard and before `end`
         is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
-        if is_complete and not manifest["documents"]:  # as when --text_column holds numbers
-            raise UserError(
-                f"{settings['source'][0]} holds no text for this worker; skipped: "
-                f"{describe_skipped(manifest)}"
-            )
         sharder.end(is_complete)
     finally:
         os.close(lock)  # unlocks the folder
     return manifest, sharder.num_tokens - num_tokens_before
 
 
-def describe_skipped(manifest: dict) -> str:
-    """Return how many rows were skipped, for each reason."""
-    counts = [f"{count:,} {reason}" for reason, count in manifest["skipped"].items()]
-    return ", ".join(counts) or "none"
-
-
 def report(manifest: dict) -> None:
     """Print what a folder of shards holds."""
-    print(f"documents: {manifest['documents']:,}; skipped: {describe_skipped(manifest)}")
+    skipped = join_reasons(manifest["skipped"])
+    print(f"documents: {manifest['documents']:,}; skipped: {skipped}")
+    num_finished = manifest["state"]["source"]["file"]
+    for name, entry in islice(manifest["ledger"].items(), num_finished):
+        counts = FileCounts(**entry)
+        if counts.is_suspect:
+            print(f"look at: {counts.describe(name)}")
     print(f"tokenizer: {manifest['tokenizer']}")
     for split in ("train", "val"):
         sizes = [entry["tokens"] for entry in manifest["shards"] if entry["split"] == split]

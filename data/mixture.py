@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from data.loader import Sequences, shift
-from data.shards import ShardFolder, TokenStream, open_folder
+from data.shards import ShardFolder, TokenStream, open_folders
 from utils.errors import UserError
 
 LONGEST_PERIOD = 1_000_000  # positions; finding their corpora takes some seconds
@@ -104,7 +104,7 @@ class Mixture:
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
-            folders = [open_folder(path, split) for path in corpus.folders]
+            folders = open_folders(corpus.folders, split)
             self.parts.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
         self.stream = TokenStream(all_folders)

@@ -11,15 +11,18 @@ Where the documents come from, and in which order, is decided in data/fineweb-ed
 import hashlib
 import io
 import os
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from data.foreign import bin_header
+from data.ledger import sum_skipped
 from data.shards import inspect_shard, read_manifest, shard_paths, write_manifest
+from data.source import Source
 from utils.errors import UserError
-from utils.files import sync_folder
+from utils.files import atomic_write, sync_folder
 
 PIECES = 10  # of the last text, where a part of it is held out for validation
 
@@ -40,8 +43,6 @@ class Document:
     position: dict = field(default_factory=dict)
     """Where to read the document again: "source", the position of its batch (data/source.py), and
     "documents", the number of rows before it in the batch."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Rows of the source before the document that were no documents, by reason."""
 
 
 def hold_out(document: Document, num_held_out: int) -> Document:
@@ -82,9 +83,10 @@ class ShardWriter:
         self.num_tokens = start
         self.temporary = self.path.with_name(self.path.name + ".tmp")
         if start and not self.temporary.exists():
-            # the earlier run ended before the shard was full, or was killed after the rename and
-            # before the manifest
-            os.replace(self.path, self.temporary)
+            # The earlier run ended before the shard was full, or was killed after the rename and
+            # before the manifest. A copy: training may read the shard under its name meanwhile.
+            with open(self.path, "rb") as shard, atomic_write(self.temporary) as copy:
+                shutil.copyfileobj(shard, copy, 2**20)
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
         # Cuts off what the earlier run wrote after its last state. For a new file this adds zeros
         # in the place of the header, which `finish` writes, once the number of tokens is known.
@@ -141,11 +143,14 @@ class Sharder:
 
     The manifest is `settings` (shard_size in tokens, format, tokenizer, ...) and the progress. Its
     "state" is where the next run continues: the position of a document, the tokens of that document
-    that are written, and the tokens of each shard that is not full. Raises UserError for a folder
-    with shards of other settings.
+    that are written, and the tokens of each shard that is not full. `source` keeps the ledger of
+    what it has read. Raises UserError for a folder with shards of other settings.
     """
 
-    def __init__(self, folder: Path, settings: dict, max_shards: int | None) -> None:
+    def __init__(
+        self, folder: Path, settings: dict, source: Source, max_shards: int | None
+    ) -> None:
+        self.source = source
         self.folder = folder
         self.max_shards = max_shards
         self.shard_size = settings["shard_size"]  # tokens
@@ -166,6 +171,7 @@ class Sharder:
                 "stopped": False,  # max_shards are full
                 "documents": 0,  # written so far
                 "skipped": {},  # rows that were no documents, by reason
+                "ledger": {},  # the same for each file
                 "bytes": {"train": 0, "val": 0},  # of the source text
                 "lost_bytes": 0,  # that the tokenizer does not give back
                 "shards": [],
@@ -202,13 +208,15 @@ class Sharder:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all shards, open ones included."""
-        num_open_tokens = sum(writer.num_tokens for writer in self.writers.values())
-        return num_open_tokens + sum(entry["tokens"] for entry in self.manifest["shards"])
+        sizes = {entry["file"]: entry["tokens"] for entry in self.manifest["shards"]}
+        for writer in self.writers.values():  # it may be longer than it is listed
+            sizes[writer.path.name] = writer.num_tokens
+        return sum(sizes.values())
 
     def reopen(self) -> None:
-        """Open the unfinished shards after the tokens that the state counts."""
-        # `end` of an earlier run has given its unfinished shards their names and listed them, too
-        self.manifest["shards"] = self.full_shards()
+        """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
+        earlier run has listed stay in the manifest until they are longer."""
+        self.manifest["complete"] = False
         self.manifest["stopped"] = False
         write_manifest(self.folder, self.manifest)
         for split, num_tokens in self.manifest["state"]["open"].items():
@@ -217,17 +225,23 @@ class Sharder:
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
         # full shards of the split are all in the manifest, numbered from 0
-        index = sum(entry["split"] == split for entry in self.manifest["shards"])
+        index = sum(entry["split"] == split for entry in self.full_shards())
         path = self.folder / f"{split}_{index:06d}{self.suffix}"
         self.writers[split] = ShardWriter(path, split, self.dtype, start)
 
-    def hold_out_of(self, document: Document, val_fraction: float) -> Document:
+    def finish_shard(self, split: str) -> None:
+        """Finish the open shard of a split, and list it instead of a shorter one of its name."""
+        entry = self.writers.pop(split).finish()
+        others = [other for other in self.manifest["shards"] if other["file"] != entry["file"]]
+        self.manifest["shards"] = [*others, entry]
+
+    def hold_out_of(self, document: Document, val_fraction: float, start: int) -> Document:
         """Return the last document of the source, with pieces of it held out if one of the splits
         would be empty: the larger of a tenth of it and `val_fraction` of all tokens, at most half.
         """
-        # An earlier run may have ended within the document: then the number stands in the manifest,
-        # as the bytes and tokens that it follows from have changed.
-        if "held_out" not in self.manifest:
+        # An earlier run may have written the document up to `start`: then the number stands in the
+        # manifest, as the bytes and tokens that it follows from have changed.
+        if start == 0:
             other_split = "val" if document.num_train else "train"
             if self.manifest["bytes"][other_split] > 0:  # neither split is empty
                 return document
@@ -242,9 +256,7 @@ class Sharder:
     def write(self, document: Document, start: int) -> bool:
         """Append a document's tokens from `start` on, those before being written by an earlier run;
         return False once the folder is full. Saves the manifest each time a shard gets full."""
-        # counts up to this document, so that a continued run does not count them again
-        self.manifest["skipped"] = document.skipped
-        if start == 0:  # else an earlier run has counted the document
+        if start == 0:  # else an earlier run has counted it
             self.manifest["documents"] += 1
             self.manifest["lost_bytes"] += len(document.lost_text.encode())
         total = len(document.tokens)
@@ -268,7 +280,7 @@ class Sharder:
             start = end
             if writer.num_tokens == self.shard_size:
                 # a moment from which a later run can continue
-                self.manifest["shards"].append(self.writers.pop(split).finish())
+                self.finish_shard(split)
                 self.save_state(document.position, start)
                 if self.is_full:
                     return False
@@ -283,12 +295,14 @@ class Sharder:
             "tokens": num_written,
             "open": open_tokens,
         }
+        self.manifest["ledger"] = self.source.ledger_at(position["source"])
+        self.manifest["skipped"] = sum_skipped(self.manifest["ledger"])
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:
         """Finish the shards that are not full; a later run can still continue them."""
         for split in sorted(self.writers):
-            self.manifest["shards"].append(self.writers.pop(split).finish())
+            self.finish_shard(split)
         # an interrupted run never comes here, so that it has neither
         self.manifest["complete"] = complete
         self.manifest["stopped"] = not complete

@@ -119,9 +119,10 @@ class ShardEntry:
 
     @cached_property
     def shard(self) -> Shard:
-        """The file. Raises UserError if it is damaged, or not the one that the manifest lists."""
+        """The file. Raises UserError if it is damaged, or not the one that the manifest lists. It
+        may have become longer since, if sharding goes on: its first tokens stay."""
         shard = inspect_shard(self.path)
-        if shard.num_tokens != self.num_tokens:
+        if shard.num_tokens < self.num_tokens:
             raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
         return shard
 
@@ -156,29 +157,48 @@ class ShardFolder:
 
 def open_folder(folder: Path, split: str) -> ShardFolder:
     """Open a split, "train" or "val": the shards that the manifest lists, in its order. Without a
-    manifest, all files of the split in name order.
+    manifest, all files of the split in name order. It may have none: see open_folders.
 
-    Raises UserError if there is none, or if their tokenizer is not known. A shard that is missing,
-    damaged or not the one that the manifest lists raises an error when it is first read.
+    Raises UserError if there are no shards of any split, or if their tokenizer is not known. A
+    shard that is missing, damaged or not the one that the manifest lists raises an error when it is
+    first read.
     """
     manifest = read_manifest(folder)
     shards = []  # in the order of the stream
     for entry in manifest.get("shards", []):
         if entry["split"] == split:
             shards.append(ShardEntry(folder / entry["file"], entry["tokens"], entry["sha256"]))
-    if not manifest and folder.is_dir():  # of another project: the files in name order
-        for path in shard_paths(folder):
+    paths = shard_paths(folder) if folder.is_dir() else []
+    if not manifest:  # of another project: the files in name order
+        for path in paths:
             # the last of these words in a name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shard = inspect_shard(path)
                 checksum = zlib.crc32(shard.read(count=1000))
                 shards.append(ShardEntry(path, shard.num_tokens, f"{checksum}"))
-    if not shards:
-        raise UserError(
-            f"{folder} holds no {split} shards (.npy, .bin, .ds); give another --data_dir, or make "
-            f"some: python data/fineweb-edu.py --input YOUR_TEXT --local_dir {folder}"
-        )
+    if not paths and not shards:  # a name that was mistyped
+        raise missing_shards([folder], split)
     return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest, shards), manifest)
+
+
+def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
+    """Open a split of folders that are one stream: those that have some of it, as of several
+    workers only some may have validation text. Raises UserError if none has."""
+    folders = [open_folder(path, split) for path in paths]
+    with_split = [folder for folder in folders if folder.shards]
+    if not with_split:
+        raise missing_shards(paths, split)
+    return with_split
+
+
+def missing_shards(paths: list[Path], split: str) -> UserError:
+    """Return the error for folders that hold no shards of a split, with what helps for either."""
+    names = " ".join(map(str, paths))
+    return UserError(
+        f"--data_dir {names} holds no {split} shards (.npy, .bin, .ds): give another one, let its "
+        "sharding end, or add a folder with the --tokenizer and --val_fraction (above 0) of the "
+        "others: python data/fineweb-edu.py --input YOUR_TEXT --local_dir FOLDER"
+    )
 
 
 def find_tokenizer(folder: Path, manifest: dict, shards: list[ShardEntry]) -> str:
@@ -197,7 +217,7 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[ShardEntry]) -> st
     if name is None:
         # Other projects shard GPT-2's tokens. Any 1,000 of these hold an id above 2**15; the ids of
         # a smaller vocabulary would train without an error, as another text.
-        first_ids = shards[0].shard.read(count=100_000)
+        first_ids = shards[0].shard.read(count=100_000) if shards else []
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
                 f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
@@ -259,9 +279,10 @@ class TokenStream:
         # the last shard that begins at `start` or before
         index = int(np.searchsorted(self.starts, start, side="right")) - 1
         while length > 0:
-            shard = self.shards[index].shard
+            entry = self.shards[index]
+            shard = entry.shard
             offset = start - int(self.starts[index])
-            piece = shard.read(offset, min(length, shard.num_tokens - offset))
+            piece = shard.read(offset, min(length, entry.num_tokens - offset))
             # on a GPU an id beyond the embedding is an assertion without a file's name
             highest = piece.max(initial=0)
             if highest >= self.vocab_size:

@@ -1,9 +1,9 @@
 """Source of text to shard: rows of files, or of a dataset of the Hugging Face hub.
 
-A row is a text, or what stands in its place: None, a number, or Skipped. `tokenize` of
-data/fineweb-edu.py counts these. Rows come in batches, each with its position in the source, from
-which a later run continues. Python's own readers and pyarrow read files row by row; `datasets`
-streams the hub.
+A row is a text, or Skipped with the reason why it is none; `as_text` alone decides that, for every
+format, and a ledger (data/ledger.py) counts both. Rows come in batches, each with its position in
+the source, from which a later run continues. Python's own readers and pyarrow read files row by
+row; `datasets` streams the hub.
 """
 
 import bz2
@@ -18,33 +18,31 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from data.ledger import FileCounts, Skipped, join_reasons, sum_skipped
 from utils.errors import UserError
 
 BATCH = 100  # rows; another number would change the positions in manifests
 # codecs that a file which is not UTF-8 is compared with: those of more languages look alike
 CODECS = ("cp1252", "gb18030", "big5", "cp932", "cp1251", "koi8_r")
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """Row that is no document."""
-
-    reason: str
-    """Key under which the manifest counts such rows."""
+NOT_UTF8 = Skipped("not UTF-8")
+ESCAPED_BYTE = "[\udc80-\udcff]"  # what open_text makes of a byte that is not UTF-8
+SEPARATORS = re.compile(r"[\s,]*")  # between two values of JSON
+AFTER_VALUE = re.compile(r"[ \t]*([\r\n,\[\]{]|\Z)")  # what may follow a value of JSON
 
 
 class Batch(NamedTuple):
-    """Successive rows of a source."""
+    """Successive rows of a file or dataset."""
 
     position: dict
-    """Where the first row is: what `Source.batches` takes to begin there, as plain JSON."""
+    """Where the first row is: what `Source.batches` takes to begin there, as plain JSON; "counts"
+    are those of the rows before it in the file."""
     rows: list
 
 
@@ -59,15 +57,37 @@ def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
     return io.BufferedReader(CompressedInputStream(path, "zstd"))
 
 
-COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd}
+class GzipFile(gzip.GzipFile):
+    """File compressed by gzip. Bytes after its last member are ignored with a note, as gzip itself
+    does; Python's own class raises an error. TextIOWrapper reads it by read1 only, if by parts."""
+
+    is_noted = False
+
+    def read1(self, size: int = -1) -> bytes:
+        try:
+            return super().read1(size)
+        except gzip.BadGzipFile as error:
+            # other errors of this class are damage, as a wrong checksum
+            if self.tell() == 0 or not str(error).startswith("Not a gzipped file"):
+                raise
+            if not self.is_noted:  # a reader may ask again at the end
+                print(f"note: {self.name}: bytes after its end are left out", file=sys.stderr)
+            self.is_noted = True
+            return b""
+
+
+COMPRESSIONS = {".gz": GzipFile, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd}
 
 
 def open_text(name: str) -> IO[str]:
-    """Open a file as UTF-8, decompressed. A byte that is not UTF-8 becomes a surrogate, U+DC80 to
-    U+DCFF, so that one bad row does not end the file; read_column looks for them."""
+    """Open a file as UTF-8, decompressed, its line ends as they are. A byte that is not UTF-8
+    becomes a surrogate, U+DC80 to U+DCFF, so that one bad row does not end the file; as_text looks
+    for them."""
     open_bytes = COMPRESSIONS.get(Path(name).suffix.lower(), open)
     # -sig drops a byte order mark at the beginning
-    return io.TextIOWrapper(open_bytes(name, "rb"), "utf-8-sig", errors="surrogateescape")
+    return io.TextIOWrapper(
+        open_bytes(name, "rb"), "utf-8-sig", errors="surrogateescape", newline=""
+    )
 
 
 def suffix_of(name: str) -> str:
@@ -115,26 +135,51 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 
 def read_document(file: IO[str]) -> Iterator[object]:
     """Yield the whole of a text file."""
-    yield file.read()
-
-
-def read_lines(lines: Iterable[str]) -> Iterator[object]:
-    """Yield the values in lines of JSON."""
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            if line.strip():  # a blank line is no row
-                yield Skipped("without text")
+    yield "".join(file)  # by parts, see GzipFile
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
-    """Yield the rows of a .json: those of an array, or the values in its lines."""
-    first_line = file.readline()
-    if first_line.startswith("["):  # an array is read as a whole: it may have a single line
-        yield from json.loads(first_line + file.read())
-    else:
-        yield from read_lines(chain([first_line], file))
+    """Yield the values of JSON: in lines, over several lines, one after the other, or the elements
+    of an array. What is not JSON is skipped up to the end of its line."""
+    decoder = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
+    in_array = False
+    text = file.readline()  # whole lines: a string cannot go over the end of one
+    start = 0  # of the next value
+    while text:
+        start = SEPARATORS.match(text, start).end()
+        if start == len(text):
+            text = file.readline()
+            start = 0
+            continue
+        if text[start] == ("]" if in_array else "["):
+            in_array = not in_array
+            start += 1
+            continue
+        try:
+            value, end = decoder.raw_decode(text, start)
+            # else a word in quotes, or the key of a broken object
+            is_value = AFTER_VALUE.match(text, end)
+        except json.JSONDecodeError as error:
+            is_value = False
+            end = error.pos
+        if is_value:
+            yield value
+            start = end
+            continue
+        # An error at the end of the text: the value goes on in the next lines. Twice as much text
+        # each time: decoding again after every line would take the square of the time.
+        is_cut = end >= len(text.rstrip())
+        more = file.read(len(text)) + file.readline() if is_cut else ""
+        if more:
+            text = text[start:] + more
+            start = 0
+            continue
+        yield Skipped("not JSON")
+        # go on in the line of the error, if the value began before it, else in the next line
+        line = text.rfind("\n", start, end) + 1 or text.find("\n", end) + 1
+        start = line if line and not is_cut else len(text)
+    if in_array:
+        yield Skipped("cut: an array without an end")
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
@@ -156,8 +201,8 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
 
 
 READERS = {
-    ".jsonl": read_lines,
-    ".ndjson": read_lines,
+    ".jsonl": read_json,
+    ".ndjson": read_json,
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, delimiter="\t"),
@@ -169,56 +214,87 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
-    # pyarrow itself ignores a column that is not there
-    check_column(name, column, file.schema_arrow.names)
+    names = file.schema_arrow.names
+    if column not in names:  # pyarrow itself ignores that
+        yield from repeat(without_column(column, names), file.metadata.num_rows)
+        return
     for table in file.iter_batches(BATCH, columns=[column]):
-        yield from table.column(0).to_pylist()
+        for value in table.column(0):
+            yield value.as_py()
 
 
-def read_column(name: str, column: str) -> Iterator[object]:
-    """Yield what each row of a file has in a column; Skipped for a row that is none or not UTF-8.
-    Prints one warning for a file that is not UTF-8. Raises UserError if the first row lacks the
-    column."""
+def without_column(column: str, names: Iterable[str]) -> Skipped:
+    """Return what stands for a row that lacks a column."""
+    printable = ", ".join(names).encode(errors="replace").decode()
+    return Skipped(f"without a column {column!r}, but {printable:.200}")
+
+
+def as_text(value: object) -> str | Skipped:
+    """Return the text that a value of a row is; Skipped if it is none."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "surrogateescape")  # as open_text
+    if isinstance(value, Skipped):  # its reader knows why it is no text
+        return value
+    if not isinstance(value, str):  # null, a number, a list
+        return Skipped("without text")
+    if not value.strip():
+        return Skipped("empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # it would train as U+FFFD
+        if re.search(ESCAPED_BYTE, value):
+            return NOT_UTF8
+        return Skipped("half of a surrogate pair")  # as JSON may write one
+    if "\0" in value:  # no text has it; UTF-16 and binary files do
+        return Skipped("with U+0000")
+    return value
+
+
+def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
+    """Yield the rows of a file. If it is damaged, the last row says so. An error of the machine, as
+    of a disk, is raised."""
+    # of the first such row of the file, for all of them: else each may have a reason of its own
+    lacking: Skipped | None = None
+    not_utf8: Skipped | None = None
+    try:
+        for row in read_rows(name, column):
+            value = row
+            if isinstance(row, dict):  # of JSON or CSV
+                value = row.get(column)
+                if row and column not in row:
+                    lacking = lacking or without_column(column, row)
+                    value = lacking
+            text = as_text(value)
+            if text == NOT_UTF8:
+                not_utf8 = not_utf8 or Skipped(f"not UTF-8, but damaged or {guess_encoding(value)}")
+                text = not_utf8
+            yield text
+    except Exception as error:  # each reader has classes of its own
+        # errors of the operating system have a number, those of gzip and pyarrow none
+        if isinstance(error, MemoryError) or getattr(error, "errno", None):
+            raise
+        yield Skipped(f"damaged from here on {quote(error)}")
+
+
+def read_rows(name: str, column: str) -> Iterator[object]:
+    """Yield the rows of a file; of parquet, what they have in a column."""
     if suffix_of(name) == ".parquet":
         yield from read_parquet(name, column)
         return
-    read_rows = READERS.get(suffix_of(name), read_document)
-    is_warned = False  # one warning a file, not one a row
+    read = READERS.get(suffix_of(name), read_document)
     with open_text(name) as file:
-        for number, row in enumerate(read_rows(file)):
-            value = row  # a text file is one string; a row of another may be Skipped
-            if isinstance(row, dict):  # of JSON or CSV
-                # the first row only: those of JSON may have different columns
-                if number == 0 and row:
-                    check_column(name, column, list(row))
-                value = row.get(column)
-            # a byte that is not UTF-8, see open_text, which would train as U+FFFD, or a zero, which
-            # UTF-16 and binary files have
-            if isinstance(value, str) and re.search("[\udc80-\udcff\0]", value):
-                if not is_warned:
-                    is_warned = True
-                    print(
-                        f"warning: {name} is not UTF-8: damaged, or {guess_encoding(value)}; such "
-                        "texts are left out, convert the file",
-                        file=sys.stderr,
-                    )
-                value = Skipped("not UTF-8")
-            yield value
+        yield from read(file)
 
 
-def check_column(name: str, column: str, columns: list[str]) -> None:
-    """Raise UserError if a column is not among those of a file or dataset."""
-    if column not in columns:
-        raise UserError(f"{name} has no --text_column {column!r}, but {', '.join(columns):.300}")
-
-
-def guess_encoding(text: str) -> str:
+def guess_encoding(text: str | bytes) -> str:
     """Return the encoding, one of CODECS, that a text which is not UTF-8 probably has, by its
     frequencies of characters."""
     from charset_normalizer import from_bytes  # slow to import; few files need it
 
-    text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # surrogates that JSON has escaped
-    content = text.encode(errors="surrogateescape")  # the bytes of the file
+    content = text
+    if isinstance(text, str):
+        text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # surrogates escaped in JSON
+        content = text.encode(errors="surrogateescape")  # the bytes of the file
     match = from_bytes(content[:100_000], cp_isolation=list(CODECS)).best()
     return match.encoding if match else "in another encoding"
 
@@ -231,9 +307,13 @@ def name_errors(name: str) -> Iterator[None]:
     except UserError:  # names it already
         raise
     except Exception as error:  # each reader has classes of its own, and none names the file
-        first_line = str(error).partition("\n")[0]
-        reason = f"({type(error).__name__}: {first_line:.200})"
-        raise UserError(f"{name:.300} is damaged or cannot be read {reason}") from error
+        raise UserError(f"{name:.300} is damaged or cannot be read {quote(error)}") from error
+
+
+def quote(error: Exception) -> str:
+    """Return class and first line of an error."""
+    first_line = str(error).partition("\n")[0]
+    return f"({type(error).__name__}: {first_line:.200})"
 
 
 # The source
@@ -251,53 +331,104 @@ class Source:
     """Column that holds the texts."""
     worker_index: int = 0
     worker_count: int = 1
+    ledger: dict[str, FileCounts] = field(default_factory=dict)
+    """Counts of each file that was read, those of earlier runs included."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Files of this worker in the order of reading; without any, the dataset."""
+        if self.files:
+            return tuple(self.files[self.worker_index :: self.worker_count])
+        return (self.dataset,)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of one of `names`; 0 for the dataset."""
+        return os.path.getsize(name) if self.files else 0
+
+    def take_over(self, entries: dict[str, dict]) -> None:
+        """Continue the ledger of an earlier run. Raises UserError if a file that it read is not in
+        its place any more or has another size; files after these may be other ones."""
+        for index, (name, entry) in enumerate(entries.items()):
+            if self.names[index : index + 1] != (name,) or self.size(name) != entry["size"]:
+                raise UserError(
+                    f"{name} was read as file {index + 1} of the input, with {entry['size']:,} "
+                    "bytes; put it back as it was, or give another --local_dir"
+                )
+            self.ledger[name] = FileCounts(**entry)
+
+    def ledger_at(self, position: dict) -> dict[str, dict]:
+        """Return the ledger as it was at a position, as plain JSON."""
+        names = self.names[: position["file"]]
+        entries = {name: asdict(self.ledger[name]) for name in names}
+        if position["counts"]:
+            entries[self.names[position["file"]]] = position["counts"]
+        return entries
+
+    @property
+    def end(self) -> dict:
+        """Position after the last file. Files that are added later are read from there on."""
+        return {"file": len(self.names), "counts": {}}
 
     def batches(self, position: dict | None = None) -> Iterator[Batch]:
-        """Yield batches of rows from a position or the beginning on. Raises UserError for what
-        cannot be read; `datasets` itself retries downloads for some minutes."""
-        if self.files:
-            return self.read_files(position or {"file": 0, "row": 0})
-        return self.read_dataset(position or {"revision": None, "stream": None})
+        """Yield batches of rows from a position or the beginning on, and name files that are not
+        what they seem. Raises UserError for what cannot be read, and at the end if nothing was a
+        text; `datasets` itself retries downloads for some minutes."""
+        position = position or {"file": 0, "counts": {}}
+        read = self.read_file if self.files else self.read_dataset
+        for index in range(position["file"], len(self.names)):
+            name = self.names[index]
+            with name_errors(name):
+                counts = FileCounts(**(position["counts"] or {"size": self.size(name)}))
+                self.ledger[name] = counts
+                for batch in read(name, position):
+                    batch.position.update(file=index, counts=asdict(counts))
+                    counts.add(batch.rows)
+                    yield batch
+            assert counts.rows == counts.texts + sum(counts.skipped.values())
+            if counts.is_suspect:
+                print(f"warning: {counts.describe(name)}", file=sys.stderr)
+            position = {"counts": {}}  # of the next file
+        if not any(counts.texts for counts in self.ledger.values()):
+            skipped = join_reasons(sum_skipped(self.ledger_at(self.end)))
+            name = " ".join(self.names[:1])
+            raise UserError(f"{name} holds no text for this worker; skipped: {skipped}")
 
-    def read_files(self, position: dict) -> Iterator[Batch]:
-        """Yield the batches of this worker's files; a position is a file and a row of it."""
-        files = self.files[self.worker_index :: self.worker_count]
-        first_row = position["row"]
-        for index in range(position["file"], len(files)):
-            with name_errors(files[index]):
-                # formats other than parquet have no index: earlier rows are read again, and dropped
-                rows_left = islice(read_column(files[index], self.column), first_row, None)
-                rows = list(islice(rows_left, BATCH))
-                while rows:
-                    yield Batch({"file": index, "row": first_row}, rows)
-                    first_row += len(rows)
-                    rows = list(islice(rows_left, BATCH))
-            first_row = 0  # of the next file
+    def read_file(self, name: str, position: dict) -> Iterator[Batch]:
+        """Yield the batches of a file from a position in it on."""
+        # formats other than parquet have no index: earlier rows are read again, and dropped
+        first_row = position["counts"].get("rows", 0)
+        rows_left = islice(read_texts(name, self.column), first_row, None)
+        rows = list(islice(rows_left, BATCH))
+        while rows:
+            yield Batch({}, rows)
+            rows = list(islice(rows_left, BATCH))
 
-    def read_dataset(self, position: dict) -> Iterator[Batch]:
+    def read_dataset(self, name: str, position: dict) -> Iterator[Batch]:
         """Yield the batches of the hub's dataset. A position is its commit, so that a later run
         reads the same files, and the state that `datasets` saves of its stream."""
-        with name_errors(self.dataset):
-            import datasets  # slow to import, as all that is needed for the hub only
-            from fsspec.compression import register_compression
-            from huggingface_hub import HfApi
+        import datasets  # slow to import, as all that is needed for the hub only
+        from fsspec.compression import register_compression
+        from huggingface_hub import HfApi
 
-            datasets.disable_progress_bars()  # one a file, between the lines of our own
-            # fsspec would need another package for zstd, which reads the first frame only
-            register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
-            # a dataset may change on the hub between two runs; its commit does not
-            revision = position["revision"] or HfApi().dataset_info(self.dataset).sha
-            stream = datasets.load_dataset(
-                self.dataset, self.remote_name, split="train", revision=revision, streaming=True
-            )
-            if self.worker_index >= stream.num_shards:
-                raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
-            # every n-th file, not a contiguous part of them
-            stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-            state = position["stream"]
-            if state:
-                stream.load_state_dict(state)
-            for columns in stream.iter(BATCH):
-                check_column(self.dataset, self.column, list(columns))
-                yield Batch({"revision": revision, "stream": state}, columns[self.column])
-                state = stream.state_dict()  # where the next batch begins; the manifest keeps it
+        datasets.disable_progress_bars()  # one a file, between the lines of our own
+        # fsspec would need another package for zstd, which reads the first frame only
+        register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
+        # a dataset may change on the hub between two runs; its commit does not
+        revision = position.get("revision") or HfApi().dataset_info(self.dataset).sha
+        stream = datasets.load_dataset(
+            self.dataset, self.remote_name, split="train", revision=revision, streaming=True
+        )
+        if self.worker_index >= stream.num_shards:
+            raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
+        # every n-th file, not a contiguous part of them
+        stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
+        state = position.get("stream")
+        if state:
+            stream.load_state_dict(state)
+        for columns in stream.iter(BATCH):
+            if self.column not in columns:  # now, not after hours of rows without a text
+                reason = without_column(self.column, columns).reason
+                raise UserError(f"{name} is {reason}; give another --text_column")
+            rows = [as_text(value) for value in columns[self.column]]
+            yield Batch({"revision": revision, "stream": state}, rows)
+            state = stream.state_dict()  # where the next batch begins; the manifest keeps it

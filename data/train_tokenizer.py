@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 from tokenizers import models, pre_tokenizers, trainers
 
 from data.export_tokenizer import END_OF_TEXT, byte_level
+from data.ledger import Skipped
 from data.source import Source, list_files
 from utils.cli import start_script
 from utils.errors import UserError
@@ -47,15 +48,14 @@ class TokenizerConfig:
 
 def read_pieces(source: Source, share: float) -> Iterator[str]:
     """Yield a share of the pieces of all texts, chosen by a hash: always the same ones."""
-    for _, rows in source.batches():
-        for text in rows:
-            if not isinstance(text, str):  # a row that the source skipped, null, or a number
+    for batch in source.batches():
+        for text in batch.rows:
+            if isinstance(text, Skipped):
                 continue
             # pieces, not texts, so that a source of one long book can be sampled, too
             for start in range(0, len(text), PIECE):
                 piece = text[start : start + PIECE]
-                # CRC-32 as a number in [0, 1); "replace" for half of a surrogate pair
-                if zlib.crc32(piece.encode(errors="replace")) / 2**32 < share:
+                if zlib.crc32(piece.encode()) / 2**32 < share:  # CRC-32 as a number in [0, 1)
                     yield piece
 
 

@@ -13,6 +13,7 @@ import pytest
 from conftest import documents, environment, kill, script, start
 from pyarrow import parquet
 
+from data import sharder
 from data.shards import TokenStream, open_folder, read_manifest, write_manifest
 from utils.errors import UserError
 from utils.files import lock_folder
@@ -107,9 +108,16 @@ def test_other_settings_or_files_foreign_damaged_or_locked_shards_are_refused(co
 
     refused("--shard_size, .* must be at least 1", shard_size=0)
     refused("holds shards of shard_size 20001; give another --local_dir", shard_size=1000)
-    (source / "b.txt").write_text("more")
-    refused("holds shards of files {")
-    (source / "b.txt").unlink()
+    for change in (
+        lambda: (source / "0.txt").write_text("before it"),
+        lambda: (source / "a.jsonl").rename(source / "b.jsonl"),
+        lambda: (source / "b.jsonl").write_text("other"),
+    ):
+        change()
+        refused("a.jsonl was read as file 1 of the input, with .* bytes; put it back")
+        (source / "0.txt").unlink(missing_ok=True)
+    (source / "b.jsonl").unlink()
+    shutil.copy(corpus, source / "a.jsonl")
     lock = lock_folder(out, "sharding into")
     refused("another process is sharding")
     os.close(lock)
@@ -119,6 +127,77 @@ def test_other_settings_or_files_foreign_damaged_or_locked_shards_are_refused(co
     refused(f"{path} is damaged")
     (out / "manifest.json").unlink()
     refused("holds shards without a manifest")
+
+
+@pytest.mark.parametrize("max_shards", [1, None])
+def test_files_that_were_not_read_may_change_before_sharding_goes_on(tmp_path, max_shards):
+    """Added to a complete folder; or removed, repaired and added, where it stopped in the first."""
+    source, out, whole = (tmp_path / name for name in ("in", "out", "whole"))
+    source.mkdir()
+    for i, name in enumerate("abc"):
+        (source / f"{name}.txt").write_text("\n".join(documents()[100 * i :][:100]))
+    options = {"val_fraction": 1e-9, "shard_size": 9_001}
+    first = shard(source, out, max_shards=max_shards, **options)
+    if max_shards:
+        (source / "b.txt").unlink()
+        (source / "c.txt").write_text("repaired")
+    (source / "d.txt").write_text("\n".join(documents()[300:]))
+    manifest = shard(source, out, **options)
+    assert list(manifest["ledger"]) == sorted(map(str, source.iterdir()))
+    if max_shards:
+        shard(source, whole, **options)
+        assert digests(out) == digests(whole)
+    else:  # d.txt stands at the end
+        assert manifest["bytes"]["val"] == first["bytes"]["val"] > 0
+        tokens = TokenStream([open_folder(out, "train")])
+        end = tokens.tokens(len(tokens) - 1000, 1000).tolist()
+        assert bytes(end).decode() == (source / "d.txt").read_text()[-1000:]
+
+
+def test_a_listed_shard_keeps_its_name_and_first_tokens_while_sharding_goes_on(
+    corpus, tmp_path, monkeypatch
+):
+    manifest = shard(corpus, tmp_path, max_shards=2)
+    (entry,) = (x for x in manifest["shards"] if x["split"] == "val")
+    stream = TokenStream([open_folder(tmp_path, "val")])
+    tokens = stream.tokens(0, len(stream))
+    write = write_manifest
+
+    def check_then_write(folder, manifest):
+        listed = [x for x in read_manifest(folder)["shards"] if x["split"] == "val"]
+        assert listed[0]["file"] == entry["file"] and listed[0]["tokens"] >= entry["tokens"]
+        for stream_now in (stream, TokenStream([open_folder(tmp_path, "val")])):
+            assert (stream_now.tokens(0, len(tokens)) == tokens).all()
+        write(folder, manifest)
+
+    monkeypatch.setattr(sharder, "write_manifest", check_then_write)
+    shard(corpus, tmp_path, max_shards=4)
+    monkeypatch.undo()
+    manifest = shard(corpus, tmp_path)
+    assert len(manifest["shards"]) == len(digests(tmp_path))
+
+
+def test_a_shard_is_on_disk_before_it_has_its_name(corpus, tmp_path, monkeypatch):
+    """A power cut after the rename would else leave zeros under it."""
+    on_disk = {}  # content by inode, at its last fsync
+    fsync, replace = os.fsync, os.replace
+
+    def record(descriptor):
+        fsync(descriptor)
+        path = f"/proc/self/fd/{descriptor}"
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                on_disk[os.fstat(descriptor).st_ino] = file.read()
+
+    def check_then_replace(source, target):
+        with open(source, "rb") as file:
+            assert on_disk[os.stat(source).st_ino] == file.read(), target
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "replace", check_then_replace)
+    for max_shards in (1, None):  # continued with a copy of the open shard
+        shard(corpus, tmp_path, max_shards=max_shards)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -143,15 +222,6 @@ def test_where_no_text_is_hashed_into_a_split_pieces_of_the_last_are_held_out(tm
         assert manifest["bytes"] == whole["bytes"]
 
 
-def test_skipped_documents_are_counted_once_by_a_run_that_was_stopped(tmp_path):
-    rows = [{"text": text} for text in (*documents()[:20], None, " ", *documents()[20:40])]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for count in (*range(1, 9), None):
-        manifest = shard(tmp_path / "a.jsonl", tmp_path, shard_size=1000, max_shards=count)
-    assert manifest["complete"] and manifest["documents"] == 40
-    assert manifest["skipped"] == {"without text": 1, "empty": 1}
-
-
 def test_workers_take_every_nth_file_and_are_read_as_one_stream(tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -172,6 +242,9 @@ def test_workers_take_every_nth_file_and_are_read_as_one_stream(tmp_path):
     assert sorted(texts) == sorted(documents()[150:300] + documents()[450:])
     with pytest.raises(UserError, match="holds shards of worker_index 1"):
         shard(parts, folders[1])
+    (parts / "9.txt").write_text("the other worker's now")
+    with pytest.raises(UserError, match="holds shards of files"):
+        shard(parts, folders[1], worker_index=1, worker_count=2)
 
 
 def test_workers_stream_a_hub_dataset_and_continue_at_the_same_commit(tmp_path):

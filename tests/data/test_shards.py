@@ -7,7 +7,14 @@ import pytest
 from data.export_tokenizer import save_tokenizer
 from data.foreign import bin_header
 from data.sharder import ShardWriter
-from data.shards import ShardFolder, TokenStream, inspect_shard, open_folder, write_manifest
+from data.shards import (
+    ShardFolder,
+    TokenStream,
+    inspect_shard,
+    open_folder,
+    open_folders,
+    write_manifest,
+)
 from data.tokenizer import load_tokenizer
 from utils.errors import UserError
 
@@ -71,9 +78,14 @@ def test_a_broken_shard_is_named(tmp_path, name, content, message):
 
 
 def test_missing_and_empty_folders_say_what_to_do(tmp_path):
-    for folder in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(UserError, match="holds no val shards.*python data/fineweb-edu.py"):
-            open_folder(folder, "val")
+    write(tmp_path, "val", 0, range(10))
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "nothing", tmp_path / "empty"):
+        for folders in ([path], [tmp_path, path]):
+            with pytest.raises(UserError, match=f"{path} holds no val shards.*python data/finew"):
+                open_folders(folders, "val")
+    with pytest.raises(UserError, match=f"{tmp_path} holds no train shards"):
+        open_folders([tmp_path], "train")
 
 
 def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(tmp_path):
