@@ -183,9 +183,9 @@ def write_shards(
                 f"{characters[:20]!r}; take another --tokenizer, or shard what is left by "
                 "--allow_loss"
             )
-        if is_last and config.val_fraction and config.worker_count == 1:
-            # one book has no document for validation; of several workers, another may have some
-            document = sharder.hold_out_of(document, config.val_fraction, num_written)
+        # one book has no document for validation; of several workers, another may have some
+        share = config.val_fraction if is_last and config.worker_count == 1 else 0
+        document = sharder.hold_out_of(document, share, num_written)
         bar.update(len(document.tokens) - num_written)
         if not sharder.write(document, num_written):
             return False
@@ -268,7 +268,7 @@ def report(manifest: dict) -> None:
     if manifest["lost_bytes"]:
         share = manifest["lost_bytes"] / sum(manifest["bytes"].values())
         print(f"lost: {share:.2%} of the bytes, which {manifest['tokenizer']} does not give back")
-    if manifest.get("held_out"):  # no hash chose a document for one of the splits
+    if manifest["held_out"]:  # no hash chose a document for one of the splits
         print(f"validation: {PIECES} pieces, spread over the last text")
 
 

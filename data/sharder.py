@@ -174,6 +174,7 @@ class Sharder:
                 "ledger": {},  # the same for each file
                 "bytes": {"train": 0, "val": 0},  # of the source text
                 "lost_bytes": 0,  # that the tokenizer does not give back
+                "held_out": 0,  # tokens of the last document that are held out for validation
                 "shards": [],
                 "state": {
                     "source": None,  # None: its beginning
@@ -236,20 +237,21 @@ class Sharder:
         self.manifest["shards"] = [*others, entry]
 
     def hold_out_of(self, document: Document, val_fraction: float, start: int) -> Document:
-        """Return the last document of the source, with pieces of it held out if one of the splits
-        would be empty: the larger of a tenth of it and `val_fraction` of all tokens, at most half.
-        """
-        # An earlier run may have written the document up to `start`: then the number stands in the
-        # manifest, as the bytes and tokens that it follows from have changed.
+        """Return a document, with pieces of it held out if it is the last one of the source, which
+        has a `val_fraction` above 0, and one of the splits would be empty: the larger of a tenth of
+        it and `val_fraction` of all tokens, at most half."""
+        # An earlier run may have written the document up to `start`. Then the number stands in the
+        # manifest: the bytes and tokens that it follows from have changed, and it may no longer be
+        # the last document, or be it now.
         if start == 0:
+            self.manifest["held_out"] = 0
             other_split = "val" if document.num_train else "train"
-            if self.manifest["bytes"][other_split] > 0:  # neither split is empty
-                return document
-            num_tokens = len(document.tokens)
-            share = int(val_fraction * (self.num_tokens + num_tokens))
-            num_held_out = max(num_tokens // 10, share)
-            self.manifest["held_out"] = min(num_held_out, num_tokens // 2)
-        if self.manifest["held_out"] == 0:  # a text of less than ten tokens
+            if val_fraction and self.manifest["bytes"][other_split] == 0:
+                num_tokens = len(document.tokens)
+                share = int(val_fraction * (self.num_tokens + num_tokens))
+                num_held_out = max(num_tokens // 10, share)
+                self.manifest["held_out"] = min(num_held_out, num_tokens // 2)
+        if self.manifest["held_out"] == 0:  # also of a text of less than ten tokens
             return document
         return hold_out(document, self.manifest["held_out"])
 

@@ -129,29 +129,39 @@ def test_other_settings_or_files_foreign_damaged_or_locked_shards_are_refused(co
     refused("holds shards without a manifest")
 
 
-@pytest.mark.parametrize("max_shards", [1, None])
-def test_files_that_were_not_read_may_change_before_sharding_goes_on(tmp_path, max_shards):
-    """Added to a complete folder; or removed, repaired and added, where it stopped in the first."""
+def test_files_that_were_not_read_may_change_before_sharding_goes_on(tmp_path):
     source, out, whole = (tmp_path / name for name in ("in", "out", "whole"))
     source.mkdir()
-    for i, name in enumerate("abc"):
-        (source / f"{name}.txt").write_text("\n".join(documents()[100 * i :][:100]))
     options = {"val_fraction": 1e-9, "shard_size": 9_001}
-    first = shard(source, out, max_shards=max_shards, **options)
-    if max_shards:
-        (source / "b.txt").unlink()
-        (source / "c.txt").write_text("repaired")
-    (source / "d.txt").write_text("\n".join(documents()[300:]))
+
+    def write(name, first):
+        (source / name).write_text("\n".join(documents()[first:][:100]))
+
+    write("a.txt", 0)
+    shard(source, out, max_shards=2, **options)  # within a.txt, the last one, with pieces held out
+    write("b.txt", 100)
+    write("c.txt", 200)
+    shard(source, out, max_shards=6, **options)  # within b.txt, which is not the last one
+    assert texts_in(out, "train")[-1] in (source / "b.txt").read_text()
+    (source / "c.txt").unlink()
+    first = shard(source, out, **options)
+    assert first["complete"]
+    write("d.txt", 300)
     manifest = shard(source, out, **options)
     assert list(manifest["ledger"]) == sorted(map(str, source.iterdir()))
-    if max_shards:
-        shard(source, whole, **options)
-        assert digests(out) == digests(whole)
-    else:  # d.txt stands at the end
-        assert manifest["bytes"]["val"] == first["bytes"]["val"] > 0
-        tokens = TokenStream([open_folder(out, "train")])
-        end = tokens.tokens(len(tokens) - 1000, 1000).tolist()
-        assert bytes(end).decode() == (source / "d.txt").read_text()[-1000:]
+    assert first["bytes"]["val"] == manifest["bytes"]["val"] > 0
+    train, val = texts_in(out, "train"), texts_in(out, "val")
+    a, *others = (path.read_text() for path in sorted(source.iterdir()))
+    pieces = zip(train[:10], val, strict=True)
+    assert ["".join(map("".join, pieces)), *train[10:]] == [a, *others]
+    (source / "d.txt").unlink()
+    stopped = tmp_path / "stopped"
+    shard(source, stopped, max_shards=1, **options)
+    (source / "b.txt").write_text("repaired")
+    write("e.txt", 400)
+    for folder in (stopped, whole):
+        shard(source, folder, **options)
+    assert digests(stopped) == digests(whole)
 
 
 def test_a_listed_shard_keeps_its_name_and_first_tokens_while_sharding_goes_on(
