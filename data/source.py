@@ -225,8 +225,7 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
 
 def without_column(column: str, names: Iterable[str]) -> Skipped:
     """Return what stands for a row that lacks a column."""
-    printable = ", ".join(names).encode(errors="replace").decode()
-    return Skipped(f"without a column {column!r}, but {printable:.200}")
+    return Skipped(f"without a column {column!r}, but {', '.join(names):.200}")
 
 
 def as_text(value: object) -> str | Skipped:
@@ -357,12 +356,10 @@ class Source:
             self.ledger[name] = FileCounts(**entry)
 
     def ledger_at(self, position: dict) -> dict[str, dict]:
-        """Return the ledger as it was at a position, as plain JSON."""
-        names = self.names[: position["file"]]
-        entries = {name: asdict(self.ledger[name]) for name in names}
-        if position["counts"]:
-            entries[self.names[position["file"]]] = position["counts"]
-        return entries
+        """Return the ledger of the files up to that of a position, as plain JSON. Reading is ahead:
+        `batches` counts the rows of that last file again from the position on."""
+        entries = islice(self.ledger.items(), position["file"] + 1)
+        return {name: asdict(counts) for name, counts in entries}
 
     @property
     def end(self) -> dict:

@@ -130,60 +130,42 @@ def test_other_settings_or_files_foreign_damaged_or_locked_shards_are_refused(co
 
 
 def test_files_that_were_not_read_may_change_before_sharding_goes_on(tmp_path):
-    source, out, whole = (tmp_path / name for name in ("in", "out", "whole"))
+    source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
-    options = {"val_fraction": 1e-9, "shard_size": 9_001}
-
-    def write(name, first):
-        (source / name).write_text("\n".join(documents()[first:][:100]))
-
-    write("a.txt", 0)
-    shard(source, out, max_shards=2, **options)  # within a.txt, the last one, with pieces held out
-    write("b.txt", 100)
-    write("c.txt", 200)
-    shard(source, out, max_shards=6, **options)  # within b.txt, which is not the last one
-    assert texts_in(out, "train")[-1] in (source / "b.txt").read_text()
-    (source / "c.txt").unlink()
-    first = shard(source, out, **options)
-    assert first["complete"]
-    write("d.txt", 300)
-    manifest = shard(source, out, **options)
-    assert list(manifest["ledger"]) == sorted(map(str, source.iterdir()))
-    assert first["bytes"]["val"] == manifest["bytes"]["val"] > 0
+    texts = {name: "\n".join(documents()[i::4]) for i, name in enumerate("abcd")}
+    for names, max_shards in (
+        ("a", 2),  # stopped within a, the last one, of which pieces are held out
+        ("abc", 8),  # within b, which is not the last one
+        ("ab", None),  # now it is, and nothing more is held out; complete
+        ("abd", None),
+    ):
+        for path in source.iterdir():
+            path.unlink()
+        for name in names:
+            (source / f"{name}.txt").write_text(texts[name])
+        manifest = shard(source, out, max_shards=max_shards, val_fraction=1e-9, shard_size=9_001)
+        assert len(manifest["shards"]) == len(digests(out))
     train, val = texts_in(out, "train"), texts_in(out, "val")
-    a, *others = (path.read_text() for path in sorted(source.iterdir()))
-    pieces = zip(train[:10], val, strict=True)
-    assert ["".join(map("".join, pieces)), *train[10:]] == [a, *others]
-    (source / "d.txt").unlink()
-    stopped = tmp_path / "stopped"
-    shard(source, stopped, max_shards=1, **options)
-    (source / "b.txt").write_text("repaired")
-    write("e.txt", 400)
-    for folder in (stopped, whole):
-        shard(source, folder, **options)
-    assert digests(stopped) == digests(whole)
+    pieces = [piece for pair in zip(train[:10], val, strict=True) for piece in pair]
+    assert ["".join(pieces), *train[10:]] == [texts["a"], texts["b"], texts["d"]]
+    assert [name[-5] for name in manifest["ledger"]] == ["a", "b", "d"]
 
 
 def test_a_listed_shard_keeps_its_name_and_first_tokens_while_sharding_goes_on(
     corpus, tmp_path, monkeypatch
 ):
-    manifest = shard(corpus, tmp_path, max_shards=2)
-    (entry,) = (x for x in manifest["shards"] if x["split"] == "val")
-    stream = TokenStream([open_folder(tmp_path, "val")])
-    tokens = stream.tokens(0, len(stream))
-    write = write_manifest
+    shard(corpus, tmp_path, max_shards=2)
+    before = TokenStream([open_folder(tmp_path, "val")])
+    tokens = before.tokens(0, len(before))
 
-    def check_then_write(folder, manifest):
-        listed = [x for x in read_manifest(folder)["shards"] if x["split"] == "val"]
-        assert listed[0]["file"] == entry["file"] and listed[0]["tokens"] >= entry["tokens"]
-        for stream_now in (stream, TokenStream([open_folder(tmp_path, "val")])):
-            assert (stream_now.tokens(0, len(tokens)) == tokens).all()
-        write(folder, manifest)
+    def check_then_write(*args):
+        for stream in (before, TokenStream([open_folder(tmp_path, "val")])):
+            assert (stream.tokens(0, len(tokens)) == tokens).all()
+        write_manifest(*args)
 
     monkeypatch.setattr(sharder, "write_manifest", check_then_write)
-    shard(corpus, tmp_path, max_shards=4)
-    monkeypatch.undo()
-    manifest = shard(corpus, tmp_path)
+    for max_shards in (4, None):
+        manifest = shard(corpus, tmp_path, max_shards=max_shards)
     assert len(manifest["shards"]) == len(digests(tmp_path))
 
 

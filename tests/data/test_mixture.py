@@ -112,24 +112,19 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     Mixture(names, "val", 32)
 
 
-def test_a_stream_of_several_folders_needs_a_split_once(tmp_path):
-    names = [tmp_path / "worker0", tmp_path / "worker1"]
-    for index, name in enumerate(names):
-        texts = documents()[300 * index : 300 * index + 300]
-        path = tmp_path / f"{index}.jsonl"
-        path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-        shard(path, name, val_fraction=0.1, tokenizer="bytes")
+def test_a_stream_of_several_folders_needs_a_split_once(folders, tmp_path):
+    shutil.copytree(folders / "c", tmp_path / "c")
+    names = [tmp_path / "c", folders / "a"]
     manifest = read_manifest(names[0])
     manifest["shards"] = [entry for entry in manifest["shards"] if entry["split"] == "train"]
     write_manifest(names[0], manifest)
-    for folders in (names, names[::-1]):
-        val, train = (Mixture(folders, split, 32) for split in ("val", "train"))
-        assert val.stream.folders[0].path == names[1] and len(train.stream.folders) == 2
-        assert val.stream.bytes_per_token == Mixture(names[1:], "val", 32).stream.bytes_per_token
+    val, train = (Mixture(names, split, 32).stream for split in ("val", "train"))
+    assert [folder.path for folder in val.folders] == names[1:] and len(train.folders) == 2
+    assert val.bytes_per_token == Mixture(names[1:], "val", 32).stream.bytes_per_token
     verify.main(verify.VerifyConfig(tuple(names), block_size=32))
-    for weighted in (names[:1], [f"{names[0]}:1", f"{names[1]}:1"]):
-        with pytest.raises(UserError, match="worker0 holds no val shards"):
-            Mixture(weighted, "val", 32)
+    for one in (names[:1], [f"{names[0]}:1", f"{names[1]}:1"]):
+        with pytest.raises(UserError, match="c holds no val shards"):
+            Mixture(one, "val", 32)
 
 
 def test_a_mixture_is_trained_resumed_and_shared_by_two_processes(folders, tmp_path):
