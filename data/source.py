@@ -387,8 +387,8 @@ class Source:
             position = {"counts": {}}  # of the next file
         if not any(counts.texts for counts in self.ledger.values()):
             skipped = join_reasons(sum_skipped(self.ledger_at(self.end)))
-            name = " ".join(self.names[:1])
-            raise UserError(f"{name} holds no text for this worker; skipped: {skipped}")
+            names = " ".join(self.names) or "the input"  # a worker may have no file
+            raise UserError(f"{names:.300} holds no text for this worker; skipped: {skipped}")
 
     def read_file(self, name: str, position: dict) -> Iterator[Batch]:
         """Yield the batches of a file from a position in it on."""

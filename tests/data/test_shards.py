@@ -92,14 +92,17 @@ def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(
     entries = [write(tmp_path, "train", i, range(10)) for i in range(3)]
     write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
     digest = TokenStream([open_folder(tmp_path, "train")]).digest
-    (tmp_path / "train_000001.npy").unlink()
+    (tmp_path / "train_000001.npy").rename(tmp_path / "1")
     write(tmp_path, "train", 2, range(9))  # of another sharding
     write(tmp_path, "train", 3, range(10))  # of a sharding that goes on
     stream = TokenStream([open_folder(tmp_path, "train")])
     assert len(stream) == 30 and stream.digest == digest
+    write(tmp_path, "train", 0, range(12))  # longer, as the sharding went on
     assert stream.tokens(0, 10).tolist() == list(range(10))
     with pytest.raises(FileNotFoundError, match="train_000001.npy"):
         stream.tokens(5, 10)
+    (tmp_path / "1").rename(tmp_path / "train_000001.npy")
+    assert stream.tokens(5, 10).tolist() == [*range(5, 10), *range(5)]
     with pytest.raises(UserError, match="train_000002.npy is not as manifest.json lists it"):
         stream.tokens(20, 5)
     entries[0]["sha256"] = entries[1]["sha256"][::-1]
