@@ -110,8 +110,8 @@ def test_other_settings_or_files_foreign_damaged_or_locked_shards_are_refused(co
     refused("holds shards of shard_size 20001; give another --local_dir", shard_size=1000)
     for change in (
         lambda: (source / "0.txt").write_text("before it"),
+        lambda: (source / "a.jsonl").write_text("other"),
         lambda: (source / "a.jsonl").rename(source / "b.jsonl"),
-        lambda: (source / "b.jsonl").write_text("other"),
     ):
         change()
         refused("a.jsonl was read as file 1 of the input, with .* bytes; put it back")

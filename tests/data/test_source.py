@@ -117,10 +117,11 @@ def test_every_value_of_json_is_a_row_however_it_is_laid_out(tmp_path, content, 
         ("a.jsonl", '{"body": "x"}\n{"title": "y"}\n', [None, None]),
         ("a.csv", 'text\na\n"never closed\nb\n', ["a", "ValueError: line 4: unexpected end"]),
         ("a.parquet", "PAR1 no parquet", ["Arrow"]),
+        ("a.txt.gz", "no gzip", ["BadGzipFile: Not a gzipped file"]),
         ("a.txt.bz2", "no bzip2", ["OSError: Invalid data stream"]),
     ],
 )
-def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content, rows):
+def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content, rows, capsys):
     """None stands for a missing column, a string for how a damaged file ends."""
     (tmp_path / name).write_text(content, newline="")
     for row, expected in zip(read(tmp_path / name), rows, strict=True):
@@ -128,6 +129,8 @@ def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content,
             assert (expected or "without a column 'text', but ") in row.reason
         else:
             assert row == expected
+    if not any(isinstance(row, str) for row in read(tmp_path / name)):
+        assert f"{name} gave 0 texts in {len(rows)} rows" in capsys.readouterr().err
 
 
 def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_path):
