@@ -1,10 +1,16 @@
 """Dialogs and completions as token ids, rows of files, and what ends a text of a chat."""
 
 import json
+import re
+import string
 from dataclasses import replace
 
+import jinja2
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
@@ -44,6 +50,7 @@ ONE, TWO = "|User: 2+3?|Assistant: 5|", "|User: 2+3?|Assistant: 5|User: 2+3?|Ass
     "encoder, row, whole, learned",
     [
         (CHAT, {"messages": [*DIALOG, *DIALOG]}, TWO, " 5| 5|"),
+        (CHAT, {"messages": [QUESTION[0], DIALOG[1] | {"weight": 0}, *DIALOG]}, TWO, " 5|"),
         (CHAT, {"prompt": [*DIALOG, *QUESTION]}, TWO, " 5|"),
         (CHAT, {"prompt": QUESTION}, ONE, " 5|"),
         (CHAT, {"prompt": "2+3?"}, ONE, " 5|"),
@@ -84,7 +91,18 @@ def ask(row: dict) -> object:
         ('{"prompt": "a"}', ask, 'no "answer"'),
         ('{"prompt": "a", "answer": null}', ask, 'no "answer" of type str or int'),
         ('{"prompt": "\\ud800", "answer": "a"}', ask, "surrogates not allowed"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.dialog, "bot is none of"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.dialog, """has "role": 'bot',"""),
+        (
+            '{"messages": [{"role": "user", "content": "a", "name": "b"}]}',
+            CHAT.dialog,
+            '1 has "name"',
+        ),
+        (
+            '{"prompt": [{"role": "user", "weight": 1, "content": "a"}], "answer": 1}',
+            ask,
+            'has "weight": 1,',
+        ),
+        ('{"prompt": "a", "completion": "b", "tools": [1]}', PLAIN.dialog, '"tools" is not supp'),
         ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
         ('{"prompt": [{"role": "user"}]}', PLAIN.dialog, 'no "prompt" of type str'),
         (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.dialog, "first 16 tokens"),
@@ -121,9 +139,6 @@ def test_a_model_of_others_keeps_its_chat_template(tmp_path):
     written = tokenizer.engine.decode(whole.tokens.tolist(), skip_special_tokens=False)
     assert written == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
     assert is_chat({}, "", spec) and not is_chat({}, "", "gpt2")
-    odd = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML.replace("t\n{%", "t \n{%"))
-    with pytest.raises(ValueError, match="opens an answer"):
-        encode_completion("2+2?", "4", odd, chat=True)
 
 
 def folder_with_tokenizer(folder, engine, template, **config):
@@ -135,27 +150,51 @@ def folder_with_tokenizer(folder, engine, template, **config):
     return load_tokenizer(pretrained_tokenizer(folder, 257))
 
 
+SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
 def byte_level_engine(*merges):
     """Byte-level BPE with the given merges and the special tokens of chats."""
     vocab = {character: i for i, character in enumerate(byte_characters())}
     for left, right in merges:
         vocab[left + right] = len(vocab)
     engine = byte_level(models.BPE(vocab, list(merges)))
-    engine.add_special_tokens(["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    engine.add_special_tokens(SPECIAL_TOKENS)
     return engine
 
 
 def marking_engine(normalizer=None, pre_tokenizer=None):
     """BPE with a mark for a space, before each text, too, and merges of it and of ":" with "4"."""
-    vocab = {SPACE: 0} | {c: i for i, c in enumerate("asitnuer:4?\n U2+ol<>|/", 1)}
+    vocab = {character: i for i, character in enumerate(SPACE + string.printable)}
     merges = [(SPACE, "4"), (":", "4")]
     for left, right in merges:
         vocab[left + right] = len(vocab)
     engine = Engine(models.BPE(vocab, merges))
     engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
-    engine.add_special_tokens(["<|endoftext|>", "<s>", "</s>"])
+    engine.add_special_tokens(SPECIAL_TOKENS)
     return engine
 
+
+def word_engine():
+    """Words between spaces, which are tokens, too."""
+    words = ["[UNK]", " ", "a", "4", "user\n", "assistant\n4"]
+    vocab = {word: i for i, word in enumerate(words)}
+    engine = Engine(models.WordLevel(vocab, unk_token="[UNK]"))
+    engine.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    engine.add_special_tokens(SPECIAL_TOKENS)
+    return engine
+
+
+ENGINES = {
+    "byte level": byte_level_engine((":", "4"), ("?", "4"), ("\u010a", "\u010a")),
+    # as of Llama 2: a mark before a text and in the place of spaces
+    "Llama 2": marking_engine(
+        normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    ),
+    "always": marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "first": marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "words": word_engine(),
+}
 
 COLON = (  # a template of plain text, which ends in ":"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
@@ -165,34 +204,156 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA2 = (  # with a space before the end
-    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + 'user:' + m.content }}"
-    "{% else %}{{ m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
 )
+LLAMA2 = (  # with a space before the end; nothing of a system message
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content }}"
+    " [/INST]{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+THINKING = (  # as Qwen 3: only the last answer shows what was thought
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content.split('</think>')[-1] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SYSTEM_NEEDED = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+)
+TEMPLATES = {
+    "colon": COLON,
+    "ChatML": CHATML,
+    "Llama 2": LLAMA2,
+    "Mistral": ALTERNATING + LLAMA2,
+    "Gemma": ALTERNATING
+    + CHATML.replace("m.role", "m.role | replace('assistant', 'model')", 1).replace(
+        "|>assistant", "|>model"
+    ),
+    # with blocks on lines of their own
+    "Zephyr": """
+{% for m in messages %}
+    {% if m.content %}
+{{ '<|' + m.role + '|>\n' + m.content | trim + eos_token }}
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|assistant|>
+{% endif %}""",
+    "Llama 3": "{{ bos_token }}Today: {{ strftime_now('%d %b %Y') }}" + CHATML,
+    "Qwen 3": THINKING,
+    "JSON": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ [tools, documents] }}"
+    "{{ pad_token }}{{ bos_token | tojson }}{{ eos_token }}",
+    "generation": "{% set ns = namespace(n=0) %}{% set x = 1 %}"
+    + CHATML.replace(
+        "{{ m.content }}<|im_end|>",
+        "{%- generation -%}{% set x = 2 %}{% set ns.n = x %}\n{{ m.content }}<|im_end|>\n"
+        "{% endgeneration %}{{ x }}{{ ns.n }}",
+    ),
+    "loops": "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+    "{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content | tojson }}{{ dict(a=1) }}"
+    "{% endfor %}",
+    "system": SYSTEM_NEEDED,
+}
+
+PIECES = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
+CONTENTS = st.lists(PIECES, max_size=4).map("".join)
+FIELDS = {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": CONTENTS}
+MESSAGES = st.fixed_dictionaries(FIELDS, optional={"name": st.sampled_from([None, "Bob"])})
+ANSWERED = st.tuples(CONTENTS, CONTENTS).map(
+    lambda pair: [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+)
+DIALOGS = ANSWERED | st.lists(MESSAGES, min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("template", [COLON, CHATML, LLAMA2, None], ids=str)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, engine, template):
+    """What is learned is what sampling has to write after the same ids."""
+    ours = folder_with_tokenizer(tmp_path, engine, template)
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(
+        tokenizer_object=engine, chat_template=template, bos_token="<s>", eos_token="</s>"
+    )
+
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    @given(DIALOGS, DIALOGS)
+    def check(begin, end):
+        messages = begin + end
+        for opened in (True, False):
+            try:
+                text = theirs.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=opened
+                )
+            except jinja2.TemplateError as error:
+                with pytest.raises(UserError, match=re.escape(str(error))):
+                    ours.render(messages, opened)
+                return
+            assert ours.render(messages, opened) == text
+            ids = theirs(text, add_special_tokens=False)["input_ids"]
+            assert ours.encode_dialog(text) == ids
+        try:
+            example = encode_messages(messages, ours)
+        except (ValueError, UserError):
+            return
+        assert example.tokens.tolist() == ids
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt_ids = encode_prompt(messages[:i], ours, chat=True)
+                assert ids[: len(prompt_ids)] == prompt_ids
+                assert example.loss_mask[len(prompt_ids)]
+        is_next_learned = np.append(example.loss_mask[1:], False)
+        ends = example.tokens[example.loss_mask & ~is_next_learned]
+        assert set(ends.tolist()) <= {ours.turn_end}
+
+    check()
+
+
+ASKED = {"role": "user", "content": "a"}
+SAID = {"role": "assistant", "content": "4"}
+
+
 @pytest.mark.parametrize(
-    "engine",
+    ("template", "messages", "problem"),
     [
-        lambda: byte_level_engine((":", "4"), ("?", "4")),
-        # as of Llama 2: a mark before a text and in the place of spaces
-        lambda: marking_engine(
-            normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-        ),
-        lambda: marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+        (CHATML, [ASKED, SAID, ASKED, SAID], None),
+        (CHATML.replace("t\n{%", "t \n{%"), [ASKED, SAID], "no token ends where"),
+        (CHATML, [SAID], "no token ends where"),
+        (CHATML, [ASKED, SAID | {"content": "\n\n4"}], "no token ends where"),
+        (COLON, [ASKED, SAID], "no special token"),
+        (THINKING, [ASKED, SAID, ASKED, SAID], "changes the answer '4'"),
+        (THINKING, [ASKED, SAID | {"weight": 0}, ASKED, SAID], None),
+        (THINKING, [ASKED, SAID | {"content": "a</think>4"}], "changes the answer"),
+        (THINKING, [ASKED, SAID | {"reasoning_content": "a", "tool_calls": None}], None),
+        (CHATML, [ASKED, SAID | {"tool_calls": [1]}], r'2 has "tool_calls": \[1\], which'),
+        (CHATML, [ASKED, SAID | {"weight": 0.5}], 'has "weight": 0.5, which would be ignored'),
+        (LLAMA2, [{"role": "system", "content": "a"}, ASKED, SAID], "1 has \"content\": 'a'"),
+        (ALTERNATING, [ASKED, ASKED, SAID], "roles must alternate"),
     ],
-    ids=["byte level", "Llama 2", "always"],
 )
-def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
-    """What is sampled follows the ids of training, whatever merges the tokenizer has."""
-    tokenizer = folder_with_tokenizer(tmp_path, engine(), template)
+def test_an_answer_is_learned_whole_or_refused(tmp_path, template, messages, problem):
+    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], template)
+    encoder = TextEncoder(tokenizer, True, 999)
+    if problem:
+        with pytest.raises((ValueError, UserError), match=problem):
+            encoder.dialog({"messages": messages})
+    else:
+        example = encoder.dialog({"messages": messages})
+        learned = tokenizer.decode_bytes(example.tokens[example.loss_mask].tolist()).decode()
+        num_learned = sum(message == SAID for message in messages) or 1
+        assert learned.count("4<|im_end|>") == num_learned
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
+    """In the project's own format and in plain text, whatever merges the tokenizer has."""
+    tokenizer = folder_with_tokenizer(tmp_path, engine, None)
     for prompt, chat in (([*DIALOG, *QUESTION], True), ("2+3:", False)):
         prompt_ids = encode_prompt(prompt, tokenizer, chat)
         whole = encode_completion(prompt, "44", tokenizer, chat)
         answer = whole.tokens[len(prompt_ids) :].tolist()
         assert answer[-1] in tokenizer.end_ids
-        assert decode_completion(answer[:-1], TextEncoder(tokenizer, chat, 64)).rstrip(" ") == "44"
+        if engine is not ENGINES["words"]:
+            assert decode_completion(answer[:-1], TextEncoder(tokenizer, chat, 64)) == "44"
     tokens = encode_messages([*DIALOG, *DIALOG], tokenizer).tokens.tolist()
     prompt_ids = encode_prompt([*DIALOG, *QUESTION], tokenizer, chat=True)
     assert tokens[: len(prompt_ids)] == prompt_ids
@@ -202,19 +363,33 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
     ("template", "end"),
     [
         (CHATML, "<|im_end|>"),
+        (SYSTEM_NEEDED, "<|im_end|>"),
         (LLAMA2, "</s>"),
         ("{% for m in messages %}{{ m.content + bos_token }}{% endfor %}", "<s>"),
         (COLON, "<|endoftext|>"),  # without a token of its own
-        ("{{ raise_exception('no') }}", "<|endoftext|>"),
     ],
 )
-def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, template, end):
+def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), template, eos_token_id=256)
-    vocab = tokenizer.engine.get_vocab()
-    assert tokenizer.eot == 256 and tokenizer.end_ids == {256, vocab[end]}
-    if "raise" not in template:
-        example = encode_messages(DIALOG, tokenizer)
-        assert example.tokens[example.loss_mask].tolist()[-1] == vocab[end]
+    assert tokenizer.eot == 256
+    assert tokenizer.end_ids == {256, tokenizer.engine.token_to_id(end)}
+
+
+@pytest.mark.parametrize(
+    ("engine", "template", "problem"),
+    [
+        (byte_level_engine(), "{{ raise_exception('no') }}", "template of tokenizer-.* fails: no"),
+        (byte_level_engine(), "{% if %}", "template of tokenizer-.* fails: Expected an expression"),
+        (
+            marking_engine(None, pre_tokenizers.ByteLevel()),
+            None,
+            "its token .* stands for no bytes",
+        ),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path, engine, template, problem):
+    with pytest.raises(UserError, match=f"tokenizer.json is no tokenizer .*: .*{problem}"):
+        folder_with_tokenizer(tmp_path, engine, template)
 
 
 def test_every_eos_of_a_folder_ends_a_text(tmp_path):
