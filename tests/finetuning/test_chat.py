@@ -1,9 +1,9 @@
 """Dialogs and completions as token ids, rows of files, and what ends a text of a chat."""
 
 import json
-import re
 import string
 from dataclasses import replace
+from pathlib import Path
 
 import jinja2
 import numpy as np
@@ -176,8 +176,8 @@ def marking_engine(normalizer=None, pre_tokenizer=None):
 
 
 def word_engine():
-    """Words between spaces, which are tokens, too."""
-    words = ["[UNK]", " ", "a", "4", "user\n", "assistant\n4"]
+    """A token for each word, and one for a space."""
+    words = ["[UNK]", " ", "a", "4", *SPECIAL_TOKENS]
     vocab = {word: i for i, word in enumerate(words)}
     engine = Engine(models.WordLevel(vocab, unk_token="[UNK]"))
     engine.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
@@ -195,75 +195,11 @@ ENGINES = {
     "first": marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="first")),
     "words": word_engine(),
 }
-
-COLON = (  # a template of plain text, which ends in ":"
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
-)
-LLAMA2 = (  # with a space before the end; nothing of a system message
-    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content }}"
-    " [/INST]{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
-    "{% endif %}{% endfor %}"
-)
-THINKING = (  # as Qwen 3: only the last answer shows what was thought
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
-    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content.split('</think>')[-1] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SYSTEM_NEEDED = (
-    "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
-)
-TEMPLATES = {
-    "colon": COLON,
-    "ChatML": CHATML,
-    "Llama 2": LLAMA2,
-    "Mistral": ALTERNATING + LLAMA2,
-    "Gemma": ALTERNATING
-    + CHATML.replace("m.role", "m.role | replace('assistant', 'model')", 1).replace(
-        "|>assistant", "|>model"
-    ),
-    # with blocks on lines of their own
-    "Zephyr": """
-{% for m in messages %}
-    {% if m.content %}
-{{ '<|' + m.role + '|>\n' + m.content | trim + eos_token }}
-    {% endif %}
-{% endfor %}
-{% if add_generation_prompt %}
-<|assistant|>
-{% endif %}""",
-    "Llama 3": "{{ bos_token }}Today: {{ strftime_now('%d %b %Y') }}" + CHATML,
-    "Qwen 3": THINKING,
-    "JSON": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ [tools, documents] }}"
-    "{{ pad_token }}{{ bos_token | tojson }}{{ eos_token }}",
-    "generation": "{% set ns = namespace(n=0) %}{% set x = 1 %}"
-    + CHATML.replace(
-        "{{ m.content }}<|im_end|>",
-        "{%- generation -%}{% set x = 2 %}{% set ns.n = x %}\n{{ m.content }}<|im_end|>\n"
-        "{% endgeneration %}{{ x }}{{ ns.n }}",
-    ),
-    "loops": "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
-    "{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content | tojson }}{{ dict(a=1) }}"
-    "{% endfor %}",
-    "system": SYSTEM_NEEDED,
-}
-
+# with what published templates of these names use, briefly
+TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*")}
+CHATML, QWEN3 = TEMPLATES["chatml"], TEMPLATES["qwen3"]
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 PIECES = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
-CONTENTS = st.lists(PIECES, max_size=4).map("".join)
-FIELDS = {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": CONTENTS}
-MESSAGES = st.fixed_dictionaries(FIELDS, optional={"name": st.sampled_from([None, "Bob"])})
-ANSWERED = st.tuples(CONTENTS, CONTENTS).map(
-    lambda pair: [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-)
-DIALOGS = ANSWERED | st.lists(MESSAGES, min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -276,34 +212,37 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
     )
 
     @settings(max_examples=15, deadline=None, derandomize=True)
-    @given(DIALOGS, DIALOGS)
-    def check(begin, end):
-        messages = begin + end
-        for opened in (True, False):
-            try:
-                text = theirs.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=opened
-                )
-            except jinja2.TemplateError as error:
-                with pytest.raises(UserError, match=re.escape(str(error))):
-                    ours.render(messages, opened)
-                return
-            assert ours.render(messages, opened) == text
-            ids = theirs(text, add_special_tokens=False)["input_ids"]
-            assert ours.encode_dialog(text) == ids
+    @given(st.sampled_from(["ua", "uaua", "suaua", "utasa"]), st.lists(PIECES, min_size=9))
+    def check(roles, pieces):
+        messages = []
+        for i, role in enumerate(roles):
+            content = "".join(pieces[i :: len(roles)])
+            messages.append({"role": ROLES[role], "content": content, "name": None})
+        try:
+            whole = theirs.apply_chat_template(messages, tokenize=False)
+        except jinja2.TemplateError as error:
+            with pytest.raises(UserError, match=str(error)):
+                ours.render(messages)
+            return
+        assert ours.render(messages) == whole
+        ids = theirs.apply_chat_template(messages)["input_ids"]
+        assert ours.encode_dialog(whole) == ids
+        opened = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert encode_prompt(messages, ours, chat=True) == opened
         try:
             example = encode_messages(messages, ours)
         except (ValueError, UserError):
             return
         assert example.tokens.tolist() == ids
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
+        learned = np.zeros(len(ids), bool)
+        for i, role in enumerate(roles):
+            if role == "a":
                 prompt_ids = encode_prompt(messages[:i], ours, chat=True)
                 assert ids[: len(prompt_ids)] == prompt_ids
-                assert example.loss_mask[len(prompt_ids)]
-        is_next_learned = np.append(example.loss_mask[1:], False)
-        ends = example.tokens[example.loss_mask & ~is_next_learned]
-        assert set(ends.tolist()) <= {ours.turn_end}
+                answer = theirs.apply_chat_template(messages[: i + 1])["input_ids"]
+                last = len(answer) - answer[::-1].index(ours.turn_end)
+                learned[len(prompt_ids) : last] = True
+        assert example.loss_mask.tolist() == learned.tolist()
 
     check()
 
@@ -316,18 +255,22 @@ SAID = {"role": "assistant", "content": "4"}
     ("template", "messages", "problem"),
     [
         (CHATML, [ASKED, SAID, ASKED, SAID], None),
-        (CHATML.replace("t\n{%", "t \n{%"), [ASKED, SAID], "no token ends where"),
+        (CHATML.replace("nt\\n'", "nt \\n'"), [ASKED, SAID], "no token ends where"),
         (CHATML, [SAID], "no token ends where"),
         (CHATML, [ASKED, SAID | {"content": "\n\n4"}], "no token ends where"),
-        (COLON, [ASKED, SAID], "no special token"),
-        (THINKING, [ASKED, SAID, ASKED, SAID], "changes the answer '4'"),
-        (THINKING, [ASKED, SAID | {"weight": 0}, ASKED, SAID], None),
-        (THINKING, [ASKED, SAID | {"content": "a</think>4"}], "changes the answer"),
-        (THINKING, [ASKED, SAID | {"reasoning_content": "a", "tool_calls": None}], None),
+        (TEMPLATES["colon"], [ASKED, SAID], "no special token"),
+        (QWEN3, [ASKED, SAID, ASKED, SAID], "changes the answer '4'"),
+        (QWEN3, [ASKED, SAID | {"weight": 0}, ASKED, SAID], None),
+        (QWEN3, [ASKED, SAID | {"content": "a</think>4"}], "changes the answer"),
+        (QWEN3, [ASKED, SAID | {"reasoning_content": "a", "tool_calls": None}], None),
         (CHATML, [ASKED, SAID | {"tool_calls": [1]}], r'2 has "tool_calls": \[1\], which'),
         (CHATML, [ASKED, SAID | {"weight": 0.5}], 'has "weight": 0.5, which would be ignored'),
-        (LLAMA2, [{"role": "system", "content": "a"}, ASKED, SAID], "1 has \"content\": 'a'"),
-        (ALTERNATING, [ASKED, ASKED, SAID], "roles must alternate"),
+        (
+            TEMPLATES["llama2"],
+            [{"role": "system", "content": "a"}, ASKED, SAID],
+            "1 has \"content\": 'a'",
+        ),
+        (TEMPLATES["mistral"], [ASKED, ASKED, SAID], "roles must alternate"),
     ],
 )
 def test_an_answer_is_learned_whole_or_refused(tmp_path, template, messages, problem):
@@ -363,10 +306,10 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
     ("template", "end"),
     [
         (CHATML, "<|im_end|>"),
-        (SYSTEM_NEEDED, "<|im_end|>"),
-        (LLAMA2, "</s>"),
+        (TEMPLATES["system"], "<|im_end|>"),
+        (TEMPLATES["llama2"], "</s>"),
         ("{% for m in messages %}{{ m.content + bos_token }}{% endfor %}", "<s>"),
-        (COLON, "<|endoftext|>"),  # without a token of its own
+        (TEMPLATES["colon"], "<|endoftext|>"),  # without a token of its own
     ],
 )
 def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
