@@ -97,11 +97,6 @@ def ask(row: dict) -> object:
             CHAT.dialog,
             '1 has "name"',
         ),
-        (
-            '{"prompt": [{"role": "user", "weight": 1, "content": "a"}], "answer": 1}',
-            ask,
-            'has "weight": 1,',
-        ),
         ('{"prompt": "a", "completion": "b", "tools": [1]}', PLAIN.dialog, '"tools" is not supp'),
         ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
         ('{"prompt": [{"role": "user"}]}', PLAIN.dialog, 'no "prompt" of type str'),
@@ -132,15 +127,6 @@ def test_the_chat_template_gives_the_same_tokens():
     assert opened == text(encode_prompt(QUESTION, BYTES, chat=True))
 
 
-def test_a_model_of_others_keeps_its_chat_template(tmp_path):
-    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML)
-    spec = pretrained_tokenizer(tmp_path, 257)
-    whole = encode_completion("2+2?", "4", tokenizer, chat=True)
-    written = tokenizer.engine.decode(whole.tokens.tolist(), skip_special_tokens=False)
-    assert written == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
-    assert is_chat({}, "", spec) and not is_chat({}, "", "gpt2")
-
-
 def folder_with_tokenizer(folder, engine, template, **config):
     """Write the files that a Hugging Face folder has of a tokenizer."""
     engine.save(str(folder / "tokenizer.json"))
@@ -153,51 +139,41 @@ def folder_with_tokenizer(folder, engine, template, **config):
 SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
-def byte_level_engine(*merges):
-    """Byte-level BPE with the given merges and the special tokens of chats."""
-    vocab = {character: i for i, character in enumerate(byte_characters())}
+def merging(characters, *merges):
+    """BPE of characters and merges of them."""
+    vocab = {character: i for i, character in enumerate(characters)}
     for left, right in merges:
         vocab[left + right] = len(vocab)
-    engine = byte_level(models.BPE(vocab, list(merges)))
+    return models.BPE(vocab, list(merges))
+
+
+def byte_level_engine(*merges):
+    engine = byte_level(merging(byte_characters(), *merges))
     engine.add_special_tokens(SPECIAL_TOKENS)
     return engine
 
 
-def marking_engine(normalizer=None, pre_tokenizer=None):
-    """BPE with a mark for a space, before each text, too, and merges of it and of ":" with "4"."""
-    vocab = {character: i for i, character in enumerate(SPACE + string.printable)}
-    merges = [(SPACE, "4"), (":", "4")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    engine = Engine(models.BPE(vocab, merges))
+def other_engine(model, pre_tokenizer, normalizer=None):
+    engine = Engine(model)
     engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
     engine.add_special_tokens(SPECIAL_TOKENS)
     return engine
 
 
-def word_engine():
-    """A token for each word, and one for a space."""
-    words = ["[UNK]", " ", "a", "4", *SPECIAL_TOKENS]
-    vocab = {word: i for i, word in enumerate(words)}
-    engine = Engine(models.WordLevel(vocab, unk_token="[UNK]"))
-    engine.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
-    engine.add_special_tokens(SPECIAL_TOKENS)
-    return engine
-
-
+# with a mark for a space, before a text, too, and merges of it and of ":" with "4"
+MARKING = merging(SPACE + string.printable, (SPACE, "4"), (":", "4"))
+PREPEND = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+WORDS = models.WordLevel({"?": 0, " ": 1, "a": 2, "4": 3}, unk_token="?")
 ENGINES = {
     "byte level": byte_level_engine((":", "4"), ("?", "4"), ("\u010a", "\u010a")),
-    # as of Llama 2: a mark before a text and in the place of spaces
-    "Llama 2": marking_engine(
-        normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    ),
-    "always": marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="always")),
-    "first": marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="first")),
-    "words": word_engine(),
+    "Llama 2": other_engine(MARKING, None, PREPEND),
+    "always": other_engine(MARKING, pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "first": other_engine(MARKING, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "words": other_engine(WORDS, pre_tokenizers.Split(" ", "isolated")),
 }
 # with what published templates of these names use, briefly
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*")}
-CHATML, QWEN3 = TEMPLATES["chatml"], TEMPLATES["qwen3"]
+CHATML = TEMPLATES["chatml"]
 ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 PIECES = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
 
@@ -247,43 +223,36 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
     check()
 
 
-ASKED = {"role": "user", "content": "a"}
-SAID = {"role": "assistant", "content": "4"}
-
-
 @pytest.mark.parametrize(
-    ("template", "messages", "problem"),
+    ("template", "roles", "answer", "problem"),
     [
-        (CHATML, [ASKED, SAID, ASKED, SAID], None),
-        (CHATML.replace("nt\\n'", "nt \\n'"), [ASKED, SAID], "no token ends where"),
-        (CHATML, [SAID], "no token ends where"),
-        (CHATML, [ASKED, SAID | {"content": "\n\n4"}], "no token ends where"),
-        (TEMPLATES["colon"], [ASKED, SAID], "no special token"),
-        (QWEN3, [ASKED, SAID, ASKED, SAID], "changes the answer '4'"),
-        (QWEN3, [ASKED, SAID | {"weight": 0}, ASKED, SAID], None),
-        (QWEN3, [ASKED, SAID | {"content": "a</think>4"}], "changes the answer"),
-        (QWEN3, [ASKED, SAID | {"reasoning_content": "a", "tool_calls": None}], None),
-        (CHATML, [ASKED, SAID | {"tool_calls": [1]}], r'2 has "tool_calls": \[1\], which'),
-        (CHATML, [ASKED, SAID | {"weight": 0.5}], 'has "weight": 0.5, which would be ignored'),
-        (
-            TEMPLATES["llama2"],
-            [{"role": "system", "content": "a"}, ASKED, SAID],
-            "1 has \"content\": 'a'",
-        ),
-        (TEMPLATES["mistral"], [ASKED, ASKED, SAID], "roles must alternate"),
+        ("chatml", "uaua", {}, None),
+        ("chatml", "a", {}, "no token ends where"),
+        ("chatml", "ua", {"content": "\n\n4"}, "no token ends where"),
+        ("chatml", "ua", {"tool_calls": [1]}, r'2 has "tool_calls": \[1\], which'),
+        ("chatml", "ua", {"weight": 0.5}, 'has "weight": 0.5, which would be ignored'),
+        ("colon", "ua", {}, "no special token"),
+        ("qwen3", "uaua", {}, "changes the answer '4'"),
+        ("qwen3", "uaua", {"weight": 0}, None),
+        ("qwen3", "ua", {"content": "a</think>4"}, "changes the answer"),
+        ("qwen3", "ua", {"reasoning_content": "a", "tool_calls": None}, None),
+        ("llama2", "sua", {}, "1 has \"content\": '4'"),
+        ("mistral", "uua", {}, "roles must alternate"),
     ],
 )
-def test_an_answer_is_learned_whole_or_refused(tmp_path, template, messages, problem):
-    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], template)
+def test_an_answer_is_learned_whole_or_refused(tmp_path, template, roles, answer, problem):
+    """`answer` has the fields of the first one."""
+    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], TEMPLATES[template])
     encoder = TextEncoder(tokenizer, True, 999)
+    messages = [{"role": ROLES[role], "content": "4"} for role in roles]
+    messages[roles.index("a")] |= answer
     if problem:
         with pytest.raises((ValueError, UserError), match=problem):
             encoder.dialog({"messages": messages})
     else:
         example = encoder.dialog({"messages": messages})
-        learned = tokenizer.decode_bytes(example.tokens[example.loss_mask].tolist()).decode()
-        num_learned = sum(message == SAID for message in messages) or 1
-        assert learned.count("4<|im_end|>") == num_learned
+        learned = tokenizer.engine.decode(example.tokens[example.loss_mask], False)
+        assert learned.count("4<|im_end|>") == roles.count("a") - ("weight" in answer)
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -305,17 +274,17 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
 @pytest.mark.parametrize(
     ("template", "end"),
     [
-        (CHATML, "<|im_end|>"),
-        (TEMPLATES["system"], "<|im_end|>"),
-        (TEMPLATES["llama2"], "</s>"),
-        ("{% for m in messages %}{{ m.content + bos_token }}{% endfor %}", "<s>"),
-        (TEMPLATES["colon"], "<|endoftext|>"),  # without a token of its own
+        ("chatml", "<|im_end|>"),
+        ("system", "<|im_end|>"),
+        ("llama2", "</s>"),
+        ("colon", "<|endoftext|>"),  # without a token of its own
     ],
 )
 def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
-    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), template, eos_token_id=256)
-    assert tokenizer.eot == 256
-    assert tokenizer.end_ids == {256, tokenizer.engine.token_to_id(end)}
+    engine = byte_level_engine()
+    tokenizer = folder_with_tokenizer(tmp_path, engine, TEMPLATES[template], eos_token_id=256)
+    assert tokenizer.end_ids == {256, engine.token_to_id(end)}
+    assert is_chat({}, "", pretrained_tokenizer(tmp_path, 257)) and not is_chat({}, "", "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -323,11 +292,7 @@ def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     [
         (byte_level_engine(), "{{ raise_exception('no') }}", "template of tokenizer-.* fails: no"),
         (byte_level_engine(), "{% if %}", "template of tokenizer-.* fails: Expected an expression"),
-        (
-            marking_engine(None, pre_tokenizers.ByteLevel()),
-            None,
-            "its token .* stands for no bytes",
-        ),
+        (other_engine(MARKING, pre_tokenizers.ByteLevel()), None, "token .* stands for no bytes"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path, engine, template, problem):
