@@ -284,6 +284,7 @@ def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     engine = byte_level_engine()
     tokenizer = folder_with_tokenizer(tmp_path, engine, TEMPLATES[template], eos_token_id=256)
     assert tokenizer.end_ids == {256, engine.token_to_id(end)}
+    assert len(tokenizer.encode(end)) == len(end)  # in a document it is text
     assert is_chat({}, "", pretrained_tokenizer(tmp_path, 257)) and not is_chat({}, "", "gpt2")
 
 
