@@ -97,6 +97,16 @@ def ask(row: dict) -> object:
             CHAT.dialog,
             '1 has "name"',
         ),
+        (
+            '{"messages": [{"role": "user", "weight": 1, "content": ""}]}',
+            CHAT.dialog,
+            '"weight": 1,',
+        ),
+        (
+            '{"prompt": [{"role": "assistant", "weight": 1, "content": ""}]}',
+            CHAT.dialog,
+            '"weight"',
+        ),
         ('{"prompt": "a", "completion": "b", "tools": [1]}', PLAIN.dialog, '"tools" is not supp'),
         ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
         ('{"prompt": [{"role": "user"}]}', PLAIN.dialog, 'no "prompt" of type str'),
@@ -200,7 +210,7 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
             with pytest.raises(UserError, match=str(error)):
                 ours.render(messages)
             return
-        assert ours.render(messages) == whole
+        assert ours.render([message | {"weight": 1} for message in messages]) == whole
         ids = theirs.apply_chat_template(messages)["input_ids"]
         assert ours.encode_dialog(whole) == ids
         opened = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
@@ -252,6 +262,7 @@ def test_an_answer_is_learned_whole_or_refused(tmp_path, template, roles, answer
     else:
         example = encoder.dialog({"messages": messages})
         learned = tokenizer.engine.decode(example.tokens[example.loss_mask], False)
+        assert encode_completion("4", "4", tokenizer, True).tokens[-1] == tokenizer.turn_end
         assert learned.count("4<|im_end|>") == roles.count("a") - ("weight" in answer)
 
 
