@@ -59,9 +59,9 @@ def check_messages(messages: Messages, tokenizer: Tokenizer, is_prompt: bool) ->
             elif name == "role":  # a template refuses what it does not know
                 is_honoured = True
             else:
-                others = [*messages[:i], message | {name: ""}, *messages[i + 1 :]]
+                without_field = [*messages[:i], message | {name: ""}, *messages[i + 1 :]]
                 text = tokenizer.render(messages, open_turn=is_prompt)
-                is_honoured = text != tokenizer.render(others, open_turn=is_prompt)
+                is_honoured = text != tokenizer.render(without_field, open_turn=is_prompt)
             if not is_honoured:
-                given = f'"{name}": {value!r:.40}'
-                raise ValueError(f"message {i + 1} has {given}, which would be ignored")
+                field = f'"{name}": {value!r:.40}'
+                raise ValueError(f"message {i + 1} has {field}, which would be ignored")
