@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from jinja2 import Template
 from tokenizers import Tokenizer as Engine
 from tokenizers.implementations import ByteLevelBPETokenizer
 
+from data.chat_template import compile_template, template_message
 from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.errors import UserError
 
@@ -38,6 +41,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece (LLaMA)
+# messages that show what a chat template writes after an answer
+SYSTEM = {"role": "system", "content": "Be kind."}
+QUESTION = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "An answer."}
 
 
 class FileTokenizer(Tokenizer):
@@ -67,14 +74,18 @@ class FileTokenizer(Tokenizer):
         vocab = self.engine.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.eot = vocab[self.end_of_text]
-        self.end_ids = frozenset([self.eot, *spec_fields["end_ids"]])
         self.added_ids = set(self.engine.get_added_tokens_decoder())
         """Ids beside the vocabulary of plain text: special tokens."""
 
         self.chat_template = spec_fields["chat_template"]
-        self.template_tokens = {"bos_token": self.end_of_text, "eos_token": self.end_of_text}
-        self.template_tokens.update(spec_fields["template_tokens"])
+        self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
         """Strings that the chat template may insert, by the name of their variable."""
+
+        self.turn_end = self.eot
+        """What ends an answer of a chat."""
+        if self.chat_template:
+            self.turn_end = self.find_turn_end()
+        self.end_ids = frozenset([self.eot, self.turn_end, *spec_fields["end_ids"]])
 
         # Bytes of each id. The decoder of the file is not asked: it gives strings, in which a
         # character that spans two tokens is lost, and some files have none.
@@ -84,6 +95,10 @@ class FileTokenizer(Tokenizer):
         for token, token_id in vocab.items():
             if is_byte_level and token_id not in self.added_ids:
                 # one character stands for each byte; added tokens are plain text
+                if not byte_of_character.keys() >= set(token):
+                    raise ValueError(
+                        f"it is byte-level, and its token {token!r} stands for no bytes"
+                    )
                 token_bytes = bytes(byte_of_character[character] for character in token)
             elif token.startswith("<0x") and len(token) == 6:  # byte fallback, as <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
@@ -99,29 +114,56 @@ class FileTokenizer(Tokenizer):
         content = json.loads(self.tokenizer_json, object_hook=without_prefix)
         return make_engine(json.dumps(content))
 
-    def encode(self, text: str, special: bool = False) -> np.ndarray:
-        """Return token ids, uint32 (n,). With `special`, the names of special tokens in the text
-        become these tokens, as a chat template needs."""
-        return encode_with(self.engine, text, special)
+    def encode(self, text: str) -> np.ndarray:
+        return encode_with(self.engine, text)
 
-    def encode_continuation(self, text: str, special: bool = False) -> np.ndarray:
-        return encode_with(self.continuing_engine, text, special)
+    def encode_continuation(self, text: str) -> np.ndarray:
+        return encode_with(self.continuing_engine, text)
+
+    def encode_dialog(self, text: str) -> list[int]:
+        """Return the token ids of a text of `render`: a special token's name is this token."""
+        # An assignment fails while another thread encodes. Threads encode documents only.
+        self.engine.encode_special_tokens = False  # the library's name for "as text"
+        ids = self.engine.encode(text, add_special_tokens=False).ids
+        self.engine.encode_special_tokens = True
+        return ids
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # a model may have ids that its tokenizer lacks, as rows of padding
         return b"".join(self.bytes_of_id.get(token, b"") for token in ids)
 
-    def render(self, messages: list[dict[str, str]], open_turn: bool = False) -> str:
-        """Return a dialog as text by the chat template; with `open_turn`, up to the place where
-        the assistant's next answer begins."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # slow; only chats need it
+    @cached_property
+    def compiled_template(self) -> Template:
+        """The chat template, ready to render."""
+        return compile_template(self.chat_template)
 
-        # transformers renders with these options; the sandbox is there because a template is code
-        # of strangers
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        template = environment.from_string(self.chat_template)
-        variables = {"messages": messages, "add_generation_prompt": open_turn}
-        return template.render(variables, **self.template_tokens)
+    def render(self, messages: list[dict[str, Any]], open_turn: bool = False) -> str:
+        """Return a dialog as text by the chat template; with `open_turn`, up to the place where
+        the assistant's next answer begins. Raise UserError where the template cannot write it."""
+        variables = {
+            "messages": [template_message(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": open_turn,
+        }
+        try:
+            return self.compiled_template.render(variables, **self.template_tokens)
+        except Exception as error:  # a program of strangers can raise anything
+            reason = " ".join(str(error).split())  # one line
+            raise UserError(f"the chat template of {self.name} fails: {reason}") from error
+
+    def find_turn_end(self) -> int:
+        """Return the id of the token, as <|im_end|>, that the chat template writes after an answer;
+        end of text if it writes no special token there. Raise UserError if it writes no dialog."""
+        try:
+            text = self.render([QUESTION, ANSWER])
+        except UserError:  # some templates demand a system message, others refuse one
+            text = self.render([SYSTEM, QUESTION, ANSWER])
+        after_answer = text.rpartition(ANSWER["content"])[2]  # as "<|im_end|>\n"
+        for token in self.encode_dialog(after_answer):
+            if token in self.added_ids:
+                return token
+        return self.eot
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
         decoded = self.decode_bytes(ids.tolist()).decode(errors="replace")
@@ -146,13 +188,8 @@ def make_engine(tokenizer_json: str) -> Engine:
     return engine
 
 
-def encode_with(engine: Engine, text: str, special: bool) -> np.ndarray:
-    """Return token ids, uint32 (n,); with `special`, those of special tokens in the text."""
-    as_text = not special
-    if engine.encode_special_tokens != as_text:
-        # An assignment fails while another thread encodes. Threads encode documents only, for
-        # which the value never changes.
-        engine.encode_special_tokens = as_text
+def encode_with(engine: Engine, text: str) -> np.ndarray:
+    """Return token ids, uint32 (n,)."""
     # encode_batch_fast frees Python's interpreter lock, encode does not
     (encoding,) = engine.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoding.ids, np.uint32)
@@ -198,8 +235,8 @@ def read_tokenizer(
 
     `end_of_text` is the token or its id; without it, one of ENDS_OF_TEXT. A generated text ends
     with that token, with one of `end_ids`, or with the token that the chat template writes after
-    an answer. `template_tokens` are the template's bos_token and eos_token, if they are not end of
-    text.
+    an answer. `template_tokens` are the template's bos_token, eos_token, ...; without them, both
+    are end of text.
     """
     try:
         if path.name == VOCABULARY_FILE:
@@ -210,11 +247,13 @@ def read_tokenizer(
         vocab = engine.get_vocab()
         end_of_text = find_end_of_text(vocab, end_of_text)  # the token
         eot = vocab[end_of_text]  # its id
+        if template_tokens is None:
+            template_tokens = {"bos_token": end_of_text, "eos_token": end_of_text}
         spec_fields = {
             "eot": end_of_text,
             "end_ids": list(end_ids),
             "chat_template": chat_template,
-            "template_tokens": template_tokens or {},
+            "template_tokens": template_tokens,
             TOKENIZER_FILE: json.loads(content),
         }
         # A tokenizer that has a name here is known by it, so that shards, checkpoints and models
@@ -226,14 +265,11 @@ def read_tokenizer(
             if has_one_end and chat_template in (None, CHAT_TEMPLATE):
                 return name
             spec_fields["name"] = name
-        if chat_template:
-            # the spec has no end of a turn yet; its tokenizer serves to find that token
-            turn_end = find_turn_end(FileTokenizer(json.dumps(spec_fields)))
-            if turn_end is not None:
-                spec_fields["end_ids"].append(turn_end)
+        spec = json.dumps(spec_fields)
+        load_tokenizer(spec)  # raises for a vocabulary or a chat template that cannot be used
     except Exception as error:
         raise UserError(f"{path} is no tokenizer that can be used: {error}") from error
-    return json.dumps(spec_fields)
+    return spec
 
 
 def find_end_of_text(vocab: dict[str, int], end_of_text: str | int | None) -> str:
@@ -256,24 +292,8 @@ def find_known_name(engine: Engine, eot: int) -> str | None:
     """Return the key of TOKENIZERS that has the same tokens, None if there is none."""
     for name, known in TOKENIZERS.items():
         has_same_size = engine.get_vocab_size() == known.vocab_size and eot == known.eot
-        if has_same_size and encode_with(engine, PROBE, special=False).tolist() == PROBE_IDS[name]:
+        if has_same_size and encode_with(engine, PROBE).tolist() == PROBE_IDS[name]:
             return name
-    return None
-
-
-def find_turn_end(tokenizer: FileTokenizer) -> int | None:
-    """Return the id of the token, as <|im_end|>, that the chat template writes after an answer;
-    None if it writes no special token there."""
-    answer = "An answer."
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
-    try:
-        text = tokenizer.render(messages)
-    except Exception:  # a template for other dialogs; encoding one of them tells what is wrong
-        return None
-    after_answer = text.rpartition(answer)[2]  # as "<|im_end|>\n"
-    for token in tokenizer.encode(after_answer, special=True).tolist():
-        if token in tokenizer.added_ids:
-            return token
     return None
 
 
@@ -305,11 +325,10 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
 
     config = read_json(folder / "tokenizer_config.json")
     template_tokens = {}
-    for name in ("bos_token", "eos_token"):
-        token = config.get(name)
+    for name, token in config.items():
         if isinstance(token, dict):  # the token and its properties
-            token = token["content"]
-        if token is not None:
+            token = token.get("content")
+        if name.endswith("_token") and isinstance(token, str):
             template_tokens[name] = token
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates, as for tools

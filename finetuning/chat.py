@@ -10,18 +10,21 @@ after it, which are underlined here:
     <|endoftext|>User: What is 2 + 3?<|endoftext|>Assistant: 5<|endoftext|>
                                                              ~~~~~~~~~~~~~~  (with the space)
 
-A Hugging Face model whose tokenizer has a chat template keeps that template instead.
+A Hugging Face model whose tokenizer has a chat template keeps that template instead. Its dialogs
+have the token ids that transformers gives them, or are refused.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
-Messages = list[dict[str, str]]  # each with "role" and "content"
+Message = dict[str, Any]  # with "role" and "content", and what a chat template may read besides
+Messages = list[Message]
 ROLES = {  # by role: its name in a text
     "system": "System",
     "user": "User",
@@ -42,9 +45,8 @@ def encode_turns(
     tokenizer: Tokenizer,
     open_turn: bool = False,
 ) -> list[Segment]:
-    """Encode a dialog; `open_turn` begins an answer after it. The assistant's turns are learned."""
-    if tokenizer.chat_template:
-        return encode_by_template(messages, tokenizer, open_turn)
+    """Encode a dialog in the project's own format; `open_turn` begins an answer after it. The
+    assistant's turns are learned."""
     segments = [Segment([tokenizer.eot], is_learned=False)]  # before the first turn
     for message in messages:
         role = ROLES[message["role"]]
@@ -53,74 +55,15 @@ def encode_turns(
         segments.append(Segment(tokenizer.encode(f"{role}:"), is_learned=False))
         # a continuation: tokenizers that put a space before a text must not add a second one
         content_ids = tokenizer.encode_continuation(f" {message['content']}")
-        is_answer = message["role"] == "assistant"
-        segments.append(Segment([*content_ids, tokenizer.eot], is_answer))
+        segments.append(Segment([*content_ids, tokenizer.eot], is_learned(message)))
     if open_turn:  # what sampling continues
         segments.append(Segment(tokenizer.encode(f"{ROLES['assistant']}:"), is_learned=False))
     return segments
 
 
-def encode_by_template(
-    messages: Messages,
-    tokenizer: Tokenizer,
-    open_turn: bool,
-) -> list[Segment]:
-    """Encode a dialog by the tokenizer's chat template; `open_turn` begins an answer after it.
-
-    A segment begins where an answer begins and where it ends, so that no token spans the two: what
-    is sampled follows the same ids as in training. Some templates write an earlier answer in
-    another way once later turns follow. Such an answer becomes part of an unlearned segment. Raise
-    ValueError where the template opens the last answer in another way than it writes it.
-    """
-    dialog = tokenizer.render(messages, open_turn)  # the text of all turns
-    segments: list[Segment] = []
-    start = 0  # characters of `dialog` that are encoded already
-    encode = tokenizer.encode
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before_answer = tokenizer.render(messages[:i], open_turn=True)  # what sampling begins with
-        after_answer = tokenizer.render(messages[: i + 1])
-        if dialog.startswith(after_answer) and after_answer.startswith(before_answer):
-            # what others say since the last answer, and how the template opens this one
-            prompt_ids = encode(dialog[start : len(before_answer)], special=True)
-            segments.append(Segment(prompt_ids, is_learned=False))
-            answer = after_answer[len(before_answer) :]
-            segments += split_answer(answer, message["content"], tokenizer)
-            start = len(after_answer)
-            # `encode` of some tokenizers would put a space in front of each further segment
-            encode = tokenizer.encode_continuation
-        elif message is messages[-1]:
-            raise ValueError("the chat template opens an answer in another way than it writes one")
-    # the turns after the last answer, and with open_turn the beginning of the next one
-    segments.append(Segment(encode(dialog[start:], special=True), is_learned=False))
-    return segments
-
-
-def split_answer(
-    text: str,
-    content: str,
-    tokenizer: Tokenizer,
-) -> list[Segment]:
-    """Encode the text that a chat template writes for an answer of this content.
-
-    Return two segments: up to the token that ends an answer, which is learned, and what follows, as
-    a line break. Where the template has no such token, end of text follows the content.
-    """
-    ids = tokenizer.encode_continuation(text, special=True)
-    for i, token in enumerate(ids.tolist()):
-        if token in tokenizer.end_ids:  # as <|im_end|>
-            end = i + 1
-            return [Segment(ids[:end], is_learned=True), Segment(ids[end:], is_learned=False)]
-    # "<|im_end|>" of a tokenizer without such a token is text, and no part of the answer
-    content = content.strip()  # as many templates do
-    end = text.find(content) + len(content)
-    answer_ids = tokenizer.encode_continuation(text[:end], special=True)
-    rest_ids = tokenizer.encode_continuation(text[end:], special=True)
-    return [
-        Segment([*answer_ids, tokenizer.eot], is_learned=True),
-        Segment(rest_ids, is_learned=False),
-    ]
+def is_learned(message: Message) -> bool:
+    """Return True for a turn of the assistant, unless its "weight" is 0."""
+    return message["role"] == "assistant" and message.get("weight") in (None, 1)
 
 
 def encode_prompt(
@@ -132,7 +75,10 @@ def encode_prompt(
     `chat` false of the prompt's text after end of text."""
     if not chat:
         return [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
-    segments = encode_turns(as_messages(prompt), tokenizer, open_turn=True)
+    messages = as_messages(prompt)
+    if tokenizer.chat_template:
+        return tokenizer.encode_dialog(tokenizer.render(messages, open_turn=True))
+    segments = encode_turns(messages, tokenizer, open_turn=True)
     return np.concatenate([segment.tokens for segment in segments]).tolist()
 
 

@@ -17,18 +17,22 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from finetuning.chat import (
-    ROLES,
     Messages,
     Segment,
     as_messages,
     encode_prompt,
     encode_turns,
+    is_learned,
 )
+from finetuning.template import check_messages, find_answer
 from utils.distributed import Process
 from utils.errors import UserError
 
 # The loss of model/gpt.py leaves out targets of this value.
 NO_TARGET = -1
+# Fields of rows of others that say how a dialog is written, none of which is honoured here. Other
+# fields, as "id" or "source", are not read.
+UNSUPPORTED = ("tools", "functions", "documents", "chat_template_kwargs", "images", "system")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +55,16 @@ class Example:
 
 def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
-    chat template does not let one of them be found."""
-    segments = encode_turns(messages, tokenizer)
-    # An answer in an unlearned segment would be lost for training without a word.
-    num_answers = sum(message["role"] == "assistant" for message in messages)
-    if sum(segment.is_learned for segment in segments) < num_answers:
-        raise ValueError("the chat template changes earlier turns with later ones")
-    return Example.join(segments)
+    chat template does not let one of them be learned."""
+    if not tokenizer.chat_template:
+        return Example.join(encode_turns(messages, tokenizer))
+    # all at once, as transformers does: many tokenizers begin a text otherwise than a part of one
+    ids = tokenizer.encode_dialog(tokenizer.render(messages))
+    loss_mask = np.zeros(len(ids), bool)
+    for i, message in enumerate(messages):
+        if is_learned(message):
+            loss_mask[find_answer(messages[: i + 1], ids, tokenizer)] = True
+    return Example(np.array(ids, np.uint32), loss_mask)
 
 
 def encode_completion(
@@ -68,19 +75,19 @@ def encode_completion(
 ) -> Example:
     """Encode a prompt, which does not count in the loss, and a completion with the token that ends
     it, which do. Nothing of what a chat template writes after that token is part of it."""
-    prompt_ids = encode_prompt(prompt, tokenizer, chat)  # those that sampling begins with
-    if chat:
-        answer = {"role": "assistant", "content": completion}
-        segments = encode_turns([*as_messages(prompt), answer], tokenizer)
-        # earlier answers are learned, too, where the whole dialog is; here they are the prompt's
-        answers = [segment.tokens for segment in segments if segment.is_learned]
-        completion_ids = answers[-1]
-    else:
+    if not chat:
+        prompt_ids = encode_prompt(prompt, tokenizer, chat)
         # encoded apart from the prompt, as sampling writes it: no token spans the two
         completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eot]
-    return Example.join(
-        [Segment(prompt_ids, is_learned=False), Segment(completion_ids, is_learned=True)]
-    )
+        return Example.join(
+            [Segment(prompt_ids, is_learned=False), Segment(completion_ids, is_learned=True)]
+        )
+    # earlier answers are learned where the whole dialog is; here they are the prompt's
+    dialog = [message | {"weight": 0} for message in as_messages(prompt)]
+    dialog.append({"role": "assistant", "content": completion})
+    example = encode_messages(dialog, tokenizer)
+    end = np.flatnonzero(example.loss_mask)[-1] + 1
+    return Example(example.tokens[:end], example.loss_mask[:end])
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
@@ -175,15 +182,17 @@ class TextEncoder:
 
     def get_text(self, row: dict, name: str) -> str | Messages:
         """Return a field that holds a text or, in a chat, messages."""
+        for field in UNSUPPORTED:
+            if row.get(field):
+                raise ValueError(f'"{field}" is not supported, and would change what the row means')
         if not self.chat:  # without turns there is nothing to write messages with
             return get_field(row, name, str)
         value = get_field(row, name, str, list)
         if isinstance(value, list):
             for message in value:  # one turn of the dialog
+                get_field(message, "role", str)
                 get_field(message, "content", str)  # None would be written as "None"
-                role = get_field(message, "role", str)
-                if role not in ROLES:
-                    raise ValueError(f"{role} is none of the roles {', '.join(ROLES)}")
+            check_messages(value, self.tokenizer, is_prompt=name == "prompt")
         return value
 
 

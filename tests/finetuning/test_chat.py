@@ -1,10 +1,16 @@
 """Dialogs and completions as token ids, rows of files, and what ends a text of a chat."""
 
 import json
+import string
 from dataclasses import replace
+from pathlib import Path
 
+import jinja2
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
@@ -44,6 +50,7 @@ ONE, TWO = "|User: 2+3?|Assistant: 5|", "|User: 2+3?|Assistant: 5|User: 2+3?|Ass
     "encoder, row, whole, learned",
     [
         (CHAT, {"messages": [*DIALOG, *DIALOG]}, TWO, " 5| 5|"),
+        (CHAT, {"messages": [QUESTION[0], DIALOG[1] | {"weight": 0}, *DIALOG]}, TWO, " 5|"),
         (CHAT, {"prompt": [*DIALOG, *QUESTION]}, TWO, " 5|"),
         (CHAT, {"prompt": QUESTION}, ONE, " 5|"),
         (CHAT, {"prompt": "2+3?"}, ONE, " 5|"),
@@ -84,7 +91,23 @@ def ask(row: dict) -> object:
         ('{"prompt": "a"}', ask, 'no "answer"'),
         ('{"prompt": "a", "answer": null}', ask, 'no "answer" of type str or int'),
         ('{"prompt": "\\ud800", "answer": "a"}', ask, "surrogates not allowed"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.dialog, "bot is none of"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', CHAT.dialog, """has "role": 'bot',"""),
+        (
+            '{"messages": [{"role": "user", "content": "a", "name": "b"}]}',
+            CHAT.dialog,
+            '1 has "name"',
+        ),
+        (
+            '{"messages": [{"role": "user", "weight": 1, "content": ""}]}',
+            CHAT.dialog,
+            '"weight": 1,',
+        ),
+        (
+            '{"prompt": [{"role": "assistant", "weight": 1, "content": ""}]}',
+            CHAT.dialog,
+            '"weight"',
+        ),
+        ('{"prompt": "a", "completion": "b", "tools": [1]}', PLAIN.dialog, '"tools" is not supp'),
         ('{"messages": [{"role": "user", "content": "a"}]}', CHAT.dialog, "have no answer"),
         ('{"prompt": [{"role": "user"}]}', PLAIN.dialog, 'no "prompt" of type str'),
         (f'{{"prompt": "{"a" * 40}", "completion": "b"}}', PLAIN.dialog, "first 16 tokens"),
@@ -114,18 +137,6 @@ def test_the_chat_template_gives_the_same_tokens():
     assert opened == text(encode_prompt(QUESTION, BYTES, chat=True))
 
 
-def test_a_model_of_others_keeps_its_chat_template(tmp_path):
-    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML)
-    spec = pretrained_tokenizer(tmp_path, 257)
-    whole = encode_completion("2+2?", "4", tokenizer, chat=True)
-    written = tokenizer.engine.decode(whole.tokens.tolist(), skip_special_tokens=False)
-    assert written == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
-    assert is_chat({}, "", spec) and not is_chat({}, "", "gpt2")
-    odd = folder_with_tokenizer(tmp_path, byte_level_engine(), CHATML.replace("t\n{%", "t \n{%"))
-    with pytest.raises(ValueError, match="opens an answer"):
-        encode_completion("2+2?", "4", odd, chat=True)
-
-
 def folder_with_tokenizer(folder, engine, template, **config):
     """Write the files that a Hugging Face folder has of a tokenizer."""
     engine.save(str(folder / "tokenizer.json"))
@@ -135,64 +146,137 @@ def folder_with_tokenizer(folder, engine, template, **config):
     return load_tokenizer(pretrained_tokenizer(folder, 257))
 
 
+SPECIAL_TOKENS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+def merging(characters, *merges):
+    """BPE of characters and merges of them."""
+    vocab = {character: i for i, character in enumerate(characters)}
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    return models.BPE(vocab, list(merges))
+
+
 def byte_level_engine(*merges):
-    """Byte-level BPE with the given merges and the special tokens of chats."""
-    vocab = {character: i for i, character in enumerate(byte_characters())}
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    engine = byte_level(models.BPE(vocab, list(merges)))
-    engine.add_special_tokens(["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    engine = byte_level(merging(byte_characters(), *merges))
+    engine.add_special_tokens(SPECIAL_TOKENS)
     return engine
 
 
-def marking_engine(normalizer=None, pre_tokenizer=None):
-    """BPE with a mark for a space, before each text, too, and merges of it and of ":" with "4"."""
-    vocab = {SPACE: 0} | {c: i for i, c in enumerate("asitnuer:4?\n U2+ol<>|/", 1)}
-    merges = [(SPACE, "4"), (":", "4")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    engine = Engine(models.BPE(vocab, merges))
+def other_engine(model, pre_tokenizer, normalizer=None):
+    engine = Engine(model)
     engine.normalizer, engine.pre_tokenizer = normalizer, pre_tokenizer
-    engine.add_special_tokens(["<|endoftext|>", "<s>", "</s>"])
+    engine.add_special_tokens(SPECIAL_TOKENS)
     return engine
 
 
-COLON = (  # a template of plain text, which ends in ":"
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA2 = (  # with a space before the end
-    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + 'user:' + m.content }}"
-    "{% else %}{{ m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
+# with a mark for a space, before a text, too, and merges of it and of ":" with "4"
+MARKING = merging(SPACE + string.printable, (SPACE, "4"), (":", "4"))
+PREPEND = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+WORDS = models.WordLevel({"?": 0, " ": 1, "a": 2, "4": 3}, unk_token="?")
+ENGINES = {
+    "byte level": byte_level_engine((":", "4"), ("?", "4"), ("\u010a", "\u010a")),
+    "Llama 2": other_engine(MARKING, None, PREPEND),
+    "always": other_engine(MARKING, pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "first": other_engine(MARKING, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "words": other_engine(WORDS, pre_tokenizers.Split(" ", "isolated")),
+}
+# with what published templates of these names use, briefly
+TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*")}
+CHATML = TEMPLATES["chatml"]
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+PIECES = st.sampled_from([*'a4: \n"<', "<|im_end|>", "</think>"])
 
 
-@pytest.mark.parametrize("template", [COLON, CHATML, LLAMA2, None], ids=str)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, engine, template):
+    """What is learned is what sampling has to write after the same ids."""
+    ours = folder_with_tokenizer(tmp_path, engine, template)
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(
+        tokenizer_object=engine, chat_template=template, bos_token="<s>", eos_token="</s>"
+    )
+
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    @given(st.sampled_from(["ua", "uaua", "suaua", "utasa"]), st.lists(PIECES, min_size=9))
+    def check(roles, pieces):
+        messages = []
+        for i, role in enumerate(roles):
+            content = "".join(pieces[i :: len(roles)])
+            messages.append({"role": ROLES[role], "content": content, "name": None})
+        try:
+            whole = theirs.apply_chat_template(messages, tokenize=False)
+        except jinja2.TemplateError as error:
+            with pytest.raises(UserError, match=str(error)):
+                ours.render(messages)
+            return
+        assert ours.render([message | {"weight": 1} for message in messages]) == whole
+        ids = theirs.apply_chat_template(messages)["input_ids"]
+        assert ours.encode_dialog(whole) == ids
+        opened = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert encode_prompt(messages, ours, chat=True) == opened
+        try:
+            example = encode_messages(messages, ours)
+        except (ValueError, UserError):
+            return
+        assert example.tokens.tolist() == ids
+        learned = np.zeros(len(ids), bool)
+        for i, role in enumerate(roles):
+            if role == "a":
+                prompt_ids = encode_prompt(messages[:i], ours, chat=True)
+                assert ids[: len(prompt_ids)] == prompt_ids
+                answer = theirs.apply_chat_template(messages[: i + 1])["input_ids"]
+                last = len(answer) - answer[::-1].index(ours.turn_end)
+                learned[len(prompt_ids) : last] = True
+        assert example.loss_mask.tolist() == learned.tolist()
+
+    check()
+
+
 @pytest.mark.parametrize(
-    "engine",
+    ("template", "roles", "answer", "problem"),
     [
-        lambda: byte_level_engine((":", "4"), ("?", "4")),
-        # as of Llama 2: a mark before a text and in the place of spaces
-        lambda: marking_engine(
-            normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-        ),
-        lambda: marking_engine(None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+        ("chatml", "uaua", {}, None),
+        ("chatml", "a", {}, "no token ends where"),
+        ("chatml", "ua", {"content": "\n\n4"}, "no token ends where"),
+        ("chatml", "ua", {"tool_calls": [1]}, r'2 has "tool_calls": \[1\], which'),
+        ("chatml", "ua", {"weight": 0.5}, 'has "weight": 0.5, which would be ignored'),
+        ("colon", "ua", {}, "no special token"),
+        ("qwen3", "uaua", {}, "changes the answer '4'"),
+        ("qwen3", "uaua", {"weight": 0}, None),
+        ("qwen3", "ua", {"content": "a</think>4"}, "changes the answer"),
+        ("qwen3", "ua", {"reasoning_content": "a", "tool_calls": None}, None),
+        ("llama2", "sua", {}, "1 has \"content\": '4'"),
+        ("mistral", "uua", {}, "roles must alternate"),
     ],
-    ids=["byte level", "Llama 2", "always"],
 )
-def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
-    """What is sampled follows the ids of training, whatever merges the tokenizer has."""
-    tokenizer = folder_with_tokenizer(tmp_path, engine(), template)
+def test_an_answer_is_learned_whole_or_refused(tmp_path, template, roles, answer, problem):
+    """`answer` has the fields of the first one."""
+    tokenizer = folder_with_tokenizer(tmp_path, ENGINES["byte level"], TEMPLATES[template])
+    encoder = TextEncoder(tokenizer, True, 999)
+    messages = [{"role": ROLES[role], "content": "4"} for role in roles]
+    messages[roles.index("a")] |= answer
+    if problem:
+        with pytest.raises((ValueError, UserError), match=problem):
+            encoder.dialog({"messages": messages})
+    else:
+        example = encoder.dialog({"messages": messages})
+        learned = tokenizer.engine.decode(example.tokens[example.loss_mask], False)
+        assert encode_completion("4", "4", tokenizer, True).tokens[-1] == tokenizer.turn_end
+        assert learned.count("4<|im_end|>") == roles.count("a") - ("weight" in answer)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
+    """In the project's own format and in plain text, whatever merges the tokenizer has."""
+    tokenizer = folder_with_tokenizer(tmp_path, engine, None)
     for prompt, chat in (([*DIALOG, *QUESTION], True), ("2+3:", False)):
         prompt_ids = encode_prompt(prompt, tokenizer, chat)
         whole = encode_completion(prompt, "44", tokenizer, chat)
         answer = whole.tokens[len(prompt_ids) :].tolist()
         assert answer[-1] in tokenizer.end_ids
-        assert decode_completion(answer[:-1], TextEncoder(tokenizer, chat, 64)).rstrip(" ") == "44"
+        if engine is not ENGINES["words"]:
+            assert decode_completion(answer[:-1], TextEncoder(tokenizer, chat, 64)) == "44"
     tokens = encode_messages([*DIALOG, *DIALOG], tokenizer).tokens.tolist()
     prompt_ids = encode_prompt([*DIALOG, *QUESTION], tokenizer, chat=True)
     assert tokens[: len(prompt_ids)] == prompt_ids
@@ -201,20 +285,31 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine, template):
 @pytest.mark.parametrize(
     ("template", "end"),
     [
-        (CHATML, "<|im_end|>"),
-        (LLAMA2, "</s>"),
-        ("{% for m in messages %}{{ m.content + bos_token }}{% endfor %}", "<s>"),
-        (COLON, "<|endoftext|>"),  # without a token of its own
-        ("{{ raise_exception('no') }}", "<|endoftext|>"),
+        ("chatml", "<|im_end|>"),
+        ("system", "<|im_end|>"),
+        ("llama2", "</s>"),
+        ("colon", "<|endoftext|>"),  # without a token of its own
     ],
 )
-def test_what_ends_an_answer_is_learned_from_the_template_and_kept(tmp_path, template, end):
-    tokenizer = folder_with_tokenizer(tmp_path, byte_level_engine(), template, eos_token_id=256)
-    vocab = tokenizer.engine.get_vocab()
-    assert tokenizer.eot == 256 and tokenizer.end_ids == {256, vocab[end]}
-    if "raise" not in template:
-        example = encode_messages(DIALOG, tokenizer)
-        assert example.tokens[example.loss_mask].tolist()[-1] == vocab[end]
+def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
+    engine = byte_level_engine()
+    tokenizer = folder_with_tokenizer(tmp_path, engine, TEMPLATES[template], eos_token_id=256)
+    assert tokenizer.end_ids == {256, engine.token_to_id(end)}
+    assert len(tokenizer.encode(end)) == len(end)  # in a document it is text
+    assert is_chat({}, "", pretrained_tokenizer(tmp_path, 257)) and not is_chat({}, "", "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("engine", "template", "problem"),
+    [
+        (byte_level_engine(), "{{ raise_exception('no') }}", "template of tokenizer-.* fails: no"),
+        (byte_level_engine(), "{% if %}", "template of tokenizer-.* fails: Expected an expression"),
+        (other_engine(MARKING, pre_tokenizers.ByteLevel()), None, "token .* stands for no bytes"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path, engine, template, problem):
+    with pytest.raises(UserError, match=f"tokenizer.json is no tokenizer .*: .*{problem}"):
+        folder_with_tokenizer(tmp_path, engine, template)
 
 
 def test_every_eos_of_a_folder_ends_a_text(tmp_path):
