@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer as Engine
+from tokenizers import processors
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
@@ -31,9 +32,10 @@ PROBE_IDS = {
 # names that end of text has in published tokenizers, the most telling first
 ENDS_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 # The chats of finetuning/chat.py as a template, for exports: the role is capitalized, and end of
-# text precedes each turn and closes the last one.
+# text precedes each turn, but BOS the first one, and closes the last one.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ eos_token + message['role'] | capitalize + ': ' "
+    "{% for message in messages %}"
+    "{{ (bos_token if loop.first else eos_token) + message['role'] | capitalize + ': ' "
     "+ message['content'] }}{% endfor %}{{ eos_token }}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
@@ -51,30 +53,39 @@ class FileTokenizer(Tokenizer):
     def __init__(self, spec: str) -> None:
         spec_fields = json.loads(spec)
         content = spec_fields[TOKENIZER_FILE]  # of the file, as a dict
+        self.engine = make_engine(json.dumps(content))
+        self.bos_ids = find_bos_ids(self.engine)
+        if self.engine.num_special_tokens_to_add(is_pair=False) > len(self.bos_ids):
+            # The post-processor also writes tokens after a text, which the model never sees there.
+            # An export must not have them, and is the same tokenizer when it is read again.
+            content["post_processor"] = self.bos_processor()
         # as text again, which the library reads; not ASCII, or each character would be \\u1234
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
         self.end_of_text = spec_fields["eot"]
 
         # Two files with the same content are the same tokenizer, wherever they lie. With another
-        # end of text they are not: their documents are separated by different tokens.
+        # end of text or BOS they are not: their documents are separated by different tokens.
         checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         self.name = spec_fields.get("name", f"tokenizer-{checksum:08x}")
         self.identity = self.name
         if self.name not in TOKENIZERS:
             self.identity = f"{self.name} with {self.end_of_text}"
 
-        self.engine = make_engine(self.tokenizer_json)
         vocab = self.engine.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.eot = vocab[self.end_of_text]
-        self.end_ids = frozenset([self.eot, *spec_fields["end_ids"]])
+        # the model has learned that a document ends where the next one begins
+        self.end_ids = frozenset([self.eot, self.start_ids[0], *spec_fields["end_ids"]])
         self.added_ids = set(self.engine.get_added_tokens_decoder())
         """Ids beside the vocabulary of plain text: special tokens."""
 
         self.chat_template = spec_fields["chat_template"]
-        self.template_tokens = {"bos_token": self.end_of_text, "eos_token": self.end_of_text}
+        start_token = self.engine.id_to_token(self.start_ids[0])
+        self.template_tokens = {"bos_token": start_token, "eos_token": self.end_of_text}
         self.template_tokens.update(spec_fields["template_tokens"])
         """Strings that the chat template may insert, by the name of their variable."""
+        if not self.chat_template:  # which may need the model's own, as an export does not
+            self.template_tokens["bos_token"] = start_token
 
         # Bytes of each id. The decoder of the file is not asked: it gives strings, in which a
         # character that spans two tokens is lost, and some files have none.
@@ -90,7 +101,8 @@ class FileTokenizer(Tokenizer):
             else:
                 token_bytes = token.replace(SPACE, " ").encode()
             self.bytes_of_id[token_id] = token_bytes
-        self.bytes_of_id[self.eot] = b""  # no part of a text
+        for token_id in (self.eot, *self.start_ids):
+            self.bytes_of_id[token_id] = b""  # no part of a text
 
     @cached_property
     def continuing_engine(self) -> Engine:
@@ -103,6 +115,15 @@ class FileTokenizer(Tokenizer):
         """Return token ids, uint32 (n,). With `special`, the names of special tokens in the text
         become these tokens, as a chat template needs."""
         return encode_with(self.engine, text, special)
+
+    def bos_processor(self) -> dict:
+        """Return the post-processor that writes bos_ids before a text and nothing after it, as the
+        content of a tokenizer.json."""
+        special_tokens = [(self.engine.id_to_token(i), i) for i in self.bos_ids]
+        single = [token for token, _ in special_tokens]
+        single.append("$A")  # the text
+        processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
+        return json.loads(processor.__getstate__())  # as the library writes it into the file
 
     def encode_continuation(self, text: str, special: bool = False) -> np.ndarray:
         return encode_with(self.continuing_engine, text, special)
@@ -156,6 +177,19 @@ def encode_with(engine: Engine, text: str, special: bool) -> np.ndarray:
     # encode_batch_fast frees Python's interpreter lock, encode does not
     (encoding,) = engine.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoding.ids, np.uint32)
+
+
+def find_bos_ids(engine: Engine) -> tuple[int, ...]:
+    """Return the ids that the post-processor of a tokenizer.json writes before a text.
+
+    The library is asked, as several kinds of post-processors write them. A text that it has no
+    token for would not tell what stands before and what after it.
+    """
+    for text in (PROBE, *engine.get_vocab()):
+        encoding = engine.encode(text)
+        if 0 in encoding.sequence_ids:  # 0: of the text; None: of the post-processor
+            return tuple(encoding.ids[: encoding.sequence_ids.index(0)])
+    return ()  # it has no token for any text
 
 
 def without_prefix(component: dict) -> dict:
@@ -220,7 +254,7 @@ def read_tokenizer(
         # A tokenizer that has a name here is known by it, so that shards, checkpoints and models
         # of others agree about it. Only what a name does not tell needs the file.
         name = find_known_name(engine, eot)
-        if name:
+        if name and not find_bos_ids(engine):
             # a name stands for one end of text, and for no template or our own
             has_one_end = set(end_ids) <= {eot}
             if has_one_end and chat_template in (None, CHAT_TEMPLATE):
@@ -305,7 +339,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
 
     config = read_json(folder / "tokenizer_config.json")
     template_tokens = {}
-    for name in ("bos_token", "eos_token"):
+    for name in ("bos_token", "eos_token", "unk_token"):
         token = config.get(name)
         if isinstance(token, dict):  # the token and its properties
             token = token["content"]

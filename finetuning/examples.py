@@ -76,8 +76,10 @@ def encode_completion(
         answers = [segment.tokens for segment in segments if segment.is_learned]
         completion_ids = answers[-1]
     else:
-        # encoded apart from the prompt, as sampling writes it: no token spans the two
-        completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eot]
+        # Encoded apart from the prompt, as sampling writes it: no token spans the two. After an
+        # empty prompt it is the beginning of the text.
+        encode = tokenizer.encode_continuation if prompt else tokenizer.encode
+        completion_ids = [*encode(completion), tokenizer.eot]
     return Example.join(
         [Segment(prompt_ids, is_learned=False), Segment(completion_ids, is_learned=True)]
     )
