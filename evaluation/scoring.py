@@ -68,7 +68,7 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
         choices = [whole[seam:] for whole in wholes]
         # The harness, too, puts only BOS before a context: GPT-2's published scores have no end of
         # text there. But the first token needs something to be predicted from.
-        context = [*tokenizer.bos_ids, *context[:seam]] or list(tokenizer.start_ids)
+        context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
         lengths = [len(choice) for choice in choices]
         longest = max(lengths)
         if not 0 < min(lengths) <= longest <= block_size:  # 0: no token for any of the characters

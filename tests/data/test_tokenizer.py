@@ -194,7 +194,10 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     assert tokenizer.decode_bytes(start) == b"" and tokenizer.end_ids == {tokenizer.eot, start[0]}
 
     save_tokenizer(tokenizer, folder, 8, CHAT_TEMPLATE)
-    assert load_tokenizer(read_tokenizer(path)).identity == tokenizer.identity
+    if kind != "words":  # which drops spaces
+        again = load_tokenizer(pretrained_tokenizer(folder, 700))
+        assert again.identity == tokenizer.identity
+        assert again.template_tokens == tokenizer.template_tokens
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs(text).input_ids == [*bos, *ids]
     assert (theirs.bos_token_id, theirs.eos_token) == (start[0], "</s>")
