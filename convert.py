@@ -66,7 +66,8 @@ def export_checkpoint(config: ConvertConfig) -> None:
     tokenizer = load_tokenizer(tokenizer_spec)
 
     # the end ids go to generation_config.json: there `generate` of transformers ends
-    save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids)
+    bos = tokenizer.start_ids[0]  # in config.json; only the tokenizer can write several
+    save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids, bos)
 
     # A model that came with a chat template keeps it; another chat model has learned this
     # project's format, and a model of plain text has none.

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from data.tokenizer import Tokenizer, load_tokenizer
-from finetuning.chat import Messages, fit_history, is_chat
+from finetuning.chat import Messages, encode_prompt, fit_history, is_chat
 from model.generate import Sampling, generate
 from model.gpt import GPT
 from model.inference import prepare_for_inference
@@ -38,7 +38,8 @@ class SampleConfig:
     """Model to sample from instead: a Hugging Face name (gpt2, gpt2-xl, ...) or folder, or a
     checkpoint of nanoGPT, build-nanogpt or llm.c."""
     prompt: str = ""
-    """Text to continue; @FILE reads a file, - standard input."""
+    """Beginning of a text, to continue; @FILE reads a file, - standard input. BOS, or end of text
+    if the tokenizer has none, stands before it, as in training."""
     num_samples: int = 1
     """Texts to write; the first is shown while it is generated."""
     chat: bool = False
@@ -151,8 +152,7 @@ class Writer:
             messages = [*history, {"role": "user", "content": prompt}]
             prompt_ids = fit_history(messages, self.tokenizer, block_size, config.max_new_tokens)
         else:
-            # Without a prompt a new text begins: end of text stands before each in training.
-            prompt_ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.eot]
+            prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
         if len(prompt_ids) > block_size:  # `generate` would leave out its beginning
             raise UserError(
                 f"the prompt has {len(prompt_ids):,} tokens; this model reads at most "

@@ -62,7 +62,6 @@ def save_tokenizer(
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size}
     if isinstance(tokenizer, FileTokenizer):
         content = tokenizer.tokenizer_json
-        config["unk_token"] = tokenizer.end_of_text
         config.update(tokenizer.template_tokens)
     else:
         content = to_engine(tokenizer).to_str()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Template
 from tokenizers import Tokenizer as Engine
+from tokenizers import processors
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from data.chat_template import compile_template, template_message
@@ -34,9 +35,10 @@ PROBE_IDS = {
 # names that end of text has in published tokenizers, the most telling first
 ENDS_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 # The chats of finetuning/chat.py as a template, for exports: the role is capitalized, and end of
-# text precedes each turn and closes the last one.
+# text precedes each turn, but BOS the first one, and closes the last one.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ eos_token + message['role'] | capitalize + ': ' "
+    "{% for message in messages %}"
+    "{{ (bos_token if loop.first else eos_token) + message['role'] | capitalize + ': ' "
     "+ message['content'] }}{% endfor %}{{ eos_token }}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
@@ -58,19 +60,24 @@ class FileTokenizer(Tokenizer):
     def __init__(self, spec: str) -> None:
         spec_fields = json.loads(spec)
         content = spec_fields[TOKENIZER_FILE]  # of the file, as a dict
+        self.engine = make_engine(json.dumps(content))
+        self.bos_ids = find_bos_ids(self.engine)
+        if self.engine.num_special_tokens_to_add(is_pair=False) > len(self.bos_ids):
+            # The post-processor also writes tokens after a text, which the model never sees there.
+            # An export must not have them, and is the same tokenizer when it is read again.
+            content["post_processor"] = self.bos_processor()
         # as text again, which the library reads; not ASCII, or each character would be \\u1234
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
         self.end_of_text = spec_fields["eot"]
 
         # Two files with the same content are the same tokenizer, wherever they lie. With another
-        # end of text they are not: their documents are separated by different tokens.
+        # end of text or BOS they are not: their documents are separated by different tokens.
         checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         self.name = spec_fields.get("name", f"tokenizer-{checksum:08x}")
         self.identity = self.name
         if self.name not in TOKENIZERS:
             self.identity = f"{self.name} with {self.end_of_text}"
 
-        self.engine = make_engine(self.tokenizer_json)
         vocab = self.engine.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.eot = vocab[self.end_of_text]
@@ -80,16 +87,23 @@ class FileTokenizer(Tokenizer):
         self.chat_template = spec_fields["chat_template"]
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
         """Strings that the chat template may insert, by the name of their variable."""
+        if not self.chat_template:  # which needs the model's own; exports name those of training
+            self.template_tokens["bos_token"] = self.engine.id_to_token(self.start_ids[0])
+            self.template_tokens.setdefault("eos_token", self.end_of_text)
 
         self.turn_end = self.eot
         """What ends an answer of a chat."""
         if self.chat_template:
             self.turn_end = self.find_turn_end()
-        self.end_ids = frozenset([self.eot, self.turn_end, *spec_fields["end_ids"]])
+        # the model has learned that a document ends where the next one begins
+        ends = (self.eot, self.turn_end, self.start_ids[0])
+        self.end_ids = frozenset([*ends, *spec_fields["end_ids"]])
 
         # Bytes of each id. The decoder of the file is not asked: it gives strings, in which a
         # character that spans two tokens is lost, and some files have none.
-        is_byte_level = '"type": "ByteLevel"' in self.tokenizer_json
+        # A post-processor of this type only moves offsets, also those of other vocabularies.
+        components = json.dumps({**content, "post_processor": None})
+        is_byte_level = '"type": "ByteLevel"' in components
         byte_of_character = {character: i for i, character in enumerate(byte_characters())}
         self.bytes_of_id: dict[int, bytes] = {}
         for token, token_id in vocab.items():
@@ -105,7 +119,8 @@ class FileTokenizer(Tokenizer):
             else:
                 token_bytes = token.replace(SPACE, " ").encode()
             self.bytes_of_id[token_id] = token_bytes
-        self.bytes_of_id[self.eot] = b""  # no part of a text
+        for token_id in (self.eot, *self.start_ids):
+            self.bytes_of_id[token_id] = b""  # no part of a text
 
     @cached_property
     def continuing_engine(self) -> Engine:
@@ -116,6 +131,15 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         return encode_with(self.engine, text)
+
+    def bos_processor(self) -> dict:
+        """Return the post-processor that writes bos_ids before a text and nothing after it, as the
+        content of a tokenizer.json."""
+        special_tokens = [(self.engine.id_to_token(i), i) for i in self.bos_ids]
+        single = [token for token, _ in special_tokens]
+        single.append("$A")  # the text
+        processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
+        return json.loads(processor.__getstate__())  # as the library writes it into the file
 
     def encode_continuation(self, text: str) -> np.ndarray:
         return encode_with(self.continuing_engine, text)
@@ -195,6 +219,19 @@ def encode_with(engine: Engine, text: str) -> np.ndarray:
     return np.array(encoding.ids, np.uint32)
 
 
+def find_bos_ids(engine: Engine) -> tuple[int, ...]:
+    """Return the ids that the post-processor of a tokenizer.json writes before a text.
+
+    The library is asked, as several kinds of post-processors write them. A text that it has no
+    token for would not tell what stands before and what after it.
+    """
+    for text in (PROBE, *engine.get_vocab()):
+        encoding = engine.encode(text)
+        if 0 in encoding.sequence_ids:  # 0: of the text; None: of the post-processor
+            return tuple(encoding.ids[: encoding.sequence_ids.index(0)])
+    return ()  # it has no token for any text
+
+
 def without_prefix(component: dict) -> dict:
     """Return a component of a tokenizer.json (normalizer, pre-tokenizer, ...) without its option to
     put something before each text."""
@@ -259,7 +296,7 @@ def read_tokenizer(
         # A tokenizer that has a name here is known by it, so that shards, checkpoints and models
         # of others agree about it. Only what a name does not tell needs the file.
         name = find_known_name(engine, eot)
-        if name:
+        if name and not find_bos_ids(engine):
             # a name stands for one end of text, and for no template or our own
             has_one_end = set(end_ids) <= {eot}
             if has_one_end and chat_template in (None, CHAT_TEMPLATE):

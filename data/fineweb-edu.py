@@ -25,7 +25,6 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data/ there instead
 
-import numpy as np
 from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer
@@ -98,16 +97,16 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: str | Skipped) -> D
     if isinstance(row, Skipped):  # data/source.py knows why it is no text
         return row
     utf8 = row.encode()
-    ids = tokenizer.encode(row)
+    tokens = tokenizer.encode_document(row)  # (n,)
     # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
-    tokens = np.append(np.uint32(tokenizer.eot), ids)  # (n + 1,), end of text first
     return Document(
         tokens=tokens,
+        num_start=len(tokenizer.start_ids),
         num_train=0 if is_val else len(tokens),  # all tokens are in one split
         num_bytes=len(utf8),
-        lost_text=tokenizer.lost_text(row, ids),
+        lost_text=tokenizer.lost_text(row, tokens),
     )
 
 

@@ -32,7 +32,9 @@ class Document:
     """Text as it is written to the shards, and where it came from."""
 
     tokens: np.ndarray
-    """Token ids, uint32 (n,), end of text first."""
+    """Token ids, uint32 (n,), Tokenizer.start_ids first."""
+    num_start: int
+    """Number of these first ids: those before the text."""
     num_train: int
     """The first `num_train` tokens go to the train shards, the rest to validation. All or none,
     but for a text of which a part is held out."""
@@ -47,17 +49,17 @@ class Document:
 
 def hold_out(document: Document, num_held_out: int) -> Document:
     """Divide a document into train and validation tokens. The end of each of PIECES equal spans is
-    held out, so that both sides hold all parts of the text, as chapters in another language. End of
-    text precedes every piece."""
-    end_of_text = document.tokens[:1]  # a slice, to be concatenated
+    held out, so that both sides hold all parts of the text, as chapters in another language. What
+    stands before the text stands before every piece."""
+    start, text = np.split(document.tokens, [document.num_start])
     # fewer tokens than PIECES are held out one by one, so that no piece is empty
     num_pieces = min(PIECES, num_held_out)
     size = num_held_out // num_pieces  # tokens of a piece; the division's remainder is trained on
     train: list[np.ndarray] = []
     val: list[np.ndarray] = []
-    for span in np.array_split(document.tokens[1:], num_pieces):  # without its end of text
-        train += [end_of_text, span[:-size]]
-        val += [end_of_text, span[-size:]]
+    for span in np.array_split(text, num_pieces):
+        train += [start, span[:-size]]
+        val += [start, span[-size:]]
     # all train pieces first: Sharder.write needs one border
     return replace(
         document,

@@ -27,9 +27,13 @@ class Tokenizer(ABC):
     vocab_size: int
     """Number of ids: the highest one + 1."""
     eot: int
-    """Id of the end-of-text token, which precedes every document of the shards."""
+    """Id of the end-of-text token, which ends an answer or a completion."""
     end_ids: frozenset[int]
-    """Ids that end a generated text: end of text, and what ends an answer of a chat model."""
+    """Ids that end a generated text: end of text, what begins the next text in the shards, and what
+    ends an answer of a chat model."""
+    bos_ids: tuple[int, ...] = ()
+    """Ids that the tokenizer itself writes before a text, as BOS of LLaMA; GPT-2's writes none.
+    Benchmarks put them before a context. All else uses start_ids."""
     chat_template: str | None = None
     """Jinja template of the dialogs of the model that the tokenizer came with."""
 
@@ -37,6 +41,18 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint32 (n,). A special token that is spelled out in the text is text:
         documents about tokenizers must not be able to end a document."""
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """Ids that stand before each text: BOS, or end of text if the tokenizer writes no BOS."""
+        if self.bos_ids:
+            return self.bos_ids
+        return (self.eot,)
+
+    def encode_document(self, text: str) -> np.ndarray:
+        """Return start_ids and the ids of a text, uint32 (n,): a document of the shards, or the
+        beginning of one, which a model continues."""
+        return np.concatenate([np.array(self.start_ids, np.uint32), self.encode(text)])
 
     def encode_continuation(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text that follows another one: without the space, or the mark

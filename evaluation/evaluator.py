@@ -120,7 +120,7 @@ class Evaluator:
         num_tokens = min(SAMPLE_TOKENS, model.config.block_size)
         # another seed for each step, so that samples.txt does not show one text again and again
         sampling = Sampling(num_tokens, SAMPLE_TEMPERATURE, seed=self.config.seed + step)
-        prompts = [[scorer.tokenizer.eot]]  # precedes every document in training
+        prompts = [list(scorer.tokenizer.start_ids)]
         end_ids = scorer.tokenizer.end_ids
         model.eval()  # no dropout
         # All processes write the same text: under FSDP a forward pass needs all of them.

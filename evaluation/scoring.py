@@ -52,7 +52,7 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
 
     If a context and a continuation together exceed the block size, the context loses its start, as
     in lm-evaluation-harness, and each continuation gets a row of its own with as much of the
-    context as fits. Raise UserError if a continuation alone exceeds it.
+    context as fits. Raise UserError if a continuation alone exceeds it, or has no token.
     """
     rows: list[PackedItem] = []
     first_score = 0
@@ -61,15 +61,18 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
         # Context and continuation are encoded together, as a merge can reach across the seam:
         # what follows the context's tokens counts as the continuation's.
         context = tokenizer.encode(item.context.rstrip()).tolist()
-        choices = []
-        for choice in item.choices:
-            whole = tokenizer.encode(item.context + choice).tolist()
-            choices.append(whole[len(context) :])
-        if not context:
-            context = [tokenizer.eot]  # the first token needs something to be predicted from
-        longest = max(len(choice) for choice in choices)
-        if longest > block_size:
-            raise UserError(f"a continuation has {longest} tokens, the context {block_size}")
+        wholes = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
+        # Where nothing follows, as one token spans the two, that token is the continuation's, and
+        # the item's other ones begin at the same place. The harness fails on such an item.
+        seam = min(len(context), min(len(whole) for whole in wholes) - 1)
+        choices = [whole[seam:] for whole in wholes]
+        # The harness, too, puts only BOS before a context: GPT-2's published scores have no end of
+        # text there. But the first token needs something to be predicted from.
+        context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
+        lengths = [len(choice) for choice in choices]
+        longest = max(lengths)
+        if not 0 < min(lengths) <= longest <= block_size:  # 0: no token for any of the characters
+            raise UserError(f"continuations have {lengths} tokens, the context {block_size}")
 
         # Inputs are all tokens but the last: block_size + 1 tokens fit.
         if len(context) + longest <= block_size + 1:
@@ -181,7 +184,9 @@ class ItemScorer(Scorer):
         is_greedy_filtered. Raise UserError for NaN."""
         self.model.eval()
         # Only a word that is one token can be banned as a first token.
-        encoded_words = [self.tokenizer.encode(f" {word}").tolist() for word in banned_words]
+        encoded_words = [
+            self.tokenizer.encode_continuation(f" {word}").tolist() for word in banned_words
+        ]
         banned_ids = [ids[0] for ids in encoded_words if len(ids) == 1]
 
         # Batches of rows of equal length, the longest first: if memory runs out, it does so at

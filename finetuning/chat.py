@@ -4,8 +4,8 @@ Sampling and fine-tuning encode by these functions alike. Not about the texts th
 from, their rows and batches: see finetuning/examples.py.
 
 The project's own format puts end of text before each turn, as the shards have it before each
-document, and after the last one. The model learns what the assistant says and the end of text
-after it, which are underlined here:
+document, and after the last one. Before the first turn stands the tokenizer's BOS if it has one.
+The model learns what the assistant says and the end of text after it, which are underlined here:
 
     <|endoftext|>User: What is 2 + 3?<|endoftext|>Assistant: 5<|endoftext|>
                                                              ~~~~~~~~~~~~~~  (with the space)
@@ -47,7 +47,7 @@ def encode_turns(
 ) -> list[Segment]:
     """Encode a dialog in the project's own format; `open_turn` begins an answer after it. The
     assistant's turns are learned."""
-    segments = [Segment([tokenizer.eot], is_learned=False)]  # before the first turn
+    segments = [Segment(list(tokenizer.start_ids), is_learned=False)]  # before the first turn
     for message in messages:
         role = ROLES[message["role"]]
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
@@ -72,9 +72,9 @@ def encode_prompt(
     chat: bool,
 ) -> list[int]:
     """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
-    `chat` false of the prompt's text after end of text."""
+    `chat` false of the prompt's text as the beginning of a document."""
     if not chat:
-        return [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
+        return tokenizer.encode_document(prompt).tolist()
     messages = as_messages(prompt)
     if tokenizer.chat_template:
         return tokenizer.encode_dialog(tokenizer.render(messages, open_turn=True))

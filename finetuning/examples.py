@@ -77,8 +77,10 @@ def encode_completion(
     it, which do. Nothing of what a chat template writes after that token is part of it."""
     if not chat:
         prompt_ids = encode_prompt(prompt, tokenizer, chat)
-        # encoded apart from the prompt, as sampling writes it: no token spans the two
-        completion_ids = [*tokenizer.encode_continuation(completion), tokenizer.eot]
+        # Encoded apart from the prompt, as sampling writes it: no token spans the two. After an
+        # empty prompt it is the beginning of the text.
+        encode = tokenizer.encode_continuation if prompt else tokenizer.encode
+        completion_ids = [*encode(completion), tokenizer.eot]
         return Example.join(
             [Segment(prompt_ids, is_learned=False), Segment(completion_ids, is_learned=True)]
         )

@@ -301,12 +301,17 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
 
 
 def save_pretrained(
-    model: GPT, folder: str | Path, eot: int | None = None, end_ids: Collection[int] = ()
+    model: GPT,
+    folder: str | Path,
+    eot: int | None = None,
+    end_ids: Collection[int] = (),
+    bos: int | None = None,
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors, which transformers'
     AutoModelForCausalLM loads.
 
     `eot` is the id of end of text, by default the last one. Generation ends at it and at `end_ids`.
+    `bos` is the id that a text begins with, by default `eot`.
     Raises UserError for a model that is neither a GPT-2 nor in the shape of a LLaMA or Qwen3.
     """
     from safetensors.torch import save_file  # here, because training does without it
@@ -314,7 +319,9 @@ def save_pretrained(
     folder = Path(folder)
     if eot is None:
         eot = model.config.vocab_size - 1
-    special_ids = {"bos_token_id": eot, "eos_token_id": eot}
+    if bos is None:
+        bos = eot
+    special_ids = {"bos_token_id": bos, "eos_token_id": eot}
     hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids
     generation = special_ids | {"pad_token_id": eot, "do_sample": True}
     other_ends = sorted(set(end_ids) - {eot})

@@ -2,25 +2,32 @@
 
 import json
 import shutil
+import tempfile
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import documents
-from test_fineweb_edu import shard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fineweb_edu import fineweb_edu, shard
 from tokenizers import Tokenizer as Engine
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 import evaluate
 from data.export_tokenizer import save_tokenizer
-from data.file_tokenizer import byte_characters, pretrained_tokenizer, read_tokenizer
+from data.file_tokenizer import CHAT_TEMPLATE, byte_characters, pretrained_tokenizer, read_tokenizer
+from data.sharder import hold_out
 from data.shards import TokenStream, open_folder
 from data.tokenizer import load_tokenizer
 from evaluation.scoring import pack
 from evaluation.tasks import Item
-from finetuning.examples import encode_completion
+from finetuning.examples import TextEncoder, encode_completion, encode_messages
 from model.config import GPTConfig
+from sample import SampleConfig, Writer
 from training.summary import check_tokenizer
 from utils.errors import UserError
 
@@ -53,9 +60,12 @@ def test_any_text_is_restored_and_an_exported_tokenizer_is_read_as_itself(tmp_pa
     path = tmp_path / "tokenizer.json"
     assert read_tokenizer(path, tokenizer.eot) == name
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 1024
-    # with another end of text, or a normalizer, it is another tokenizer
+    # with another end of text, BOS, or a normalizer, it is another tokenizer
     assert load_tokenizer(read_tokenizer(path, "!")).identity.endswith(" with !")
     content = json.loads(path.read_text(encoding="utf-8"))
+    bert = {"type": "BertProcessing", "sep": ("!", 0), "cls": ("<|endoftext|>", tokenizer.eot)}
+    path.write_text(json.dumps({**content, "post_processor": bert}))
+    assert load_tokenizer(read_tokenizer(path)).identity != name
     path.write_text(json.dumps({**content, "normalizer": {"type": "Lowercase"}}))
     ids = load_tokenizer(read_tokenizer(path)).encode("HELLO")
     assert ids.tolist() == tokenizer.encode("hello").tolist()
@@ -141,14 +151,89 @@ def test_text_is_lost_only_where_that_is_asked_for_and_a_model_writes_spaces(
         assert pretrained_tokenizer(tmp_path, 700)
 
 
-def test_context_and_continuation_are_encoded_together_by_a_tokenizer_that_marks_spaces(tmp_path):
-    vocab = {"</s>": 0, "\u2581": 1, "h": 2, "i": 3, "\u2581h": 4, "\u2581hi": 5}
-    engine = Engine(models.BPE(vocab, [("\u2581", "h"), ("\u2581h", "i")]))
-    engine.normalizer = normalizers.Sequence(MARKS)  # of Llama 2
+@cache
+def engine_of(kind):
+    with tempfile.TemporaryDirectory() as folder:
+        return Engine.from_file(str(trained(kind, Path(folder))))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.lists(st.sampled_from(["<0x41>", "</s>"]), max_size=2),
+    st.lists(st.sampled_from(["[UNK]", "</s>"]), max_size=1),
+    st.sampled_from(["Template", "Sequence", "Bert"]),
+)
+def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_exports(
+    tmp_path_factory, kind, before, after, form
+):
+    """End of text where it writes nothing, and nothing after a text."""
+    transformers = pytest.importorskip("transformers")
+    folder, engine, text = tmp_path_factory.mktemp("x"), engine_of(kind), "one of the"
+    special = [(token, engine.token_to_id(token)) for token in (*after, *before)]
+    template = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)
+    if form == "Sequence":
+        template = processors.Sequence([template])
+    elif form == "Bert" and len(before) == len(after) == 1:
+        template = processors.BertProcessing(*special)
+    engine.post_processor = template
+    path = folder / "tokenizer.json"
+    engine.save(str(path))
+    names = {"bos_token": "[UNK]", "unk_token": "[UNK]"}
+    tokenizer = load_tokenizer(read_tokenizer(path, template_tokens=names))
+    bos = [engine.token_to_id(token) for token in before]
+    start, ids = bos or [tokenizer.eot], tokenizer.encode(text).tolist()
+    document = fineweb_edu.tokenize(tokenizer, 0, text)
+    writer = Writer(SimpleNamespace(config=GPTConfig()), tokenizer, SampleConfig())
+    question = TextEncoder(tokenizer, False, 99).question({"prompt": text}, 1, has_answer=False)
+    for prompt in (document.tokens.tolist(), writer.encode(text, []), question.prompt_ids):
+        assert prompt == [*start, *ids]
+    whole = encode_completion("", text, tokenizer, chat=False)  # a completion without a prompt
+    assert whole.tokens.tolist() == [*start, *ids, tokenizer.eot]
+    assert hold_out(document, 1).tokens.tolist() == [*start, *ids[:-1], *start, ids[-1]]
+    assert tokenizer.decode_bytes(start) == b"" and tokenizer.end_ids == {tokenizer.eot, start[0]}
+
+    save_tokenizer(tokenizer, folder, 8, CHAT_TEMPLATE)
+    if kind != "words":  # which drops spaces
+        again = load_tokenizer(pretrained_tokenizer(folder, 700))
+        assert again.identity == tokenizer.identity
+        assert again.template_tokens == tokenizer.template_tokens
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs(text).input_ids == [*bos, *ids]
+    assert (theirs.bos_token_id, theirs.eos_token) == (start[0], "</s>")
+    assert theirs.unk_token == "[UNK]"
+    if kind == "byte-level" and len(start) == 1:  # the others write the space of a turn otherwise
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]
+        rendered = theirs.apply_chat_template(chat)["input_ids"]
+        assert rendered == encode_messages(chat, tokenizer).tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("marks", "before", "context", "choices", "row"),
+    [
+        (MARKS, "", "a", (" a",), ([4], [[4]])),  # encoded together, with one mark each
+        ([], "!", "ca", ("bc",), ([0, 3, 1], [[3]])),  # a token spans both
+        ([], "!", "ca", ("b", "c"), ([0, 3], [[5], [1, 3]])),  # and nothing comes after it
+        ([], "!", "", ("c",), ([0], [[3]])),
+        ([], "", "a", ("b",), ([6], [[5]])),
+    ],
+)
+def test_a_continuation_has_the_tokens_after_its_context_as_in_the_harness(
+    tmp_path, marks, before, context, choices, row
+):
+    tokens = ["!", "a", "\u2581", "c", "\u2581a", "ab", "</s>"]
+    vocab = {token: i for i, token in enumerate([*tokens, "b"])}
+    engine = Engine(models.BPE(vocab, [("\u2581", "a"), ("a", "b")]))
+    engine.normalizer = normalizers.Sequence(marks)
+    engine.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A"], special_tokens=[("!", 0)]
+    )
     engine.save(str(tmp_path / "t.json"))
-    tokenizer = load_tokenizer(read_tokenizer(tmp_path / "t.json", "</s>"))
-    (row,) = pack([Item("hi", (" hi",))], tokenizer, 32)  # as by the harness
-    assert row.context == row.choices[0] == [5]
+    tokenizer = load_tokenizer(read_tokenizer(tmp_path / "t.json"))
+    (packed,) = pack([Item(context, choices)], tokenizer, 32)
+    assert (packed.context, packed.choices) == row
+    with pytest.raises(UserError, match=r"have \[0\] tokens"):  # before anything is scored
+        pack([Item("", ("",))], tokenizer, 32)
 
 
 def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path, corpus):

@@ -42,13 +42,16 @@ def test_each_part_is_due_at_its_interval_and_at_the_last_step(make):
     assert due_steps(make(eval_every=0, sample_every=0, lambada_every=0)) == ([7], [], [])
 
 
-def test_figures_are_repeatable_and_the_model_keeps_training(make):
+def test_figures_are_repeatable_and_the_model_keeps_training(make, monkeypatch):
     full = make()
     assert full.validate() == full.validate() and set(full.validate()) == {"loss", "bits_per_byte"}
     ((task, figures),) = full.benchmarks(5)
     assert task == "lambada" and list(figures) == ["n", "acc", "perplexity"] and figures["n"] == 12
-    assert full.sample(2) == full.sample(2) != full.sample(4)
+    sample = full.sample(2)
+    assert sample == full.sample(2) != full.sample(4)
     assert full.scorer.model.training
+    monkeypatch.setattr(full.scorer.tokenizer, "bos_ids", (65,))  # begins each document
+    assert full.sample(2) != sample
 
 
 def test_a_sample_ends_on_all_processes_together(make, monkeypatch):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from data.loader import Sequences, TokenStream
 from data.shards import open_folder, read_manifest, write_manifest
-from data.tokenizer import load_tokenizer
+from data.tokenizer import ByteTokenizer, load_tokenizer
 from evaluation import scoring
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import ItemScorer, score_targets
@@ -81,11 +81,12 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer):
     second = greedy(scorer.model, [*context, first])
     last = greedy(scorer.model, [*context, first ^ 1])
 
-    class Raw:  # a tokenizer that gives the very ids; a banned word has a space before it
-        eot = 256
-
+    class Raw(ByteTokenizer):  # gives the very ids; a banned word has a space before it
         def encode(self, text):
-            return np.frombuffer(text.strip(" ").encode("latin-1"), np.uint8).astype(np.uint16)
+            return np.frombuffer(text.encode("latin-1"), np.uint8).astype(np.uint16)
+
+        def encode_continuation(self, text):
+            return self.encode(text.strip(" "))
 
     raw_scorer = replace(scorer, tokenizer=Raw())
     for ids, banned, flags in (

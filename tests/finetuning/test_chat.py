@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
 from data.export_tokenizer import byte_level, save_tokenizer, to_engine
-from data.file_tokenizer import CHAT_TEMPLATE, SPACE, byte_characters, pretrained_tokenizer
+from data.file_tokenizer import SPACE, byte_characters, pretrained_tokenizer
 from data.tokenizer import ByteTokenizer, load_tokenizer
 from finetuning.chat import Segment, encode_prompt, fit_history, is_chat
 from finetuning.completions import decode_completion
@@ -129,12 +129,6 @@ def test_a_file_without_rows_is_refused(tmp_path):
         read_jsonl(path, dict)
 
 
-def test_the_chat_template_gives_the_same_tokens():
-    template = pytest.importorskip("jinja2").Template(CHAT_TEMPLATE)
-    whole = template.render(messages=DIALOG, eos_token="|")
-    assert whole == text(encode_messages(DIALOG, BYTES).tokens)
-    opened = template.render(messages=QUESTION, eos_token="|", add_generation_prompt=True)
-    assert opened == text(encode_prompt(QUESTION, BYTES, chat=True))
 
 
 def folder_with_tokenizer(folder, engine, template, **config):

@@ -1,11 +1,16 @@
+import json
 import re
 
 import hub
 import pytest
 import torch
 from conftest import bad, environment, folders, losses, script, train_args, weights
+from tokenizers import processors
 
 from convert import ConvertConfig, main
+from data.export_tokenizer import to_engine
+from data.file_tokenizer import read_tokenizer
+from data.tokenizer import load_tokenizer
 from model.huggingface import load_pretrained
 from training.checkpoint import join_float32, load_checkpoint, load_model
 
@@ -82,9 +87,15 @@ def test_the_example_of_a_model_card_runs(trained, tmp_path, is_chat):
         base = "/home/me/base/checkpoints/model_last.pt"
         saved["config"] |= {"init_from": base, "data": "/home/me/chat.jsonl"}
         rows = ["sft |", "| began from | base |", "| data | chat.jsonl |"]
+        engine = to_engine(load_tokenizer("bytes"))  # with a BOS token
+        engine.post_processor = processors.BertProcessing(("#", ord("#")), ("!", ord("!")))
+        engine.save(str(tmp_path / "tokenizer.json"))
+        saved["tokenizer"] = read_tokenizer(tmp_path / "tokenizer.json")
     torch.save(saved, tmp_path / "model_best.pt")
     hf = tmp_path / "hf"
     main(ConvertConfig(out=hf, checkpoint=tmp_path / "model_best.pt"))
+    bos = json.loads((hf / "config.json").read_text())["bos_token_id"]
+    assert bos == (ord("!") if is_chat else 256)
     card = (hf / "README.md").read_text()
     assert all(row in card for row in rows) and "/home/me" not in card
     code = re.search("```python\n(.*?)```", card, re.DOTALL)[1]

@@ -51,7 +51,7 @@ def test_mistakes_are_sentences(trained, tmp_path):
     assert b"cannot be read as text" in done.stderr and b"Traceback" not in done.stderr
     best = ["sample.py", "--checkpoint", trained / "checkpoints/model_best.pt"]
     for extra, message in (
-        (["--prompt", "x" * 33], "the prompt has 33 tokens; this model reads at most 32"),
+        (["--prompt", "x" * 32], "the prompt has 33 tokens; this model reads at most 32"),
         (["--prompt", f"@{tmp_path}/none"], "none: No such file or directory"),
         (["--top_p", 0], "--top_p 0.0 must be above 0"),
         (["--top_k", 0], "--top_k 0 must be at least 1"),
