@@ -129,8 +129,6 @@ def test_a_file_without_rows_is_refused(tmp_path):
         read_jsonl(path, dict)
 
 
-
-
 def folder_with_tokenizer(folder, engine, template, **config):
     """Write the files that a Hugging Face folder has of a tokenizer."""
     engine.save(str(folder / "tokenizer.json"))
