@@ -12,10 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from utils.errors import UserError
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,14 @@ def mean_result(
         # of the mean, from the sample's standard deviation, as lm-evaluation-harness has it
         stderr = float(np.std(values, ddof=1)) / n**0.5
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr, ties)
+
+
+def evenly_spread(rows: list[Row], limit: int | None) -> list[Row]:
+    """Return `limit` rows, or all if there are not more or the limit is None. They are spread over
+    the whole list, as files are often sorted: HellaSwag begins with ActivityNet."""
+    if limit is None or len(rows) <= limit:
+        return rows
+    return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]
 
 
 class Task(ABC):

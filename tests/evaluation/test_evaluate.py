@@ -61,6 +61,11 @@ def results(path):
     return {(r["task"], r["protocol"], r["metric"]): r["value"] for r in rows}
 
 
+def lambada_logprobs(dump):
+    rows = [json.loads(line) for line in dump.read_text().splitlines()]
+    return [row["logprob"] for row in rows if row["task"] == "lambada"]
+
+
 def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
     args, text, folder = scored
     # the rows lack what the harness's query needs: its figure is not put beside them
@@ -75,6 +80,8 @@ def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
     protocols = [protocol for task, protocol, _ in results(table) if task == "hellaswag"]
     assert protocols == [*["build-nanogpt"] * 2, *["lm-eval, ctx alone"] * 3]
     assert len(dump.read_text().splitlines()) == 4 * 2
+    whole = lambada_logprobs(folder / "1.jsonl")  # the examples are spread over the file
+    assert lambada_logprobs(dump) == pytest.approx([whole[0], whole[22]])
 
 
 def test_batches_and_processes_change_no_figure(scored, tmp_path):

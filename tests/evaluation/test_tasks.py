@@ -2,6 +2,7 @@ import pytest
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLISHED
+from evaluation.tasks import Score
 from utils.errors import UserError
 
 HELLASWAG, LAMBADA, CBT = (BENCHMARKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
@@ -21,6 +22,9 @@ def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
     (clean,) = HELLASWAG.items([row], "lm-eval")
     assert clean.context == "Doing: How to. Do it. He" and clean.choices[0] == " runs off"
     assert clean.label == 0
+    score = Score(-4.0, 2, *[True] * 3)
+    per_unit = {"acc": -4.0, "acc_norm": -2.0, "acc_bytes": -1.0}
+    assert HELLASWAG.values("lm-eval", " 中a", score) == per_unit
     short = {k: row[k] for k in ("ctx", "endings", "label")}
     assert HELLASWAG.items([short], "lm-eval")[0].context == " How to. Do it. he"
 
