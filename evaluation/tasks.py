@@ -12,13 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from utils.errors import UserError
-
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def mean_result(
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr, ties)
 
 
-def evenly_spread(rows: list[Row], limit: int | None) -> list[Row]:
+def evenly_spread(rows: list, limit: int | None) -> list:
     """Return `limit` rows, or all if there are not more or the limit is None. They are spread over
     the whole list, as files are often sorted: HellaSwag begins with ActivityNet."""
     if limit is None or len(rows) <= limit:

@@ -208,6 +208,7 @@ def model_from_hf(
         stacked: list[Tensor] = []
         # `parameter` is on "meta", and so is what transformers makes of it: it has shapes alone
         for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
+            assert hf_name in hf_weights, f"it has no {hf_name}"
             x = hf_weights.pop(hf_name)
             # integers are quantized weights, whose scales are not read
             is_expected = x.shape == expected.shape and x.is_floating_point()
