@@ -44,6 +44,7 @@ def test_the_cache_changes_no_token_also_beyond_the_context(model, options):
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
     three = tokens(model, [[7]] * 3, 20, seed=5)
     assert tokens(model, [[7]], 20, seed=5) == three[:1]
+    assert tokens(model, [[7]] * 2, 20, seed=5, first_row=1) == three[1:]
     assert three[0] != three[1] != three[2]
     assert tokens(model, [[7]], 20, seed=6) != three[:1]
 
