@@ -1,8 +1,8 @@
 """Weights from and to Hugging Face's format, without importing transformers.
 
-The functions named _from_hf and _to_hf map dicts to dicts; load_pretrained and save_pretrained read
-and write folders of transformers. `model_from_hf` accounts for each tensor of a file.
-A model that is no GPT-2 is a LLaMA, with QK-norm a Qwen3.
+The functions named _from_hf and _to_hf convert a config.json and the tensors of a file, and
+load_pretrained and save_pretrained read and write folders of transformers. model_from_hf accounts
+for each tensor. A model that is no GPT-2 is a LLaMA, with QK-norm a Qwen3.
 In each function `hf` in a name stands for transformers' side, everything else is this project's.
 """
 
