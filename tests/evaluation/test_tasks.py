@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from evaluation.benchmarks import BENCHMARKS
@@ -33,6 +35,16 @@ def test_lambada_asks_for_the_last_word():
     for end in ("", " ", " \n"):
         (item,) = LAMBADA.items([{"text": "He said\n\nyes to it" + end}], "lm-eval")
         assert (item.context, item.choices) == ("He said\n\nyes to", (" it",))
+
+
+def test_lambada_has_three_accuracies_a_perplexity_and_their_errors():
+    scores = [[Score(-1.0, 1, True, False, True)], [Score(-3.0, 1, False, False, True)]]
+    rows = [{"text": "a b"}] * 2
+    results, _ = LAMBADA.score(rows, lambda items, banned_words: scores, LAMBADA.protocols)
+    perplexity = pytest.approx(math.exp(2))  # a mean of 2 nats, with an error of 1
+    assert [(result.value, result.stderr) for result in results] == [
+        *((0.5, 0.5), (perplexity, perplexity), (1.0, 0.0), (0.0, 0.0))
+    ]
 
 
 def test_cbt_asks_for_the_word_in_the_blank(tmp_path):

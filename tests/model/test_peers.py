@@ -117,6 +117,12 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
         open_model(path)
     with pytest.raises(UserError, match="differs from GPT-2 in norm, activation"):
         to_nanogpt(random_gpt(norm="rms", activation="relu2"))
+    write("nanoGPT compiled", random_gpt(), path)
+    content = torch.load(path)
+    content["model"]["transformer.ln_f.bias"] = torch.ones(8)  # beside that with the prefix
+    torch.save(content, path)
+    with pytest.raises(UserError, match="it has no transformer.wte.weight"):
+        load_pretrained(path)
     whole = llm_c_file(random_gpt(), is_bfloat16=False)
     for content, message in (
         (whole + bytes(8), "2 values more"),
