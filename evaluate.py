@@ -6,8 +6,8 @@
     python evaluate.py --checkpoint runs/sft --tasks questions.jsonl    # rows of prompt and answer
 
 Prints a table with standard errors, beside published values of OpenAI's GPT-2, and writes the
-results of each task as JSON beside the checkpoint: model_best_hellaswag.json. Neither the batch
-size nor the number of processes changes the number of correct answers.
+results of each task as JSON beside the checkpoint: model_best_hellaswag.json. Batch size and number
+of processes change scores up to rounding.
 """
 
 import json
@@ -27,7 +27,7 @@ from evaluation.benchmarks import BENCHMARKS
 from evaluation.evaluator import read_on_all
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
-from evaluation.tasks import Result, TaskScores
+from evaluation.tasks import Result, TaskScores, evenly_spread
 from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
@@ -60,7 +60,7 @@ class EvalConfig:
     data_dir: tuple[Path, ...] = ()
     """Folders of shards for the task val; by default those the checkpoint was trained on."""
     limit: int | None = None
-    """Score only the first examples of each benchmark."""
+    """Score only so many examples of each benchmark, evenly spread over its file."""
     val_tokens: int = 10_485_760
     """Validation tokens; all if there are fewer."""
     max_new_tokens: int = 64
@@ -149,7 +149,7 @@ def open_benchmark(
     """Read a benchmark's file, or download it, and return the function that scores it."""
     task = BENCHMARKS[name]
     rows = read_on_all(partial(task.read, path), scorer.process)  # one process downloads
-    return partial(task.score, rows[: config.limit], scorer.score, task.protocols)
+    return partial(task.score, evenly_spread(rows, config.limit), scorer.score, task.protocols)
 
 
 def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
@@ -158,7 +158,7 @@ def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreT
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
     sizes = (config.max_new_tokens, config.batch_size)
     questions = Questions(path, encoder, scorer.process, scorer.dtype, *sizes)
-    questions.examples = questions.examples[: config.limit]  # all without --limit
+    questions.examples = evenly_spread(questions.examples, config.limit)
     return partial(questions.score, scorer.model)
 
 

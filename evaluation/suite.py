@@ -7,13 +7,11 @@ evaluate.py scores a finished model by all protocols and examples; here one prot
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
-
 from config import TrainConfig
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.evaluator import is_due, read_on_all
 from evaluation.scoring import ItemScorer
-from evaluation.tasks import Task
+from evaluation.tasks import Task, evenly_spread
 from model.execution import uncompiled
 
 SUBSET_EXAMPLES = 500  # of a benchmark, scored without --eval_full
@@ -37,11 +35,8 @@ class BenchmarkSuite:
         """Return the rows of a benchmark that are scored."""
         path = getattr(self.config, f"{task.name}_data")  # None: from the hub
         rows = read_on_all(partial(task.read, path), self.scorer.process)
-        if self.config.eval_full or len(rows) <= SUBSET_EXAMPLES:
-            return rows
-        # Evenly spaced, as files are often sorted: HellaSwag begins with ActivityNet.
-        indices = np.linspace(0, len(rows) - 1, SUBSET_EXAMPLES).astype(int)
-        return [rows[i] for i in indices]
+        limit = None if self.config.eval_full else SUBSET_EXAMPLES
+        return evenly_spread(rows, limit)
 
     def scores(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the figures of each benchmark that is due after `step` steps; they are

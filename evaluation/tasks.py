@@ -76,6 +76,14 @@ def mean_result(
     return Result(task, protocol, metric, n, float(np.mean(values)), stderr, ties)
 
 
+def evenly_spread(rows: list, limit: int | None) -> list:
+    """Return `limit` rows, or all if there are not more or the limit is None. They are spread over
+    the whole list, as files are often sorted: HellaSwag begins with ActivityNet."""
+    if limit is None or len(rows) <= limit:
+        return rows
+    return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]
+
+
 class Task(ABC):
     """A benchmark. A subclass sets the attributes and defines `items`; it overrides `values` if a
     continuation is not chosen by its log-probability, `parse` if its file is not JSON lines."""

@@ -1,7 +1,8 @@
 """Weights from and to Hugging Face's format, without importing transformers.
 
-The functions named _from_hf and _to_hf map dicts to dicts; load_pretrained and save_pretrained read
-and write folders of transformers. A model that is no GPT-2 is a LLaMA, with QK-norm a Qwen3.
+The functions named _from_hf and _to_hf convert a config.json and the tensors of a file, and
+load_pretrained and save_pretrained read and write folders of transformers. model_from_hf accounts
+for each tensor. A model that is no GPT-2 is a LLaMA, with QK-norm a Qwen3.
 In each function `hf` in a name stands for transformers' side, everything else is this project's.
 """
 
@@ -27,6 +28,7 @@ GPT2_FIELDS = {
     "n_head": "n_head",
     "n_embd": "n_embd",
     "block_size": "n_positions",
+    "tied": "tie_word_embeddings",
 }
 LLAMA_FIELDS = {
     "block_size": "max_position_embeddings",
@@ -40,7 +42,8 @@ LLAMA_FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-# values of transformers' LlamaConfig for fields that a config.json leaves out
+# values of transformers' GPT2Config and LlamaConfig for fields that a config.json leaves out
+GPT2_DEFAULTS = {"tie_word_embeddings": True}
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 # Fields of config.json with the one value that this project computes.
 GPT2_CONSTANTS = {
@@ -49,7 +52,6 @@ GPT2_CONSTANTS = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
-    "tie_word_embeddings": True,
 }
 LLAMA_CONSTANTS = {
     "hidden_act": "silu",
@@ -73,11 +75,11 @@ LLAMA_WEIGHTS = {
     "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp.c_proj": ["mlp.down_proj"],
 }
-TABLES = ("transformer.wte.weight", "lm_head.weight")  # with a row for each token
+EMBEDDING = "transformer.wte.weight"
+HEAD = "lm_head.weight"  # in all files; ours has none if it is tied to the embedding
+TABLES = (EMBEDDING, HEAD)  # with a row for each token
 # OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# entries of GPT-2's files that are no parameters: causal masks, and the head, which is tied
-GPT2_COPIES = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
 def differences(config: GPTConfig, other: GPTConfig) -> dict:
@@ -103,14 +105,16 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
         hf_config = hf_config | {"rope_scaling": rope}  # refused below
 
     names = GPT2_FIELDS  # "model_type" of a GPT-2, and of anything that is refused below
+    defaults = GPT2_DEFAULTS
     fields = {}
     if hf_config["model_type"] in ("llama", "qwen3"):
         names = LLAMA_FIELDS
+        defaults = LLAMA_DEFAULTS | rope
         # what config.json does not say, as it is the same in all of them
         fields = LLAMA | {"qk_norm": hf_config["model_type"] == "qwen3"}
-        # null stands for the default of transformers
-        not_null = {name: value for name, value in hf_config.items() if value is not None}
-        hf_config = LLAMA_DEFAULTS | rope | not_null
+    # null stands for the default of transformers
+    not_null = {name: value for name, value in hf_config.items() if value is not None}
+    hf_config = defaults | not_null
     for name, hf_name in names.items():
         fields[name] = hf_config.get(hf_name)
     config = GPTConfig(**fields)
@@ -129,7 +133,8 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
-    if not differences(config, GPTConfig()):
+    differing_from_gpt2 = differences(config, GPTConfig(tied=config.tied))
+    if not differing_from_gpt2:
         hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
         return hf_config | {
             "architectures": ["GPT2LMHeadModel"],
@@ -146,7 +151,7 @@ def config_to_hf(config: GPTConfig) -> dict:
         assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
             f"transformers has no class for this model: it is no GPT-2, from which it differs in "
-            f"{', '.join(differences(config, GPTConfig()))}, and no LLaMA with {assignments}"
+            f"{', '.join(differing_from_gpt2)}, and no LLaMA with {assignments}"
         )
     class_name = "Qwen3" if config.qk_norm else "Llama"
     hf_config = {hf_name: getattr(config, name) for name, hf_name in LLAMA_FIELDS.items()}
@@ -176,58 +181,91 @@ def names_in_hf(name: str, config: GPTConfig) -> list[str]:
     return [f"{prefix}{hf_name}.weight" for hf_name in LLAMA_WEIGHTS[name]]
 
 
-def weights_from_hf(
+def model_from_hf(
     hf_weights: dict[str, Tensor], config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
-) -> dict[str, Tensor]:
-    """Return our float32 state dict, made from that of transformers' GPT-2, LLaMA or Qwen3. The
-    matrices of a GPT-2 whose names end in `transposed` are stored as (in, out)."""
+) -> GPT:
+    """Return the float32 model that transformers' weights of a GPT-2, LLaMA or Qwen3 give. The
+    matrices of a GPT-2 whose names end in `transposed` are stored as (in, out).
+
+    Each tensor fills one parameter, or is redundant: a copy, or what the model computes. All others
+    are named by an error, and so is a parameter without a tensor. A head unlike the embedding makes
+    the model untied, whatever config.json says, as in transformers.
+    """
     # a copy, from which the weights are taken out one by one: what stays was not used
     hf_weights = dict(hf_weights)
-    if has_gpt2_names(config):
-        for name in list(hf_weights):
-            x = hf_weights.pop(name)
-            if not name.endswith(GPT2_COPIES):
-                # a compiled nanoGPT has a prefix more, and a GPT2Model has none
-                name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
-                hf_weights[f"transformer.{name}"] = x
+    if config.tied and HEAD in hf_weights:
+        (embedding_name,) = names_in_hf(EMBEDDING, config)
+        # safetensors.torch.save_model writes a tied tensor once, under the name of the head
+        embedding = hf_weights.setdefault(embedding_name, hf_weights[HEAD])
+        if torch.equal(hf_weights[HEAD].float(), embedding.float()):
+            del hf_weights[HEAD]
+        else:
+            config = replace(config, tied=False)
 
+    model = build_without_weights(config)
     weights: dict[str, Tensor] = {}
-    for name in build_without_weights(config).state_dict():
-        stacked = [hf_weights.pop(hf_name).float() for hf_name in names_in_hf(name, config)]
+    for name, parameter in model.state_dict().items():
+        stacked: list[Tensor] = []
+        # `parameter` is on "meta", and so is what transformers makes of it: it has shapes alone
+        for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
+            assert hf_name in hf_weights, f"it has no {hf_name}"
+            x = hf_weights.pop(hf_name)
+            # integers are quantized weights, whose scales are not read
+            is_expected = x.shape == expected.shape and x.is_floating_point()
+            assert is_expected, f"{hf_name} is {x.dtype} {[*x.shape]}, not {[*expected.shape]}"
+            stacked.append(x.float())
         x = torch.cat(stacked)  # along the rows
         if has_gpt2_names(config) and name.endswith(transposed):
             x = x.T.contiguous()
         if name in TABLES:  # append the padded rows
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         weights[name] = x
-
-    # Only Qwen3's gains of QK-norm may be left, if they are 1: our QK-norm has none.
     for name, x in hf_weights.items():
-        is_one = config.qk_norm and name.endswith("_norm.weight") and (x == 1).all()
-        assert is_one, f"{name} is not supported"
-    return weights
+        assert is_computed(name, x, config), f"it has {name}, which this model lacks"
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+def is_computed(name: str, x: Tensor, config: GPTConfig) -> bool:
+    """Return whether a tensor of a file holds what the model computes without it: gains of Qwen3's
+    QK-norm that are 1, or buffers that nanoGPT and older versions of transformers saved."""
+    T, D = config.block_size, config.head_size
+    if config.qk_norm and name.endswith("_norm.weight"):
+        computed = torch.ones(D)
+    elif name.endswith(".attn.bias"):
+        computed = torch.ones(1, 1, T, T).tril()  # the causal mask
+    elif name.endswith(".attn.masked_bias"):
+        computed = torch.tensor(-1e4)  # of masked logits
+    elif name.endswith(".rotary_emb.inv_freq"):
+        computed = config.rope_base ** (-torch.arange(0, D, 2) / D)  # radians per token
+    else:
+        return False
+    return x.shape == computed.shape and torch.allclose(x, computed.to(x.dtype))
+
+
+def weight_to_hf(
+    name: str, x: Tensor, config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
+) -> dict[str, Tensor]:
+    """Return transformers' weights that our weight `name` is a stack of."""
+    if name in TABLES:
+        x = x[: config.vocab_size]  # the rows after it are padding
+    if has_gpt2_names(config):
+        return {name: x.T if name.endswith(transposed) else x}
+    kv_rows = config.kv_heads * config.head_size
+    num_rows = [len(x)]  # no stack
+    if "c_attn" in name:
+        num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
+    elif "c_fc" in name:
+        num_rows = [config.inner, config.inner]  # gate, input
+    return dict(zip(names_in_hf(name, config), x.split(num_rows), strict=True))
 
 
 def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Return the state dict of transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM,
     without padding of the vocabulary."""
-    kv_rows = config.kv_heads * config.head_size
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
-        if name in TABLES:
-            # the rows after it are padding
-            x = x[: config.vocab_size]
-        if has_gpt2_names(config):
-            hf_weights[name] = x.T if name.endswith(TRANSPOSED) else x
-            continue
-        # take a stack apart
-        num_rows = [len(x)]  # no stack
-        if "c_attn" in name:
-            num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
-        elif "c_fc" in name:
-            num_rows = [config.inner, config.inner]  # gate, input
-        hf_names = names_in_hf(name, config)
-        hf_weights.update(zip(hf_names, x.split(num_rows), strict=True))
+        hf_weights |= weight_to_hf(name, x, config)
     if config.qk_norm:  # Qwen3 has gains, which ours are without
         for layer in range(config.n_layer):
             for norm in ("q_norm", "k_norm"):
@@ -262,14 +300,25 @@ def find_folder(name: str) -> Path:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of the .safetensors files of a folder."""
+    """Return the tensors of a folder's model.safetensors, or of the files that its index names."""
     from safetensors.torch import load_file  # here, because training does without it
 
+    # Where both lie, as after an export over a larger model, transformers reads the single file.
+    if (folder / "model.safetensors").is_file():
+        return load_file(folder / "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    assert index.is_file(), "it has no model.safetensors and no model.safetensors.index.json"
+    file_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     weights: dict[str, Tensor] = {}
     # large models are cut into model-00001-of-00003.safetensors, ...
-    for path in [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]:
-        weights |= load_file(path)
-    assert weights, "it has no model.safetensors"
+    for file_name in sorted(set(file_of_tensor.values())):
+        path = folder / file_name
+        assert path.is_file(), f"it has no {file_name}, which {index.name} names"
+        for name, x in load_file(path).items():
+            # a file of another export may hold others
+            is_indexed = file_of_tensor.get(name) == file_name
+            assert is_indexed, f"{file_name} has {name}, which {index.name} does not say"
+            weights[name] = x
     return weights
 
 
@@ -284,8 +333,11 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
 
             return load_peer(folder)
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        model = build_without_weights(config)
-        model.load_state_dict(weights_from_hf(read_weights(folder), config), assign=True)
+        weights = read_weights(folder)
+        if has_gpt2_names(config) and "wte.weight" in weights:
+            # a GPT2Model, as OpenAI's on the hub, lacks the prefix of a GPT2LMHeadModel
+            weights = {f"transformer.{name}": x for name, x in weights.items()}
+        return model_from_hf(weights, config)
     except Exception as error:
         if is_of_machine(error):  # a lack of memory is no damage
             raise
@@ -297,7 +349,6 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
             "and no checkpoint of this project, nanoGPT, build-nanogpt or llm.c: "
             f"{textwrap.shorten(message, 300)}"
         ) from error
-    return model
 
 
 def save_pretrained(

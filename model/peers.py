@@ -6,10 +6,11 @@
                     channels, rows of the embedding; then the weights (write_model of its
                     train_gpt2.py)
 
-In all three the head is the embedding. Optimizer state is not read. The files hold no tokenizer:
-data/file_tokenizer.py chooses one by the rows of the embedding.
+The head is the embedding, unless the file has another. Optimizer state is not read. The files hold
+no tokenizer: data/file_tokenizer.py chooses one by the number of tokens.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,17 +21,16 @@ from torch.serialization import safe_globals
 
 from model.config import SIZED, GPTConfig
 from model.gpt import GPT, build_without_weights
-from model.huggingface import differences, weights_from_hf
+from model.huggingface import EMBEDDING, HEAD, differences, model_from_hf
 from utils.errors import UserError
 
-EMBEDDING = "transformer.wte.weight"
 LLM_C_MAGIC = 20240326
 LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older ones had no padding
 
 
 def load_peer(path: Path) -> GPT:
-    """Return the float32 model of a file; its vocabulary includes any rows of padding. Raises what
-    torch raises for a file of another kind or a damaged one."""
+    """Return the float32 model of a file; of nanoGPT and build-nanogpt, its vocabulary includes any
+    rows of padding. Raises what torch raises for a file of another kind or a damaged one."""
     data = torch.from_numpy(np.memmap(path, mode="c"))  # uint8, mapped from disk
     if data[:4].view(torch.int32) == LLM_C_MAGIC:
         config, weights = read_llm_c(data)
@@ -40,21 +40,21 @@ def load_peer(path: Path) -> GPT:
         with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         weights = content["model"]
+        if all(name.startswith("_orig_mod.") for name in weights):  # nanoGPT compiled the model
+            weights = {name.removeprefix("_orig_mod."): x for name, x in weights.items()}
         if "model_args" in content:
             config = GPTConfig(**content["model_args"], activation="gelu_exact")
         else:
             config = GPTConfig(**vars(content["config"]))
-    model = build_without_weights(config)
-    model.load_state_dict(weights_from_hf(weights, config, transposed=()), assign=True)
-    return model
+    return model_from_hf(weights, config, transposed=())
 
 
 def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     """Return architecture and weights from the bytes of llm.c's file, uint8 (n,)."""
-    _, version, block_size, _, *sizes, num_rows = data[:32].view(torch.int32).tolist()
+    _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     values = data[1024:].view(LLM_C_DTYPES[version])  # (number of weights,)
-    config = GPTConfig(block_size, num_rows, *sizes)
+    config = GPTConfig(block_size, num_rows, *sizes)  # whose embedding has the rows of padding
 
     # embeddings, each kind of weight of a layer for all layers, final norm
     model = build_without_weights(config)
@@ -67,7 +67,10 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
         x = model.get_parameter(name)  # on "meta": its shape
         weights[name] = values[: x.numel()].view_as(x)
         values = values[x.numel() :]
-    return config, weights
+    assert len(values) == 0, f"{len(values):,} values more than the sizes of its header give"
+    # by the header, the rows after it are no tokens
+    weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
+    return replace(config, vocab_size=vocab_size), weights
 
 
 def to_nanogpt(model: GPT) -> dict:
@@ -85,6 +88,6 @@ def to_nanogpt(model: GPT) -> dict:
     weights = model.state_dict()
     # without padding, which nanoGPT would sample
     weights[EMBEDDING] = weights[EMBEDDING][: config.vocab_size]
-    weights["lm_head.weight"] = weights[EMBEDDING]
+    weights[HEAD] = weights[EMBEDDING]
     model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}
     return {"model": weights, "model_args": model_args}

@@ -43,8 +43,8 @@ def folder_of(folder, sizes, names="train_{:06d}.npy"):
 
 @pytest.mark.parametrize("names", ["edufineweb_train_{:06d}.npy", "fineweb_train_{:06d}.bin"])
 def test_sequences_run_across_shard_borders_and_only_the_last_is_cut(tmp_path, names):
-    sequences = Sequences(TokenStream([folder_of(tmp_path, [10, 3, 1, 30, 7], names)]), 4)
-    assert len(sequences) == 12  # 51 tokens: 12 sequences of 4 and a target, 2 left out
+    sequences = Sequences(TokenStream([folder_of(tmp_path, [10, 3, 1, 30, 8], names)]), 4)
+    assert len(sequences) == 12  # 52 tokens: 12 sequences of 4 and a target, 3 left out
     x, y = sequences.batch(np.arange(12))
     assert x.ravel().tolist() == list(range(48)) and (y == x + 1).all()
 

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLISHED
+from evaluation.tasks import Score
 from utils.errors import UserError
 
 HELLASWAG, LAMBADA, CBT = (BENCHMARKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
@@ -21,6 +24,9 @@ def test_hellaswag_text_is_raw_or_cleaned_as_the_harness_does():
     (clean,) = HELLASWAG.items([row], "lm-eval")
     assert clean.context == "Doing: How to. Do it. He" and clean.choices[0] == " runs off"
     assert clean.label == 0
+    score = Score(-4.0, 2, *[True] * 3)
+    per_unit = {"acc": -4.0, "acc_norm": -2.0, "acc_bytes": -1.0}
+    assert HELLASWAG.values("lm-eval", " 中a", score) == per_unit
     short = {k: row[k] for k in ("ctx", "endings", "label")}
     assert HELLASWAG.items([short], "lm-eval")[0].context == " How to. Do it. he"
 
@@ -29,6 +35,16 @@ def test_lambada_asks_for_the_last_word():
     for end in ("", " ", " \n"):
         (item,) = LAMBADA.items([{"text": "He said\n\nyes to it" + end}], "lm-eval")
         assert (item.context, item.choices) == ("He said\n\nyes to", (" it",))
+
+
+def test_lambada_has_three_accuracies_a_perplexity_and_their_errors():
+    scores = [[Score(-1.0, 1, True, False, True)], [Score(-3.0, 1, False, False, True)]]
+    rows = [{"text": "a b"}] * 2
+    results, _ = LAMBADA.score(rows, lambda items, banned_words: scores, LAMBADA.protocols)
+    perplexity = pytest.approx(math.exp(2))  # a mean of 2 nats, with an error of 1
+    assert [(result.value, result.stderr) for result in results] == [
+        *((0.5, 0.5), (perplexity, perplexity), (1.0, 0.0), (0.0, 0.0))
+    ]
 
 
 def test_cbt_asks_for_the_word_in_the_blank(tmp_path):

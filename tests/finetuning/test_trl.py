@@ -16,7 +16,7 @@ from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardModel
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.huggingface import weights_from_hf, weights_to_hf
+from model.huggingface import model_from_hf, weights_to_hf
 
 TRL = json.loads(FILE.read_text())
 
@@ -30,7 +30,7 @@ def make_model(phase: float, kind: type[GPT] = GPT) -> GPT:
     weights = filled(shapes, phase)
     head = {"reward_head.weight": weights.pop("score.weight")} if kind is RewardModel else {}
     model = kind(config)
-    model.load_state_dict(weights_from_hf(weights, config) | head)
+    model.load_state_dict(model_from_hf(weights, config).state_dict() | head)
     return model
 
 

@@ -44,6 +44,7 @@ def test_the_cache_changes_no_token_also_beyond_the_context(model, options):
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
     three = tokens(model, [[7]] * 3, 20, seed=5)
     assert tokens(model, [[7]], 20, seed=5) == three[:1]
+    assert tokens(model, [[7]] * 2, 20, seed=5, first_row=1) == three[1:]
     assert three[0] != three[1] != three[2]
     assert tokens(model, [[7]], 20, seed=6) != three[:1]
 
@@ -70,7 +71,8 @@ LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
         ({}, [0.5, 0.3, 0.15, 0.05]),
         ({"temperature": 0.5}, [0.6849, 0.2466, 0.0616, 0.0068]),  # squares
         ({"top_k": 2}, [0.625, 0.375, 0, 0]),
-        ({"top_p": 0.6}, [0.625, 0.375, 0, 0]),  # the smallest set that reaches p
+        ({"top_p": 0.79}, [0.625, 0.375, 0, 0]),  # the smallest set that reaches p
+        ({"top_p": 0.81}, [0.5263, 0.3158, 0.1579, 0]),
         ({"top_p": 1e-9}, [1.0, 0, 0, 0]),
     ],
 )

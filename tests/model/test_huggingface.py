@@ -1,9 +1,13 @@
 import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from data.export_tokenizer import save_tokenizer
@@ -22,18 +26,9 @@ LLAMA = parse_recipe("llama").model
 QWEN3 = LLAMA | {"qk_norm": True}
 
 
-def random_hf(shape):
-    L, H, C, T, V = shape
-    config = transformers.GPT2Config(vocab_size=V, n_positions=T, n_embd=C, n_layer=L, n_head=H)
-    return randomised(transformers.GPT2LMHeadModel(config))
-
-
 def random_ours(shape, **fields):
     L, H, C, T, V = shape
-    return randomised(GPT(GPTConfig(T, V, L, H, C, **fields)))
-
-
-def randomised(model):
+    model = GPT(GPTConfig(T, V, L, H, C, **fields))
     torch.manual_seed(0)
     for p in model.parameters():
         p.data.normal_(0, 0.1)
@@ -46,33 +41,25 @@ def differ(ours, theirs, shape):
     return (ours(x) - theirs(x).logits).abs().max().item()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_transformers_both_ways(shape, tmp_path):
-    theirs = random_hf(shape)
-    theirs.save_pretrained(tmp_path / "theirs")
-    again = load_pretrained(tmp_path / "theirs").eval()
-    assert differ(again, theirs, shape) < 1e-4
-    shorter = rebuild(again, replace(again.config, block_size=10)).eval()  # for fine-tuning
-    assert differ(shorter, theirs, (*shape[:3], 10, shape[4])) < 1e-4
-    ours = random_ours(shape)
-    save_pretrained(ours, tmp_path / "ours")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert type(loaded).__name__ == "GPT2LMHeadModel"
-    assert differ(ours, loaded, shape) < 1e-4
-
-
 @pytest.mark.parametrize(
-    ("fields", "name"),
+    ("shape", "fields", "name"),
     [
-        ({"norm_eps": 1e-3}, "LlamaForCausalLM"),
-        ({"n_kv_head": 2, "n_inner": 96, "tied": True, "rope_base": 5e5}, "LlamaForCausalLM"),
-        ({"qk_norm": True, "n_kv_head": 1}, "Qwen3ForCausalLM"),
+        (SHAPES[0], {}, "GPT2LMHeadModel"),
+        (SHAPES[1], {}, "GPT2LMHeadModel"),
+        (SHAPES[2], {"tied": False}, "GPT2LMHeadModel"),
+        (SHAPES[2], LLAMA | {"norm_eps": 1e-3}, "LlamaForCausalLM"),
+        (
+            SHAPES[2],
+            LLAMA | {"n_kv_head": 2, "n_inner": 96, "tied": True, "rope_base": 5e5},
+            "LlamaForCausalLM",
+        ),
+        (SHAPES[2], QWEN3 | {"n_kv_head": 1}, "Qwen3ForCausalLM"),
     ],
 )
-def test_llama_and_qwen3_are_those_of_transformers_both_ways(fields, name, tmp_path):
-    shape = SHAPES[2]
-    ours = random_ours(shape, **LLAMA | fields)
-    torch.nn.init.normal_(ours.transformer.wte.weight, std=0.003)  # where a norm's epsilon counts
+def test_logits_and_weights_are_those_of_transformers_both_ways(shape, fields, name, tmp_path):
+    ours = random_ours(shape, **fields)
+    if fields:
+        torch.nn.init.normal_(ours.transformer.wte.weight, std=0.003)  # where norm_eps counts
     save_pretrained(ours, tmp_path)
     theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
@@ -80,20 +67,88 @@ def test_llama_and_qwen3_are_those_of_transformers_both_ways(fields, name, tmp_p
     assert type(theirs).__name__ == name and not any(loading.values())
     assert differ(ours, theirs.eval(), shape) < 1e-4
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")  # several files and an index
-    again = load_pretrained(tmp_path / "theirs")
+    again = load_pretrained(tmp_path / "theirs").eval()
     assert again.config == ours.config
+    if not fields:
+        shorter = rebuild(again, replace(again.config, block_size=10)).eval()  # for fine-tuning
+        assert differ(shorter, theirs, (*shape[:3], 10, shape[4])) < 1e-4
     save_pretrained(again, tmp_path / "again")
     state, back = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
     assert state.keys() == back.keys() and all(torch.equal(state[k], back[k]) for k in state)
 
 
-def test_bare_names_load_too(tmp_path):
-    theirs = random_hf(SHAPES[2])
-    theirs.save_pretrained(tmp_path)
-    state = theirs.transformer.state_dict()  # names without "transformer.", as OpenAI's on the hub
-    state["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)  # the mask that old files carry
-    save_file(state, tmp_path / "model.safetensors")
-    assert differ(load_pretrained(tmp_path).eval(), theirs, SHAPES[2]) < 1e-4
+KINDS = {  # with fewer key/value heads, the tensors of one stack have different shapes
+    "gpt2": {},
+    "llama": LLAMA | {"n_kv_head": 2},
+    "tied llama": LLAMA | {"tied": True},
+    "qwen3": QWEN3,
+}
+GPT2_TABLE, LLAMA_TABLE = "transformer.wte.weight", "model.embed_tokens.weight"
+BUFFERS = {
+    "transformer.h.0.attn.bias": torch.ones(1, 1, 128, 128).tril().bool(),
+    "transformer.h.1.attn.masked_bias": torch.tensor(-1e4),
+    "model.layers.0.self_attn.rotary_emb.inv_freq": (1e-4 ** (torch.arange(8) / 8)).bfloat16(),
+}
+NAMES = [  # under which a tensor is written
+    *("{}", "_orig_mod.{}", "{}s", "lm_head.weight", *BUFFERS, "wte.weight", "h.0.ln_1.weight"),
+    *("transformer.h.2.ln_1.weight", "model.layers.0.self_attn.k_proj.weight"),
+]
+VALUES = [
+    *(torch.clone, torch.Tensor.half, torch.Tensor.int, lambda x: x[1:], lambda x: x + 1),
+    *(lambda x, buffer=buffer: buffer.clone() for buffer in BUFFERS.values()),
+]
+
+
+def files_of(kind):
+    """Return config.json and the tensors of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(random_ours(SHAPES[2], **KINDS[kind]), folder)
+        config = Path(folder, "config.json").read_text()
+        return config, load_file(Path(folder, "model.safetensors"))
+
+
+def load_from(config, tensors):
+    """Write and load a model, and compare its logits with those of transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(config)
+        save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        ours = load_pretrained(folder).eval()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    idx = torch.arange(128)[None]
+    torch.testing.assert_close(ours(idx), theirs.eval()(idx).logits, atol=1e-4, rtol=0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    *(st.sampled_from(list(KINDS)), st.integers(0, 30)),
+    *(st.sampled_from(NAMES), st.sampled_from(VALUES), st.booleans()),
+)
+def test_each_tensor_is_used_once_or_redundant_or_refused_by_name(kind, i, name, value, is_kept):
+    config, tensors = files_of(kind)
+    source = list(tensors)[i % len(tensors)]
+    target = name.format(source)
+    changed = tensors | {target: value(tensors[source].clone())}
+    if not is_kept and target != source:
+        del changed[source]
+    try:
+        load_from(config, changed)
+    except UserError as error:
+        assert source in str(error) or target in str(error)
+
+
+@pytest.mark.parametrize(("kind", "table"), [("gpt2", GPT2_TABLE), ("tied llama", LLAMA_TABLE)])
+def test_copies_and_buffers_and_a_head_of_its_own_load(kind, table):
+    config, tensors = files_of(kind)
+    x = tensors[table]
+    for name, buffer in BUFFERS.items():
+        load_from(config, tensors | {name: buffer})
+        with pytest.raises(UserError, match=name):
+            load_from(config, tensors | {name: buffer * 0.5})
+    load_from(config, {name.removeprefix("transformer."): x for name, x in tensors.items()})
+    for head in (x.clone(), x + 1):
+        load_from(config, tensors | {"lm_head.weight": head})
+    del tensors[table]
+    load_from(config, tensors | {"lm_head.weight": x})  # as safetensors.torch.save_model writes it
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("gpt2", "llama"), ("bytes", "gpt2")])
@@ -129,13 +184,14 @@ def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp
 CHANGES = [  # of a GPT-2's config.json, or of a Qwen3's
     ({}, {"model_type": "bert"}, "model_type 'bert'; only gpt2"),
     ({}, {"activation_function": "gelu"}, "activation_function 'gelu'; only gelu_new"),
-    ({}, {"n_layer": 3}, "KeyError: 'transformer.h.2"),
-    ({}, {"n_positions": 64}, "size mismatch for transformer.wpe"),
+    ({}, {"n_layer": 3}, "it has no transformer.h.2"),
+    ({}, {"n_layer": 1}, "it has transformer.h.1.*, which this model lacks"),
+    ({}, {"n_positions": 64}, r"wpe.weight is torch.float32 \[128, 64\], not \[64, 64\]"),
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     (QWEN3, {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling {'rope_type': 'yarn'}"),
     (QWEN3, {"use_sliding_window": True}, "use_sliding_window True"),
     (QWEN3, {"attention_bias": True}, "attention_bias True"),
-    (QWEN3, {"model_type": "llama"}, "_norm.weight is not supported"),
+    (QWEN3, {"model_type": "llama"}, "it has .*_norm.weight, which"),
 ]
 
 
@@ -148,18 +204,22 @@ def test_a_model_that_is_no_gpt_here_is_named(fields, change, message, tmp_path)
         load_pretrained(tmp_path)
 
 
-def test_damaged_weights_are_named(tmp_path):
-    save_pretrained(random_ours(SHAPES[2], **QWEN3), tmp_path)
-    weights = tmp_path / "model.safetensors"
-    state = load_file(weights)
-    state["model.layers.0.self_attn.k_norm.weight"][3] = 2
-    save_file(state, weights)
-    damages = {
-        "k_norm.weight is not supported": lambda: None,
-        "SafetensorError": lambda: weights.write_bytes(weights.read_bytes()[:-100]),
-        "no model.safetensors": weights.unlink,
-    }
-    for message, damage in damages.items():
+def test_the_files_are_those_that_transformers_reads(tmp_path):
+    ours = random_ours(SHAPES[2])
+    save_pretrained(ours, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    single = tmp_path / "model.safetensors"
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    first, *_ = sorted(tmp_path.glob("model-*"))
+    torch.nn.init.zeros_(ours.transformer.wpe.weight)
+    save_pretrained(ours, tmp_path)  # beside those files
+    assert (load_pretrained(tmp_path).transformer.wpe.weight == 0).all()
+    for damage, message in (
+        (lambda: single.write_bytes(single.read_bytes()[:-100]), "SafetensorError"),
+        (lambda: (single.unlink(), save_file({"more": torch.ones(1)}, first)), "has more, which"),
+        (first.unlink, f"it has no {first.name}, which"),
+        ((tmp_path / "model.safetensors.index.json").unlink, "no model.safetensors"),
+    ):
         damage()
         with pytest.raises(UserError, match=f"is damaged or not a GPT-2, .*: .*{message}"):
             load_pretrained(tmp_path)
@@ -168,7 +228,7 @@ def test_damaged_weights_are_named(tmp_path):
 def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
     for fields, message in (
         (LLAMA | {"norm": "layer", "bias": True}, "no LLaMA with norm=layer, bias=True"),
-        ({"tied": False}, "no LLaMA with position=learned"),
+        ({"qk_norm": True}, "no LLaMA with position=learned"),
     ):
         with pytest.raises(UserError, match=message):
             save_pretrained(random_ours(SHAPES[2], **fields), tmp_path / "out")

@@ -42,6 +42,18 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     torch.testing.assert_close(loss_and_gradients(chunk_rows), whole, atol=far, rtol=far)
 
 
+def test_float16_keeps_the_gradient_of_a_mean_over_many_tokens():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2**17, 4), torch.randn(64, 4)
+    targets = torch.arange(2**17) % 64
+    leaf = weight.clone().requires_grad_()
+    with autocast(CPU, torch.float16):
+        HeadCrossEntropy(64)(x, leaf, targets).backward()
+    one_hot = torch.nn.functional.one_hot(targets)
+    expected = ((x @ weight.T).softmax(-1) - one_hot).T @ x / 2**17
+    assert (leaf.grad - expected).norm() < 1e-3 * expected.norm()
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):

@@ -1,6 +1,8 @@
 """Files are written here in the layouts of nanoGPT (train.py), build-nanogpt and llm.c
 (train_gpt2.py). Files of these scripts themselves were opened once, with equal logits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +32,14 @@ def random_gpt(vocab_size=257, **fields):
 def write(layout, model, path):
     if "llm.c" in layout:
         return path.write_bytes(llm_c_file(model, is_bfloat16="bfloat16" in layout))
+    state = model.state_dict()
+    head = state.pop("lm_head.weight", None)
+    if head is not None:  # to_nanogpt refuses it: nanoGPT itself would tie it
+        model = GPT(replace(model.config, tied=True))
+        model.load_state_dict(state)
     content = to_nanogpt(model)  # nanoGPT's sample.py has read one, too
+    if head is not None:
+        content["model"]["lm_head.weight"] = head[: model.config.vocab_size]
     if "compiled" in layout:
         content["model"] = {f"_orig_mod.{name}": x for name, x in content["model"].items()}
     if "build" in layout:
@@ -67,6 +76,7 @@ def test_exact_gelu_is_x_times_the_normal_distribution():
     [
         ("nanoGPT", EXACT | {"vocab_size": 65}),
         ("nanoGPT compiled", EXACT | {"bias": False}),
+        ("nanoGPT compiled", EXACT | {"tied": False}),
         ("build-nanogpt", {}),
         ("llm.c", {"vocab_size": 50_257}),
         ("llm.c bfloat16", {}),
@@ -78,10 +88,10 @@ def test_logits_are_those_of_the_weights_in_the_file(layout, fields, tmp_path):
     V = source.config.vocab_size
     write(layout, source, tmp_path / "file")
     idx = torch.randint(0, V, (2, 32))
-    assert load_pretrained(tmp_path / "file").eval()(idx)[..., :V].equal(source(idx))
-    if V == 50_257:  # the tokenizer that belongs to it, and no padding
+    assert load_pretrained(tmp_path / "file").eval()(idx).equal(source(idx))
+    if "llm.c" in layout:  # by its header, the rows of padding are no tokens
         model, tokenizer, _ = open_model(tmp_path / "file")
-        assert (tokenizer, model.config.vocab_size) == ("gpt2", V)
+        assert (tokenizer, model.config.vocab_size) == ({50_257: "gpt2", 257: "bytes"}[V], V)
 
 
 def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_path):
@@ -107,3 +117,17 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
         open_model(path)
     with pytest.raises(UserError, match="differs from GPT-2 in norm, activation"):
         to_nanogpt(random_gpt(norm="rms", activation="relu2"))
+    write("nanoGPT compiled", random_gpt(), path)
+    content = torch.load(path)
+    content["model"]["transformer.ln_f.bias"] = torch.ones(8)  # beside that with the prefix
+    torch.save(content, path)
+    with pytest.raises(UserError, match="it has no transformer.wte.weight"):
+        load_pretrained(path)
+    whole = llm_c_file(random_gpt(), is_bfloat16=False)
+    for content, message in (
+        (whole + bytes(8), "2 values more"),
+        (whole[:-8], "is damaged.* invalid for input of size 6"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            load_pretrained(path)

@@ -79,7 +79,8 @@ def test_bad_steps_in_a_row_end_the_run_with_a_checkpoint(shards, tmp_path):
     args = train_args(shards, tmp_path, 20, "--save_every", 7)
     (done,) = faulty(1, args, faults, code=2)
     assert "5 steps in a row had no finite loss" in done.stderr and "Traceback" not in done.stderr
-    assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 11
+    last = load_checkpoint(tmp_path / "checkpoints/model_last.pt")
+    assert (last["step"], last["bad_steps"]) == (11, 0)
     # the fault was not in the data: without it the run resumes as usual
     script(*args, "--resume", "auto")
     assert sorted(losses(tmp_path)) == [*range(1, 7), *range(12, 21)]

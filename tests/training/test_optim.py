@@ -98,6 +98,14 @@ def test_normuon_gives_the_rows_of_updates_about_the_same_norm(normuon, least, m
     assert least < norms.max() / norms.min() < most and 0.5 < norms.mean() < 2
 
 
+def test_normuon_divides_by_a_running_mean_that_begins_at_1():
+    gradient = torch.logspace(-1, 1, 24)[:, None] * torch.eye(24, 6).add(1)
+    (plain,), _ = step_muon([torch.zeros(24, 6)], [gradient])
+    (p,), _ = step_muon([torch.zeros(24, 6)], [gradient], normuon=0.9)
+    square_norms = (plain / 0.1).square().sum(1, keepdim=True)  # the rate is 0.1
+    torch.testing.assert_close(p, plain * (0.9 + 0.1 * square_norms).rsqrt())
+
+
 def test_cautious_decay_spares_weights_that_the_update_makes_larger():
     torch.manual_seed(0)
     start, gradient = torch.randn(8, 8), torch.randn(8, 8)

@@ -93,6 +93,7 @@ def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, m
         assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == (1 if step == 2 else step)
     notes = capsys.readouterr().out
     assert notes == "the disk is full; the run continues, and the next save tries again\n"
+    saver.finish()  # later files made up for the one that failed
     save(saver, 4)
     with pytest.raises(UserError, match="full"):
         saver.finish()
