@@ -69,7 +69,10 @@ data_dir: data/edu_fineweb10B
 "*) python data/fineweb-edu.py ;; esac
 if [ "$processes" -gt 1 ]; then
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restart reads stale addresses and hangs
-  exec torchrun --standalone --max_restarts=$restarts --shutdown_timeout=110 \
-    --nproc_per_node="$processes" train.py "$@"
+  # By default torchrun handles SIGHUP also where nohup ignores it: a closed terminal ends the run.
+  signals=SIGTERM,SIGINT,SIGQUIT
+  [ -n "$(trap -p HUP)" ] || signals+=,SIGHUP
+  exec torchrun --standalone --max_restarts=$restarts --signals_to_handle=$signals \
+    --shutdown_timeout=110 --nproc_per_node="$processes" train.py "$@"
 fi
 exec python train.py "$@"

@@ -33,7 +33,8 @@ class Execution:
 
     checkpointing: str = "none"
     """Activations that the backward pass computes again: "none", "cheap" (all but the outputs of
-    matmuls and attention) or "block" (all but the input of each block; a third more compute)."""
+    matmuls and attention; with dropout, unless compiled, the same as "block") or "block" (all but
+    the input of each block; a third more compute)."""
     compiled: bool = False
     """Compile the blocks, which share one graph, and on GPUs the loss."""
 

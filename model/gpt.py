@@ -132,12 +132,14 @@ class Block(nn.Module):
     def run(self, *inputs: object) -> Tensor:
         """Call `compute`, with what the backward pass needs of it kept or computed again."""
         checkpointing = self.execution.checkpointing
-        if checkpointing == "block":
-            return checkpoint(self.compute, *inputs, use_reentrant=False)
         # the compiler chooses by itself what "cheap" recomputes: configure_compiler
-        if checkpointing == "cheap" and not self.execution.compiled:
-            return checkpoint(self.compute, *inputs, use_reentrant=False, context_fn=keep_matmuls)
-        return self.compute(*inputs)
+        if checkpointing == "none" or (checkpointing == "cheap" and self.execution.compiled):
+            return self.compute(*inputs)
+        # Attention whose output is kept draws no random numbers again, and every dropout after it
+        # would have another mask than in the forward pass: with dropout nothing is kept.
+        if checkpointing == "block" or self.attn.attend.dropout > 0:
+            return checkpoint(self.compute, *inputs, use_reentrant=False)
+        return checkpoint(self.compute, *inputs, use_reentrant=False, context_fn=keep_matmuls)
 
     def compute(
         self,

@@ -1,10 +1,11 @@
 """Saver: gathers the state of a run, and writes its checkpoints in a thread.
 
-A step waits only until its state is copied to the host's memory; the file is written while training
-goes on. The format of the file stands in training/checkpoint.py.
+A step waits until an earlier file is written and its own state is copied to the host's memory; its
+file is written while training goes on. The format of the file stands in training/checkpoint.py.
 """
 
 import threading
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from utils.errors import UserError
 from utils.files import atomic_write, link_or_copy, sync_folder
 
 THREAD = "saver"  # name of the thread that writes
+POLL_SECONDS = 0.05  # between two times that all processes ask whether it is writing
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
@@ -114,9 +116,12 @@ class Saver:
             self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
-        if self.thread.is_alive():
-            self.thread.join()
+        """Wait until nothing is being written. Every process must call it."""
+        # Not one collective that lasts until then: on a slow disk it would outlast TIMEOUT of
+        # utils/distributed.py. Not `join`: interrupted by a signal, it takes the thread for ended
+        # in Python 3.11, and finish_writing would not wait for it.
+        while not self.run.process.all_agree(not self.thread.is_alive()):
+            time.sleep(POLL_SECONDS)
 
     def end_after_patience(self) -> None:
         """If PATIENCE steps in a row had no finite loss and gradient, save and raise UserError."""

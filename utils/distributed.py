@@ -6,13 +6,13 @@ collectives (all-reduce, ...) in the same order: a collective waits until all pr
 it. How weights and gradients are divided is the subject of training/parallel.py.
 
 Nothing here watches for lost processes. When one dies, its connections close, the collectives of
-the others fail at once, and torchrun restarts all of them; TIMEOUT is for machines that go silent.
+the others fail (of gloo at once; NCCL may wait until torchrun kills the others), and torchrun
+restarts all of them; TIMEOUT is for machines that go silent.
 """
 
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,11 +28,12 @@ from utils.errors import UserError
 Item = TypeVar("Item")
 
 # A collective fails after this time. Longer than all that one process does while the others wait
-# (a download, a slow disk); without a limit, a machine that lost its power would stop the run
-# for good.
+# (a download; for a checkpoint on a slow disk Saver.wait calls many short collectives); without a
+# limit, a machine that lost its power would stop the run for good.
 TIMEOUT = timedelta(minutes=10)
 
-STOP_MESSAGE = b"\nstopping soon, then saving; again to stop now without saving\n"
+STOP_MESSAGE = "\nstopping soon, then saving"
+HURRY_MESSAGE = "; Ctrl-C again to stop now without saving"  # true without a launcher
 
 
 class Stopped(Exception):
@@ -41,17 +42,17 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Remember the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and exit at once at a second one.
+    """Remember the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and ignore those after it.
 
-    `signal` is its number, 0 before one has come; the run looks at it between two batches. With
-    `announce`, the first signal prints what will happen.
+    `signal` is its number, 0 before one has come; the run looks at it between two batches. On the
+    main process the first signal prints what will happen. Schedulers and torchrun repeat their
+    signals although nobody is in a hurry, and SIGKILL ends a run that takes too long. Only a
+    Ctrl-C that comes second to a process without a launcher is a person's, and exits at once.
     """
 
-    def __init__(self, announce: bool) -> None:
-        self.announce = announce
+    def __init__(self) -> None:
         self.signal = 0
-        # time of the first signal; torchrun sends each one twice, at most a second apart
-        self.received_seconds = 0.0
+        self.is_launched = "RANK" in os.environ
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and so do we
@@ -59,17 +60,16 @@ class StopSignal:
 
     def receive(self, number: int, frame: object) -> None:
         """Handle a signal; Python calls this between two instructions of the main thread."""
-        now = time.monotonic()
         if self.signal == 0:
             # only remembered here: the run ends at a place where its state is whole
             self.signal = number
-            self.received_seconds = now
-            if self.announce:
+            if launched("RANK") == 0:
                 # os.write, as the signal may have interrupted a print, which cannot be re-entered.
                 # OSError: nobody reads standard error any more, as after Ctrl-C to `train | tee`.
+                message = STOP_MESSAGE if self.is_launched else STOP_MESSAGE + HURRY_MESSAGE
                 with contextlib.suppress(OSError):
-                    os.write(2, STOP_MESSAGE)
-        elif now - self.received_seconds > 1:  # torchrun forwards each signal twice
+                    os.write(2, f"{message}\n".encode())
+        elif number == signal.SIGINT and not self.is_launched:
             raise SystemExit(128 + number)
 
 
@@ -226,7 +226,7 @@ def start(device_name: str, *, catch_signals: bool = False) -> Process:
         else:
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    stop = StopSignal(announce=rank == 0) if catch_signals else None
+    stop = StopSignal() if catch_signals else None
     return Process(rank, world_size, device, num_nodes(), stop)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,16 @@ class Logger:
         for name, value in row.items():
             if isinstance(value, int | float):
                 values[f"{row['split']}/{name}"] = value
-        self.wandb_run.log(values)
+        self.call_wandb(self.wandb_run.log, values)
+
+    def call_wandb(self, method: Callable[..., None], *arguments: object) -> None:
+        """Call a method of the run of Weights & Biases. After an error, as when its helper process
+        has died, say so and go on without it."""
+        try:
+            method(*arguments)
+        except Exception as error:  # of wandb, of the network, of the helper's socket
+            self.wandb_run = None
+            self.print(f"warning: the run goes on without Weights & Biases ({error!s:.200})")
 
     def log_train(self, row: dict, step: int) -> None:
         """Write a row of the split "train"; show it on the progress bar, or as a line at times."""
@@ -145,7 +155,7 @@ class Logger:
         self.metrics.close()
         self.samples.close()
         if self.wandb_run is not None:
-            self.wandb_run.finish()
+            self.call_wandb(self.wandb_run.finish)
 
 
 def logged_run(folder: Path) -> dict | None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -74,9 +75,15 @@ def test_other_folders_are_not_sharded(train_sh, plan, line):
     assert train_sh("--data_dir", "x")[1] == ["train.py --resume auto --data_dir x"]
 
 
-@pytest.mark.parametrize(("flags", "restarts"), [(["--seed", "3"], 1), (["--overwrite"], 0)])
-def test_several_processes_restart_unless_that_would_begin_anew(train_sh, flags, restarts):
+@pytest.mark.parametrize(
+    ("flags", "restarts", "hangup"),
+    [(["--seed", "3"], 1, signal.SIG_DFL), (["--overwrite"], 0, signal.SIG_IGN)],
+)
+def test_several_processes_restart_unless_that_would_begin_anew(train_sh, flags, restarts, hangup):
+    before = signal.signal(signal.SIGHUP, hangup)  # train.sh inherits it, as under nohup
     *_, started = train_sh(*flags, NPROC="2")[1]
+    signal.signal(signal.SIGHUP, before)
+    assert ("SIGHUP" in started) == (hangup == signal.SIG_DFL)
     assert started.startswith(f"torchrun 1 --standalone --max_restarts={restarts} ")
     assert "--shutdown_timeout=110 --nproc_per_node=2 train.py " in started
     assert "NPROC=two" in train_sh(*flags, code=2, NPROC="two")[0]

@@ -6,8 +6,11 @@ import re
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
+import hypothesis.strategies as st
 import pytest
 from conftest import (
     ROOT,
@@ -23,8 +26,10 @@ from conftest import (
     torchrun,
     train_args,
 )
+from hypothesis import given
 
 from training.checkpoint import load_checkpoint
+from utils.distributed import StopSignal
 
 TORCHRUN = ("-m", "torch.distributed.run")
 TWO = (*TORCHRUN, "--standalone", "--nproc_per_node=2")
@@ -115,6 +120,20 @@ def test_under_torchrun_a_dead_process_restarts_all_and_sigterm_saves(
     torchrun(2, *args, "--max_steps", step + 2)
     torchrun(2, *train_args(shards, whole, step + 2, *options))
     assert losses(run) == losses(whole)
+
+
+@given(
+    st.lists(st.sampled_from([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]), min_size=1),
+    st.sampled_from([{}, {"RANK": "0"}, {"RANK": "1"}]),
+)
+def test_a_repeated_signal_ends_nothing_but_a_second_ctrl_c_without_a_launcher(numbers, launcher):
+    with patch("os.environ", launcher), patch("signal.signal"):  # pytest keeps its handlers
+        stop = StopSignal()
+        ends = signal.SIGINT in numbers[1:] and not launcher
+        with pytest.raises(SystemExit) if ends else nullcontext():
+            for number in numbers:
+                stop.receive(number, None)
+    assert stop.signal == numbers[0]
 
 
 @pytest.mark.slow

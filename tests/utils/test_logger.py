@@ -1,5 +1,5 @@
 import sys
-import types
+from unittest.mock import MagicMock, call
 
 import pytest
 from conftest import bad, train_options
@@ -45,22 +45,37 @@ def test_a_log_and_its_run_are_found_in_the_folder_of_the_run_or_named(trained, 
     bad(["plot.py", "--log", tmp_path, "--out", tmp_path / "a.png"], "holds no metrics.jsonl")
 
 
-def test_wandb_gets_every_number_also_of_steps_that_are_done_again(tmp_path, monkeypatch):
-    rows, axes, options = [], {}, {}
-    run = types.SimpleNamespace(finish=lambda: rows.append("finished"))
-    run.define_metric = lambda name, step_metric=None: axes.update({name: step_metric})
-    run.log = rows.append  # wandb's own `step` only grows: it would lose steps that are done again
-    init = lambda **given: options.update(given) or run  # noqa: E731
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+@pytest.fixture
+def wandb(monkeypatch):
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
+
+
+def test_wandb_gets_every_number_also_of_steps_that_are_done_again(tmp_path, monkeypatch, wandb):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     config = train_options(log_dir=tmp_path, wandb=True)
     for start in (0, 1):
         write(tmp_path, start, range(start + 1, 3), 1.5, wandb_run=open_wandb(config, "run"))
-    rows = [row for row in rows if row == "finished" or "train/loss" in row]
-    assert rows[2] == rows[4] == "finished" and "train/mfu" not in rows[0]
-    assert [row["step"] for row in rows[:2] + rows[3:4]] == [1, 2, 2]
+    run, options = wandb.init.return_value, wandb.init.call_args.kwargs
+    # wandb's own `step`, a second argument, only grows: it would lose steps that are done again
+    rows = [row for (row,), _ in run.log.call_args_list if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 2] and "train/mfu" not in rows[0]
     assert (options["project"], options["resume"]) == ("mine", "allow")
-    assert options["config"]["max_steps"] == 19_073 and axes == {"step": None, "*": "step"}
+    assert options["config"]["max_steps"] == 19_073 and run.finish.call_count == 2
+    assert run.define_metric.call_args_list[:2] == [call("step"), call("*", step_metric="step")]
+
+
+def test_a_run_outlives_wandb_unless_it_begins_without_it(tmp_path, capsys, wandb):
+    wandb.log.side_effect = wandb.finish.side_effect = ConnectionResetError  # its helper has died
+    write(tmp_path, 0, [1, 2], 1.5, wandb_run=wandb)
+    write(tmp_path, 2, [3], 1.5, wandb_run=MagicMock(finish=wandb.finish))
+    assert len(read_metrics(tmp_path)["train"]) == 3
+    wandb.init.side_effect = ValueError("no login")
+    assert open_wandb(train_options(resume="a/model_last.pt"), "run") is None
+    assert capsys.readouterr().out.count("goes on without Weights & Biases") == 3
+    with pytest.raises(UserError, match="no login"):
+        open_wandb(train_options(), "run")
 
 
 def test_a_console_that_is_gone_ends_nothing(tmp_path, monkeypatch):
