@@ -99,7 +99,6 @@ def main() -> None:
 
     # log and checkpoints: whatever is wrong above has removed and written nothing
     run.open_log(model, entries)
-    # a checksum tells whether losses of a resumed run can be compared with the lowest one before
     if options.eval_data:
         run.validate_on(str(entries["val_checksum"]))
     saver = Saver(run, model, optimizers, entries)
@@ -146,10 +145,8 @@ def main() -> None:
     except Stopped:  # a resumed run does the evaluation or the roll-out of this step again
         run.stopping = True
         saver.save_last()
-    except RewardError:  # on every process
-        saver.save_last()
-        saver.finish()
-        raise
+    except RewardError as error:
+        saver.end(error)
 
     saver.finish()
     run.finish(f"done: see {options.checkpoint_dir}")

@@ -83,10 +83,8 @@ def main() -> None:
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
-    model = build_model(options, recipe, train_data.stream, checkpoint)
-    entries = checkpoint_entries(options, derived, recipe, train_data)
-    entries["init_checksum"] = init_checksum(options, checkpoint, model)
-    entries["val_checksum"] = val_data.stream.digest
+    model, began_from = build_model(options, recipe, train_data.stream, checkpoint)
+    entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     compare_processes(options, checkpoint, entries, process)
     options = resolve_micro_batch(options, recipe, model.config, process)
     run = Run.start(options, checkpoint, process)
@@ -107,8 +105,8 @@ def main() -> None:
     batches = open_batches(run, slicing, train_data, val_data)
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
     run.open_log(model, entries)
-    saver = Saver(run, model, optimizers, entries)
     run.validate_on(evaluator.validation_id)
+    saver = Saver(run, model, optimizers, entries)
     print_summary(run, model, train_data, slicing)
 
     try:
@@ -208,10 +206,11 @@ def train_step(
 
 def build_model(
     options: TrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: dict | None
-) -> GPT:
+) -> tuple[GPT, int | None]:
     """Return the model of the run on the CPU: that of the `checkpoint` that is resumed, that of
-    --init_from, or a new one from the seed. Raises UserError for weights of another architecture or
-    tokenizer than the run's."""
+    --init_from, or a new one from the seed; and the checksum of the weights that the run began
+    from, None for random ones. Raises UserError for weights of another architecture or tokenizer
+    than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     torch.manual_seed(options.seed)
     weights_from = options.init_from
@@ -224,14 +223,15 @@ def build_model(
             announce_recipe(options, recipe, content)
         # a smaller --block_size drops the last positions of the table
         shape = model_shape(options, recipe, stream.vocab_size, model.config)
-        return rebuild(model, shape, execution).train()
+        began_from = init_checksum(options, checkpoint, model)
+        return rebuild(model, shape, execution).train(), began_from
 
     model = GPT(model_shape(options, recipe, stream.vocab_size, None), execution)
     if recipe.zero_init:  # each block begins as the identity
         for block in model.transformer.h:
             nn.init.zeros_(block.attn.c_proj.weight)
             nn.init.zeros_(block.mlp.c_proj.weight)
-    return model
+    return model, None
 
 
 def open_batches(
@@ -251,7 +251,12 @@ def open_batches(
 
 
 def checkpoint_entries(
-    options: TrainConfig, derived: dict[str, str | None], recipe: Recipe, train_data: Mixture
+    options: TrainConfig,
+    derived: dict[str, str | None],
+    recipe: Recipe,
+    train_data: Mixture,
+    val_data: Mixture,
+    began_from: int | None,
 ) -> dict:
     """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     return {
@@ -262,6 +267,8 @@ def checkpoint_entries(
         "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,
         "data_order": data_order(options, train_data),
+        "val_checksum": val_data.stream.digest,
+        "init_checksum": began_from,
     }
 
 

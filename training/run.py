@@ -46,10 +46,8 @@ from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 # Options that may differ between the machines of a run: their own folders, files and devices.
-PER_MACHINE = ("_dir", "data", "device", "init_from")  # ends of their names
-# Entries of checkpoints that say what a run is made of, by content: what a path holds is another
-# thing on another machine, or at another time.
-CONTENTS = ("init_checksum", "tokenizer", "data_order", "val_checksum")
+# Checksums of what these hold are compared instead.
+PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")  # ends of their names
 # In float16 small gradients become 0, so the loss is scaled up. Other dtypes need no scaling.
 NO_SCALING = GradScaler("cpu", enabled=False)
 FIRST_LOSS_SCALE = 2.0**10  # low: from PyTorch's 2^16 the first steps overflow, and are skipped
@@ -131,14 +129,14 @@ def reason_to_skip(loss: float, grad_norm: float) -> str | None:
 
 
 def init_checksum(options: RunOptions, checkpoint: dict | None, model: GPT) -> int | None:
-    """Return the checksum of the float32 weights that a run began from, None for random ones. A new
-    run begins from `model` if there is an --init_from. Raises UserError if a resumed run is given
+    """Return the checksum of the float32 weights that a run began from, None for random ones;
+    `model` holds those of --init_from for a new run. Raises UserError if a resumed run is given
     other weights there than it began from."""
-    if checkpoint is not None:
-        if options.init_from != checkpoint["config"]["init_from"]:
-            open_original(options, checkpoint)
-        return checkpoint["init_checksum"]
-    return checksum(model.state_dict()) if options.init_from else None
+    if checkpoint is None:
+        return checksum(model.state_dict())
+    if options.init_from != checkpoint["config"]["init_from"]:
+        open_original(options, checkpoint)
+    return checkpoint["init_checksum"]
 
 
 def open_original(options: RunOptions, checkpoint: dict) -> GPT:
@@ -162,8 +160,8 @@ def compare_processes(
     They would average gradients of different models, or wait for each other for ever. Every process
     must call it, before collectives that depend on these.
     """
-    common = {name: entries[name] for name in CONTENTS}
-    for name, value in options.to_dict().items():
+    common: dict[str, object] = {}
+    for name, value in (entries | options.to_dict()).items():
         if not name.endswith(PER_MACHINE):
             common[name] = value
     if checkpoint is not None:
@@ -184,9 +182,8 @@ def warn_of_order(process: Process, checkpoint: dict | None, data_order: dict) -
     for name, value in data_order.items():
         earlier_value = checkpoint["data_order"][name]
         if value != earlier_value:
-            process.print(
-                f"warning: {name} was {earlier_value}, is {value}: the data order changes"
-            )
+            change = f"{name} was {earlier_value}, is {value}"
+            process.print(f"warning: {change}: the data order changes")
 
 
 # the folders of a run

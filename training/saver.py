@@ -7,6 +7,7 @@ goes on. The format of the file stands in training/checkpoint.py.
 import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -52,14 +53,15 @@ class Saver:
     entries: dict
     """Further entries of the file: script, tokenizer, ..."""
     last_step: int = field(init=False)
-    """Step of the newest model_last.pt on the disk, at the start that of the checkpoint that is
-    resumed; on the main process."""
+    """Step of model_last.pt on the disk; 0 without one. Only the main process knows."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     error_of_file: dict[str, Exception] = field(init=False, default_factory=dict)
     """Errors of failed writes, by the name of the file; a later write that succeeds removes its."""
 
     def __post_init__(self) -> None:
-        self.last_step = self.run.start_step  # a run that ends without a new step saves nothing
+        # a run that ends without a new step saves nothing
+        has_last = (self.run.config.checkpoint_dir / LAST).exists()
+        self.last_step = self.run.start_step if has_last else 0
 
     # State follows the files. What lies on the disk is known after `wait`, and to the main process
     # alone, which decides for all.
@@ -145,12 +147,18 @@ class Saver:
         if state.bad_steps < PATIENCE:
             return
         state.bad_steps = 0  # a run that resumes this checkpoint has its patience again
+        self.end(
+            UserError(
+                f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
+                "resume an earlier checkpoint with a lower --max_lr and --overwrite"
+            )
+        )
+
+    def end(self, error: UserError) -> NoReturn:
+        """Save the run and raise an error that all processes have met."""
         self.save_last()
         self.finish()
-        raise UserError(
-            f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
-            "resume an earlier checkpoint with a lower --max_lr and --overwrite"
-        )
+        raise error
 
     def finish(self) -> None:
         """Wait on all processes for the last write; raise UserError for a file that failed."""
