@@ -23,8 +23,9 @@ from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
 import finetune
 from data.tokenizer import load_tokenizer
+from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
-from finetuning.rewards import load_reward_function
+from finetuning.rewards import RewardError, load_reward_function, rate_by_function
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -59,11 +60,6 @@ def base(shards, tmp_path_factory):
         "    return completion.count('e') / (1 + len(completion))\n"
         "def fails(prompt, completion, row):\n"
         "    return 1 / 0\n"
-        "calls = [0]\n"
-        "def later(prompt, completion, row):\n"
-        "    calls[0] += 1  # the first one is that of the start\n"
-        "    value = row.get('reward', 1)\n"
-        "    return 1 if calls[0] < 20 else {'nan': float('nan'), 'none': None}.get(value, value)\n"
     )
     script(*finetune_args(run, run / "plain", "sft", "--plain", "--max_steps", 1))
     (run / "hf").mkdir()
@@ -264,19 +260,14 @@ def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_p
     script("finetune.py", *again, moved, *folders(tmp_path / "again"))
 
 
-@pytest.mark.parametrize("reward", ["nan", "none", "0.5", [1.0]])
-def test_a_reward_that_is_no_number_ends_a_saved_run(base, tmp_path, reward):
-    """In the second step, of 16 completions; on two processes it fails on one of them."""
-    data = tmp_path / "rows.jsonl"
-    write_rows(data, [{"prompt": f"{i}?", "reward": reward} for i in range(12)])
-    args = finetune_args(base, tmp_path, "grpo", "--data", data, "--max_steps", 9)
-    function = f"{base}/letters.py:later"
-    done = script(*args, "--reward", function, code=2)
-    assert "letters.py:later fails for the prompt '" in done.stderr
-    assert "and the completion '" in done.stderr and "Traceback" not in done.stderr
-    assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
-    done = script(*args, "--resume", "auto", "--reward", f"{base}/letters.py:share")
-    assert "resumed at step 1" in done.stdout
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "0.5", [1.0]])
+def test_a_reward_is_a_finite_number(reward):
+    completions = [Completion({"prompt": "1?"}, text, None) for text in ("a", "b")]
+    rewards = {"a": True, "b": reward}
+    rate = functools.partial(rate_by_function, "f.py:f", lambda _, text, row: rewards[text])
+    with pytest.raises(RewardError, match="f.py:f fails for the prompt '1.' .* 'b'"):
+        rate(Process(0, 1, "cpu"), completions)
+    assert rate(Process(0, 1, "cpu"), completions[:1]) == [1.0]
 
 
 def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import train_options
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from model.config import GPTConfig
@@ -157,11 +157,14 @@ def test_run_and_files_say_what_lies_there_whenever_a_save_is_killed_or_fails(
         fault=st.integers(1, 24),
         error=st.sampled_from([Killed, OSError]),
     )
+    @example(losses=(2.0, 1.0, 1.0, 0.5), fault=4, error=Killed)  # before a first model_last.pt
     def check(losses, fault, error):
         folder = tmp_path_factory.mktemp("run")
         with contextlib.suppress(Killed):
             run(folder, losses, fault, error)
         assert run(folder, losses) == whole(losses) or error is OSError
+        lowest = min(loss for loss in losses if math.isfinite(loss))
+        assert whole(losses)[BEST] == (losses.index(lowest) + 1, lowest)
 
     check()
 
