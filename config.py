@@ -24,8 +24,9 @@ WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M
 # Options of one start of a script: a resumed run does not take them over.
 PER_LAUNCH = ("config", "resume", "overwrite", "dry_run")
 
-# Options that follow from others, from the recipe or from the device where nobody gives them. A
-# resumed run derives them again: another --max_lr brings its --min_lr, another device its compiler.
+# Options that follow from others, from the recipe or from the device where nobody gives them, or
+# gives "auto". A resumed run derives them again, except for its warmup: another --max_lr brings its
+# --min_lr, another device its compiler.
 DERIVED = (
     "log_dir",
     "max_lr",
@@ -64,6 +65,13 @@ class RunOptions:
         """True if `resume` is a checkpoint: training/options.py puts its path there, and leaves
         "auto" where there is none to continue."""
         return self.resume not in (None, "auto")
+
+    @property
+    def is_branch(self) -> bool:
+        """True if the checkpoint that is resumed lies in another folder than --checkpoint_dir. The
+        run there is another one from then on; a whole folder that was moved or copied is not."""
+        folder = self.checkpoint_dir.resolve()
+        return self.resumes and Path(self.resume).parent.resolve() != folder
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:

@@ -20,7 +20,7 @@ from finetuning.chat import is_chat
 from model.huggingface import save_pretrained
 from model.peers import to_nanogpt
 from model.recipes import Recipe
-from training.checkpoint import assemble, find_checkpoint, open_model
+from training.checkpoint import assemble, checksum, find_checkpoint, open_model
 from training.run import TrainState
 from training.saver import save_checkpoint
 from utils.cli import start_script
@@ -110,8 +110,10 @@ def import_model(config: ConvertConfig) -> None:
         model.state_dict(),
         optimizer={},  # the first step of a run makes it
         script="train.py",
-        config=options.to_dict(),
-        derived=DERIVED,  # a run that resumes it derives these anew
+        # a run that resumes it derives these anew, its warmup as well: there were no steps yet
+        config=options.to_dict() | {"warmup_steps": None},
+        derived=dict.fromkeys(DERIVED),
+        init_checksum=checksum(model.state_dict()),
         recipe=asdict(recipe),
         model_config=asdict(model.config),
         tokenizer=tokenizer_spec,

@@ -9,6 +9,7 @@ docs/FINETUNING.md has the formats of rows and the formulas. Folders, checkpoint
 the batches of a step from its rows, and computes their loss.
 """
 
+import copy
 import sys
 import zlib
 from dataclasses import replace
@@ -33,15 +34,25 @@ from finetuning.methods import (
     SupervisedTuning,
 )
 from finetuning.options import FinetuneConfig, resolve_options
-from finetuning.rewards import RewardModel, check_reward, load_reward_function
+from finetuning.rewards import RewardError, RewardModel, check_reward, load_reward_function
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.checkpoint import BEST, LAST, checksum, find_checkpoint, load_model, open_model
+from training.checkpoint import find_checkpoint, load_model, open_model
 from training.optim import make_optimizers
 from training.options import read_options, resolve_compile, resolve_dtype
 from training.parallel import clip_grad_norm, sync_gradients, wrap
-from training.run import Run, StepResult, claim_folders, reason_to_skip, seed_step
+from training.run import (
+    Run,
+    StepResult,
+    claim_folders,
+    compare_processes,
+    init_checksum,
+    open_original,
+    reason_to_skip,
+    seed_step,
+    warn_of_order,
+)
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from utils import distributed
@@ -67,11 +78,13 @@ def main() -> None:
     options = resolve_dtype(options, process)
     claim_folders(options, checkpoint, process)
     # the lengths of run and batches depend on what is read here
-    model, entries = build_model(options)
+    model, entries = build_model(options, checkpoint)
     num_rows = len(read_lines(options.data))
     options = resolve_options(options, num_rows, model.num_parameters(), process.world_size)
     # as in checkpoints of train.py: what nobody gave is derived again when a run is resumed
-    entries |= {"derived": derived, "command": sys.argv}
+    entries |= {"derived": derived, "command": sys.argv, **data_entries(options)}
+    compare_processes(options, checkpoint, entries, process)
+    warn_of_order(process, checkpoint, entries["data_order"])
 
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
     run = Run.start(options, checkpoint, process)
@@ -86,9 +99,8 @@ def main() -> None:
 
     # log and checkpoints: whatever is wrong above has removed and written nothing
     run.open_log(model, entries)
-    # a checksum tells whether losses of a resumed run can be compared with the lowest one before
     if options.eval_data:
-        run.validate_on(str(zlib.crc32(options.eval_data.read_bytes())))
+        run.validate_on(str(entries["val_checksum"]))
     saver = Saver(run, model, optimizers, entries)
     resumed = f"; resumed at step {run.start_step}" if run.start_step else ""
     process.print(
@@ -103,8 +115,8 @@ def main() -> None:
         while True:
             # once in a while: save and evaluate; every process takes part
             step = state.step
-            if step > saver.last_step and (run.ended or is_due(options.save_every, step)):
-                saver.save(LAST)
+            if run.ended or is_due(options.save_every, step):
+                saver.save_last()
             if held_out_method and (run.ended or is_due(options.eval_every, step)):
                 # batches of other shapes than those of training
                 with uncompiled(options.use_torch_compile):
@@ -132,8 +144,9 @@ def main() -> None:
                 raise Stopped
     except Stopped:  # a resumed run does the evaluation or the roll-out of this step again
         run.stopping = True
-        if state.step > saver.last_step:
-            saver.save(LAST)
+        saver.save_last()
+    except RewardError as error:
+        saver.end(error)
 
     saver.finish()
     run.finish(f"done: see {options.checkpoint_dir}")
@@ -222,29 +235,31 @@ def evaluate(run: Run, model: GPT, held_out_method: Method, saver: Saver) -> Non
         run.logger.log_scores("held_out", scores, run.state.step)
         return
     run.logger.log_scores("val", scores, run.state.step)
-    if run.state.record_validation(scores["loss"]):
-        saver.save(BEST)
+    saver.save_if_best(scores["loss"])
 
 
-def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
+def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, dict]:
     """Return the model, resumed or of --init_from, on the CPU, and the entries of its checkpoints
     beside weights, options and progress."""
     is_reward = options.method == "reward"
-    if options.resumes:
+    if checkpoint is not None:
         name = options.resume
-        model, checkpoint = load_model(Path(name), RewardModel if is_reward else GPT, float32=True)
-        tokenizer = checkpoint["tokenizer"]
+        model_class = RewardModel if is_reward else GPT
+        model, content = load_model(Path(name), model_class, float32=True, opened=checkpoint)
+        tokenizer = content["tokenizer"]
     else:
         name = options.init_from
-        model, tokenizer, checkpoint = open_model(name, float32=True)
+        model, tokenizer, content = open_model(name, float32=True)
+    began_from = init_checksum(options, checkpoint, model)
 
     # its shape: a shorter context, and the dropout of fine-tuning
-    T = options.block_size or model.config.block_size  # of the model unless given
-    if T > model.config.block_size:
-        raise UserError(f"--block_size {T} exceeds {name}'s context of {model.config.block_size}")
+    longest = model.config.block_size
+    T = options.block_size or longest  # of the model unless given
+    if T > longest or (options.resumes and T < longest):  # its optimizer state has that length
+        raise UserError(f"--block_size {T}: {name} has a context of {longest}; give that, or none")
 
     # A chat model would rate or write plain text badly, and the other way round. sft may change it.
-    learned_plain = checkpoint.get("config", {}).get("plain", options.plain)
+    learned_plain = content.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
         raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
     # a shorter context drops the last rows of the table of positions
@@ -258,8 +273,25 @@ def build_model(options: FinetuneConfig) -> tuple[GPT, dict]:
     entries = {
         "script": "finetune.py",
         "tokenizer": tokenizer,
+        "init_checksum": began_from,
     }
     return model.train(), entries
+
+
+def data_entries(options: FinetuneConfig) -> dict:
+    """Return the entries of checkpoints that tell the rows of a run from others."""
+    val_checksum = None
+    if options.eval_data is not None:
+        val_checksum = zlib.crc32(options.eval_data.read_bytes())
+    return {
+        # what the examples of a step follow from, beside the step
+        "data_order": {
+            "batch_size": options.batch_size,
+            "seed": options.seed,
+            "checksum of --data": zlib.crc32(options.data.read_bytes()),
+        },
+        "val_checksum": val_checksum,
+    }
 
 
 def open_data(
@@ -269,10 +301,7 @@ def open_data(
     the trained one.
 
     Return the method with the examples of --data, and the same with those of --eval_data, None
-    without them.
-
-    The checksum of a reference model is added to the entries of checkpoints. Raise UserError if a
-    resumed run began with another one.
+    without them. Raise UserError if the reference model of a resumed run has changed.
     """
     options, process = run.config, run.process
     tokenizer = load_tokenizer(entries["tokenizer"])
@@ -282,13 +311,14 @@ def open_data(
     # dpo and grpo compare the trained model with that of --init_from
     reference = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
-        pretrained, _, _ = open_model(options.init_from, float32=True)
+        # The path is not opened again where the model has its weights still. The losses of a
+        # resumed run would jump with another reference, and nobody would know why.
+        if checkpoint is None:
+            pretrained = copy.deepcopy(model)
+        else:
+            pretrained = open_original(options, checkpoint)
         # compiled if the trained model is: both then round alike
         reference = rebuild(pretrained, model.config, Execution(compiled=options.use_torch_compile))
-        # The losses of a resumed run would jump with another reference, and nobody would know why.
-        entries["reference"] = checksum(reference.state_dict())
-        if checkpoint is not None and checkpoint.get("reference") != entries["reference"]:
-            raise UserError(f"{options.init_from} has changed since this run began, which needs it")
         # eval: without the dropout that it shares with the trained model's shape
         reference = reference.eval().requires_grad_(False).to(process.device)
 
@@ -302,7 +332,7 @@ def open_data(
     method = open_examples(options.data)
     if reward_function is not None:
         # now, because open_log removes the files of another run with --overwrite
-        check_reward(options.reward, reward_function, method.examples[0])
+        check_reward(reward_function, method.examples[0])
     held_out_method = None
     if options.eval_data:
         held_out_method = open_examples(options.eval_data)

@@ -31,7 +31,7 @@ from evaluation.evaluator import Evaluator, is_due
 from model.execution import Execution
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.checkpoint import BEST, LAST, open_model
+from training.checkpoint import open_model
 from training.optim import make_optimizers
 from training.options import (
     model_shape,
@@ -41,10 +41,25 @@ from training.options import (
     resolve_options,
 )
 from training.parallel import clip_grad_norm, sync_gradients, wrap
-from training.run import Run, StepResult, claim_folders, reason_to_skip, seed_step
+from training.run import (
+    Run,
+    StepResult,
+    claim_folders,
+    compare_processes,
+    init_checksum,
+    reason_to_skip,
+    seed_step,
+    warn_of_order,
+)
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.summary import check_tokenizer, data_order, print_summary, warn_of_data
+from training.summary import (
+    announce_recipe,
+    check_tokenizer,
+    data_order,
+    print_summary,
+    warn_of_data,
+)
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -68,15 +83,18 @@ def main() -> None:
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
-    model = build_model(options, recipe, train_data.stream)
-    options = resolve_micro_batch(options, recipe, model.config, process, checkpoint)
+    model, began_from = build_model(options, recipe, train_data.stream, checkpoint)
+    entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
+    compare_processes(options, checkpoint, entries, process)
+    options = resolve_micro_batch(options, recipe, model.config, process)
     run = Run.start(options, checkpoint, process)
     state = run.state
     wrapped = wrap(model, process, options.sharding, run.dtype)
     optimizers = make_optimizers(model, options, recipe, run.dtype)
     if checkpoint is not None:
         run.resume_optimizers(model, optimizers, checkpoint)
-    warn_of_data(run, checkpoint, train_data, val_data)
+    warn_of_data(run, train_data, val_data)
+    warn_of_order(process, checkpoint, entries["data_order"])
     checkpoint = None  # closes the file, from which its tensors are mapped
 
     # batches, evaluation, log, checkpoints
@@ -86,23 +104,21 @@ def main() -> None:
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
     batches = open_batches(run, slicing, train_data, val_data)
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
-    entries = checkpoint_entries(options, derived, recipe, train_data)
     run.open_log(model, entries)
-    saver = Saver(run, model, optimizers, entries)
     run.validate_on(evaluator.validation_id)
+    saver = Saver(run, model, optimizers, entries)
     print_summary(run, model, train_data, slicing)
 
     try:
         while True:
             # once in a while: save, evaluate, score and sample; every process takes part
             step = state.step
-            if step > saver.last_step and (run.ended or is_due(options.save_every, step)):
-                saver.save(LAST)
+            if run.ended or is_due(options.save_every, step):
+                saver.save_last()
             if evaluator.due(step):
                 scores = evaluator.validate()
                 run.logger.log_scores("val", scores, step)
-                if state.record_validation(scores["loss"]):
-                    saver.save(BEST)
+                saver.save_if_best(scores["loss"])
             for task, scores in evaluator.benchmarks(step):
                 run.logger.log_scores(task, scores, step)
             text = evaluator.sample(step) if step > 0 else None
@@ -127,8 +143,7 @@ def main() -> None:
                 raise Stopped
     except Stopped:  # what the evaluation of this step lacks, a resumed run does again
         run.stopping = True
-        if state.step > saver.last_step:
-            saver.save(LAST)
+        saver.save_last()
 
     saver.finish()
     run.finish(f"done: best validation loss {state.best_loss:.4f}, see {options.checkpoint_dir}")
@@ -189,27 +204,34 @@ def train_step(
     return StepResult(figures, skip_reason, got_signal=share_of_signals > 0)
 
 
-def build_model(options: TrainConfig, recipe: Recipe, stream: TokenStream) -> GPT:
-    """Return the model of the run on the CPU: resumed, pre-trained or new, from the seed. Raises
-    UserError for weights of another architecture or tokenizer than the run's."""
+def build_model(
+    options: TrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: dict | None
+) -> tuple[GPT, int | None]:
+    """Return the model of the run on the CPU: that of the `checkpoint` that is resumed, that of
+    --init_from, or a new one from the seed; and the checksum of the weights that the run began
+    from, None for random ones. Raises UserError for weights of another architecture or tokenizer
+    than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     torch.manual_seed(options.seed)
     weights_from = options.init_from
     if options.resumes:
         weights_from = options.resume
     if weights_from is not None:
-        model, tokenizer, _ = open_model(weights_from, float32=True)
+        model, tokenizer, content = open_model(weights_from, float32=True, opened=checkpoint)
         check_tokenizer(stream, weights_from, tokenizer)
+        if checkpoint is None:
+            announce_recipe(options, recipe, content)
         # a smaller --block_size drops the last positions of the table
         shape = model_shape(options, recipe, stream.vocab_size, model.config)
-        return rebuild(model, shape, execution).train()
+        began_from = init_checksum(options, checkpoint, model)
+        return rebuild(model, shape, execution).train(), began_from
 
     model = GPT(model_shape(options, recipe, stream.vocab_size, None), execution)
     if recipe.zero_init:  # each block begins as the identity
         for block in model.transformer.h:
             nn.init.zeros_(block.attn.c_proj.weight)
             nn.init.zeros_(block.mlp.c_proj.weight)
-    return model
+    return model, None
 
 
 def open_batches(
@@ -229,17 +251,24 @@ def open_batches(
 
 
 def checkpoint_entries(
-    options: TrainConfig, derived: tuple[str, ...], recipe: Recipe, train_data: Mixture
+    options: TrainConfig,
+    derived: dict[str, str | None],
+    recipe: Recipe,
+    train_data: Mixture,
+    val_data: Mixture,
+    began_from: int | None,
 ) -> dict:
     """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     return {
         "script": "train.py",
         "command": sys.argv,
-        "derived": derived,  # options that nobody gave: a resumed run derives them again
+        "derived": derived,  # options that follow from others: a resumed run derives them again
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,
         "data_order": data_order(options, train_data),
+        "val_checksum": val_data.stream.digest,
+        "init_checksum": began_from,
     }
 
 

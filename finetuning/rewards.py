@@ -1,5 +1,6 @@
 """Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
 
+import math
 import runpy
 import sys
 from collections.abc import Callable
@@ -24,6 +25,10 @@ from utils.distributed import Process
 from utils.errors import UserError
 
 RewardFunction = Callable[[list[Completion]], list[float]]  # one number for each completion
+
+
+class RewardError(UserError):
+    """Raised on all processes where a reward function fails for a completion; the run is saved."""
 
 
 class RewardModel(GPT):
@@ -72,9 +77,7 @@ def load_reward_function(
             function = runpy.run_path(file)[function_name]  # the file's code runs here
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
-        return lambda completions: [
-            float(function(c.row["prompt"], c.text, c.row)) for c in completions
-        ]
+        return partial(rate_by_function, name, function, process)
     # a .py file without a function is no checkpoint, though it is a file
     path = None if name.endswith(".py") else find_checkpoint(name)
     if path is None:
@@ -100,19 +103,38 @@ def load_reward_function(
     return partial(rate, model.to(process.device), process, dtype)
 
 
-def check_reward(name: str, reward_function: RewardFunction, question: Question) -> None:
-    """Raise UserError if --reward `name` fails for a first completion, the row's answer if it has
-    one. A run calls this before --overwrite removes the checkpoints of another one."""
+def check_reward(reward_function: RewardFunction, question: Question) -> None:
+    """Raise UserError if the reward function fails for a first completion, the row's answer if it
+    has one. A run calls this before --overwrite removes the checkpoints of another one."""
     # a reward model reads token ids: those of the prompt do
     example = Example.join([Segment(question.prompt_ids, False)])
     completion = Completion(question.row, str(question.row.get("answer", "")), example)
-    try:
-        reward_function([completion])
-    except Exception as error:
-        raise UserError(
-            f"--reward {name} fails for the first row and the completion {completion.text!r}: "
-            f"{error!r}"
-        ) from error
+    reward_function([completion])
+
+
+def rate_by_function(
+    name: str, function: Callable, process: Process, completions: list[Completion]
+) -> list[float]:
+    """Return the rewards of completions by a function of the user's, --reward `name`. Raise
+    RewardError on every process if it raises on one, or returns what is no finite number. Every
+    process must call it."""
+    rewards: list[float] = []
+    problem = None
+    for completion in completions:
+        prompt = completion.row["prompt"]
+        try:
+            reward = function(prompt, completion.text, completion.row)
+            if not math.isfinite(reward):  # TypeError for None or a text
+                raise ValueError(f"it returned {reward}")
+            rewards.append(float(reward))
+        except Exception as error:
+            problem = (
+                f"--reward {name} fails for the prompt {prompt!r} and the completion "
+                f"{completion.text!r}: {error!r}"
+            )
+    if not process.all_agree(problem is None):
+        raise RewardError(problem or f"--reward {name} has failed on another process")
+    return rewards
 
 
 @torch.no_grad()

@@ -92,9 +92,10 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     num_seeds = losses.shape[1]
     ddof = min(1, num_seeds - 1)  # deviations of a sample; of a single seed 0
     means = losses.mean(axis=1)
-    differences = losses - losses[means.argmin()]  # seed by seed
+    order = means.argsort()  # with NaN, of a run that diverged, last
+    differences = losses - losses[order[0]]  # seed by seed
     lines = [f"| run | validation {metric} | std of {num_seeds} | to the best |", "|---" * 4 + "|"]
-    for i in means.argsort():
+    for i in order:
         numbers = f"{means[i]:.4f} | {losses[i].std(ddof=ddof):.4f} | {differences[i].mean():+.4f}"
         lines.append(f"| {groups[i]} | {numbers} |")
     return "\n".join(lines) + "\n"

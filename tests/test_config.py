@@ -77,6 +77,11 @@ def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named()
         ({"init_from": "x", "block_size": 16, "n_layer": 3}, "x holds .* n_layer 2 .here 3."),
         ({"init_from": "x", "block_size": 64}, "x has a context of 32: give that --block_size"),
         ({"resume": "y", "block_size": 16}, "y holds a model of another shape: block_size 32"),
+        # nor one that began from other weights: its optimizer state has 32 positions
+        (
+            {"resume": "y", "init_from": "x", "block_size": 16},
+            "y holds .*: block_size 32 .here 16.",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             shape(**options)

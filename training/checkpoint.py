@@ -4,7 +4,8 @@
     model_low     float32 bits minus the bfloat16 half, int16: both give the float32 weights
     optimizer     state by parameter name
     step, tokens, best_loss, run_id, ... (with the seed, all random state there is)
-    script, config (options, resolved), model_config, tokenizer, data_order, versions
+    script, config (options, resolved), model_config, tokenizer, versions
+    init_checksum, data_order, val_checksum (what the run is made of: training/run.py)
     checksums     CRC-32 of the tensors of model, model_low and optimizer
 
 Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. The state is
@@ -27,11 +28,15 @@ from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, is_of_machine
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 LAST = "model_last.pt"
 BEST = "model_best.pt"
 NUMBERED = "model_step_{:06d}.pt"
 PARTS = ("model", "model_low", "optimizer")  # entries that hold tensors; each has a checksum
+
+
+class DamagedFile(UserError):
+    """A file that cannot be read as a checkpoint of any format."""
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +118,7 @@ def reading(path: Path) -> Iterator[None]:
     except Exception as error:  # torch.load raises what its unpickler and zip reader raise
         if is_of_machine(error):
             raise
-        raise UserError(
+        raise DamagedFile(
             f"{path} is damaged or not a checkpoint of this project (a run begins from others by "
             f"--init_from): {first_line(error)}"
         ) from error
@@ -129,7 +134,7 @@ def load_checkpoint(path: Path) -> dict:
         if version != FORMAT_VERSION:
             raise UserError(
                 f"{path} has format {version}, and this code reads {FORMAT_VERSION}: use the code "
-                "that wrote it, or train anew"
+                "that wrote it, or train anew in another --checkpoint_dir"
             )
     return checkpoint
 
@@ -147,12 +152,16 @@ def load_weights(model: GPT, checkpoint: dict, *, float32: bool) -> None:
 
 
 def load_model(
-    path: Path, model_class: type[GPT] = GPT, *, float32: bool = False
+    path: Path,
+    model_class: type[GPT] = GPT,
+    *,
+    float32: bool = False,
+    opened: dict | None = None,
 ) -> tuple[GPT, dict]:
     """Return the model of a checkpoint to evaluate, bfloat16 unless `float32`, and the content of
-    the file. Raises UserError for a reward model unless `model_class` is one, and the other way
-    round."""
-    checkpoint = load_checkpoint(path)
+    the file, `opened` where that is given: the path may hold another save by now. Raises UserError
+    for a reward model unless `model_class` is one, and the other way round."""
+    checkpoint = load_checkpoint(path) if opened is None else opened
     with reading(path):
         # finetune.py --method reward puts this head in the place of the logits
         is_reward_model = "reward_head.weight" in checkpoint["model"]
@@ -185,9 +194,16 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Return a folder's checkpoint to resume, or None."""
+    """Return a folder's checkpoint to resume: the newest that is not damaged, as one may be after a
+    power cut. None without a checkpoint; the newest of all where all of them are damaged."""
     paths = newest_first(folder)
-    return paths[0] if paths else None  # the first of those that exist
+    for path in paths:
+        try:
+            load_checkpoint(path)
+            return path
+        except DamagedFile as error:
+            print(f"warning: {error}; looking for an older one", file=sys.stderr)
+    return paths[0] if paths else None
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -207,9 +223,11 @@ def find_checkpoint(name: str | Path) -> Path | None:
     path = Path(name)
     if path.is_file():
         with open(path, "rb") as file:
-            # a zip file that begins with the pickled dict; its first key is this text of 14 bytes
-            is_own = b"X\x0e\0\0\0format_version" in file.read(1024)
-        return path if is_own else None
+            head = file.read(1024)
+        # a zip file that begins with the pickled dict; its first key is this text of 14 bytes
+        is_own = b"X\x0e\0\0\0format_version" in head
+        is_empty = not head.strip(b"\0")  # what a power cut may leave of one
+        return path if is_own or is_empty else None
     if not path.is_dir():
         # a .pt that is missing is a misspelt checkpoint, and no name of the hub
         return path if path.suffix == ".pt" else None
@@ -228,13 +246,16 @@ def find_checkpoint(name: str | Path) -> Path | None:
     return best_or_newest
 
 
-def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, dict]:
+def open_model(
+    name: str | Path, *, float32: bool = False, opened: dict | None = None
+) -> tuple[GPT, str, dict]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
-    llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own."""
+    llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own,
+    `opened` is the content of a checkpoint of ours that is open already."""
     path = find_checkpoint(name)
     if path is not None:
-        model, checkpoint = load_model(path, float32=float32)
+        model, checkpoint = load_model(path, float32=float32, opened=opened)
         return model, checkpoint["tokenizer"], checkpoint
 
     # on demand: most runs do without it, and the library `tokenizers` is slow to import

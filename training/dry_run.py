@@ -26,7 +26,7 @@ def print_forecast(options: TrainConfig, recipe: Recipe, checkpoint: dict | None
     hardware = Hardware.of(options)
     shape = planned_shape(options, recipe, checkpoint)
     if options.micro_batch_size == "auto":
-        size, sentence = choose_micro_batch(options, recipe, shape, hardware, checkpoint)
+        size, sentence = choose_micro_batch(options, recipe, shape, hardware)
         print(sentence)
         options = replace(options, micro_batch_size=size)
 

@@ -28,9 +28,10 @@ from utils.throughput import NAMED_GPUS
 
 def read_options(
     config_class: type[Options], script: str, command_line: list[str]
-) -> tuple[Options, tuple[str, ...], dict | None]:
-    """Return what the flags of a script say: the options, the names of those in DERIVED that nobody
-    gave, and the checkpoint that is resumed, None for a new run.
+) -> tuple[Options, dict[str, str | None], dict | None]:
+    """Return what the flags of a script say: the options, those in DERIVED that follow from others,
+    and the checkpoint that is resumed, None for a new run. The second maps the name of an option to
+    what was given for it: None, or "auto".
 
     --resume becomes the path of that checkpoint; "auto" where there is none to continue. Raises
     UserError for options that cannot be used together.
@@ -55,6 +56,8 @@ def read_options(
         saved_options = given_options(checkpoint)
         # the folders are those where the file lies now: it may have been copied or moved
         saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
+        # a longer run does not fall back into warmup
+        saved_options["warmup_steps"] = checkpoint["config"]["warmup_steps"]
         flags = to_flags(saved_options) + flags
         resume = str(path)  # of the file, also where a folder or "auto" was given
 
@@ -76,16 +79,18 @@ def read_options(
         )
 
     # --no_use_torch_compile is the flag of False for --use_torch_compile
-    given_names = {name.removeprefix("no_") for name, _ in named_flags(flags)}
-    derived = tuple(name for name in DERIVED if name not in given_names)
+    given = {name.removeprefix("no_"): value for name, value in named_flags(flags)}
+    derived: dict[str, str | None] = {}
+    for name in DERIVED:
+        if name not in given or given[name] == "auto":
+            derived[name] = given.get(name)
     return options, derived, checkpoint
 
 
 def given_options(content: dict) -> dict:
-    """Return the options in a checkpoint or config.json, without those to be derived again."""
-    options = content["config"]
-    # "derived" lists the names of options that nobody had given
-    return {name: options[name] for name in options if name not in content["derived"]}
+    """Return the options in a checkpoint or config.json as they were given: None or "auto" where
+    they are to be derived again."""
+    return content["config"] | content["derived"]
 
 
 def read_file(path: Path) -> dict:
@@ -124,7 +129,7 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
 
 
 def resolve_options(
-    options: TrainConfig, derived: tuple[str, ...], checkpoint: dict | None
+    options: TrainConfig, derived: dict[str, str | None], checkpoint: dict | None
 ) -> tuple[TrainConfig, Recipe]:
     """Return the options of train.py with what follows from the recipe and the kind of device, and
     the recipe."""
@@ -162,7 +167,7 @@ def is_on_gpu(device: str) -> bool:
     return device in NAMED_GPUS or pick_device(device).type == "cuda"
 
 
-def resolve_compile(options: Options, derived: tuple[str, ...]) -> Options:
+def resolve_compile(options: Options, derived: dict[str, str | None]) -> Options:
     """Return the options with --use_torch_compile: by default on CUDA alone, and nowhere that
     Triton, PyTorch's compiler for GPUs, does not work."""
     on_gpu = is_on_gpu(options.device)
@@ -190,7 +195,6 @@ def resolve_micro_batch(
     recipe: Recipe,
     shape: GPTConfig,
     process: Process,
-    checkpoint: dict | None,
 ) -> TrainConfig:
     """Return the options with a number for --micro_batch_size auto. Every process must call it."""
     if options.micro_batch_size != "auto":
@@ -200,7 +204,7 @@ def resolve_micro_batch(
     hardware = plan.Hardware.of(options)
     # The process with the least memory decides for all, as they need equal micro-batches.
     hardware = replace(hardware, free=process.min(hardware.free))
-    size, sentence = plan.choose_micro_batch(options, recipe, shape, hardware, checkpoint)
+    size, sentence = plan.choose_micro_batch(options, recipe, shape, hardware)
     process.print(sentence)
     return replace(options, micro_batch_size=size)
 
@@ -219,17 +223,19 @@ def model_shape(
         raise UserError(
             f"{source} has a context of {weights.block_size}: give that --block_size, or a smaller"
         )
-    # Dropout is no part of the weights, and fewer positions of a longer context can be trained.
+    # Dropout is no part of the weights, and fewer positions of a longer context can be trained; but
+    # a resumed run has data and optimizer state of its context.
     shape = replace(weights, dropout=options.dropout)
-    if options.init_from:
+    if not options.resumes:
         shape = replace(shape, block_size=options.block_size)
 
     # Options that were not given ask for GPT-2's shape. With --init_from these say nothing: the
     # architecture is that of the weights. Others must agree with it.
     wanted_shape = options.model_config(recipe, shape.vocab_size)
     gpt2_shape = GPTConfig(options.block_size, shape.vocab_size, dropout=options.dropout)
-    nothing_was_given = options.init_from is not None and wanted_shape == gpt2_shape
-    if wanted_shape == shape or nothing_was_given:
+    if options.init_from is not None and wanted_shape == gpt2_shape:
+        wanted_shape = replace(shape, block_size=options.block_size)
+    if wanted_shape == shape:
         return shape
     # name what differs: "n_layer 12 (here 6)"
     changes: list[str] = []

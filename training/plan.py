@@ -198,12 +198,10 @@ def choose_micro_batch(
     recipe: Recipe,
     shape: GPTConfig,
     hardware: Hardware,
-    checkpoint: dict | None,
 ) -> tuple[int, str]:
     """Return the sequences of a micro-batch for --micro_batch_size auto, and a sentence about it.
 
-    That is the checkpoint's number, where it divides a process's share of a step: sums in another
-    order would round differently. Else it is the largest divisor whose forecast fits USABLE of the
+    That is the largest divisor of a process's share of a step whose forecast fits USABLE of the
     free memory. Raises UserError if not even one sequence fits.
     """
     sequences = replace(options, micro_batch_size=1).sequences_per_step(hardware.world_size)
@@ -225,7 +223,5 @@ def choose_micro_batch(
             "see --activation_checkpointing and --sharding"
         )
     size = fitting_sizes[-1]
-    if checkpoint and checkpoint["config"]["micro_batch_size"] in bytes_by_size:
-        size = checkpoint["config"]["micro_batch_size"]
     forecast = f"by forecast {bytes_by_size[size] / 1e9:.2f} GB of {free_text}"
     return size, f"--micro_batch_size auto: {size}, {forecast}"

@@ -24,7 +24,17 @@ from torch.amp import GradScaler
 from config import RunOptions, log_folder
 from data.tokenizer import tokenizer_identity
 from model.gpt import GPT
-from training.checkpoint import load_checkpoint, newest_first, reading, verify
+from training.checkpoint import (
+    BEST,
+    DamagedFile,
+    checksum,
+    find_checkpoint,
+    load_checkpoint,
+    newest_first,
+    open_model,
+    reading,
+    verify,
+)
 from training.parallel import load_optimizer_state
 from training.schedule import warmup_length
 from utils import distributed
@@ -36,7 +46,8 @@ from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 # Options that may differ between the machines of a run: their own folders, files and devices.
-PER_MACHINE = ("_dir", "_data", "device", "init_from")  # ends of their names
+# Checksums of what these hold are compared instead.
+PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")  # ends of their names
 # In float16 small gradients become 0, so the loss is scaled up. Other dtypes need no scaling.
 NO_SCALING = GradScaler("cpu", enabled=False)
 FIRST_LOSS_SCALE = 2.0**10  # low: from PyTorch's 2^16 the first steps overflow, and are skipped
@@ -64,7 +75,8 @@ class TrainState:
     tokens: int = 0
     """Tokens of these steps."""
     best_loss: float = math.inf
-    """Lowest validation loss in nats per token."""
+    """Lowest validation loss in nats per token that a model_best.pt was written with; only the main
+    process knows."""
     best_of: str | None = None
     """Identity of the validation text that best_loss belongs to; None before a validation."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -98,14 +110,6 @@ class TrainState:
         self.tokens += tokens
         self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
 
-    def record_validation(self, loss: float) -> bool:
-        """Remember a new lowest validation loss; return whether it is one. An untrained model is
-        never the best."""
-        is_best = loss < self.best_loss and self.step > 0
-        if is_best:
-            self.best_loss = loss
-        return is_best
-
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Make dropout a pure function of (seed, step, rank), so that no random state is saved."""
@@ -121,13 +125,73 @@ def reason_to_skip(loss: float, grad_norm: float) -> str | None:
     return f"loss {loss}, gradient norm {grad_norm}"
 
 
+# what a run is made of
+
+
+def init_checksum(options: RunOptions, checkpoint: dict | None, model: GPT) -> int | None:
+    """Return the checksum of the float32 weights that a run began from, None for random ones;
+    `model` holds those of --init_from for a new run. Raises UserError if a resumed run is given
+    other weights there than it began from."""
+    if checkpoint is None:
+        return checksum(model.state_dict())
+    if options.init_from != checkpoint["config"]["init_from"]:
+        open_original(options, checkpoint)
+    return checkpoint["init_checksum"]
+
+
+def open_original(options: RunOptions, checkpoint: dict) -> GPT:
+    """Return the model of --init_from for a resumed run; raise UserError unless it has the weights
+    that the run began from."""
+    model, _, _ = open_model(options.init_from, float32=True)
+    if checksum(model.state_dict()) != checkpoint["init_checksum"]:
+        raise UserError(
+            f"{options.init_from} does not hold the weights that the run of {options.resume} began "
+            "from: give their place by --init_from, or begin a new run in another --checkpoint_dir"
+        )
+    return model
+
+
+def compare_processes(
+    options: RunOptions, checkpoint: dict | None, entries: dict, process: Process
+) -> None:
+    """Raise UserError on every process if they differ in their options, in the checkpoint that they
+    resume, or in what the run is made of, the `entries` of its own checkpoints.
+
+    They would average gradients of different models, or wait for each other for ever. Every process
+    must call it, before collectives that depend on these.
+    """
+    common: dict[str, object] = {}
+    for name, value in (entries | options.to_dict()).items():
+        if not name.endswith(PER_MACHINE):
+            common[name] = value
+    if checkpoint is not None:
+        common |= {"step": checkpoint["step"], "checksums": checkpoint["checksums"]}
+    if not process.all_equal(zlib.crc32(json.dumps(common).encode())):
+        raise UserError(
+            "the processes have different options, checkpoints, weights of --init_from, tokenizers "
+            "or data: give all machines the same, as in folders that they share"
+        )
+
+
+def warn_of_order(process: Process, checkpoint: dict | None, data_order: dict) -> None:
+    """Warn where the batch of a step follows from other data or options than in the checkpoint that
+    is resumed."""
+    # a converted checkpoint has no optimizer state and no order of data to go on with
+    if checkpoint is None or not checkpoint["optimizer"]:
+        return
+    for name, value in data_order.items():
+        earlier_value = checkpoint["data_order"][name]
+        if value != earlier_value:
+            change = f"{name} was {earlier_value}, is {value}"
+            process.print(f"warning: {change}: the data order changes")
+
+
 # the folders of a run
 
 
 def claim_folders(options: RunOptions, checkpoint: dict | None, process: Process) -> None:
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
-    every process if the folders hold another run, or if the processes differ in their options or
-    checkpoints. Every process must call it."""
+    every process if the folders hold another run. Every process must call it."""
     # The main process alone writes, so it alone looks; the others wait for what it finds.
     problem: Exception | None = None
     if process.is_main:
@@ -141,60 +205,58 @@ def claim_folders(options: RunOptions, checkpoint: dict | None, process: Process
     if not process.all_agree(problem is None):
         raise problem or UserError("the main process cannot write to its folders")
 
-    # Processes that begin with different weights or options would average gradients of different
-    # models, or wait for each other for ever.
-    common: dict[str, object] = {}
-    for name, value in options.to_dict().items():
-        if not name.endswith(PER_MACHINE):
-            common[name] = value
-    if checkpoint is not None:
-        common |= {"step": checkpoint["step"], "run_id": checkpoint["run_id"]}
-    if not process.all_equal(zlib.crc32(json.dumps(common).encode())):
-        raise UserError(
-            "the processes have different options or checkpoints; is --checkpoint_dir a folder "
-            "that all machines share?"
-        )
-
 
 def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
-    """Raise UserError if the run would write over another's files, or over its own later ones."""
+    """Raise UserError if the run would write over files that are not its own, or over its own later
+    ones."""
     if options.overwrite:
         return
     # None is the id of no run: any files in the folder are then those of another
-    run_id = checkpoint["run_id"] if checkpoint else None
-    step = checkpoint["step"] if checkpoint else 0  # where this run begins
+    run_id = None
+    step = 0  # where this run begins
+    if checkpoint is not None and not options.is_branch:
+        run_id = checkpoint["run_id"]
+        step = checkpoint["step"]
 
-    folder = options.checkpoint_dir
-    newest = newest_readable(folder)
     # checkpoints first: they are worth more than a log
-    if newest is not None and newest["run_id"] != run_id:
-        raise UserError(refusal(f"{folder} holds the checkpoints of another run", "checkpoint_dir"))
-    # resumed from an earlier file: the later ones would be mixed with new ones
-    if newest is not None and newest["step"] > step:
-        later = f"{folder} holds a checkpoint of step {newest['step']}, after step {step}"
+    folder = options.checkpoint_dir
+    earlier = own_checkpoints(folder, run_id)
+    # Resumed from an earlier file: the later ones would be mixed with new ones. model_best.pt alone
+    # is later after a kill; the run comes to its step again.
+    if earlier and earlier[0]["step"] > step:
+        later = f"{folder} holds a checkpoint of step {earlier[0]['step']}, after step {step}"
         raise UserError(refusal(later, "checkpoint_dir"))
 
     log = logged_run(options.log_dir)  # its config.json
     if log is None or log.get("run_id", "") == run_id:
         return
-    # With --resume auto, a run that ended before its first checkpoint begins anew, in its folder.
+    # A run that ended before its first checkpoint begins anew, in its folder.
     its_checkpoints = log.get("config", {}).get("checkpoint_dir")
-    begins_anew = options.resume == "auto" and its_checkpoints == str(folder)
-    if not begins_anew:
+    is_restart = options.resume == "auto" or options.is_branch
+    if not (is_restart and its_checkpoints == str(folder)):
         raise UserError(refusal(f"{options.log_dir} holds the log of another run", "log_dir"))
+
+
+def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
+    """Return the content of a folder's checkpoints, the newest first. Raises UserError if one is
+    that of another run than `run_id`, of another format, or of another program."""
+    contents: list[dict] = []
+    for path in newest_first(folder):
+        try:
+            contents.append(load_checkpoint(path))
+            is_of_run = contents[-1]["run_id"] == run_id
+        except DamagedFile:
+            # what is left of a checkpoint after a power cut: a run in its own folder replaces it
+            is_of_run = run_id is not None and find_checkpoint(path) is not None
+        if not is_of_run:
+            reason = f"{folder} holds the checkpoints of another run ({path.name})"
+            raise UserError(refusal(reason, "checkpoint_dir"))
+    return contents
 
 
 def refusal(reason: str, option: str) -> str:
     """Return the sentence that refuses to write over a run."""
     return f"{reason}; continue it with --resume auto, give another --{option}, or --overwrite it"
-
-
-def newest_readable(folder: Path) -> dict | None:
-    """Return the newest checkpoint of a folder that is not damaged, None without one."""
-    for path in newest_first(folder):
-        with contextlib.suppress(UserError):
-            return load_checkpoint(path)
-    return None
 
 
 def remove_checkpoints(folder: Path, state: TrainState) -> None:
@@ -252,6 +314,8 @@ class Run:
         # disabled in other dtypes: scale(loss) is then the loss itself
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
         state = TrainState.start(checkpoint, scaler)
+        if options.is_branch:
+            state.run_id = uuid.uuid4().hex  # the parent goes on under its own
         earlier_log = find_log(options, checkpoint) if checkpoint else None
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
@@ -273,10 +337,13 @@ class Run:
 
     def validate_on(self, text_id: str) -> None:
         """Name the validation text. If the lowest loss before is that of another one, forget it:
-        losses of different texts cannot be compared."""
+        losses of different texts cannot be compared. Forget it, too, where its model is not in the
+        folder, as in that of a branch."""
         if self.state.best_of not in (None, text_id):  # None: nothing was validated before
             self.state.best_loss = math.inf  # so the next loss is the lowest one
             self.logger.print("the validation text has changed: a new lowest loss begins")
+        if not (self.config.checkpoint_dir / BEST).exists():
+            self.state.best_loss = math.inf
         self.state.best_of = text_id
 
     def open_log(self, model: GPT, entries: dict) -> None:
@@ -297,6 +364,17 @@ class Run:
         if self.process.is_main:
             if options.overwrite:
                 remove_checkpoints(options.checkpoint_dir, state)
+            # config.json first: by its run_id a run that is killed here finds its log again
+            content = {
+                "run_id": state.run_id,
+                **entries,
+                "tokenizer": tokenizer_identity(entries["tokenizer"]),  # not its megabytes of JSON
+                "config": options.to_dict(),
+                "model_config": asdict(model.config),
+                "versions": describe(self.process.device),
+            }
+            with atomic_write(options.log_dir / CONFIG) as file:
+                file.write(json.dumps(content, indent=1).encode())
             if self.earlier_log not in (None, options.log_dir):
                 copy_log(self.earlier_log, options.log_dir, state.step)
             if getattr(options, "wandb", False):  # finetune.py has no such option
@@ -310,17 +388,6 @@ class Run:
             begins_empty=self.earlier_log is None,  # check_folders has refused another run's log
             wandb_run=wandb_run,
         )
-        if self.process.is_main:
-            content = {
-                "run_id": state.run_id,
-                **entries,
-                "tokenizer": tokenizer_identity(entries["tokenizer"]),  # not its megabytes of JSON
-                "config": options.to_dict(),
-                "model_config": asdict(model.config),
-                "versions": describe(self.process.device),
-            }
-            with atomic_write(options.log_dir / CONFIG) as file:
-                file.write(json.dumps(content, indent=1).encode())
 
     def finish(self, message: str) -> None:
         """Print how the run ended, draw its picture, and exit with 128 + the signal if one came."""

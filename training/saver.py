@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -33,17 +34,6 @@ def save_checkpoint(path: Path, content: dict) -> None:
         raise UserError(f"{path} could not be written: {first_line(error)}{unharmed}") from error
 
 
-def keep_numbered(folder: Path, step: int, keep: int) -> None:
-    """Give model_last.pt the second name model_step_{step}.pt; keep the newest `keep` of these."""
-    if keep == 0:
-        return
-    # a link costs no space, and stays when model_last.pt is replaced by a new file
-    link_or_copy(folder / LAST, folder / NUMBERED.format(step))
-    for path in numbered(folder)[keep:]:
-        path.unlink()
-    sync_folder(folder)
-
-
 def finish_writing(seconds: float = 20) -> None:
     """Wait up to `seconds` for a checkpoint that is being written, before the process exits."""
     for thread in threading.enumerate():
@@ -65,23 +55,39 @@ class Saver:
     entries: dict
     """Further entries of the file: script, tokenizer, ..."""
     last_step: int = field(init=False)
-    """Step of the newest model_last.pt; at the start that of the checkpoint that is resumed."""
+    """Step of model_last.pt on the disk; 0 without one. Only the main process knows."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     error_of_file: dict[str, Exception] = field(init=False, default_factory=dict)
     """Errors of failed writes, by the name of the file; a later write that succeeds removes its."""
 
     def __post_init__(self) -> None:
-        self.last_step = self.run.start_step  # a run that ends without a new step saves nothing
+        # a run that ends without a new step saves nothing
+        has_last = (self.run.config.checkpoint_dir / LAST).exists()
+        self.last_step = self.run.start_step if has_last else 0
 
-    def save(self, name: str) -> None:
-        """Copy the state of the run and have it written as `name`. Every process must call it, as
-        sharded state is gathered from all."""
-        self.wait()  # one copy of the state at a time, or memory would grow on a slow disk
+    # State follows the files. What lies on the disk is known after `wait`, and to the main process
+    # alone, which decides for all.
+
+    def save_last(self) -> None:
+        """Save model_last.pt, unless it is of this step already. Every process must call it."""
+        self.wait()
+        self.save(LAST, self.last_step != self.run.state.step)
+
+    def save_if_best(self, loss: float) -> None:
+        """Save model_best.pt if the loss of a validation is the lowest one so far; an untrained
+        model is never the best. Every process must call it."""
+        self.wait()
+        state = self.run.state
+        self.save(BEST, loss < state.best_loss and state.step > 0, best_loss=loss)
+
+    def save(self, name: str, condition: bool, **changes: object) -> None:
+        """Copy the state of the run, with `changes` of its entries, and have it written as `name`,
+        if the condition of the main process holds. Every process must call it, as sharded state is
+        gathered from all; and `wait` before: a second copy would take memory on a slow disk."""
+        if not self.run.process.all_agree(condition or not self.run.process.is_main):
+            return
         # on the CPU, and not changed by later steps
         weights, moments = gather_state(self.model, self.optimizers)
-        state = self.run.state
-        if name == LAST:
-            self.last_step = state.step
         # the other processes have helped to gather, and write nothing
         if not self.run.process.is_main:
             return
@@ -89,7 +95,8 @@ class Saver:
             "config": self.run.config.to_dict(),
             "model_config": asdict(self.model.config),
             **self.entries,
-            **state.to_checkpoint(),
+            **self.run.state.to_checkpoint(),
+            **changes,
         }
         arguments = (name, weights, moments, entries)
         # daemon: a process that ends on an error does not wait for it without end, see THREAD
@@ -97,22 +104,38 @@ class Saver:
         self.thread.start()
 
     def write(self, name: str, weights: dict, moments: dict, entries: dict) -> None:
-        """Write a file, and give the last checkpoint its numbered name. Runs in the thread."""
+        """Write a file, give it all of its names, and only then count it. Runs in the thread."""
         folder = self.run.config.checkpoint_dir
+        keep = self.run.config.keep_last
         step = entries["step"]
+        # model_last.pt is saved before the validation of its step. Where that makes it the best, it
+        # becomes the same file as model_best.pt, which knows its validation loss: a resumed run
+        # would take a worse model for the best otherwise. It also makes up for a failed write.
+        is_last = name == LAST or step == self.last_step or LAST in self.error_of_file
+        # The name LAST comes last: a run that is killed before resumes an earlier step, and saves
+        # this one again.
+        names = [BEST] if name == BEST else []
+        if is_last and keep > 0:
+            names.append(NUMBERED.format(step))
+        if is_last:
+            names.append(LAST)
         try:
-            save_checkpoint(folder / name, assemble(weights, moments, **entries))
-            self.error_of_file.pop(name, None)  # an earlier failure is made up for
-            # model_last.pt is saved before the validation of its step. Where that makes it the
-            # best, it becomes the same file as model_best.pt, which knows its validation loss: a
-            # resumed run would take a worse model for the best otherwise.
-            if name == BEST and step == self.last_step:
-                link_or_copy(folder / BEST, folder / LAST)
-                self.error_of_file.pop(LAST, None)
-            if step == self.last_step:
-                keep_numbered(folder, step, self.run.config.keep_last)
+            save_checkpoint(folder / names[0], assemble(weights, moments, **entries))
+            if name == BEST:
+                self.run.state.best_loss = entries["best_loss"]
+            # a link costs no space, and stays when model_last.pt is replaced by a new file
+            for further_name in names[1:]:
+                link_or_copy(folder / names[0], folder / further_name)
+            if is_last:
+                self.last_step = step
+            if keep > 0:
+                for path in numbered(folder)[keep:]:
+                    path.unlink()
+            sync_folder(folder)
+            for written_name in names:
+                self.error_of_file.pop(written_name, None)  # an earlier failure is made up for
         except Exception as error:  # an exception of a thread would get lost
-            self.error_of_file[name] = error
+            self.error_of_file[names[-1]] = error
             self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:
@@ -129,12 +152,18 @@ class Saver:
         if state.bad_steps < PATIENCE:
             return
         state.bad_steps = 0  # a run that resumes this checkpoint has its patience again
-        self.save(LAST)
-        self.finish()
-        raise UserError(
-            f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
-            "resume an earlier checkpoint with a lower --max_lr and --overwrite"
+        self.end(
+            UserError(
+                f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
+                "resume an earlier checkpoint with a lower --max_lr and --overwrite"
+            )
         )
+
+    def end(self, error: UserError) -> NoReturn:
+        """Save the run and raise an error that all processes have met."""
+        self.save_last()
+        self.finish()
+        raise error
 
     def finish(self) -> None:
         """Wait on all processes for the last write; raise UserError for a file that failed."""

@@ -63,8 +63,9 @@ def learning_rate(step: int, options: OptimizerOptions) -> float:
 
     schedule = SCHEDULES[options.schedule]
     num_updates = options.last_update + 1
-    # wsd: the last fifth of all updates; others: all that follow warmup
-    decay_updates = round(schedule.decay_share * num_updates)
+    # wsd: the last fifth of all updates, but two at least, as the first one still has max_lr;
+    # others: all that follow warmup
+    decay_updates = max(2, round(schedule.decay_share * num_updates))
     decay_start = max(warmup_steps, num_updates - decay_updates)
     # min_lr belongs to the last update itself; a run of one update has nothing to divide by
     decay_length = max(1, options.last_update - decay_start)

@@ -6,8 +6,10 @@ from data.mixture import Mixture
 from data.tokenizer import tokenizer_identity
 from evaluation.validation import too_few_tokens
 from model.gpt import GPT
+from model.recipes import Recipe
 from training.run import Run
 from utils.devices import seconds_on_cpu
+from utils.distributed import launched
 from utils.errors import UserError
 
 MANY_EPOCHS = 100  # a small text is learned by heart long before
@@ -26,9 +28,22 @@ def check_tokenizer(stream: TokenStream, weights_from: str, tokenizer: str) -> N
     stream.tokenizer = tokenizer  # equal tokens, but the spec may hold a chat template, too
 
 
-def warn_of_data(run: Run, checkpoint: dict | None, train_data: Mixture, val_data: Mixture) -> None:
-    """Warn where shards are unfinished, text is seen often, validation is rough, or the order of
-    the data is not that of the checkpoint that is resumed."""
+def announce_recipe(options: TrainConfig, recipe: Recipe, checkpoint: dict) -> None:
+    """Print, on the main process, that another recipe than this run's has trained the weights of
+    --init_from, those of `checkpoint`."""
+    # {} of a model of another project; finetune.py has no recipe
+    earlier_options = checkpoint.get("config", {})
+    earlier_name = earlier_options.get("recipe", options.recipe)
+    if earlier_name != options.recipe and launched("RANK") == 0:
+        print(
+            f"{options.init_from} was trained by --recipe {earlier_name}, at a rate of "
+            f"{earlier_options['max_lr']:g}; this run trains it by --recipe {options.recipe}, with "
+            f"{recipe.optimizer} at {options.max_lr:g}"
+        )
+
+
+def warn_of_data(run: Run, train_data: Mixture, val_data: Mixture) -> None:
+    """Warn where shards are unfinished, text is seen often, or validation is rough."""
     options: TrainConfig = run.config
     warn = run.process.print
     # a sharding that was interrupted, or that still runs
@@ -42,15 +57,6 @@ def warn_of_data(run: Run, checkpoint: dict | None, train_data: Mixture, val_dat
     if train_data.epochs(train_tokens)[0] > MANY_EPOCHS:
         smaller = "--max_steps, --total_batch_size and perhaps --n_layer, --n_head, --n_embd"
         warn(f"warning: {train_data.describe_epochs(train_tokens)} are many: see {smaller}")
-
-    # The batch of a step follows from these. A converted checkpoint has no optimizer state and no
-    # order of data to go on with.
-    if checkpoint is None or not checkpoint["optimizer"]:
-        return
-    for name, value in data_order(options, train_data).items():
-        earlier_value = checkpoint["data_order"][name]
-        if value != earlier_value:
-            warn(f"warning: {name} was {earlier_value}, is {value}: the data order changes")
 
 
 def data_order(options: TrainConfig, train_data: Mixture) -> dict:

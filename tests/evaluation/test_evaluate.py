@@ -136,6 +136,8 @@ def test_bad_settings_are_sentences(trained, exported, tmp_path):
     of_nan = {"checkpoint": None, "model": str(tmp_path / "nan"), "out": tmp_path / "e.json"}
     for options, message in (
         ({"tasks": ("hellaswagg",)}, "no hellaswagg: val, hellaswag, lambada, cbt_cn, cbt_ne or"),
+        ({"tasks": ("a/q.jsonl", "b/q.jsonl")}, "two tasks have one name"),
+        ({"tasks": ("val", "val")}, "two tasks have one name"),
         ({"data": (tmp_path / "none",)}, "lambada could not be read from"),
         ({"data": (tmp_path, tmp_path)}, "2 files for 1 benchmarks"),
         ({"model": str(exported), "tasks": ("val",), "checkpoint": None}, "needs --data_dir"),

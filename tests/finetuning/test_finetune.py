@@ -13,6 +13,7 @@ from conftest import (
     contents,
     environment,
     folders,
+    run_ranks,
     script,
     torchrun,
     train_args,
@@ -22,8 +23,9 @@ from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
 import finetune
 from data.tokenizer import load_tokenizer
+from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
-from finetuning.rewards import load_reward_function
+from finetuning.rewards import RewardError, load_reward_function, rate_by_function
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -232,7 +234,7 @@ def refuse(monkeypatch):
         ("--method grpo --reward exakt", "exakt is none of exact, FILE.py:FUNCTION, and a check"),
         ("--method grpo --reward {base}/hf", "is none of exact, FILE.py:FUNCTION"),
         ("--method grpo --reward {base}", "is no reward model"),
-        ("--method sft --block_size 128", "--block_size 128 exceeds .* context of 64"),
+        ("--method sft --block_size 128", "--block_size 128: .* has a context of 64"),
         ("--method dpo --init_from {base}/plain", "on another kind of text: change --plain"),
         ("--method dpo --batch_size 3", "3 examples of a step do not divide by 2"),
     ],
@@ -246,16 +248,66 @@ def test_a_reward_that_fails_costs_no_checkpoint(base, whole, refuse):
     run = whole("sft")
     before = contents(run)
     args = finetune_args(base, run, "grpo", "--reward", f"{base}/letters.py:fails")[1:]
-    refuse("letters.py:fails fails for the first row", *args, "--overwrite")
+    refuse("letters.py:fails fails for the prompt '1.'", *args, "--overwrite")
     assert contents(run) == before
 
 
 def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_path, refuse):
     again = ["--resume", whole("dpo"), "--max_steps", 5, "--init_from"]
     other = [*again, base / "plain", *folders(tmp_path)]
-    refuse("model_last.pt has changed since this run began", *other)
+    refuse("model_last.pt does not hold the weights that the run", *other)
     moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
     script("finetune.py", *again, moved, *folders(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "0.5", [1.0]])
+def test_a_reward_is_a_finite_number(reward):
+    completions = [Completion({"prompt": "1?"}, text, None) for text in ("a", "b")]
+    rewards = {"a": True, "b": reward}
+    rate = functools.partial(rate_by_function, "f.py:f", lambda _, text, row: rewards[text])
+    with pytest.raises(RewardError, match="f.py:f fails for the prompt '1.' .* 'b'"):
+        rate(Process(0, 1, "cpu"), completions)
+    assert rate(Process(0, 1, "cpu"), completions[:1]) == [1.0]
+
+
+def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
+    args = finetune_args(base, tmp_path, "grpo", "--max_steps", 3)
+    (tmp_path / "rank.py").write_text(
+        "import os\n"
+        "def of_one(prompt, completion, row):\n"
+        "    os.environ['CALLS'] = str(int(os.environ.get('CALLS', 0)) + 1)\n"
+        "    return 1 / (os.environ['RANK'] == '0' or int(os.environ['CALLS']) < 12)\n"
+    )
+    ranks = torchrun(2, *args, "--reward", f"{tmp_path}/rank.py:of_one", code=2)
+    assert "has failed on another process" in ranks[0].stderr
+    assert "fails for the prompt" in ranks[1].stderr
+    assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse, method):
+    lines = (base / "rows.jsonl").read_text().splitlines(keepends=True)
+    start = whole(method) / "checkpoints/model_step_000002.pt"
+    (tmp_path / "rows.jsonl").write_text("".join(lines[::-1]))
+    resumed = ["finetune.py", "--resume", start, *folders(tmp_path / "new")]
+    assert "data order changes" not in script(*resumed).stdout
+    done = script(*resumed, "--overwrite", "--data", tmp_path / "rows.jsonl")
+    assert "checksum of --data was" in done.stdout and done.stdout.count("order changes") == 1
+    for number, (flag, value, problem) in enumerate(
+        (
+            ("--init_from", base / "plain", "does not hold the weights that"),
+            ("--block_size", 32, "--block_size 32: .* has a context of 64"),
+        )
+    ):
+        refuse(problem, "--resume", start, *folders(tmp_path / str(number)), flag, value)
+
+
+def test_two_processes_with_other_rows_do_not_begin(base, tmp_path):
+    lines = (base / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(lines[::-1]))
+    ours = finetune_args(base, tmp_path, "sft", "--max_steps", 1)
+    for rank in run_ranks([ours, [*ours, "--data", tmp_path / "rows.jsonl"]], code=2):
+        assert "the processes have different" in rank.stderr
 
 
 def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(tmp_path):

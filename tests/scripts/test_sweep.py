@@ -69,3 +69,10 @@ def test_differences_are_of_runs_of_the_same_seed():
         "| a | 2.5667 | 0.4163 | +0.1667 |",
     ]
     assert "| a | 2.1000 | 0.0000 | +0.0000 |" in to_markdown(["a"], losses[:1, :1], "loss")
+
+
+@pytest.mark.parametrize("diverged", [np.nan, np.inf])
+def test_a_run_that_diverged_is_not_the_best(diverged):
+    losses = np.array([[diverged, 2.0], [3.0, 4.0]])
+    lines = to_markdown(["a", "b"], losses, "loss").splitlines()
+    assert lines[2] == "| b | 3.5000 | 0.7071 | +0.0000 |" and lines[3].startswith("| a |")

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import (
     bad,
     contents,
@@ -90,9 +91,21 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
         script("train.py", "--resume", begin, *flags)
         assert sorted(losses(goes_on)) == list(range(1, 11))
         assert sorted(losses(goes_on, "val")) == [0, 10]
-        config = json.loads((goes_on / "logs/config.json").read_text())["config"]
-        assert config["max_steps"] == 10
+        logged = json.loads((goes_on / "logs/config.json").read_text())
+        assert logged["config"]["max_steps"] == 10
+        branches = goes_on.name == "branch"
+        saved = [load_checkpoint(path) for path in (goes_on / "checkpoints").glob("*.pt")]
+        run_ids = {content["run_id"] for content in [logged, *saved]}
+        assert len(run_ids) == 1 and (run_ids != {load_checkpoint(middle)["run_id"]}) == branches
+        # the best of the parent is not in the folder of a branch
+        best = load_checkpoint(goes_on / "checkpoints/model_best.pt")
+        assert best["best_loss"] == losses(goes_on, "val")[10]
     assert contents(run) == before
+    # the branch does not take the parent's later checkpoints for its own
+    (goes_on / "checkpoints/model_last.pt").unlink()  # has the content of several names
+    shutil.copy(run / "checkpoints/model_last.pt", goes_on / "checkpoints")
+    refused = ["--resume", goes_on / "checkpoints/model_best.pt", "--max_steps", 12]
+    bad(["train.py", *refused], "checkpoints of another run (model_last.pt)", goes_on)
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_says_so_first(shards, tmp_path):
@@ -122,13 +135,46 @@ def test_a_damaged_checkpoint_blocks_neither_a_whole_one_nor_overwrite(shards, r
     last, best = run / "checkpoints/model_last.pt", run / "checkpoints/model_best.pt"
     last.write_bytes(last.read_bytes()[:-1000])
     args = train_args(shards, run, 22)
-    bad([*args, "--resume", "auto"], "model_last.pt is damaged or not a checkpoint", run)
     bad(args, "holds the checkpoints of another run", run)
-    script(*args, "--resume", best)
+    done = script(*args, "--resume", "auto")
+    assert "model_last.pt is damaged" in done.stderr and "resumed at step 20" in done.stdout
     assert load_checkpoint(last)["step"] == 22 and max(losses(run)) == 22
+    for path in (last, best):
+        path.write_bytes(path.read_bytes()[:-1000])
+    bad([*args, "--resume", "auto"], "model_last.pt is damaged or not a checkpoint", run)
     last.write_bytes(b"damaged")
     script(*args, "--overwrite", "--max_steps", 3)
     assert load_checkpoint(last)["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("model_best.pt", b"of another program", "another run (model_best.pt)"),
+        ("model_step_000003.pt", {"model": {}}, "another run (model_step_000003.pt)"),
+        (
+            "model_step_000003.pt",
+            {"run_id": "of another run"},
+            "another run (model_step_000003.pt)",
+        ),
+        ("model_best.pt", {"format_version": 99}, "has format 99"),
+    ],
+)
+def test_files_of_others_are_kept_in_a_folder_that_is_resumed(shards, run, name, content, message):
+    path = run / "checkpoints" / name
+    if isinstance(content, dict):
+        saved = load_checkpoint(run / "checkpoints/model_last.pt")
+        torch.save(saved | content if "model" not in content else content, path)
+    else:
+        path.write_bytes(content)
+    bad(train_args(shards, run, 22, "--resume", "auto"), message, run)
+
+
+@pytest.mark.parametrize("content", [b"", bytes(5000)])
+def test_what_a_power_cut_leaves_of_a_file_is_replaced(shards, run, content):
+    (run / "checkpoints/model_best.pt").write_bytes(content)
+    script(*train_args(shards, run, 22, "--resume", "auto"))
+    assert load_checkpoint(run / "checkpoints/model_best.pt")["step"] == 22
 
 
 def test_the_lowest_loss_is_known_after_a_resume_and_belongs_to_its_text(shards, run):

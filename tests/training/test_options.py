@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, bad, folders, losses, script
+from conftest import ROOT, bad, folders, losses, script, train_args
 
 from config import TrainConfig
 from model.recipes import RECIPES
@@ -146,6 +146,21 @@ def test_a_resumed_run_derives_again_what_nobody_gave(trained, cuda, flags, expe
     for name, value in expected.items():
         assert getattr(config, name) == (pytest.approx(value) if type(value) is float else value)
     assert saved["config"]["min_lr"] == pytest.approx(3e-4)  # resolved in the file
+
+
+def test_what_was_given_as_auto_is_derived_again_and_warmup_is_kept(shards, tmp_path):
+    args = train_args(shards, tmp_path, 40)
+    warmup = args.index("--warmup_steps")
+    del args[warmup : warmup + 2]
+    args[args.index("--micro_batch_size") + 1] = "auto"
+    script(*args, "--total_batch_size", 96, "--eval_every", 0, "--save_every", 10)
+    options, saved = resolve("--resume", tmp_path, "--max_steps", 200)
+    # 16, the default, would not divide the three sequences of a step
+    assert saved["config"]["micro_batch_size"] == 3 and options.micro_batch_size == "auto"
+    assert options.warmup_steps == 4  # a tenth of the first 40 steps
+    # a new run by the same options has a warmup of its own
+    again, _ = resolve("--config", tmp_path / "logs/config.json", "--max_steps", 200)
+    assert (again.warmup_steps, again.micro_batch_size) == (20, "auto")
 
 
 @pytest.mark.parametrize(

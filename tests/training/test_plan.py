@@ -115,17 +115,15 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
     options = train_options(total_batch_size=48 * 1024, micro_batch_size="auto")
     shape = options.model_config(Recipe(), 50257)
 
-    def choose(gigabytes, processes=1, before=None, checkpointing="none"):
+    def choose(gigabytes, processes=1, checkpointing="none"):
         config = replace(options, activation_checkpointing=checkpointing)
         hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes)
-        checkpoint = {"config": {"micro_batch_size": before}} if before else None
-        return choose_micro_batch(config, Recipe(), shape, hardware, checkpoint)[0]
+        return choose_micro_batch(config, Recipe(), shape, hardware)[0]
 
     sizes = [choose(gigabytes) for gigabytes in (4, 8, 16, 80)]
     assert sizes == sorted(set(sizes)) and sizes[-1] == 48  # all divide the 48 sequences
     assert all(48 % size == 0 for size in sizes)
     assert choose(8, checkpointing="block") > sizes[1]
     assert choose(80, processes=4) == 12
-    assert (choose(80, before=16), choose(80, 4, before=16)) == (16, 12)  # kept, if it divides
     with pytest.raises(UserError, match="one sequence needs .* GB, but a process has 1.00 GB"):
         choose(1)

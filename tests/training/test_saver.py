@@ -1,9 +1,17 @@
+import contextlib
+import functools
+import itertools
+import math
+import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import train_options
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -34,7 +42,7 @@ def saver(tmp_path):
 
 def save(saver, step):
     saver.run.state.step = step
-    saver.save(LAST)
+    saver.save_last()
 
 
 def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypatch):
@@ -56,20 +64,109 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
 
 def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
     """What is saved before a validation knows its loss after it."""
-    state = saver.run.state
     save(saver, 4)
-    assert state.record_validation(2.5)
-    saver.save(BEST)
+    saver.save_if_best(2.5)
     saver.finish()
     for name in (LAST, "model_step_000004.pt"):
         assert ckpt.load_checkpoint(tmp_path / name)["best_loss"] == 2.5
         assert (tmp_path / name).samefile(tmp_path / BEST)
-    state.step = 5
-    state.record_validation(2.0)
-    saver.save(BEST)  # of a step that is not saved otherwise
+    saver.run.state.step = 5
+    saver.save_if_best(2.0)  # of a step that is not saved otherwise
     saver.finish()
     assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 4
     assert not list(tmp_path.glob("*.tmp"))
+
+
+class Killed(BaseException):
+    """Ends a run between two operations on files."""
+
+
+class SameThread:
+    """In place of threading.Thread: runs at once, and raises what its target raises."""
+
+    def __init__(self, target, args, **_):
+        self.start = functools.partial(target, *args)
+
+    def is_alive(self):
+        return False
+
+
+def patch_disk(patch, fault, error):
+    """Let rename, link or removal number `fault` raise the error; after Killed all later ones."""
+    numbers = itertools.count(1)
+
+    def operate(operation, *args):
+        number = next(numbers)
+        if number == fault or (error is Killed and number > fault):
+            raise error("the disk is full")
+        return operation(*args)
+
+    for name in ("replace", "link", "unlink"):
+        patch.setattr(os, name, functools.partial(operate, getattr(os, name)))
+    patch.setattr(os, "fsync", lambda descriptor: None)  # quick
+    patch.setattr(threading, "Thread", SameThread)
+
+
+def read(path):
+    """Return the step and the lowest loss of a file, 0 and infinity without one."""
+    content = {"step": 0, "best_loss": math.inf}
+    if path.exists():
+        content = ckpt.load_checkpoint(path)
+        ckpt.verify(content, "model")
+    return content["step"], content["best_loss"]
+
+
+def run_to_end(like, folder, losses):
+    """Go on from the newest checkpoint of a folder as train.py does; step i + 1 has the validation
+    loss losses[i]. Check after each save that what the run and the files say is what lies there.
+    Return step and lowest loss by file."""
+    newest = ckpt.find_newest(folder)
+    state = TrainState.start(newest and ckpt.load_checkpoint(newest))
+    config = replace(like.run.config, checkpoint_dir=folder)
+    run = replace(like.run, config=config, state=state, start_step=state.step)
+    run.logger = SimpleNamespace(print=lambda text: None)
+    run.validate_on("a text")
+    saver = Saver(run, like.model, like.optimizers, like.entries)
+    while True:
+        if state.step % 2 == 0 or state.step == len(losses):
+            saver.save_last()
+        if state.step > 0:
+            saver.save_if_best(losses[state.step - 1])
+        (last_step, last_loss), (_, best_loss) = (read(folder / name) for name in (LAST, BEST))
+        assert saver.last_step <= last_step and min(last_loss, state.best_loss) >= best_loss
+        if state.step == len(losses):
+            return {path.name: read(path) for path in folder.glob("*.pt")}
+        state.step += 1
+
+
+def test_run_and_files_say_what_lies_there_whenever_a_save_is_killed_or_fails(
+    saver, tmp_path_factory
+):
+    """And a run that was killed ends with the files of one that was not."""
+
+    def run(folder, losses, fault=math.inf, error=Killed):
+        with pytest.MonkeyPatch.context() as patch:
+            patch_disk(patch, fault, error)
+            return run_to_end(saver, folder, losses)
+
+    whole = functools.cache(lambda losses: run(tmp_path_factory.mktemp("whole"), losses))
+
+    @settings(max_examples=16, deadline=None)
+    @given(
+        losses=st.sampled_from([(3.0, math.nan, 2.0, 2.5), (2.0, 1.0, 1.0, 0.5)]),
+        fault=st.integers(1, 24),
+        error=st.sampled_from([Killed, OSError]),
+    )
+    @example(losses=(2.0, 1.0, 1.0, 0.5), fault=4, error=Killed)  # before a first model_last.pt
+    def check(losses, fault, error):
+        folder = tmp_path_factory.mktemp("run")
+        with contextlib.suppress(Killed):
+            run(folder, losses, fault, error)
+        assert run(folder, losses) == whole(losses) or error is OSError
+        lowest = min(loss for loss in losses if math.isfinite(loss))
+        assert whole(losses)[BEST] == (losses.index(lowest) + 1, lowest)
+
+    check()
 
 
 def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, monkeypatch, capsys):

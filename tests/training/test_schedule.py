@@ -33,6 +33,13 @@ def test_wsd_is_constant_then_linear_in_the_last_fifth():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_runs_of_any_length_end_at_the_lowest_rate(schedule):
+    for max_steps in range(2, 30):
+        run = options(schedule=schedule, max_steps=max_steps, min_lr=0.25)
+        assert learning_rate(0, run) == 1.0 and learning_rate(max_steps - 1, run) == 0.25
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_that_is_shorter_than_its_warmup_rises_for_half_of_it(schedule):
     run = options(schedule=schedule, max_steps=100, warmup_steps=715)
     rates = [learning_rate(step, run) for step in range(100)]

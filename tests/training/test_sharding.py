@@ -1,6 +1,9 @@
+import shutil
+
 import pytest
 from conftest import gap, losses, run_ranks, script, torchrun, train_args
 
+from data.shards import read_manifest, write_manifest
 from utils.logger import read_metrics
 
 MODES = ("none", "zero1", "zero2", "zero3")
@@ -38,11 +41,29 @@ def test_a_chain_of_machines_and_shardings_continues_one_curve(shards, tmp_path,
         before = run
 
 
-def test_machines_that_do_not_share_their_checkpoints_are_told_so(shards, reference, tmp_path):
-    ours = train_args(shards, reference, 30, "--resume", "auto", "--micro_batch_size", 2)
-    theirs = [*ours, "--checkpoint_dir", tmp_path / "elsewhere", "--log_dir", tmp_path]
-    for rank in run_ranks([ours, theirs], code=2, local_world_size=1):
-        assert "a folder that all machines share?" in rank.stderr
+def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
+    """By what the files hold: a copy in another place will do."""
+    ours = train_args(shards, reference, 14, "--resume", "auto", "--micro_batch_size", 2)
+    other, copy, changed = (tmp_path / name for name in ("other", "copy", "changed"))
+    shutil.copytree(shards, copy)
+    shutil.copytree(shards, changed)
+    manifest = read_manifest(changed)
+    last_val = [entry for entry in manifest["shards"] if entry["split"] == "val"][-1]
+    last_val["sha256"] = "of another text"
+    write_manifest(changed, manifest)
+    script(*train_args(shards, other, 12, "--seed", 8))
+    elsewhere = ["--checkpoint_dir", other / "checkpoints", "--log_dir", other]
+    begun = train_args(shards, tmp_path / "new", 2, "--micro_batch_size", 2, "--sharding", "zero2")
+    best = "checkpoints/model_best.pt"
+    for first, second in (
+        (ours, [*ours, *elsewhere]),
+        (ours, [*ours, "--data_dir", changed]),
+        ([*begun, "--init_from", reference / best], [*begun, "--init_from", other / best]),
+    ):
+        for rank in run_ranks([first, second], code=2, local_world_size=1):
+            assert "the processes have different" in rank.stderr and "Traceback" not in rank.stderr
+    assert not list((tmp_path / "new").rglob("*.json*"))
+    run_ranks([ours, [*ours, "--data_dir", copy]], local_world_size=1)
 
 
 COMPILED = ("--use_torch_compile", "--activation_checkpointing")

@@ -24,10 +24,15 @@ from conftest import (
     start,
     torchrun,
     train_args,
+    weights,
 )
 
+from config import TrainConfig
+from data.mixture import Mixture
 from data.shards import read_manifest, write_manifest
+from train import build_model
 from training.checkpoint import load_checkpoint
+from training.options import read_options, resolve_options
 from training.run import seed_step
 from utils.logger import read_metrics
 
@@ -131,6 +136,37 @@ def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
     ):
         bad(train_args(shards, tmp_path / "new", 30, *flags), message)
     assert not list((tmp_path / "new").rglob("m*"))
+
+
+def test_weights_of_another_recipe_are_announced_and_resumed_only_by_their_content(
+    shards, trained, tmp_path
+):
+    modern, run = tmp_path / "modern", tmp_path / "run"
+    script(*train_args(shards, modern, 1, "--recipe", "modern"))
+    args = train_args(shards, run, 2, "--init_from", modern)
+    sizes = args.index("--n_layer")
+    del args[sizes : sizes + 6]  # those of the weights
+    note = "was trained by --recipe modern, at a rate of 0.003; this run trains it by --recipe gpt2"
+    assert note in script(*args).stdout
+    assert note not in script(*args[:-2], "--max_steps", 3, "--resume", "auto").stdout
+    again = [*args, "--max_steps", 4, "--resume", "auto", "--init_from"]
+    script(*again, shutil.copytree(modern, tmp_path / "moved"))
+    bad([*again, trained], "does not hold the weights that the run of", run)
+
+
+def test_a_checkpoint_that_is_resumed_is_opened_once(shards, trained, tmp_path):
+    """Its run may go on, and save, between two looks at the path."""
+    path = tmp_path / "model_last.pt"
+    shutil.copy(trained / "checkpoints/model_last.pt", path)
+    flags = ["--resume", path, "--checkpoint_dir", tmp_path / "branch", "--data_dir", shards]
+    options, derived, checkpoint = read_options(TrainConfig, "train.py", list(map(str, flags)))
+    options, recipe = resolve_options(options, derived, checkpoint)
+    path.unlink()
+    stream = Mixture(options.data_dir, "train", 32).stream
+    model, began_from = build_model(options, recipe, stream, checkpoint)
+    assert began_from is None
+    for name, weight in weights(trained).items():
+        assert model.state_dict()[name].equal(weight)
 
 
 def test_shards_of_an_interrupted_sharding_are_warned_of(shards, tmp_path):
