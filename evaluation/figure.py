@@ -136,8 +136,6 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
         draw_published_loss(panels[metric], runs, size)
     if is_grpo:
         show_sample(figure, runs[-1])
-    else:
-        scale_losses(panels[metric])
     save(figure, out)
 
 
@@ -163,19 +161,27 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
         split = "held_out"
         best = max
         words = "highest held-out reward"
-    [line] = axes.plot(*curve(run, "train", metric), lw=0.8, alpha=0.6, color=color)
-    x, values = curve(run, split, metric)
-    # The line from the loss of an untrained model to the next one would stand far above the curve.
-    if split == "val" and len(x) > 1 and x[0] == 0 and values[0] > 1.5 * values[1]:
-        x, values = x[1:], values[1:]
-    if len(x):
-        [line] = axes.plot(x, values, lw=1.8, marker="o", ms=3, color=color)
+    training = curve(run, "train", metric)  # empty for bits per byte
+    validation = curve(run, split, metric)
+    if metric != "reward":
+        training = without_start(*training)
+        validation = without_start(*validation)
+    [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
+    if len(validation[0]):
+        [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
     label = run.label
     rows = [row for row in run.log.get(split, []) if metric in row]
     if rows:
         best_row = best(rows, key=lambda row: row[metric])
         label += f": {words} {best_row[metric]:.3f}, at step {best_row['step']:,}"
     line.set_label(label)
+
+
+def without_start(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a curve without the first losses, if they are far above the last one, as those of an
+    untrained model are: they would press all others into a strip at the bottom."""
+    is_start = (x < 0.05 * x[-1:]) & (losses > 1.5 * losses[-1:])
+    return x[~is_start], losses[~is_start]
 
 
 def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
@@ -212,22 +218,6 @@ def draw_published(axes: Axes, key: tuple[str, str, str], size: str | None, colo
         axes.axhline(value, color=color, ls="--", lw=1, label=label)
 
 
-def scale_losses(axes: Axes) -> None:
-    """Let the highest 5 % of each curve, the losses of its first steps, run out at the top, so that
-    the slow progress late in a run is seen."""
-    lows = []
-    highs = []
-    for line in axes.lines:
-        losses = np.array(line.get_ydata())
-        losses = losses[np.isfinite(losses)]
-        if len(losses):
-            lows.append(losses.min())
-            # "higher": up to 20 values are seen whole
-            highs.append(np.quantile(losses, 0.95, method="higher"))
-    if lows:
-        axes.set_ylim(0.98 * min(lows), 1.03 * max(highs))
-
-
 def show_sample(figure: Figure, run: Run) -> None:
     """Show the beginning of the newest text in a run's samples.txt, if that lies beside the log,
     below the panels."""
@@ -254,6 +244,7 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
     """Label and style all panels, and write the picture as the type that its suffix names."""
     for axes in figure.axes:
         axes.set_xlabel(x_label)
+        axes.set_xlim(0, None)  # the same in all panels
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
         axes.grid(alpha=0.25)
         for line in axes.lines:

@@ -119,7 +119,6 @@ def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, ou
         label = f"{groups[i]}: {losses[i].mean():.4f} ± {losses[i].std(ddof=ddof):.4f}"
         axes.plot(x, mean, color=color, label=label)
         axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, lw=0)
-    figure.scale_losses(axes)
     figure.save(picture, out)
 
 

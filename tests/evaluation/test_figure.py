@@ -90,22 +90,17 @@ def test_benchmarks_have_a_color_each_and_a_dashed_line_each(tmp_path, draw_pane
     assert openai_labels(axes)[1] == "lambada, OpenAI gpt2: 0.3256"
 
 
-@pytest.mark.parametrize(("untrained", "drawn"), [(5.5, [5.5, 4, 3]), (10.8, [4, 3])])
-def test_an_untrained_model_s_loss_far_above_is_left_out(tmp_path, draw_panels, untrained, drawn):
+@pytest.mark.parametrize(("untrained", "first", "kept"), [(10.8, 8, []), (4.4, 4, [4.4, 4])])
+def test_losses_of_untrained_models_far_above_are_left_out(
+    tmp_path, draw_panels, untrained, first, kept
+):
     rows = [{"step": 0, "split": "val", "loss": untrained}]
-    panels = draw_panels(write_run(tmp_path / "run", [4, 3], rows))
-    axes = panels["loss (nats per token)"]
-    assert heights(axes) == [[4, 3], drawn]
-    tokens = [0, 2048, 4096]
-    assert [list(line.get_xdata()) for line in axes.lines] == [tokens[1:], tokens[-len(drawn) :]]
+    panels = draw_panels(write_run(tmp_path / "run", [first] + [3] * 39, rows))
+    training, validation = heights(panels["loss (nats per token)"])
+    assert training == kept[1:] + [3] * 39 and validation == kept + [3] * 39
+    for axes in panels.values():
+        assert axes.get_xlim()[0] == 0 and axes.lines[0].get_xdata()[-1] == 2048 * 40
     assert panels["tokens per second"].get_ylim()[0] == 0
-
-
-def test_the_first_steps_run_out_at_the_top_and_no_run_does(tmp_path, draw_panels):
-    runs = [write_run(tmp_path / f"{i}", [11] + [3] * 39) for i in range(9)]
-    slow = write_run(tmp_path / "slow", [6, 5, 5.5])
-    low, high = draw_panels(*runs, slow)["loss (nats per token)"].get_ylim()
-    assert 2.5 < low < 3 and 6 < high < 7
 
 
 def test_the_legend_stands_above_the_curves_with_the_lowest_loss(tmp_path, draw_panels):
@@ -123,7 +118,7 @@ def test_the_legend_stands_above_the_curves_with_the_lowest_loss(tmp_path, draw_
 
 
 def test_a_run_of_grpo_shows_rewards_lengths_and_samples(tmp_path, draw_panels):
-    rows = []
+    rows = [{"step": 0, "split": "held_out", "reward": 9}]
     for step in (1, 2):
         train = {"tokens": step, "tokens_per_s": 9, "reward": step, "cut": 0.5, "loss": -0.1}
         rows.append({"step": step, "split": "train", "completion_tokens": 10 - step, **train})
@@ -133,7 +128,7 @@ def test_a_run_of_grpo_shows_rewards_lengths_and_samples(tmp_path, draw_panels):
     panels = draw_panels(run)
     assert len(panels) == 3  # none for kl, which is not logged
     reward = panels["mean reward"]
-    assert heights(reward) == [[1, 2], [0.5, 1]]
+    assert heights(reward) == [[1, 2], [9, 0.5, 1]]
     assert heights(panels["completion length (tokens)"]) == [[9, 8]]
     assert reward.figure.get_supxlabel() == "--- step 2\nprompt: 'a$b'\n1  'c'"
 
