@@ -110,6 +110,7 @@ def test_the_legend_stands_above_the_curves_with_the_lowest_loss(tmp_path, draw_
     b = write_run(tmp_path / "b", [], [row])  # has no validation
     axes = draw_panels(a, b)["loss (nats per token)"]
     assert heights(axes) == [[4, 3, 3.5], [4, 3, 3.5], [2]]
+    assert axes.lines[2].get_marker() == "."  # one point makes no line
     legend = axes.get_legend()
     first, second = [text.get_text() for text in legend.get_texts()]
     assert first.endswith("longlonglong/a: lowest validation loss 3.000, at step 2")
