@@ -4,6 +4,7 @@ Everything is read from the runs' logs (utils/logger.py writes them), so that a 
 on any machine and while a run goes on. Without PyTorch: drawing takes a second.
 """
 
+import itertools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import (
-    AutoLocator,
-    EngFormatter,
-    LogLocator,
-    NullLocator,
-    ScalarFormatter,
-)
+from matplotlib.ticker import EngFormatter
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLISHED
@@ -26,12 +21,21 @@ from utils.logger import SAMPLES, logged_run, read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 
-METRIC_LABELS = {  # of the main panel
+LABELS = {  # of the panels' y axes, by the name of the figure in the log
     "loss": "loss (nats per token)",
     "bits_per_byte": "loss (bits per byte)",
     "reward": "mean reward",
+    "accuracy": "accuracy",
+    "lr": "learning rate",
+    "tokens_per_s": "tokens per second",
+    "completion_tokens": "completion length (tokens)",
+    "cut": "share of completions cut",
+    "kl": "KL divergence (nats)",
 }
-MARKERS = "os^Dv"  # of the benchmarks in turn: circle, square, triangle, diamond, triangle down
+MARKERS = "os^Dv"  # of the runs in turn: circle, square, triangle, diamond, triangle down
+# GitHub shows pictures 830 pixels wide. At 9 inches that is 92 pixels an inch, and letters of 8
+# points are 10 pixels high.
+WIDTH = 9
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,27 @@ def read_run(path: Path) -> Run:
         folder = path.parent
     elif (path / "logs").is_dir():
         folder = path / "logs"
-    return Run(str(path), folder, log, logged_run(folder) or {})
+    label = str(path).removesuffix("/logs")
+    if len(label) > 41:  # the ends tell most: folder above, options and seed of a sweep
+        label = f"{label[:20]}…{label[-20:]}"
+    return Run(label, folder, log, logged_run(folder) or {})
+
+
+def read_runs(paths: list[Path]) -> list[Run]:
+    """Return the runs at `paths`; print which of these hold none, such as the table beside the runs
+    of a sweep. Raise UserError if there is no run at all."""
+    runs = []
+    problems = []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            problems.append(error)  # names the path
+    if not runs:
+        raise problems[0]
+    for problem in problems:
+        print(f"skipped: {problem}")
+    return runs
 
 
 def comparable_loss(runs: list[Run]) -> str:
@@ -68,21 +92,16 @@ def comparable_loss(runs: list[Run]) -> str:
     return "loss"
 
 
-def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, list[float]]:
+def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Return x values in training tokens, and the values of a metric of a split."""
+    train_rows = run.log["train"]
     # Step 0, the validation before training, has no training row.
-    train_steps = [0]
-    train_tokens = [0]
-    for row in run.log["train"]:
-        train_steps.append(row["step"])
-        train_tokens.append(row["tokens"])
-
-    steps: list[int] = []
-    values: list[float] = []
-    for row in run.log.get(split, []):
-        if metric in row:  # as bits_per_byte where the shards tell the size of their text
-            steps.append(row["step"])
-            values.append(row[metric])
+    train_steps = [0] + [row["step"] for row in train_rows]
+    train_tokens = [0] + [row["tokens"] for row in train_rows]
+    # bits_per_byte is missing where the shards do not tell the size of their text
+    rows = [row for row in run.log.get(split, []) if metric in row]
+    steps = [row["step"] for row in rows]
+    values = np.array([row[metric] for row in rows])
     # rows of other splits have no tokens: these follow from their step
     return np.interp(steps, train_steps, train_tokens), values
 
@@ -90,139 +109,158 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, list[float]]:
 def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
     """Draw the runs whose logs are at `paths` over each other into the picture `out`. `size`, a key
     of model.config.SIZES, adds figures of OpenAI's GPT-2."""
-    runs = [read_run(path) for path in paths]
+    runs = read_runs(paths)
+    last_rows = [run.log["train"][-1] for run in runs]
     metric = comparable_loss(runs)
-    validation_split = "val"
-    columns = ["lr", "tokens_per_s"]  # of training rows, in two panels side by side
-    is_grpo = all("reward" in run.log["train"][-1] for run in runs)
+    columns = ["lr", "tokens_per_s"]  # of training rows, in panels side by side
+    is_grpo = all("reward" in row for row in last_rows)
     if is_grpo:  # its loss does not tell how good the texts are
         metric = "reward"
-        validation_split = "held_out"
-        columns = ["completion_tokens", "tokens_per_s"]
-
-    # from above; a name that stands twice in a row is one wide panel
-    grid = [["main", "main"], columns]
+        columns = ["completion_tokens", "cut"]
+        if any("kl" in row for row in last_rows):  # not with --kl 0
+            columns.append("kl")
+    rows = [[metric], columns]  # from above
     if any(run.log.keys() & BENCHMARKS.keys() for run in runs):
-        grid[0] = ["main", "accuracy"]
-    if is_grpo:
-        grid.append(["samples", "samples"])
-    figure = Figure(figsize=(12, 3 * len(grid)), layout="constrained")
-    panels = figure.subplot_mosaic(grid)
+        rows.insert(1, ["accuracy"])
+    figure, panels = make_panels(rows)
 
-    main_panel = panels["main"]
-    main_panel.set_ylabel(METRIC_LABELS[metric])
-    main_panel.set_title("thin: training, thick: validation", loc="left", fontsize=8)
     for i, run in enumerate(runs):
-        color = f"C{i}"  # the i-th of Matplotlib's ten colors, the same in all panels
-        # Training has a thin line, validation a thick one.
-        x, values = curve(run, "train", metric)  # no training row has bits per byte
-        main_panel.plot(x, values, lw=0.8, alpha=0.6, color=color)
-        x, values = curve(run, validation_split, metric)
-        label = run.label
-        if values:  # a run is drawn before its first validation, too
-            label += f": {values[-1]:.3f}"
-        main_panel.plot(x, values, lw=1.8, marker="o", ms=3, color=color, label=label)
-        for column in columns:
-            x, values = curve(run, "train", column)
-            panels[column].plot(x, values, lw=1, color=color)
-            panels[column].set_ylabel(column)
-        if "accuracy" in panels:
-            draw_accuracies(panels["accuracy"], run, color)
-    panels["tokens_per_s"].set_ylim(0, None)  # otherwise 1 % of noise fills the panel
-
+        color = f"C{i}"  # the i-th of Matplotlib's ten colors
+        draw_main(panels[metric], run, metric, color)
+        for name in columns:
+            panels[name].plot(*curve(run, "train", name), lw=1, color=color)
+            panels[name].set_ylim(0, None)  # otherwise 1 % of noise fills the panel
+    if "accuracy" in panels:
+        draw_accuracies(panels["accuracy"], runs, size)
+    if size:
+        draw_published_loss(panels[metric], runs, size)
     if is_grpo:
-        show_sample(panels["samples"], runs[-1])
-    else:
-        scale_losses(main_panel)
-    if size:  # last, so that the lines do not change the scale that scale_losses looks at
-        draw_published(panels, runs, size)
+        show_sample(figure, runs[-1])
     save(figure, out)
 
 
-def draw_accuracies(axes: Axes, run: Run, color: str) -> None:
-    """Draw the accuracies of a run's benchmarks."""
-    axes.set_ylabel("accuracy")
-    for i, task in enumerate(BENCHMARKS.values()):
-        marker = MARKERS[i % len(MARKERS)]
-        # the benchmark's rows are a split of the log
-        x, accuracies = curve(run, task.name, task.metric)
-        if accuracies:  # otherwise the run was not scored by this benchmark
+def make_panels(rows: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
+    """Return a figure of one, two or three panels in each of its rows, and the panels by name, a
+    key of LABELS."""
+    # a name that stands several times in a row of the grid is one wide panel
+    grid = [np.repeat(names, 6 // len(names)).tolist() for names in rows]
+    figure = Figure(figsize=(WIDTH, 2.6 * len(rows)), layout="constrained")
+    panels = figure.subplot_mosaic(grid)
+    for name, axes in panels.items():
+        axes.set_ylabel(LABELS[name])
+    return figure, panels
+
+
+def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
+    """Draw the loss or reward of training as a thin line, and that of validation as a thick one,
+    with its best value in the legend."""
+    split = "val"
+    best = min
+    words = "lowest validation loss"
+    if metric == "reward":
+        split = "held_out"
+        best = max
+        words = "highest held-out reward"
+    training = curve(run, "train", metric)  # empty for bits per byte
+    validation = curve(run, split, metric)
+    if metric != "reward":
+        training = without_start(*training)
+        validation = without_start(*validation)
+    [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
+    if len(validation[0]):
+        [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
+    label = run.label
+    rows = [row for row in run.log.get(split, []) if metric in row]
+    if rows:
+        best_row = best(rows, key=lambda row: row[metric])
+        label += f": {words} {best_row[metric]:.3f}, at step {best_row['step']:,}"
+    line.set_label(label)
+
+
+def without_start(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a curve without the first losses, if they are far above the last one, as those of an
+    untrained model are: they would press all others into a strip at the bottom."""
+    is_start = (x < 0.05 * x[-1:]) & (losses > 1.5 * losses[-1:])
+    return x[~is_start], losses[~is_start]
+
+
+def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
+    """Draw the accuracies of benchmarks, each in a color of its own, with those of OpenAI's GPT-2.
+    Runs differ by their markers."""
+    for i, task in enumerate(BENCHMARKS.values(), start=1):
+        color = f"C{i}"  # C0 is the loss of the first run
+        runs_with_scores = [run for run in runs if task.name in run.log]
+        for run, marker in zip(runs_with_scores, itertools.cycle(MARKERS), strict=False):
+            # the benchmark's rows are a split of the log
+            x, accuracies = curve(run, task.name, task.metric)
             label = f"{task.name}, {run.label}: {accuracies[-1]:.3f}"
-            axes.plot(x, accuracies, marker=marker, ms=4, color=color, label=label)
+            axes.plot(x, accuracies, marker=marker, ms=3, color=color, label=label)
+        if runs_with_scores:
+            draw_published(axes, (task.name, task.protocols[0], task.metric), size, color)
 
 
-def draw_published(panels: dict[str, Axes], runs: list[Run], size: str) -> None:
-    """Draw figures of OpenAI's GPT-2 as dashed lines where they are comparable."""
-    # The loss per token depends on tokens and text; the benchmarks' accuracies do not.
+def draw_published_loss(axes: Axes, runs: list[Run], size: str) -> None:
+    """Draw the loss of OpenAI's GPT-2 if it is comparable: it depends on tokens and text."""
     texts = {(run.record.get("tokenizer"), run.record.get("corpus")) for run in runs}
     if texts == {("gpt2", "FineWeb-Edu")}:
-        draw_line(panels["main"], ("val", "FineWeb-Edu", "loss"), size)
+        draw_published(axes, ("val", "FineWeb-Edu", "loss"), size, "black")
     else:
         print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
-    for task in BENCHMARKS.values():
-        if any(task.name in run.log for run in runs):
-            draw_line(panels["accuracy"], (task.name, task.protocols[0], task.metric), size)
 
 
-def draw_line(axes: Axes, key: tuple[str, str, str], size: str) -> None:
-    """Draw the figure of a size of OpenAI's GPT-2 if there is one; `key` is one of PUBLISHED."""
+def draw_published(axes: Axes, key: tuple[str, str, str], size: str | None, color: str) -> None:
+    """Draw the figure of a size of OpenAI's GPT-2, if there is one, as a dashed line; `key` is one
+    of PUBLISHED."""
     published = PUBLISHED.get(key)
     if published and size in published.values:
         value = published.values[size]
-        task, _, _ = key
-        label = f"{task}, OpenAI {size}: {value:g}\n({published.source})"
-        axes.axhline(value, color="black", ls="--", lw=1, label=label)
+        label = f"{key[0]}, OpenAI {size}: {value:g}"
+        axes.axhline(value, color=color, ls="--", lw=1, label=label)
 
 
-def scale_losses(axes: Axes) -> None:
-    """Set a logarithmic scale of the losses, so that the slow progress late in a run is seen. Ticks
-    of such a scale are at powers of ten by default, mostly none for losses of 3 to 11."""
-    axes.set_yscale("log")
-    low, high = axes.yaxis.get_view_interval()
-    locator = AutoLocator()  # equal distances: 3, 4, 5, ...
-    if high > 20 * low:
-        locator = LogLocator(subs=(1, 2, 5))  # 0.1, 0.2, 0.5, 1, ...
-    formatter = ScalarFormatter(useOffset=False)
-    formatter.set_scientific(False)  # 0.05, not 5e-2
-    axes.yaxis.set_major_locator(locator)
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(formatter)
-
-
-def show_sample(axes: Axes, run: Run) -> None:
-    """Show the beginning of the newest text in a run's samples.txt, if that lies beside the log."""
-    axes.set_axis_off()
+def show_sample(figure: Figure, run: Run) -> None:
+    """Show the beginning of the newest text in a run's samples.txt, if that lies beside the log,
+    below the panels."""
     path = run.folder / SAMPLES
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(
+        encoding="utf-8", errors="replace"
+    )  # half a character while it is written
     start = text.rfind("--- step ")  # the line that Logger.log_sample puts before each text
-    axes.text(
-        0,  # the upper left corner of the panel
-        1,
-        text[start:].rstrip(),
-        va="top",
+    lines = text[start:].splitlines()[:12]
+    figure.supxlabel(
+        "\n".join(lines),
+        x=0.01,
+        ha="left",
         family="monospace",
         fontsize=8,
         parse_math=False,  # a dollar of a text begins no formula
-        clip_on=True,  # a long text ends at the border of the panel
     )
+    figure.set_figheight(figure.get_figheight() + 0.14 * len(lines))
 
 
-def save(figure: Figure, out: Path) -> None:
+def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
     """Label and style all panels, and write the picture as the type that its suffix names."""
     for axes in figure.axes:
-        axes.set_xlabel("training tokens")
+        axes.set_xlabel(x_label)
+        axes.set_xlim(0, None)  # the same in all panels
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
         axes.grid(alpha=0.25)
+        for line in axes.lines:
+            if len(line.get_xdata()) == 1:  # one point makes no line
+                line.set_marker(".")
         _, labels = axes.get_legend_handles_labels()
         if labels:  # Matplotlib warns of a legend without entries
-            axes.legend(frameon=False, fontsize=8)
+            # above the panel: inside, curves may run everywhere
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
+            # the figure grows by the lines of the legend, so that the panels keep their size
+            figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             # characters of a sample or a folder that the font lacks are drawn as boxes
             warnings.filterwarnings("ignore", "Glyph")
-            figure.savefig(out, dpi=130)
+            figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows
     except Exception as error:  # also a file type that Matplotlib does not know
         raise UserError(f"{out} could not be written: {error}") from error

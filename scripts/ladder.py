@@ -18,10 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scri
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from config import OptimizerOptions
 from data.tokenizer import GPT2Tokenizer
+from evaluation.figure import WIDTH, save
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, rebuild
@@ -66,6 +68,8 @@ class LadderConfig(MeasureOptions, LadderOptions):
     repeats: int = 3
     seconds: float = 1.0
     micro_batch_size: int = 2
+    out: Path = Path("plots/ladder.png")
+    """Picture to write."""
 
 
 # what the rungs replace
@@ -151,18 +155,26 @@ def build(rung: str, config: LadderConfig) -> Program:
     return model, [optimizer], dtype
 
 
+def draw(step_ms: dict[str, float], out: Path) -> None:
+    """Draw the milliseconds of a step of each rung as bars, from above, into the picture `out`."""
+    picture = Figure(figsize=(WIDTH, 3), layout="constrained")
+    axes = picture.subplots()
+    axes.bar_label(axes.barh(list(step_ms), step_ms.values()), fmt="%.0f")
+    axes.invert_yaxis()
+    save(picture, out, "milliseconds per training step")
+
+
 def main(config: LadderConfig) -> None:
     medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, config)
-    longest_seconds = max(median.step_seconds for median in medians.values())
     loss_before = medians["start"].loss
-    print("\n| rung | ms a step | | peak GB | loss | change of the loss |")
-    print("|---|---|---|---|---|---|")
+    print("\n| rung | ms a step | peak GB | loss | change of the loss |")
+    print("|---|---|---|---|---|")
     for rung, (step_seconds, peak_bytes, loss) in medians.items():
-        bar = "█" * round(20 * step_seconds / longest_seconds)
-        speed = f"{1000 * step_seconds:.0f} | {bar}"
         change = f"{loss:.6f} | {loss - loss_before:+.6f}"
-        print(f"| {rung} | {speed} | {peak_bytes / 1e9:.2f} | {change} |")
+        print(f"| {rung} | {1000 * step_seconds:.0f} | {peak_bytes / 1e9:.2f} | {change} |")
         loss_before = loss
+    draw({rung: 1000 * median.step_seconds for rung, median in medians.items()}, config.out)
+    print(f"wrote {config.out}")
 
 
 if __name__ == "__main__":

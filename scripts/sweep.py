@@ -1,13 +1,12 @@
-"""Train with every combination of a grid and every seed; print one table of the last losses.
+"""Train with every combination of a grid and every seed; print and draw the losses.
 
 python scripts/sweep.py --out runs/rates --grid "recipe gpt2 modern" "max_lr 2e-3 4e-3" \\
   --seeds 1 2 3 --fixed "data_dir data/books"
 
 Each run is a process of train.py with a folder of its own under --out, named after its options. A
 run that fails or is stopped ends the sweep. Started again, the sweep continues: each run goes on
-from its newest checkpoint, and one that is finished ends after a validation. So the table always
-holds all seeds. Stop it by Ctrl-C, which the run gets, too; `kill` ends the sweep alone. `plot.py
---log` draws the runs over each other.
+from its newest checkpoint, and one that is finished ends after a validation. So table and picture
+always hold all seeds. Stop it by Ctrl-C, which the run gets, too; `kill` ends the sweep alone.
 """
 
 import subprocess
@@ -16,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
-from evaluation.figure import Run, comparable_loss, read_run
+from evaluation import figure
+from evaluation.figure import Run, comparable_loss, curve, read_run
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import logged_run
@@ -38,7 +39,7 @@ class SweepConfig:
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds to train each combination with."""
     out: Path = Path("runs/sweep")
-    """Folder for the runs and table.md."""
+    """Folder for the runs, table.md and sweep.png."""
 
 
 def list_groups(grid: tuple[str, ...]) -> list[str]:
@@ -101,6 +102,27 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, out: Path) -> None:
+    """Draw the validation losses of each group into the picture `out`: the mean over seeds as a
+    line in a band of one standard deviation to each side. `runs` has all seeds of the first group,
+    then of the second, ...; `losses` (groups, seeds) are their last ones, which sort the legend."""
+    num_seeds = losses.shape[1]
+    ddof = min(1, num_seeds - 1)  # as in the table
+    picture, panels = figure.make_panels([[metric]])
+    axes = panels[metric]
+    colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))  # blue is best, red is worst
+    for color, i in zip(colors, losses.mean(axis=1).argsort(), strict=True):
+        curves = [curve(run, "val", metric) for run in runs[num_seeds * i : num_seeds * (i + 1)]]
+        x = curves[0][0][1:]  # without the untrained models, far above all others
+        values = np.array([values[1:] for _, values in curves])  # (seeds, validations)
+        mean = values.mean(axis=0)
+        std = values.std(axis=0, ddof=ddof)
+        label = f"{groups[i]}: {losses[i].mean():.4f} ± {losses[i].std(ddof=ddof):.4f}"
+        axes.plot(x, mean, color=color, label=label)
+        axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, lw=0)
+    figure.save(picture, out)
+
+
 def main(config: SweepConfig) -> None:
     groups = list_groups(config.grid)
     runs: list[Run] = []  # of all seeds of the first group, then of the second, ...
@@ -115,6 +137,8 @@ def main(config: SweepConfig) -> None:
     table = to_markdown(groups, losses, metric)
     (config.out / "table.md").write_text(table, encoding="utf-8")
     print(table, end="")
+    draw(runs, groups, losses, metric, config.out / "sweep.png")
+    print(f"wrote table.md and sweep.png in {config.out}")
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
         raise UserError(f"{path} holds no {METRICS} of a run; give that file, or its folder")
 
     row_at_step: dict[str, dict[int, dict]] = {}  # by split
-    with open(metrics_path, encoding="utf-8") as file:
+    with open(metrics_path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 break  # half a row: the writer was killed, or is writing it

@@ -46,10 +46,11 @@ def openai_labels(axes):
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "steps"), [(5.5, 5.4999, 3), (6, 6, 2), (11, 3.2, 99), (10, 0.02, 99)]
+    ("first", "last", "steps"),
+    [(6, 6, 1), (5.5, 5.4999, 3), (6, 6, 2), (11, 3.2, 99), (10, 0.02, 99)],
 )
 def test_tick_labels_are_distinct_and_many_enough(tmp_path, draw_panels, first, last, steps):
-    losses = [first * (last / first) ** (i / (steps - 1)) for i in range(steps)]
+    losses = [first * (last / first) ** (i / steps) for i in range(steps)]
     for name, axes in draw_panels(write_run(tmp_path / "run", losses)).items():
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
@@ -77,39 +78,71 @@ def test_openai_s_loss_is_drawn_over_runs_on_gpt2_tokens_of_fineweb_edu_alone(
     assert ("OpenAI's validation loss is not drawn" in capsys.readouterr().out) == (labels == 0)
 
 
-def test_benchmarks_are_drawn_beside_published_figures(tmp_path, draw_panels):
-    rows = [{"step": step, "split": "lambada", "acc": step / 10} for step in (1, 2)]
+def test_benchmarks_have_a_color_each_and_a_dashed_line_each(tmp_path, draw_panels):
+    rows = []
+    for step in (1, 2):
+        rows.append({"step": step, "split": "lambada", "acc": step / 10})
+        rows.append({"step": step, "split": "hellaswag", "acc_norm": step / 8})
     axes = draw_panels(write_run(tmp_path / "run", [4, 2], rows), size="gpt2")["accuracy"]
-    assert heights(axes) == [[0.1, 0.2], [0.3256, 0.3256]]
-    assert openai_labels(axes)[0].startswith("lambada, OpenAI gpt2: 0.3256")
+    assert heights(axes) == [[0.125, 0.25], [0.2955, 0.2955], [0.1, 0.2], [0.3256, 0.3256]]
+    colors = [line.get_color() for line in axes.lines]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
+    assert openai_labels(axes)[1] == "lambada, OpenAI gpt2: 0.3256"
 
 
-def test_all_steps_and_speeds_stand_at_their_places(tmp_path, draw_panels):
-    rows = [{"step": 0, "split": "val", "loss": 5.5}]
-    panels = draw_panels(write_run(tmp_path / "run", [4, 3], rows))
-    axes = panels["loss (nats per token)"]
-    assert heights(axes) == [[4, 3], [5.5, 4, 3]]
-    assert [list(line.get_xdata()) for line in axes.lines] == [[2048, 4096], [0, 2048, 4096]]
-    assert axes.get_xscale() == "linear" and panels["tokens_per_s"].get_ylim()[0] == 0
+@pytest.mark.parametrize(("untrained", "first", "kept"), [(10.8, 8, []), (4.4, 4, [4.4, 4])])
+def test_losses_of_untrained_models_far_above_are_left_out(
+    tmp_path, draw_panels, untrained, first, kept
+):
+    rows = [{"step": 0, "split": "val", "loss": untrained}]
+    panels = draw_panels(write_run(tmp_path / "run", [first] + [3] * 39, rows))
+    training, validation = heights(panels["loss (nats per token)"])
+    assert training == kept[1:] + [3] * 39 and validation == kept + [3] * 39
+    for axes in panels.values():
+        assert axes.get_xlim()[0] == 0 and axes.lines[0].get_xdata()[-1] == 2048 * 40
+    assert panels["tokens per second"].get_ylim()[0] == 0
+
+
+def test_the_legend_stands_above_the_curves_with_the_lowest_loss(tmp_path, draw_panels):
+    (tmp_path / ("long" * 30)).mkdir()
+    a = write_run(tmp_path / ("long" * 30) / "a", [4, 3, 3.5])
+    row = {"step": 1, "split": "train", "loss": 2, "lr": 1, "tokens": 9, "tokens_per_s": 1}
+    b = write_run(tmp_path / "b", [], [row])  # has no validation
+    axes = draw_panels(a, b)["loss (nats per token)"]
+    assert heights(axes) == [[4, 3, 3.5], [4, 3, 3.5], [2]]
+    assert axes.lines[2].get_marker() == "."  # one point makes no line
+    legend = axes.get_legend()
+    first, second = [text.get_text() for text in legend.get_texts()]
+    assert first.endswith("longlonglong/a: lowest validation loss 3.000, at step 2")
+    assert second.endswith("/b") and len(first) < 90
+    assert legend.get_window_extent().y0 >= axes.bbox.y1
 
 
 def test_a_run_of_grpo_shows_rewards_lengths_and_samples(tmp_path, draw_panels):
-    rows = []
+    rows = [{"step": 0, "split": "held_out", "reward": 9}]
     for step in (1, 2):
-        train = {"tokens": step, "tokens_per_s": 9, "reward": step, "loss": -0.1, "ms": 1}
+        train = {"tokens": step, "tokens_per_s": 9, "reward": step, "cut": 0.5, "loss": -0.1}
         rows.append({"step": step, "split": "train", "completion_tokens": 10 - step, **train})
         rows.append({"step": step, "split": "held_out", "reward": step / 2})
     run = write_run(tmp_path / "run", [], rows)
     (run / "samples.txt").write_text("--- step 1\nold\n--- step 2\nprompt: 'a$b'\n1  'c'\n")
     panels = draw_panels(run)
-    assert heights(panels["mean reward"]) == [[1, 2], [0.5, 1]]
-    assert heights(panels["completion_tokens"]) == [[9, 8]]
-    assert panels[""].texts[0].get_text() == "--- step 2\nprompt: 'a$b'\n1  'c'"
+    assert len(panels) == 3  # none for kl, which is not logged
+    reward = panels["mean reward"]
+    assert heights(reward) == [[1, 2], [9, 0.5, 1]]
+    assert heights(panels["completion length (tokens)"]) == [[9, 8]]
+    assert reward.figure.get_supxlabel() == "--- step 2\nprompt: 'a$b'\n1  'c'"
 
 
-def test_a_log_without_steps_is_named(tmp_path):
+def test_what_is_no_run_is_skipped_unless_it_is_all(tmp_path, draw_panels, capsys):
+    (tmp_path / "table.md").write_text("| run |\n")
+    (tmp_path / "sweep.png").write_bytes(b"\x89PNG\n")
+    write_run(tmp_path / "run", [])
+    others = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match="run has no training step yet$"):
-        draw([write_run(tmp_path / "run", [])], tmp_path / "a.png")
+        draw(others, tmp_path / "a.png")
+    draw_panels(*others, write_run(tmp_path / "b", [4]))
+    assert capsys.readouterr().out.count("skipped: ") == 3
 
 
 def test_drawing_needs_no_pytorch():

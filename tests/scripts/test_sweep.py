@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 from conftest import SMALL, script
+from matplotlib.figure import Figure
 
+from evaluation.figure import Run
 from scripts import sweep
 from scripts.sweep import SweepConfig, main, to_markdown
 from utils.errors import UserError
@@ -18,7 +20,7 @@ logs.mkdir(parents=True, exist_ok=True)
 if "--seed=2" in sys.argv and is_first:
     sys.exit("error: no rate")
 loss = 2.0 + ("--seed=2" in sys.argv)
-rows = [{"step": 9, "split": "train"}, {"step": 9, "split": "val", "loss": loss}]
+rows = [{"step": 9, "split": "train", "tokens": 9}, {"step": 9, "split": "val", "loss": loss}]
 (logs / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
 """
 
@@ -37,7 +39,9 @@ def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(stand_in
     main(config)
     table = (config.out / "table.md").read_text()
     assert "| max_lr=a/b | 2.5000 | 0.7071 | +0.0000 |" in table
-    assert table in capfd.readouterr().out
+    last_lines = f"{table}wrote table.md and sweep.png in {config.out}\n"
+    assert capfd.readouterr().out.endswith(last_lines)
+    assert (config.out / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_with_other_options_is_not_compared(stand_in, tmp_path):
@@ -57,7 +61,7 @@ def test_a_sweep_trains_with_train_py(shards, tmp_path):
     args = ["scripts/sweep.py", "--out", tmp_path / "out", "--seeds", 1, "--fixed", *fixed]
     first, again = [script(*args, "--grid", "n_layer 1").stdout for _ in range(2)]
     assert "| n_layer=1 |" in first and "step 1/2" not in again
-    assert first.splitlines()[-1] == again.splitlines()[-1]
+    assert first.splitlines()[-2:] == again.splitlines()[-2:]  # table and picture
 
 
 def test_differences_are_of_runs_of_the_same_seed():
@@ -76,3 +80,21 @@ def test_a_run_that_diverged_is_not_the_best(diverged):
     losses = np.array([[diverged, 2.0], [3.0, 4.0]])
     lines = to_markdown(["a", "b"], losses, "loss").splitlines()
     assert lines[2] == "| b | 3.5000 | 0.7071 | +0.0000 |" and lines[3].startswith("| a |")
+
+
+def test_the_picture_has_a_line_in_a_band_for_each_group_the_best_first(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
+    losses = np.array([[2.1, 2.7], [2.0, 2.4]])  # (groups, seeds)
+    runs = []
+    for last in losses.flat:
+        val = [{"step": step, "loss": loss} for step, loss in enumerate([9, 5, last])]
+        runs.append(Run("", tmp_path, {"train": [{"step": 2, "tokens": 80}], "val": val}, {}))
+    sweep.draw(runs, ["a", "b"], losses, "loss", tmp_path / "a.png")
+    [axes] = figures[0].axes
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["b: 2.2000 ± 0.2828", "a: 2.4000 ± 0.4243"]
+    best = axes.lines[0]
+    assert list(best.get_xdata()) == [40, 80] and best.get_ydata() == pytest.approx([5, 2.2])
+    [band] = axes.collections[0].get_paths()
+    assert band.vertices[:, 1].min() == pytest.approx(2.2 - 0.2828, abs=1e-4)
