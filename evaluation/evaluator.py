@@ -1,12 +1,12 @@
 """Evaluator: the validation, benchmarks and text samples of a training run, every n steps.
 
-train.py asks it at each step; it knows what is due. How a loss is computed is in validation.py;
-suite.py has the benchmarks.
+train.py asks it at each step; it knows what is due. evaluate.py scores a finished model by all
+protocols and examples of a benchmark; here one protocol and, without --eval_full, a part of the
+examples give a curve. How scores are computed is in validation.py, scoring.py and benchmarks.py.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,10 @@ import torch
 from config import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
-from evaluation.validation import Scorer, weighted_mean
+from evaluation.benchmarks import BENCHMARKS
+from evaluation.scoring import ItemScorer
+from evaluation.tasks import Task, evenly_spread
+from evaluation.validation import weighted_mean
 from model.execution import uncompiled
 from model.generate import Sampling, complete
 from model.gpt import GPT
@@ -24,6 +27,7 @@ from utils.errors import UserError
 
 Content = TypeVar("Content")
 
+SUBSET_EXAMPLES = 500  # of a benchmark, scored without --eval_full
 SAMPLE_TOKENS = 128
 SAMPLE_TEMPERATURE = 0.8  # a bit below 1: a small model's least likely tokens are mostly errors
 
@@ -71,14 +75,16 @@ class Evaluator:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-        self.scorer = Scorer(model, tokenizer, process, dtype, config.micro_batch_size)
-        self.suite = None  # None: no benchmarks
-        names = [name for name in config.benchmarks if getattr(config, f"{name}_every")]
-        if tokenizer and names:
-            scoring = import_module("evaluation.scoring")  # on demand: most runs score no benchmark
-            suite = import_module("evaluation.suite")
-            scorer = scoring.ItemScorer(**vars(self.scorer))
-            self.suite = suite.BenchmarkSuite(config, scorer)
+        self.scorer = ItemScorer(model, tokenizer, process, dtype, config.micro_batch_size)
+        self.rows_of_task: list[tuple[Task, list[dict]]] = []
+        """Each benchmark with the rows that are scored, the same ones each time."""
+        for name in config.benchmarks:
+            if tokenizer and getattr(config, f"{name}_every") > 0:
+                task = BENCHMARKS[name]
+                path = getattr(config, f"{name}_data")  # None: from the hub
+                rows = read_on_all(partial(task.read, path), process)
+                limit = None if config.eval_full else SUBSET_EXAMPLES
+                self.rows_of_task.append((task, evenly_spread(rows, limit)))
 
     @property
     def validation_id(self) -> str:
@@ -90,7 +96,8 @@ class Evaluator:
         return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
 
     def due(self, step: int, name: str = "eval") -> bool:
-        """Return True if a validation ("eval") or a "sample" is due after `step` steps."""
+        """Return True if a validation ("eval"), a "sample" or a benchmark, by its name, is due
+        after `step` steps."""
         return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
 
     def validate(self) -> dict[str, float]:
@@ -106,9 +113,18 @@ class Evaluator:
         return means
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield the name and the figures of each benchmark that is due after `step` steps."""
-        if self.suite is not None:
-            yield from self.suite.scores(step)
+        """Yield the name and the figures of each benchmark that is due after `step` steps; they are
+        those of its first protocol."""
+        for task, rows in self.rows_of_task:
+            if not self.due(step, task.name):
+                continue
+            # Compiled blocks are of one shape: each length of a text would be compiled anew.
+            with uncompiled(self.config.use_torch_compile):
+                results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
+            figures: dict[str, float] = {"n": results[0].n}  # examples; then each metric
+            for result in results:
+                figures[result.metric] = result.value
+            yield task.name, figures
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""

@@ -5,6 +5,7 @@ on any machine and while a run goes on. Without PyTorch: drawing takes a second.
 """
 
 import itertools
+import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,23 +66,6 @@ def read_run(path: Path) -> Run:
     return Run(label, folder, log, logged_run(folder) or {})
 
 
-def read_runs(paths: list[Path]) -> list[Run]:
-    """Return the runs at `paths`; print which of these hold none, such as the table beside the runs
-    of a sweep. Raise UserError if there is no run at all."""
-    runs = []
-    problems = []
-    for path in paths:
-        try:
-            runs.append(read_run(path))
-        except UserError as error:
-            problems.append(error)  # names the path
-    if not runs:
-        raise problems[0]
-    for problem in problems:
-        print(f"skipped: {problem}")
-    return runs
-
-
 def comparable_loss(runs: list[Run]) -> str:
     """Return the loss by which runs are compared: "bits_per_byte" if their tokenizers differ, as a
     token of one stands for more text than a token of another, else "loss"."""
@@ -108,8 +92,16 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
     """Draw the runs whose logs are at `paths` over each other into the picture `out`. `size`, a key
-    of model.config.SIZES, adds figures of OpenAI's GPT-2."""
-    runs = read_runs(paths)
+    of model.config.SIZES, adds figures of OpenAI's GPT-2. A path without a run, such as the table
+    beside the runs of a sweep, is named and skipped; raise UserError if there is no run at all."""
+    runs = []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:  # names the path
+            if not runs and path == paths[-1]:
+                raise
+            print(f"skipped: {error}")
     last_rows = [run.log["train"][-1] for run in runs]
     metric = comparable_loss(runs)
     columns = ["lr", "tokens_per_s"]  # of training rows, in panels side by side
@@ -167,11 +159,11 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
         training = without_start(*training)
         validation = without_start(*validation)
     [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
-    if len(validation[0]):
-        [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
     label = run.label
-    rows = [row for row in run.log.get(split, []) if metric in row]
+    # without a loss that is NaN, of a run that diverged
+    rows = [row for row in run.log.get(split, []) if math.isfinite(row.get(metric, math.nan))]
     if rows:
+        [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
         best_row = best(rows, key=lambda row: row[metric])
         label += f": {words} {best_row[metric]:.3f}, at step {best_row['step']:,}"
     line.set_label(label)
@@ -224,9 +216,8 @@ def show_sample(figure: Figure, run: Run) -> None:
     path = run.folder / SAMPLES
     if not path.exists():
         return
-    text = path.read_text(
-        encoding="utf-8", errors="replace"
-    )  # half a character while it is written
+    # replace: half a character, while the file is written
+    text = path.read_text(encoding="utf-8", errors="replace")
     start = text.rfind("--- step ")  # the line that Logger.log_sample puts before each text
     lines = text[start:].splitlines()[:12]
     figure.supxlabel(

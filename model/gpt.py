@@ -8,8 +8,6 @@ Shapes: B batch, T time, C channels of the residual stream, V vocabulary, L laye
 K key/value heads (GPT-2 has K = H), D = C / H channels of a head.
 """
 
-from importlib import import_module
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -29,6 +27,7 @@ from model.layers import (
     rotate,
 )
 from model.loss import HeadCrossEntropy
+from model.ngrams import NgramEmbedding
 
 
 class Attention(nn.Module):
@@ -168,8 +167,7 @@ class GPT(nn.Module):
         if config.position == "learned":
             modules["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         if config.ngrams > 1:
-            ngrams = import_module("model.ngrams")  # on demand: GPT-2 itself has none
-            modules["ngrams"] = ngrams.NgramEmbedding(config)
+            modules["ngrams"] = NgramEmbedding(config)
         modules["drop"] = nn.Dropout(config.dropout)
         blocks = [Block(config, layer, self.execution) for layer in range(config.n_layer)]
         modules["h"] = nn.ModuleList(blocks)

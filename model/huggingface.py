@@ -167,20 +167,6 @@ def config_to_hf(config: GPTConfig) -> dict:
     }
 
 
-def names_in_hf(name: str, config: GPTConfig) -> list[str]:
-    """Return the names of transformers' weights that our weight `name` is a stack of."""
-    if has_gpt2_names(config):
-        return [name]  # GPT-2 has our names: ours are its
-    # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
-    # LLaMA has no biases, so all names end alike
-    name = name.removesuffix(".weight")
-    prefix = ""
-    if name.startswith("transformer.h."):
-        _, _, layer, name = name.split(".", 3)
-        prefix = f"model.layers.{layer}."
-    return [f"{prefix}{hf_name}.weight" for hf_name in LLAMA_WEIGHTS[name]]
-
-
 def model_from_hf(
     hf_weights: dict[str, Tensor], config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
 ) -> GPT:
@@ -194,7 +180,7 @@ def model_from_hf(
     # a copy, from which the weights are taken out one by one: what stays was not used
     hf_weights = dict(hf_weights)
     if config.tied and HEAD in hf_weights:
-        (embedding_name,) = names_in_hf(EMBEDDING, config)
+        [embedding_name] = weight_to_hf(EMBEDDING, hf_weights[HEAD], config)
         # safetensors.torch.save_model writes a tied tensor once, under the name of the head
         embedding = hf_weights.setdefault(embedding_name, hf_weights[HEAD])
         if torch.equal(hf_weights[HEAD].float(), embedding.float()):
@@ -246,18 +232,27 @@ def is_computed(name: str, x: Tensor, config: GPTConfig) -> bool:
 def weight_to_hf(
     name: str, x: Tensor, config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
 ) -> dict[str, Tensor]:
-    """Return transformers' weights that our weight `name` is a stack of."""
+    """Return transformers' weights that our weight `name` is a stack of, by their names."""
     if name in TABLES:
         x = x[: config.vocab_size]  # the rows after it are padding
     if has_gpt2_names(config):
         return {name: x.T if name.endswith(transposed) else x}
-    kv_rows = config.kv_heads * config.head_size
+
+    # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
+    # LLaMA has no biases, so all names end alike
+    kind = name.removesuffix(".weight")
+    prefix = ""
+    if kind.startswith("transformer.h."):
+        _, _, layer, kind = kind.split(".", 3)
+        prefix = f"model.layers.{layer}."
     num_rows = [len(x)]  # no stack
-    if "c_attn" in name:
+    if kind == "attn.c_attn":
+        kv_rows = config.kv_heads * config.head_size
         num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
-    elif "c_fc" in name:
+    elif kind == "mlp.c_fc":
         num_rows = [config.inner, config.inner]  # gate, input
-    return dict(zip(names_in_hf(name, config), x.split(num_rows), strict=True))
+    parts = zip(LLAMA_WEIGHTS[kind], x.split(num_rows), strict=True)
+    return {f"{prefix}{hf_kind}.weight": part for hf_kind, part in parts}
 
 
 def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
@@ -287,15 +282,14 @@ def find_folder(name: str) -> Path:
     patterns = ["*.json", "*.jinja", "merges.txt", "*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except errors.LocalEntryNotFoundError as error:
-        raise UserError(
-            f"{name} is no folder or file, its model is not in the cache, and there is no network "
-            "to the Hugging Face hub; go online, or give a folder or file"
-        ) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+    except (
+        errors.LocalEntryNotFoundError,  # not in the cache, and no network
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+    ) as error:
         raise UserError(
             f"{name} is no folder or file, and the Hugging Face hub did not provide a model of "
-            f"that name ({type(error).__name__}); check the name"
+            f"that name ({type(error).__name__}); check the name and the network"
         ) from error
 
 
@@ -314,11 +308,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for file_name in sorted(set(file_of_tensor.values())):
         path = folder / file_name
         assert path.is_file(), f"it has no {file_name}, which {index.name} names"
-        for name, x in load_file(path).items():
-            # a file of another export may hold others
-            is_indexed = file_of_tensor.get(name) == file_name
-            assert is_indexed, f"{file_name} has {name}, which {index.name} does not say"
-            weights[name] = x
+        tensors = load_file(path)
+        repeated = sorted(weights.keys() & tensors.keys())
+        assert not repeated, f"{file_name} has {repeated[0]} once more"
+        weights |= tensors
     return weights
 
 

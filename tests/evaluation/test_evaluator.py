@@ -5,7 +5,7 @@ import torch
 
 from config import TrainConfig
 from data.mixture import Mixture
-from evaluation import evaluator, suite
+from evaluation import evaluator
 from evaluation.evaluator import Evaluator, read_on_all
 from model.config import GPTConfig
 from model.generate import TOKENS_PER_CHECK
@@ -85,7 +85,7 @@ class Signal:
 def test_a_signal_ends_each_part_at_its_next_batch(make, part):
     evaluator = make(micro_batch_size=1)
     process = replace(ALONE, stop=Signal())
-    evaluator.scorer.process = evaluator.suite.scorer.process = process
+    evaluator.scorer.process = process
     arguments = [] if part == "validate" else [10]
     with pytest.raises(Stopped):
         list(getattr(evaluator, part)(*arguments))
@@ -103,9 +103,9 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
 
 
 def test_benchmarks_are_evenly_spaced_subsets_unless_full(make, monkeypatch):
-    monkeypatch.setattr(suite, "SUBSET_EXAMPLES", 5)
-    ((_, subset),) = make().suite.rows_of_task
-    ((_, every),) = make(eval_full=True).suite.rows_of_task
+    monkeypatch.setattr(evaluator, "SUBSET_EXAMPLES", 5)
+    ((_, subset),) = make().rows_of_task
+    ((_, every),) = make(eval_full=True).rows_of_task
     assert [row["text"][8:] for row in subset] == ["0", "2", "5", "8", "11"] and len(every) == 12
 
 
