@@ -87,8 +87,8 @@ def check(config: EvalConfig) -> None:
         raise UserError("give --checkpoint (of train.py) or --model (of others), not both")
     if len({Path(task).stem for task in config.tasks}) < len(config.tasks):
         raise UserError(
-            f"--tasks {' '.join(config.tasks)}: two tasks have one name, and their results would, "
-            "too; rename one, or run evaluate.py for each with an --out of its own"
+            f"--tasks {' '.join(config.tasks)}: two tasks have one name, and so would their "
+            "results; rename one"
         )
     num_benchmarks = 0  # of --tasks: each takes one file of --data
     for task in config.tasks:

@@ -129,8 +129,8 @@ class Evaluator:
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
         scorer = self.scorer
-        is_off = scorer.tokenizer is None or self.config.sample_every == 0
-        if is_off or not self.due(step, "sample"):
+        is_on = scorer.tokenizer is not None and self.config.sample_every > 0
+        if not (is_on and self.due(step, "sample")):
             return None
         model = scorer.model
         num_tokens = min(SAMPLE_TOKENS, model.config.block_size)

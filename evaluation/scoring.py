@@ -203,9 +203,7 @@ class ItemScorer(Scorer):
         # A batch that comes twice, so that all processes have equally many, gives equal scores.
         scores: dict[int, Score] = {}  # by place among the continuations of all items
         for _, batch, _ in self.process.share(batches):
-            batch_scores = self.score_batch(batch, banned_ids)
-            for row, row_scores in zip(batch, batch_scores, strict=True):
-                scores.update(enumerate(row_scores, row.first_score))
+            scores |= self.score_batch(batch, banned_ids)
             self.progress(len(batch) * self.process.world_size)
         self.model.train()
         scores = self.process.merge(scores)
@@ -221,8 +219,8 @@ class ItemScorer(Scorer):
             start = end
         return scores_of_items
 
-    def score_batch(self, rows: list[PackedItem], banned_ids: list[int]) -> list[list[Score]]:
-        """Return a Score for each choice of each row."""
+    def score_batch(self, rows: list[PackedItem], banned_ids: list[int]) -> dict[int, Score]:
+        """Return a Score for each choice of each row, by its place as PackedItem counts them."""
         batch = make_batch(rows, self.process.device)
         with autocast(self.process.device, self.dtype):
             x = self.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
@@ -235,23 +233,19 @@ class ItemScorer(Scorer):
         logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
 
         # Walk along the N targets in the order of Batch.
-        scores: list[list[Score]] = []
+        scores: dict[int, Score] = {}
         start = 0
         for row in rows:
-            row_scores = []
-            for choice in row.choices:
+            for place, choice in enumerate(row.choices, row.first_score):
                 end = start + len(choice)
-                score = Score(
+                # words are banned as first token alone
+                is_rest_greedy = is_argmax[start + 1 : end].all()
+                scores[place] = Score(
                     logprob=logprobs[start:end].sum().item(),
                     num_tokens=len(choice),
                     is_greedy=bool(is_argmax[start:end].all()),
-                    # words are banned as first token alone
-                    is_greedy_filtered=bool(
-                        is_allowed_argmax[start] and is_argmax[start + 1 : end].all()
-                    ),
+                    is_greedy_filtered=bool(is_allowed_argmax[start] and is_rest_greedy),
                     is_last_greedy=bool(is_argmax[end - 1]),
                 )
-                row_scores.append(score)
                 start = end
-            scores.append(row_scores)
         return scores

@@ -57,10 +57,9 @@ def openai_size(config: GPTConfig) -> str:
 
 def format_table(results: list[Result], size: str) -> str:
     """Format results as an aligned table, beside those published for a size of OpenAI's GPT-2, with
-    the sources of these below it, and the number of ties of each result that has some."""
+    the sources of these below it."""
     rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
     marks: dict[str, str] = {}  # "[1]", "[2]", ... by source
-    tie_notes = []
     for result in results:
         stderr = ""
         if result.stderr is not None:
@@ -73,12 +72,6 @@ def format_table(results: list[Result], size: str) -> str:
         number = f"{result.n:,}"
         value = f"{result.value:.4f}"
         rows.append([result.task, result.protocol, result.metric, number, value, stderr, openai])
-        if result.ties:
-            rule = "each best choice counts as its share"
-            if result.protocol.startswith("lm-eval"):
-                rule = "the first best choice counts, as in the harness"
-            name = f"{result.task}, {result.protocol}, {result.metric}"
-            tie_notes.append(f"{name}: {result.ties:,} ties; {rule}")
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # of the columns
     lines = []
@@ -87,4 +80,4 @@ def format_table(results: list[Result], size: str) -> str:
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
         lines.append(line.rstrip())
     lines += [f"{mark} {source}" for source, mark in marks.items()]
-    return "\n".join(lines + tie_notes)
+    return "\n".join(lines)
