@@ -76,6 +76,7 @@ LLAMA_WEIGHTS = {
     "mlp.c_proj": ["mlp.down_proj"],
 }
 EMBEDDING = "transformer.wte.weight"
+LLAMA_EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # in all files; ours has none if it is tied to the embedding
 TABLES = (EMBEDDING, HEAD)  # with a row for each token
 # OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
@@ -180,7 +181,7 @@ def model_from_hf(
     # a copy, from which the weights are taken out one by one: what stays was not used
     hf_weights = dict(hf_weights)
     if config.tied and HEAD in hf_weights:
-        [embedding_name] = weight_to_hf(EMBEDDING, hf_weights[HEAD], config)
+        embedding_name = EMBEDDING if has_gpt2_names(config) else LLAMA_EMBEDDING
         # safetensors.torch.save_model writes a tied tensor once, under the name of the head
         embedding = hf_weights.setdefault(embedding_name, hf_weights[HEAD])
         if torch.equal(hf_weights[HEAD].float(), embedding.float()):
@@ -327,8 +328,9 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
             return load_peer(folder)
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         weights = read_weights(folder)
-        if has_gpt2_names(config) and "wte.weight" in weights:
-            # a GPT2Model, as OpenAI's on the hub, lacks the prefix of a GPT2LMHeadModel
+        # a GPT2Model, as OpenAI's on the hub, lacks the prefix of a GPT2LMHeadModel
+        has_prefix = any(name.startswith("transformer.") for name in weights)
+        if has_gpt2_names(config) and not has_prefix:
             weights = {f"transformer.{name}": x for name, x in weights.items()}
         return model_from_hf(weights, config)
     except Exception as error:

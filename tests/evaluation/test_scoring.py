@@ -99,18 +99,6 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer):
         assert (score.is_greedy, score.is_greedy_filtered, score.is_last_greedy) == flags
 
 
-def test_cbt_chooses_by_what_follows_the_blank(scorer):
-    row = {"sentences": ["Tom had a dog ."], "question": "Where is the XXXXX ?", "answer": "dog"}
-    row["options"], task = ["cat", "dog", "Ann"], BENCHMARKS["cbt_cn"]
-    (result,), (example,) = task.score([row], scorer.score, task.protocols)
-    context, expected = b"Tom had a dog . Where is the", []
-    for option in (b"cat", b"dog", b"Ann"):
-        logprobs = nats(scorer.model, [*context, *b" ", *option, *b" ?"])
-        expected.append(logprobs[len(context) - 1 :].sum().item())
-    assert example["logprobs"] == pytest.approx(expected, abs=1e-4)
-    assert result.value == (np.argmax(expected) == 1)
-
-
 ENDINGS = {"ctx": "A dog", "endings": ["abc", "a", "bcd", "cde"]}  # three of one length
 HELLASWAG = [{**ENDINGS, "label": label} for label in (0, 1, 2, 0)]
 
@@ -121,6 +109,7 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
     def values(protocol):
         results, examples = BENCHMARKS["hellaswag"].score(HELLASWAG, score, [protocol])
         assert [x["pick_acc_norm"] for x in examples] == [0] * 4
+        assert examples[0]["logprobs"] == pytest.approx([-n * math.log(257) for n in (4, 2, 4, 4)])
         return {r.metric: (r.value, r.ties) for r in results}
 
     # the log-probability is best for the shortest ending, its mean is that of all four
@@ -130,17 +119,9 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
     assert values("lm-eval") == expected
 
 
-CBT_ROW = {"sentences": ["A."], "question": "XXXXX ?", "answer": "a", "options": ["a"]}
-
-
-@pytest.mark.parametrize(
-    ("task", "rows"),
-    [("hellaswag", HELLASWAG), ("lambada", [{"text": "the cat"}]), ("cbt_cn", [CBT_ROW])],
-)
-def test_a_model_of_nan_is_an_error(scorer, task, rows):
-    benchmark, score = BENCHMARKS[task], with_weights(scorer, math.nan).score
+def test_a_model_of_nan_is_an_error(scorer):
     with pytest.raises(UserError, match="gives NaN"):
-        benchmark.score(rows, score, benchmark.protocols)
+        with_weights(scorer, math.nan).score(ITEMS)
 
 
 def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():

@@ -1,14 +1,12 @@
 """What differs on a CPU, against what runs on other devices: the loss, and packed linear layers."""
 
 import copy
-import pkgutil
 
 import pytest
 import torch
 from tiny import RECIPES, tiny_gpt
 
 from model import loss as loss_module
-from model.gpt import GPT
 from model.inference import OneDNNLinear, prepare_for_inference
 from model.loss import HeadCrossEntropy, cross_entropy_
 from utils.devices import autocast, has_onednn
@@ -35,8 +33,10 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         with autocast(CPU, dtype):
             loss = HeadCrossEntropy(300)(*leaves, targets)
+            with torch.no_grad():  # as in validation, which needs no gradients
+                validation_loss = HeadCrossEntropy(300)(*leaves, targets)
         (3 * loss).backward()
-        return [loss.detach(), *(leaf.grad for leaf in leaves)]
+        return [loss.detach(), validation_loss, *(leaf.grad for leaf in leaves)]
 
     whole = loss_and_gradients(1000)  # by F.cross_entropy
     torch.testing.assert_close(loss_and_gradients(chunk_rows), whole, atol=far, rtol=far)
@@ -69,41 +69,6 @@ def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
     exact = plain(idx)
     error, rounding = (logits - exact).norm(), (rounded - exact).norm()
     assert error <= max(1.2 * rounding, 1e-5 * exact.norm())
-
-
-CHANGES = {  # a line of the model, and the recipe that has it
-    "model.layers.LayerNorm": "gpt2",
-    "model.layers.RMSNorm": "modern",
-    "model.layers.ScaledDotProduct": "gpt2",
-    "model.gpt.MLP": "gpt2",
-}
-
-
-@pytest.mark.parametrize("module", CHANGES)
-def test_a_change_of_the_model_changes_what_trains_and_what_samples(module, monkeypatch):
-    def run():
-        torch.manual_seed(0)
-        model = GPT(tiny_gpt(CHANGES[module]).config)
-        loss = model(idx, idx)
-        return loss, prepare_for_inference(model, CPU, torch.float32)(idx)
-
-    # no kernel is chosen by a timing
-    monkeypatch.setattr("utils.devices.matmul_seconds", None)
-    idx = torch.arange(32).view(2, 16)
-    before = run()
-    forward = pkgutil.resolve_name(module).forward
-    monkeypatch.setattr(f"{module}.forward", lambda *args: 0.5 * forward(*args))
-    for value, changed_value in zip(before, run(), strict=True):
-        assert not torch.equal(value, changed_value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cross_entropy_of_gpus_is_that_by_torch_logsumexp_to_the_bit(dtype):
-    logits = (5 * torch.randn(64, 320, generator=torch.Generator().manual_seed(0))).to(dtype)
-    targets = torch.arange(64)
-    nats = cross_entropy_(logits, targets, None, vocab_size=257)
-    x = logits.float()[:, :257]
-    assert torch.equal(nats, x.logsumexp(-1) - x[range(64), targets])
 
 
 @pytest.mark.parametrize(("device", "has_onednn"), [("cpu", False), ("cuda", True)])

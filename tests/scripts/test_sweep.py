@@ -3,12 +3,11 @@ import pytest
 from conftest import SMALL, script
 from matplotlib.figure import Figure
 
-from evaluation.figure import Run
 from scripts import sweep
 from scripts.sweep import SweepConfig, main, to_markdown
 from utils.errors import UserError
 
-# in place of train.py: seed 2 fails at its first start
+# in place of train.py: the run c of seed 2 fails at its first start
 STAND_IN = """
 import json, sys
 from pathlib import Path
@@ -17,11 +16,19 @@ logs = Path(sys.argv[-1]).with_name("logs")
 is_first = not logs.exists()
 logs.mkdir(parents=True, exist_ok=True)
 (logs / "config.json").write_text(json.dumps({"command": sys.argv}))
-if "--seed=2" in sys.argv and is_first:
+name = " ".join(arg.split("=")[1] for arg in sys.argv[1:3])
+if name == "c 2" and is_first:
     sys.exit("error: no rate")
-loss = 2.0 + ("--seed=2" in sys.argv)
-rows = [{"step": 9, "split": "train", "tokens": 9}, {"step": 9, "split": "val", "loss": loss}]
+last = {"a/b 1": 2.1, "a/b 2": 2.7, "c 1": 2.0, "c 2": 2.4}[name]
+rows = [{"step": step, "split": "val", "loss": loss} for step, loss in enumerate([9, 5, last])]
+rows.append({"step": 2, "split": "train", "tokens": 80})
 (logs / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
+"""
+TABLE = """\
+| run | validation loss | std of 2 | to the best |
+|---|---|---|---|
+| max_lr=c | 2.2000 | 0.2828 | +0.0000 |
+| max_lr=a/b | 2.4000 | 0.4243 | +0.2000 |
 """
 
 
@@ -31,17 +38,28 @@ def stand_in(tmp_path, monkeypatch):
     sweep.TRAIN.write_text(STAND_IN)
 
 
-def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(stand_in, tmp_path, capfd):
-    config = SweepConfig(("max_lr a/b",), seeds=(1, 2), out=tmp_path / "out")
-    with pytest.raises(UserError, match="the run max_lr=a/b seed=2 has failed"):
+def test_a_run_that_fails_ends_the_sweep_and_the_same_command_continues(
+    stand_in, tmp_path, capfd, monkeypatch
+):
+    """The best group comes first; its line has a band of one standard deviation."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
+    config = SweepConfig(("max_lr a/b c",), seeds=(1, 2), out=tmp_path / "out")
+    with pytest.raises(UserError, match="the run max_lr=c seed=2 has failed"):
         main(config)
     assert "error: no rate" in capfd.readouterr().err and not (config.out / "table.md").exists()
     main(config)
-    table = (config.out / "table.md").read_text()
-    assert "| max_lr=a/b | 2.5000 | 0.7071 | +0.0000 |" in table
-    last_lines = f"{table}wrote table.md and sweep.png in {config.out}\n"
+    last_lines = f"{TABLE}wrote table.md and sweep.png in {config.out}\n"
     assert capfd.readouterr().out.endswith(last_lines)
-    assert (config.out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (config.out / "table.md").read_text() == TABLE
+
+    [axes] = figures[0].axes
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["max_lr=c: 2.2000 ± 0.2828", "max_lr=a/b: 2.4000 ± 0.4243"]
+    best = axes.lines[0]
+    assert list(best.get_xdata()) == [40, 80] and best.get_ydata() == pytest.approx([5, 2.2])
+    [band] = axes.collections[0].get_paths()
+    assert band.vertices[:, 1].min() == pytest.approx(2.2 - 0.2828, abs=1e-4)
 
 
 def test_a_run_with_other_options_is_not_compared(stand_in, tmp_path):
@@ -60,19 +78,8 @@ def test_a_sweep_trains_with_train_py(shards, tmp_path):
     fixed = [f"{name[2:]} {x}" for name, x in zip(flags[::2], flags[1::2], strict=True)]
     args = ["scripts/sweep.py", "--out", tmp_path / "out", "--seeds", 1, "--fixed", *fixed]
     first, again = [script(*args, "--grid", "n_layer 1").stdout for _ in range(2)]
-    assert "| n_layer=1 |" in first and "step 1/2" not in again
+    assert " | 0.0000 | +0.0000 |" in first and "step 1/2" not in again  # a single seed
     assert first.splitlines()[-2:] == again.splitlines()[-2:]  # table and picture
-
-
-def test_differences_are_of_runs_of_the_same_seed():
-    losses = np.array([[2.1, 2.7, 2.9], [2.0, 2.4, 2.8]])
-    lines = to_markdown(["a", "b"], losses, "bits_per_byte").splitlines()
-    assert "| validation bits_per_byte |" in lines[0]
-    assert lines[2:] == [
-        "| b | 2.4000 | 0.4000 | +0.0000 |",
-        "| a | 2.5667 | 0.4163 | +0.1667 |",
-    ]
-    assert "| a | 2.1000 | 0.0000 | +0.0000 |" in to_markdown(["a"], losses[:1, :1], "loss")
 
 
 @pytest.mark.parametrize("diverged", [np.nan, np.inf])
@@ -80,21 +87,3 @@ def test_a_run_that_diverged_is_not_the_best(diverged):
     losses = np.array([[diverged, 2.0], [3.0, 4.0]])
     lines = to_markdown(["a", "b"], losses, "loss").splitlines()
     assert lines[2] == "| b | 3.5000 | 0.7071 | +0.0000 |" and lines[3].startswith("| a |")
-
-
-def test_the_picture_has_a_line_in_a_band_for_each_group_the_best_first(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, out, **options: figures.append(self))
-    losses = np.array([[2.1, 2.7], [2.0, 2.4]])  # (groups, seeds)
-    runs = []
-    for last in losses.flat:
-        val = [{"step": step, "loss": loss} for step, loss in enumerate([9, 5, last])]
-        runs.append(Run("", tmp_path, {"train": [{"step": 2, "tokens": 80}], "val": val}, {}))
-    sweep.draw(runs, ["a", "b"], losses, "loss", tmp_path / "a.png")
-    [axes] = figures[0].axes
-    texts = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert texts == ["b: 2.2000 ± 0.2828", "a: 2.4000 ± 0.4243"]
-    best = axes.lines[0]
-    assert list(best.get_xdata()) == [40, 80] and best.get_ydata() == pytest.approx([5, 2.2])
-    [band] = axes.collections[0].get_paths()
-    assert band.vertices[:, 1].min() == pytest.approx(2.2 - 0.2828, abs=1e-4)
