@@ -45,8 +45,11 @@ def test_each_part_is_due_at_its_interval_and_at_the_last_step(make):
 def test_figures_are_repeatable_and_the_model_keeps_training(make, monkeypatch):
     full = make()
     assert full.validate() == full.validate() and set(full.validate()) == {"loss", "bits_per_byte"}
-    ((task, figures),) = full.benchmarks(5)
-    assert task == "lambada" and list(figures) == ["n", "acc", "perplexity"] and figures["n"] == 12
+    monkeypatch.setattr(evaluator, "SUBSET_EXAMPLES", 5)
+    for options, n in (({}, 5), ({"eval_full": True}, 12)):
+        ((task, figures),) = make(**options).benchmarks(5)
+        assert task == "lambada" and list(figures) == ["n", "acc", "perplexity"]
+        assert figures["n"] == n
     sample = full.sample(2)
     assert sample == full.sample(2) != full.sample(4)
     assert full.scorer.model.training
@@ -100,13 +103,6 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
     bare = make()
     assert "no vocabulary; so there are no samples" in capsys.readouterr().out
     assert bare.validate() and not list(bare.benchmarks(7)) and bare.sample(7) is None
-
-
-def test_benchmarks_are_evenly_spaced_subsets_unless_full(make, monkeypatch):
-    monkeypatch.setattr(evaluator, "SUBSET_EXAMPLES", 5)
-    ((_, subset),) = make().rows_of_task
-    ((_, every),) = make(eval_full=True).rows_of_task
-    assert [row["text"][8:] for row in subset] == ["0", "2", "5", "8", "11"] and len(every) == 12
 
 
 def test_all_processes_refuse_what_another_cannot_read(monkeypatch):

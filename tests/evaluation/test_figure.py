@@ -107,12 +107,12 @@ def test_losses_of_untrained_models_far_above_are_left_out(
 
 def test_the_legend_stands_above_the_curves_with_the_lowest_loss(tmp_path, draw_panels):
     (tmp_path / ("long" * 30)).mkdir()
-    diverged = {"step": 4, "split": "val", "loss": math.nan}  # is not the lowest
+    diverged = {"step": 0, "split": "val", "loss": math.nan}  # is not the lowest
     a = write_run(tmp_path / ("long" * 30) / "a", [4, 3, 3.5], [diverged])
     row = {"step": 1, "split": "train", "loss": 2, "lr": 1, "tokens": 9, "tokens_per_s": 1}
     b = write_run(tmp_path / "b", [], [row])  # has no validation
     axes = draw_panels(a, b)["loss (nats per token)"]
-    np.testing.assert_equal(heights(axes), [[4, 3, 3.5], [4, 3, 3.5, math.nan], [2]])
+    np.testing.assert_equal(heights(axes), [[4, 3, 3.5], [math.nan, 4, 3, 3.5], [2]])
     assert axes.lines[2].get_marker() == "."  # one point makes no line
     legend = axes.get_legend()
     first, second = [text.get_text() for text in legend.get_texts()]
