@@ -17,8 +17,9 @@ from data.export_tokenizer import save_tokenizer
 from data.file_tokenizer import CHAT_TEMPLATE
 from data.tokenizer import load_tokenizer
 from finetuning.chat import is_chat
-from model.huggingface import save_pretrained
-from model.peers import to_nanogpt
+from model.config import SIZED, GPTConfig
+from model.gpt import GPT
+from model.huggingface import EMBEDDING, HEAD, differences, save_pretrained
 from model.recipes import Recipe
 from training.checkpoint import assemble, checksum, find_checkpoint, open_model
 from training.run import TrainState
@@ -96,6 +97,26 @@ def export_checkpoint(config: ConvertConfig) -> None:
     )
     (config.out / "README.md").write_text(card, encoding="utf-8")
     print(f"on the hub: hf upload USER/NAME {config.out}")
+
+
+def to_nanogpt(model: GPT) -> dict:
+    """Return the content of a ckpt.pt, float32, that nanoGPT's sample.py reads. Raises UserError
+    for an architecture that nanoGPT lacks.
+
+    nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
+    """
+    config = model.config
+    misfits = differences(config, GPTConfig(bias=config.bias))
+    if config.activation == "gelu_exact":
+        del misfits["activation"]
+    if misfits:
+        raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
+    weights = model.state_dict()
+    # without padding, which nanoGPT would sample
+    weights[EMBEDDING] = weights[EMBEDDING][: config.vocab_size]
+    weights[HEAD] = weights[EMBEDDING]
+    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}
+    return {"model": weights, "model_args": model_args}
 
 
 def import_model(config: ConvertConfig) -> None:

@@ -241,19 +241,19 @@ def weight_to_hf(
 
     # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
     # LLaMA has no biases, so all names end alike
-    kind = name.removesuffix(".weight")
+    module = name.removesuffix(".weight")
     prefix = ""
-    if kind.startswith("transformer.h."):
-        _, _, layer, kind = kind.split(".", 3)
+    if module.startswith("transformer.h."):
+        _, _, layer, module = module.split(".", 3)
         prefix = f"model.layers.{layer}."
     num_rows = [len(x)]  # no stack
-    if kind == "attn.c_attn":
+    if module == "attn.c_attn":
         kv_rows = config.kv_heads * config.head_size
         num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
-    elif kind == "mlp.c_fc":
+    elif module == "mlp.c_fc":
         num_rows = [config.inner, config.inner]  # gate, input
-    parts = zip(LLAMA_WEIGHTS[kind], x.split(num_rows), strict=True)
-    return {f"{prefix}{hf_kind}.weight": part for hf_kind, part in parts}
+    hf_modules = zip(LLAMA_WEIGHTS[module], x.split(num_rows), strict=True)
+    return {f"{prefix}{hf_module}.weight": hf_x for hf_module, hf_x in hf_modules}
 
 
 def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Weights from the checkpoints of nanoGPT, build-nanogpt and llm.c, and to nanoGPT's.
+"""Weights from the checkpoints of nanoGPT, build-nanogpt and llm.c.
 
     nanoGPT         torch.save of "model", "model_args", ...; biases or none; the exact GELU
     build-nanogpt   torch.save of "model", "config", ...; the config is a pickled GPTConfig
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from model.config import SIZED, GPTConfig
+from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
-from model.huggingface import EMBEDDING, HEAD, differences, model_from_hf
-from utils.errors import UserError
+from model.huggingface import EMBEDDING, model_from_hf
 
 LLM_C_MAGIC = 20240326
 LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older ones had no padding
@@ -71,23 +70,3 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     # by the header, the rows after it are no tokens
     weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
     return replace(config, vocab_size=vocab_size), weights
-
-
-def to_nanogpt(model: GPT) -> dict:
-    """Return the content of a ckpt.pt, float32, that nanoGPT's sample.py reads. Raises UserError
-    for an architecture that nanoGPT lacks.
-
-    nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
-    """
-    config = model.config
-    misfits = differences(config, GPTConfig(bias=config.bias))
-    if config.activation == "gelu_exact":
-        del misfits["activation"]
-    if misfits:
-        raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
-    weights = model.state_dict()
-    # without padding, which nanoGPT would sample
-    weights[EMBEDDING] = weights[EMBEDDING][: config.vocab_size]
-    weights[HEAD] = weights[EMBEDDING]
-    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}
-    return {"model": weights, "model_args": model_args}

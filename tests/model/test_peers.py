@@ -9,11 +9,11 @@ import torch
 from conftest import bad, losses, script, train_args
 
 import __main__
+from convert import to_nanogpt
 from model.config import SIZED, GPTConfig
 from model.gpt import GPT
 from model.huggingface import load_pretrained
 from model.layers import ACTIVATIONS
-from model.peers import to_nanogpt
 from training.checkpoint import open_model
 from utils.errors import UserError
 
