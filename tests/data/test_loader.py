@@ -91,9 +91,3 @@ def test_prefetch_keeps_order_and_passes_errors_on():
         for item in prefetch(items()):
             received.append(item)
     assert received == list(range(20))
-
-
-def test_permute_spreads_every_position_evenly():
-    first = np.array([permute(np.arange(8), 100, seed, 0) for seed in range(4000)])
-    for column in first.T:  # chi-squared over 100 cells: mean 99, standard deviation 14
-        assert ((np.bincount(column, minlength=100) - 40) ** 2 / 40).sum() < 170

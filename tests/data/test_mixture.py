@@ -9,9 +9,8 @@ from conftest import documents, losses, same_run, script, torchrun, train_args
 from test_fineweb_edu import shard
 
 from data import verify
-from data.loader import Sequences
 from data.mixture import Corpus, Mixture, assign_places, parse_corpora
-from data.shards import TokenStream, open_folder, read_manifest, write_manifest
+from data.shards import read_manifest, write_manifest
 from utils.errors import UserError
 from utils.logger import read_metrics
 
@@ -84,13 +83,6 @@ def test_shares_stay_exact_far_from_the_first_position(folders):
         assert abs(int(positions[0]) - 2**55 * share // 2_000) <= 1
     with pytest.raises(UserError, match="give weights of at most six digits"):
         Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
-
-
-def test_one_corpus_of_weight_1_has_the_order_of_folders_without_weights(folders):
-    sequences = Sequences(TokenStream([open_folder(folders / "a", "train")]), 32)
-    for name in (folders / "a", f"{folders}/a:1"):
-        order = Mixture([name], "train", 32).order(np.arange(5000), seed=5)
-        assert (order == sequences.order(np.arange(5000), seed=5)).all()
 
 
 @pytest.mark.parametrize("weight", ["", ":1"])
