@@ -30,6 +30,8 @@ BATCH = 100  # rows; another number would change the positions in manifests
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
 DECODER = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
 SEPARATORS = re.compile(r"[\s,]*")  # between two values of JSON
+NOT_JSON = Skipped("not JSON")
+CUT_JSON = Skipped("cut off: JSON without its end")
 AFTER_VALUE = re.compile(r"[ \t]*([\r\n,\[\]{]|\Z)")  # what may follow a value of JSON
 
 
@@ -139,9 +141,9 @@ def read_json(file: IO[str]) -> Iterator[object]:
     of an array. What is not JSON is skipped up to the end of its line."""
     first_line = next(filter(str.strip, file), "")  # not a blank one
     values = list(read_values(first_line))
-    if any(isinstance(value, Skipped) for value in values):
-        # A value goes on in the next line, as in an indented array: such a file is read as a whole.
-        # One of lines may be larger than memory.
+    if CUT_JSON in values and NOT_JSON not in values:
+        # It goes on in the next line, as an indented array does: such a file is read as a whole.
+        # A file of lines may be larger than memory.
         yield from read_values(first_line + "".join(file))
         return
     yield from values
@@ -167,13 +169,16 @@ def read_values(text: str) -> Iterator[object]:
                 end = error.pos
             if is_value:
                 yield value
+            elif SEPARATORS.match(text, end).end() == len(text):
+                yield CUT_JSON
+                return
             else:
-                yield Skipped("not JSON")
+                yield NOT_JSON
                 # in the line of the error, if the value began before it, else in the next line
                 end = text.rfind("\n", start, end) + 1 or text.find("\n", end) + 1 or len(text)
         start = SEPARATORS.match(text, end).end()
     if in_array:
-        yield Skipped("cut: an array without an end")
+        yield CUT_JSON
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
