@@ -62,8 +62,9 @@ def test_every_document_stands_once_in_order_on_one_side_and_the_manifest_counts
 
 
 def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain, tmp_path, capsys):
-    for count in (3, 5):
-        shard(corpus, tmp_path, max_shards=count)
+    for count in (1, 5):
+        stopped = shard(corpus, tmp_path, max_shards=count, num_workers=1)
+        assert stopped == shard(corpus, tmp_path / "again", max_shards=count, num_workers=4)
         assert "stopped at --max_shards" in capsys.readouterr().out
         assert len(list(tmp_path.glob("train_*.npy"))) == count
     manifest = shard(corpus, tmp_path, num_workers=4)
@@ -201,6 +202,7 @@ def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
         shard(parts, tmp_path / "1", max_shards=max_shards, **options)
     texts = texts_in(tmp_path / "1", "train") + texts_in(tmp_path / "1", "val")
     assert sorted(texts) == sorted(documents()[150:300] + documents()[450:])
+    assert not shard(parts, tmp_path / "2", val_fraction=1e-9, **options)["held_out"]
     with pytest.raises(UserError, match="holds shards of worker_index 1"):
         shard(parts, tmp_path / "1")
     (parts / "9.txt").write_text("the other worker's now")

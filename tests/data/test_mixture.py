@@ -43,8 +43,7 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     ids = mixture.order(np.arange(10_000), seed=3)
     corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
     assert np.bincount(corpus).tolist() == [7000, 2000, 1000]
-    steps = [mixture.order(np.arange(s, s + 500), 3) for s in range(0, 10_000, 500)]
-    assert (np.concatenate(steps) == ids).all()
+    assert (mixture.order(np.arange(7_000, 8_000), seed=3) == ids[7_000:8_000]).all()
     for i, part in enumerate(mixture.parts):
         part_ids = ids[corpus == i] - mixture.starts[i]
         assert (part_ids == part.order(np.arange(len(part_ids)), seed=3)).all()

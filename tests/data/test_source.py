@@ -6,7 +6,6 @@ import gzip
 import json
 import lzma
 from functools import partial
-from itertools import islice, repeat
 
 import pyarrow as pa
 import pytest
@@ -96,7 +95,9 @@ def test_every_value_of_json_is_a_row_however_it_is_laid_out(tmp_path, content, 
 
 
 def test_lines_of_json_may_be_larger_than_memory():
-    assert list(islice(source.read_json(repeat("[1]\n")), 3)) == [1, 1, 1]
+    lines = iter(["[1]\n"] * 5)
+    reader = source.read_json(lines)
+    assert [next(reader), next(reader)] == [1, 1] and len(list(lines)) == 3
 
 
 @pytest.mark.parametrize(
@@ -127,12 +128,14 @@ def test_lines_of_json_may_be_larger_than_memory():
 def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content, rows, capsys):
     """None stands for a missing column, a string for how a damaged file ends."""
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    for row, expected in zip(read(tmp_path / name), rows, strict=True):
+    found = read(tmp_path / name)
+    assert len(set(found)) == len(set(rows))  # one reason for all rows without the column
+    for row, expected in zip(found, rows, strict=True):
         if isinstance(row, Skipped) and not isinstance(expected, Skipped):
             assert (expected or "without a column 'text', but ") in row.reason
         else:
             assert row == expected
-    if not any(isinstance(row, str) for row in read(tmp_path / name)):
+    if not any(isinstance(row, str) for row in found):
         assert f"{name} gave 0 texts in {len(rows)} rows" in capsys.readouterr().err
 
 
