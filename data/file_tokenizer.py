@@ -99,13 +99,18 @@ class FileTokenizer(Tokenizer):
         ends = (self.eot, self.turn_end, self.start_ids[0])
         self.end_ids = frozenset([*ends, *spec_fields["end_ids"]])
 
-        # Bytes of each id. The decoder of the file is not asked: it gives strings, in which a
-        # character that spans two tokens is lost, and some files have none.
         # A post-processor of this type only moves offsets, also those of other vocabularies.
         components = json.dumps({**content, "post_processor": None})
-        is_byte_level = '"type": "ByteLevel"' in components
+        self.bytes_of_id = self.find_bytes(vocab, '"type": "ByteLevel"' in components)
+
+    def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:
+        """Return the bytes of each id. Raise ValueError for a token that stands for none.
+
+        The decoder of the file is not asked: it gives strings, in which a character that spans two
+        tokens is lost, and some files have none.
+        """
         byte_of_character = {character: i for i, character in enumerate(byte_characters())}
-        self.bytes_of_id: dict[int, bytes] = {}
+        bytes_of_id: dict[int, bytes] = {}
         for token, token_id in vocab.items():
             if is_byte_level and token_id not in self.added_ids:
                 # one character stands for each byte; added tokens are plain text
@@ -118,9 +123,10 @@ class FileTokenizer(Tokenizer):
                 token_bytes = bytes([int(token[3:5], 16)])
             else:
                 token_bytes = token.replace(SPACE, " ").encode()
-            self.bytes_of_id[token_id] = token_bytes
+            bytes_of_id[token_id] = token_bytes
         for token_id in (self.eot, *self.start_ids):
-            self.bytes_of_id[token_id] = b""  # no part of a text
+            bytes_of_id[token_id] = b""  # no part of a text
+        return bytes_of_id
 
     @cached_property
     def continuing_engine(self) -> Engine:
@@ -135,10 +141,11 @@ class FileTokenizer(Tokenizer):
     def bos_processor(self) -> dict:
         """Return the post-processor that writes bos_ids before a text and nothing after it, as the
         content of a tokenizer.json."""
-        special_tokens = [(self.engine.id_to_token(i), i) for i in self.bos_ids]
-        single = [token for token, _ in special_tokens]
-        single.append("$A")  # the text
-        processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
+        tokens = [self.engine.id_to_token(token_id) for token_id in self.bos_ids]
+        processor = processors.TemplateProcessing(
+            single=[*tokens, "$A"],  # $A: the text
+            special_tokens=list(zip(tokens, self.bos_ids, strict=True)),
+        )
         return json.loads(processor.__getstate__())  # as the library writes it into the file
 
     def encode_continuation(self, text: str) -> np.ndarray:
@@ -272,8 +279,7 @@ def read_tokenizer(
 
     `end_of_text` is the token or its id; without it, one of ENDS_OF_TEXT. A generated text ends
     with that token, with one of `end_ids`, or with the token that the chat template writes after
-    an answer. `template_tokens` are the template's bos_token, eos_token, ...; without them, both
-    are end of text.
+    an answer. `template_tokens` are the template's bos_token, eos_token, ...
     """
     try:
         if path.name == VOCABULARY_FILE:
@@ -284,13 +290,11 @@ def read_tokenizer(
         vocab = engine.get_vocab()
         end_of_text = find_end_of_text(vocab, end_of_text)  # the token
         eot = vocab[end_of_text]  # its id
-        if template_tokens is None:
-            template_tokens = {"bos_token": end_of_text, "eos_token": end_of_text}
         spec_fields = {
             "eot": end_of_text,
             "end_ids": list(end_ids),
             "chat_template": chat_template,
-            "template_tokens": template_tokens,
+            "template_tokens": template_tokens or {},
             TOKENIZER_FILE: json.loads(content),
         }
         # A tokenizer that has a name here is known by it, so that shards, checkpoints and models
@@ -376,13 +380,7 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         template = template_path.read_text(encoding="utf-8")
 
     end_of_text = end_ids[0] if end_ids else None
-    spec = read_tokenizer(path, end_of_text, template, end_ids, template_tokens)
-    if spec not in TOKENIZERS:
-        tokenizer = load_tokenizer(spec)
-        # fine-tuning does not compare texts with what their tokens give back, as sharding does
-        if " " in tokenizer.lost_text("a a", tokenizer.encode("a a")):
-            raise UserError(f"{path} drops the spaces of a text, so its model cannot write any")
-    return spec
+    return read_tokenizer(path, end_of_text, template, end_ids, template_tokens)
 
 
 def read_json(path: Path) -> dict:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data
 from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer
-from data.ledger import FileCounts, Skipped, join_reasons
+from data.ledger import Skipped, join_reasons
 from data.sharder import PIECES, Document, Sharder
+from data.shards import read_manifest
 from data.source import Batch, Source, list_files
 from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import start_script
@@ -147,15 +148,6 @@ def read_documents(batches: Iterator[Batch], first_row: int) -> Iterator[Documen
         first_row = 0  # of the next batch
 
 
-def mark_last(documents: Iterator[Document]) -> Iterator[tuple[Document, bool]]:
-    """Yield each document, with True if it is the last one. Reads one document ahead."""
-    document = next(documents, None)  # None: there is none
-    while document is not None:
-        next_document = next(documents, None)
-        yield document, next_document is None
-        document = next_document
-
-
 def write_shards(
     config: DataConfig, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
@@ -174,7 +166,8 @@ def write_shards(
     )
     # tokens of the first document that are in the shards already
     num_written = state["tokens"]
-    for document, is_last in mark_last(documents):
+    # each document and the one after it; after the last one, None
+    for document, next_document in pairwise(chain(documents, [None])):
         if document.lost_text and not config.allow_loss:
             characters = "".join(dict.fromkeys(document.lost_text))  # each one once
             raise UserError(
@@ -183,7 +176,8 @@ def write_shards(
                 "--allow_loss"
             )
         # one book has no document for validation; of several workers, another may have some
-        share = config.val_fraction if is_last and config.worker_count == 1 else 0
+        may_hold_out = next_document is None and config.worker_count == 1
+        share = config.val_fraction if may_hold_out else 0
         document = sharder.hold_out_of(document, share, num_written)
         bar.update(len(document.tokens) - num_written)
         if not sharder.write(document, num_written):
@@ -225,6 +219,10 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
     # two processes would overwrite each other's shards
     lock = lock_folder(folder, "sharding into")
     try:
+        # A folder that was complete before manifests had a ledger is taken as it is.
+        manifest = read_manifest(folder)
+        if manifest.get("complete") and "ledger" not in manifest:
+            return manifest, 0
         sharder = Sharder(folder, settings, source, config.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
@@ -251,11 +249,6 @@ def report(manifest: dict) -> None:
     """Print what a folder of shards holds."""
     skipped = join_reasons(manifest["skipped"])
     print(f"documents: {manifest['documents']:,}; skipped: {skipped}")
-    num_finished = manifest["state"]["source"]["file"]
-    for name, entry in islice(manifest["ledger"].items(), num_finished):
-        counts = FileCounts(**entry)
-        if counts.is_suspect:
-            print(f"look at: {counts.describe(name)}")
     print(f"tokenizer: {manifest['tokenizer']}")
     for split in ("train", "val"):
         sizes = [entry["tokens"] for entry in manifest["shards"] if entry["split"] == split]
@@ -267,7 +260,7 @@ def report(manifest: dict) -> None:
     if manifest["lost_bytes"]:
         share = manifest["lost_bytes"] / sum(manifest["bytes"].values())
         print(f"lost: {share:.2%} of the bytes, which {manifest['tokenizer']} does not give back")
-    if manifest["held_out"]:  # no hash chose a document for one of the splits
+    if manifest.get("held_out"):  # no hash chose a document for one of the splits
         print(f"validation: {PIECES} pieces, spread over the last text")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from data.foreign import bin_header
 from data.ledger import sum_skipped
-from data.shards import inspect_shard, read_manifest, shard_paths, write_manifest
+from data.shards import read_manifest, shard_paths, write_manifest
 from data.source import Source
 from utils.errors import UserError
 from utils.files import atomic_write, sync_folder
@@ -161,6 +161,8 @@ class Sharder:
         self.dtype = "<u2" if settings["vocab_size"] <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
+        self.num_tokens = 0
+        """Tokens in all shards, once they are reopened."""
         self.manifest = read_manifest(folder)
         advice = "give another --local_dir or empty that one"
         if not self.manifest and shard_paths(folder):
@@ -191,9 +193,6 @@ class Sharder:
             present = self.manifest.get(key)
             if present != value:
                 raise UserError(f"{folder} holds shards of {key} {present!r:.99}; {advice}")
-        # a damaged shard is named now, not when training reaches it
-        for entry in self.manifest["shards"]:
-            inspect_shard(folder / entry["file"])
 
     def full_shards(self) -> list[dict]:
         """Return the manifest entries of the shards that have shard_size tokens."""
@@ -208,22 +207,17 @@ class Sharder:
         num_train = sum(entry["split"] == "train" for entry in self.full_shards())
         return num_train >= self.max_shards
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in all shards, open ones included."""
-        sizes = {entry["file"]: entry["tokens"] for entry in self.manifest["shards"]}
-        for writer in self.writers.values():  # it may be longer than it is listed
-            sizes[writer.path.name] = writer.num_tokens
-        return sum(sizes.values())
-
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
         earlier run has listed stay in the manifest until they are longer."""
         self.manifest["complete"] = False
         self.manifest["stopped"] = False
         write_manifest(self.folder, self.manifest)
-        for split, num_tokens in self.manifest["state"]["open"].items():
+        open_tokens = self.manifest["state"]["open"]
+        for split, num_tokens in open_tokens.items():
             self.open_shard(split, num_tokens)
+        full_tokens = self.shard_size * len(self.full_shards())
+        self.num_tokens = full_tokens + sum(open_tokens.values())
 
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
@@ -275,6 +269,7 @@ class Sharder:
             # as much as fits: a document may go on in the next shard, or in the other split
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             writer.append(document.tokens[start:end])
+            self.num_tokens += end - start
             # A cut text counts by its share of the tokens: no token knows its bytes, as a
             # normalizer may have changed the text. Differences of rounded sums, so that the cuts
             # of a text add up to all of its bytes.

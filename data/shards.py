@@ -147,13 +147,6 @@ class ShardFolder:
         is_edu = re.search("fineweb-edu|edu_?fineweb", source)
         return "FineWeb-Edu" if is_edu and self.tokenizer == "gpt2" else self.path.resolve().name
 
-    @property
-    def is_unfinished(self) -> bool:
-        """True if the sharding was interrupted, or still runs: neither the end of the text nor
-        --max_shards ended it."""
-        is_complete = self.manifest.get("complete", True)  # a folder of others is
-        return not (is_complete or self.manifest["stopped"])
-
 
 def open_folder(folder: Path, split: str) -> ShardFolder:
     """Open a split, "train" or "val": the shards that the manifest lists, in its order. Without a
@@ -317,5 +310,11 @@ class TokenStream:
 
     @property
     def unfinished(self) -> list[Path]:
-        """Folders whose sharding was interrupted: they hold a part of their text."""
-        return [folder.path for folder in self.folders if folder.is_unfinished]
+        """Folders whose sharding was interrupted, or still runs: they hold a part of their text, as
+        neither its end nor --max_shards ended it."""
+        paths = []
+        for folder in self.folders:
+            is_complete = folder.manifest.get("complete", True)  # a folder of others is
+            if not (is_complete or folder.manifest["stopped"]):
+                paths.append(folder.path)
+        return paths

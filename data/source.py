@@ -17,23 +17,21 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from data.ledger import FileCounts, Skipped, join_reasons, sum_skipped
+from data.ledger import FileCounts, Skipped
 from utils.errors import UserError
 
 BATCH = 100  # rows; another number would change the positions in manifests
-# codecs that a file which is not UTF-8 is compared with: those of more languages look alike
-CODECS = ("cp1252", "gb18030", "big5", "cp932", "cp1251", "koi8_r")
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-NOT_UTF8 = Skipped("not UTF-8")
-ESCAPED_BYTE = "[\udc80-\udcff]"  # what open_text makes of a byte that is not UTF-8
+DECODER = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
 SEPARATORS = re.compile(r"[\s,]*")  # between two values of JSON
+NOT_JSON = Skipped("not JSON")
+CUT_JSON = Skipped("cut off: JSON without its end")
 AFTER_VALUE = re.compile(r"[ \t]*([\r\n,\[\]{]|\Z)")  # what may follow a value of JSON
 
 
@@ -141,45 +139,46 @@ def read_document(file: IO[str]) -> Iterator[object]:
 def read_json(file: IO[str]) -> Iterator[object]:
     """Yield the values of JSON: in lines, over several lines, one after the other, or the elements
     of an array. What is not JSON is skipped up to the end of its line."""
-    decoder = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
+    first_line = next(filter(str.strip, file), "")  # not a blank one
+    values = list(read_values(first_line))
+    if CUT_JSON in values and NOT_JSON not in values:
+        # It goes on in the next line, as an indented array does: such a file is read as a whole.
+        # A file of lines may be larger than memory.
+        yield from read_values(first_line + "".join(file))
+        return
+    yield from values
+    for line in file:
+        yield from read_values(line)
+
+
+def read_values(text: str) -> Iterator[object]:
+    """Yield the values of JSON in a text, as read_json does."""
     in_array = False
-    text = file.readline()  # whole lines: a string cannot go over the end of one
-    start = 0  # of the next value
-    while text:
-        start = SEPARATORS.match(text, start).end()
-        if start == len(text):
-            text = file.readline()
-            start = 0
-            continue
+    start = SEPARATORS.match(text).end()  # of the next value
+    while start < len(text):
         if text[start] == ("]" if in_array else "["):
             in_array = not in_array
-            start += 1
-            continue
-        try:
-            value, end = decoder.raw_decode(text, start)
-            # else a word in quotes, or the key of a broken object
-            is_value = AFTER_VALUE.match(text, end)
-        except json.JSONDecodeError as error:
-            is_value = False
-            end = error.pos
-        if is_value:
-            yield value
-            start = end
-            continue
-        # An error at the end of the text: the value goes on in the next lines. Twice as much text
-        # each time: decoding again after every line would take the square of the time.
-        is_cut = end >= len(text.rstrip())
-        more = file.read(len(text)) + file.readline() if is_cut else ""
-        if more:
-            text = text[start:] + more
-            start = 0
-            continue
-        yield Skipped("not JSON")
-        # go on in the line of the error, if the value began before it, else in the next line
-        line = text.rfind("\n", start, end) + 1 or text.find("\n", end) + 1
-        start = line if line and not is_cut else len(text)
+            end = start + 1
+        else:
+            try:
+                value, end = DECODER.raw_decode(text, start)
+                # else a word in quotes, or the key of a broken object
+                is_value = AFTER_VALUE.match(text, end)
+            except json.JSONDecodeError as error:
+                is_value = False
+                end = error.pos
+            if is_value:
+                yield value
+            elif SEPARATORS.match(text, end).end() == len(text):
+                yield CUT_JSON
+                return
+            else:
+                yield NOT_JSON
+                # in the line of the error, if the value began before it, else in the next line
+                end = text.rfind("\n", start, end) + 1 or text.find("\n", end) + 1 or len(text)
+        start = SEPARATORS.match(text, end).end()
     if in_array:
-        yield Skipped("cut: an array without an end")
+        yield CUT_JSON
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
@@ -188,16 +187,13 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     csv.field_size_limit(2**31 - 1)  # characters of a cell; the default, 131,072, is below a book
     # strict: a quote that is never closed is an error, and not one cell to the end of the file
     reader = csv.reader(file, delimiter=delimiter, strict=True)
-    try:
-        header = next(reader, [])
-        for cells in reader:
-            # further cells that are empty come from commas at the end of a line
-            if any(cells[len(header) :]):
-                yield Skipped("wider than the header")
-            elif cells:  # not a blank line
-                yield dict(zip(header, cells, strict=False))  # a short row lacks its last columns
-    except csv.Error as error:  # it does not say where
-        raise ValueError(f"line {reader.line_num}: {error}") from error
+    header = next(reader, [])
+    for cells in reader:
+        # further cells that are empty come from commas at the end of a line
+        if any(cells[len(header) :]):
+            yield Skipped("wider than the header")
+        elif cells:  # not a blank line
+            yield dict(zip(header, cells, strict=False))  # a short row lacks its last columns
 
 
 READERS = {
@@ -241,9 +237,8 @@ def as_text(value: object) -> str | Skipped:
     try:
         value.encode()
     except UnicodeEncodeError:  # it would train as U+FFFD
-        if re.search(ESCAPED_BYTE, value):
-            return NOT_UTF8
-        return Skipped("half of a surrogate pair")  # as JSON may write one
+        # a byte that open_text has escaped, or what JSON may write by itself
+        return Skipped("not UTF-8, or half of a surrogate pair")
     if "\0" in value:  # no text has it; UTF-16 and binary files do
         return Skipped("with U+0000")
     return value
@@ -254,7 +249,6 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
     of a disk, is raised."""
     # of the first such row of the file, for all of them: else each may have a reason of its own
     lacking: Skipped | None = None
-    not_utf8: Skipped | None = None
     try:
         for row in read_rows(name, column):
             value = row
@@ -263,11 +257,7 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
                 if row and column not in row:
                     lacking = lacking or without_column(column, row)
                     value = lacking
-            text = as_text(value)
-            if text == NOT_UTF8:
-                not_utf8 = not_utf8 or Skipped(f"not UTF-8, but damaged or {guess_encoding(value)}")
-                text = not_utf8
-            yield text
+            yield as_text(value)
     except Exception as error:  # each reader has classes of its own
         # errors of the operating system have a number, those of gzip and pyarrow none
         if isinstance(error, MemoryError) or getattr(error, "errno", None):
@@ -283,30 +273,6 @@ def read_rows(name: str, column: str) -> Iterator[object]:
     read = READERS.get(suffix_of(name), read_document)
     with open_text(name) as file:
         yield from read(file)
-
-
-def guess_encoding(text: str | bytes) -> str:
-    """Return the encoding, one of CODECS, that a text which is not UTF-8 probably has, by its
-    frequencies of characters."""
-    from charset_normalizer import from_bytes  # slow to import; few files need it
-
-    content = text
-    if isinstance(text, str):
-        text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "", text)  # surrogates escaped in JSON
-        content = text.encode(errors="surrogateescape")  # the bytes of the file
-    match = from_bytes(content[:100_000], cp_isolation=list(CODECS)).best()
-    return match.encoding if match else "in another encoding"
-
-
-@contextmanager
-def name_errors(name: str) -> Iterator[None]:
-    """Raise what a reader or file system raises as a UserError that names the file or dataset."""
-    try:
-        yield
-    except UserError:  # names it already
-        raise
-    except Exception as error:  # each reader has classes of its own, and none names the file
-        raise UserError(f"{name:.300} is damaged or cannot be read {quote(error)}") from error
 
 
 def quote(error: Exception) -> str:
@@ -356,10 +322,12 @@ class Source:
             self.ledger[name] = FileCounts(**entry)
 
     def ledger_at(self, position: dict) -> dict[str, dict]:
-        """Return the ledger of the files up to that of a position, as plain JSON. Reading is ahead:
-        `batches` counts the rows of that last file again from the position on."""
-        entries = islice(self.ledger.items(), position["file"] + 1)
-        return {name: asdict(counts) for name, counts in entries}
+        """Return the ledger up to a position, as plain JSON. Reading may be ahead of it."""
+        finished = islice(self.ledger.items(), position["file"])
+        entries = {name: asdict(counts) for name, counts in finished}
+        if position["counts"]:
+            entries[self.names[position["file"]]] = position["counts"]
+        return entries
 
     @property
     def end(self) -> dict:
@@ -374,21 +342,25 @@ class Source:
         read = self.read_file if self.files else self.read_dataset
         for index in range(position["file"], len(self.names)):
             name = self.names[index]
-            with name_errors(name):
-                counts = FileCounts(**(position["counts"] or {"size": self.size(name)}))
-                self.ledger[name] = counts
+            counts = FileCounts(**(position["counts"] or {"size": self.size(name)}))
+            self.ledger[name] = counts
+            try:
                 for batch in read(name, position):
                     batch.position.update(file=index, counts=asdict(counts))
                     counts.add(batch.rows)
                     yield batch
+            except UserError:  # names it already
+                raise
+            except Exception as error:  # each reader has classes of its own, and none names it
+                reason = quote(error)
+                raise UserError(f"{name:.300} is damaged or cannot be read {reason}") from error
             assert counts.rows == counts.texts + sum(counts.skipped.values())
             if counts.is_suspect:
                 print(f"warning: {counts.describe(name)}", file=sys.stderr)
             position = {"counts": {}}  # of the next file
         if not any(counts.texts for counts in self.ledger.values()):
-            skipped = join_reasons(sum_skipped(self.ledger_at(self.end)))
             names = " ".join(self.names) or "the input"  # a worker may have no file
-            raise UserError(f"{names:.300} holds no text for this worker; skipped: {skipped}")
+            raise UserError(f"{names:.300} holds no text for this worker")
 
     def read_file(self, name: str, position: dict) -> Iterator[Batch]:
         """Yield the batches of a file from a position in it on."""

@@ -21,7 +21,6 @@ from data.export_tokenizer import END_OF_TEXT, byte_level
 from data.ledger import Skipped
 from data.source import Source, list_files
 from utils.cli import start_script
-from utils.errors import UserError
 from utils.files import atomic_write
 
 PIECE = 2_000  # characters of a text that are sampled together
@@ -36,7 +35,8 @@ class TokenizerConfig:
     out: Path
     """The tokenizer.json to write."""
     vocab_size: int = 16_384
-    """Tokens, end of text included; shards of more than 65,536 have 4 bytes a token."""
+    """Tokens, at least the 256 bytes and end of text; shards of more than 65,536 have 4 bytes a
+    token."""
     split: Literal["unicode", "gpt2"] = "unicode"
     """Pieces that no token crosses. gpt2: words and numbers as in GPT-2; unicode: words with their
     marks in any script, and single digits."""
@@ -60,8 +60,6 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
 
 
 def main(config: TokenizerConfig) -> None:
-    if config.vocab_size < 257:
-        raise UserError(f"--vocab_size {config.vocab_size} must be at least 257")
     sizes = list_files(config.input)
     source = Source(tuple(sizes), column=config.text_column)
     # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that

@@ -9,9 +9,8 @@ from conftest import documents, losses, same_run, script, torchrun, train_args
 from test_fineweb_edu import shard
 
 from data import verify
-from data.loader import Sequences
 from data.mixture import Corpus, Mixture, assign_places, parse_corpora
-from data.shards import TokenStream, open_folder, read_manifest, write_manifest
+from data.shards import read_manifest, write_manifest
 from utils.errors import UserError
 from utils.logger import read_metrics
 
@@ -44,8 +43,7 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     ids = mixture.order(np.arange(10_000), seed=3)
     corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
     assert np.bincount(corpus).tolist() == [7000, 2000, 1000]
-    steps = [mixture.order(np.arange(s, s + 500), 3) for s in range(0, 10_000, 500)]
-    assert (np.concatenate(steps) == ids).all()
+    assert (mixture.order(np.arange(7_000, 8_000), seed=3) == ids[7_000:8_000]).all()
     for i, part in enumerate(mixture.parts):
         part_ids = ids[corpus == i] - mixture.starts[i]
         assert (part_ids == part.order(np.arange(len(part_ids)), seed=3)).all()
@@ -84,13 +82,6 @@ def test_shares_stay_exact_far_from_the_first_position(folders):
         assert abs(int(positions[0]) - 2**55 * share // 2_000) <= 1
     with pytest.raises(UserError, match="give weights of at most six digits"):
         Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
-
-
-def test_one_corpus_of_weight_1_has_the_order_of_folders_without_weights(folders):
-    sequences = Sequences(TokenStream([open_folder(folders / "a", "train")]), 32)
-    for name in (folders / "a", f"{folders}/a:1"):
-        order = Mixture([name], "train", 32).order(np.arange(5000), seed=5)
-        assert (order == sequences.order(np.arange(5000), seed=5)).all()
 
 
 @pytest.mark.parametrize("weight", ["", ":1"])

@@ -90,24 +90,27 @@ def test_missing_and_empty_folders_say_what_to_do(tmp_path):
 
 def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(tmp_path):
     entries = [write(tmp_path, "train", i, range(10)) for i in range(3)]
-    write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
-    digest = TokenStream([open_folder(tmp_path, "train")]).digest
-    (tmp_path / "train_000001.npy").rename(tmp_path / "1")
+
+    def stream():
+        write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
+        return TokenStream([open_folder(tmp_path, "train")])
+
+    digest = stream().digest
+    (tmp_path / "train_000001.npy").unlink()
     write(tmp_path, "train", 2, range(9))  # of another sharding
     write(tmp_path, "train", 3, range(10))  # of a sharding that goes on
-    stream = TokenStream([open_folder(tmp_path, "train")])
-    assert len(stream) == 30 and stream.digest == digest
+    opened = stream()
+    assert len(opened) == 30 and opened.digest == digest
     write(tmp_path, "train", 0, range(12))  # longer, as the sharding went on
-    assert stream.tokens(0, 10).tolist() == list(range(10))
+    assert opened.tokens(0, 10).tolist() == list(range(10))
     with pytest.raises(FileNotFoundError, match="train_000001.npy"):
-        stream.tokens(5, 10)
-    (tmp_path / "1").rename(tmp_path / "train_000001.npy")
-    assert stream.tokens(5, 10).tolist() == [*range(5, 10), *range(5)]
+        opened.tokens(5, 10)
+    write(tmp_path, "train", 1, range(10))
+    assert opened.tokens(5, 10).tolist() == [*range(5, 10), *range(5)]
     with pytest.raises(UserError, match="train_000002.npy is not as manifest.json lists it"):
-        stream.tokens(20, 5)
+        opened.tokens(20, 5)
     entries[0]["sha256"] = entries[1]["sha256"][::-1]
-    write_manifest(tmp_path, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": entries})
-    assert TokenStream([open_folder(tmp_path, "train")]).digest != digest
+    assert stream().digest != digest
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tokenizer": "gpt2"}'])
@@ -141,39 +144,33 @@ def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("progress", "is_unfinished"),
+    ("manifest", "unfinished"),
     [
-        ({"complete": True, "stopped": False}, False),
-        ({"complete": False, "stopped": True}, False),
-        ({"complete": False, "stopped": False}, True),
-        ({}, False),  # a folder of others
+        ({"complete": True, "stopped": False}, []),
+        ({"complete": False, "stopped": True}, []),
+        ({"complete": False, "stopped": False}, [Path("data")]),
+        ({}, []),  # a folder of others
     ],
 )
-def test_a_folder_whose_sharding_was_interrupted_is_known(progress, is_unfinished):
-    folder = ShardFolder(Path("data"), "train", [], "bytes", progress)
-    assert folder.is_unfinished == is_unfinished
+def test_a_folder_whose_sharding_was_interrupted_is_known(manifest, unfinished):
+    folder = ShardFolder(Path("data"), "train", [], "bytes", manifest)
+    assert TokenStream([folder]).unfinished == unfinished
 
 
-def write_datatrove(folder, name, documents, tokenizer, dtype="<u2"):
-    """Write what datatrove's TokenizedFile does; end of text stands at the end of a document."""
-    tokens = np.array(sum(documents, []), dtype)
-    path = folder / f"{name}.ds"
-    path.write_bytes(tokens.tobytes())
-    ends = np.cumsum([len(document) for document in documents], dtype="<u8")
-    (folder / f"{name}.ds.index").write_bytes(ends.tobytes())
-    metadata = f"{tokenizer}|{tokens.itemsize}\n{len(tokens)}\n{len(tokens)} T"
+def write_datatrove(folder, name, tokens, tokenizer="gpt2", dtype="<u2"):
+    """Write what datatrove's TokenizedFile does, without the ends of documents."""
+    content = np.array(tokens, dtype)
+    (folder / f"{name}.ds").write_bytes(content.tobytes())
+    metadata = f"{tokenizer}|{content.itemsize}\n{len(content)}\n{len(content)} T"
     (folder / f"{name}.ds.metadata").write_text(metadata)
-    return path
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_folders_of_datatrove_are_streams_of_their_files(tmp_path, dtype):
-    documents = [[1, 2, 50256], [3, 50256]]
-    write_datatrove(tmp_path, "train_00000_unshuffled", documents, "gpt2", dtype)
-    # a task without input leaves empty files
-    write_datatrove(tmp_path, "train_00001_unshuffled", [], "gpt2", dtype)
-    write_datatrove(tmp_path, "train_00002_unshuffled", [[4, 50256]], "gpt2", dtype)
-    write_datatrove(tmp_path, "000_val", [[5, 50256]], "gpt2", dtype)
+    write_datatrove(tmp_path, "train_00000_unshuffled", [1, 2, 50256, 3, 50256], dtype=dtype)
+    write_datatrove(tmp_path, "train_00001_unshuffled", [], dtype=dtype)  # a task without input
+    write_datatrove(tmp_path, "train_00002_unshuffled", [4, 50256], dtype=dtype)
+    write_datatrove(tmp_path, "000_val", [5, 50256], dtype=dtype)
     train, val = (TokenStream([open_folder(tmp_path, split)]) for split in ("train", "val"))
     assert train.tokens(1, 6).tolist() == [2, 50256, 3, 50256, 4, 50256]
     assert len(train) == 7 and val.tokens(0, 2).tolist() == [5, 50256]
@@ -181,11 +178,11 @@ def test_folders_of_datatrove_are_streams_of_their_files(tmp_path, dtype):
 
 
 def test_datatrove_tokens_of_another_tokenizer_need_its_file(tmp_path):
-    path = write_datatrove(tmp_path, "train", [[65, 256]], "/data/|/tokenizer.json")
+    write_datatrove(tmp_path, "train", [65, 256], "/data/|/tokenizer.json")
     with pytest.raises(UserError, match=r"train.ds holds tokens of /data/\|/tok.*json beside it"):
         open_folder(tmp_path, "train")
     save_tokenizer(load_tokenizer("bytes"), tmp_path, block_size=8)
     assert open_folder(tmp_path, "train").tokenizer == "bytes"
-    path.write_bytes(b"\0\0")
+    (tmp_path / "train.ds").write_bytes(b"\0\0")
     with pytest.raises(UserError, match="train.ds is damaged.* 2 bytes instead of 4"):
         open_folder(tmp_path, "train")

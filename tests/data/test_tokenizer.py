@@ -126,29 +126,23 @@ def trained(name, folder):
         ("NFKC, lower case", "tale\t天地 e 🐍 bü fi", ""),
     ],
 )
-def test_text_is_lost_only_where_that_is_asked_for_and_a_model_writes_spaces(
-    tmp_path, capsys, name, decoded, lost
-):
+def test_text_is_lost_only_where_that_is_asked_for(tmp_path, capsys, name, decoded, lost):
     path = trained(name, tmp_path)
     tokenizer = load_tokenizer(read_tokenizer(path))
     ids = tokenizer.encode(MIXED)
     assert tokenizer.decode_bytes(ids.tolist()).decode() == decoded
     assert sorted(tokenizer.lost_text(MIXED, ids)) == sorted(lost)
-    (tmp_path / "a.txt").write_text(MIXED)
-    (tmp_path / "config.json").write_text("{}")
+    files = [tmp_path / "a.txt"], tmp_path / "out"
+    files[0][0].write_text(MIXED)
     if lost:
         with pytest.raises(UserError, match=f"loses {len(lost)} characters of a text, as "):
-            shard(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(path))
-        shard(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(path), allow_loss=True)
-        share = len(lost.encode()) / len(MIXED.encode())
-        assert f"lost: {share:.2%} of the bytes" in capsys.readouterr().out
-        with pytest.raises(UserError, match="tokenizer.json drops the spaces of a text"):
-            pretrained_tokenizer(tmp_path, 700)
-    else:
-        # bytes are those of the source, also where a normalizer changes the text
-        manifest = shard(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(path))
-        assert sum(manifest["bytes"].values()) == len(MIXED.encode())
-        assert pretrained_tokenizer(tmp_path, 700)
+            shard(*files, tokenizer=str(path))
+    manifest = shard(*files, tokenizer=str(path), allow_loss=bool(lost))
+    # bytes are those of the source, also where a normalizer changes the text
+    num_bytes = sum(manifest["bytes"].values())
+    assert num_bytes == len(MIXED.encode())
+    share = f"lost: {len(lost.encode()) / num_bytes:.2%} of the bytes"
+    assert (share in capsys.readouterr().out) == bool(lost)
 
 
 @cache
@@ -162,21 +156,18 @@ def engine_of(kind):
     st.sampled_from(sorted(KINDS)),
     st.lists(st.sampled_from(["<0x41>", "</s>"]), max_size=2),
     st.lists(st.sampled_from(["[UNK]", "</s>"]), max_size=1),
-    st.sampled_from(["Template", "Sequence", "Bert"]),
 )
 def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_exports(
-    tmp_path_factory, kind, before, after, form
+    tmp_path_factory, kind, before, after
 ):
     """End of text where it writes nothing, and nothing after a text."""
     transformers = pytest.importorskip("transformers")
     folder, engine, text = tmp_path_factory.mktemp("x"), engine_of(kind), "one of the"
     special = [(token, engine.token_to_id(token)) for token in (*after, *before)]
     template = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)
-    if form == "Sequence":
-        template = processors.Sequence([template])
-    elif form == "Bert" and len(before) == len(after) == 1:
-        template = processors.BertProcessing(*special)
     engine.post_processor = template
+    if len(before) == len(after) == 1:
+        engine.post_processor = processors.BertProcessing(*special)
     path = folder / "tokenizer.json"
     engine.save(str(path))
     names = {"bos_token": "[UNK]", "unk_token": "[UNK]"}
@@ -194,10 +185,9 @@ def test_what_a_tokenizer_writes_before_a_text_stands_there_for_all_and_in_expor
     assert tokenizer.decode_bytes(start) == b"" and tokenizer.end_ids == {tokenizer.eot, start[0]}
 
     save_tokenizer(tokenizer, folder, 8, CHAT_TEMPLATE)
-    if kind != "words":  # which drops spaces
-        again = load_tokenizer(pretrained_tokenizer(folder, 700))
-        assert again.identity == tokenizer.identity
-        assert again.template_tokens == tokenizer.template_tokens
+    again = load_tokenizer(pretrained_tokenizer(folder, 700))
+    assert again.identity == tokenizer.identity
+    assert again.template_tokens == tokenizer.template_tokens
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs(text).input_ids == [*bos, *ids]
     assert (theirs.bos_token_id, theirs.eos_token) == (start[0], "</s>")
@@ -298,14 +288,12 @@ def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path
     content["model"]["vocab"] = {**ids, "<|endoftext|>": 70_256}
     path.write_text(json.dumps(content), encoding="utf-8")
     tokenizer = load_tokenizer(read_tokenizer(path))
-    for shard_format in ("npy", "bin"):
-        for max_shards in (1, None):  # the second run continues a shard
-            options = {"tokenizer": str(path), "format": shard_format, "max_shards": max_shards}
-            manifest = shard(corpus, tmp_path / shard_format, **options)
-        assert manifest["vocab_size"] == 70_257
-        stream = TokenStream([open_folder(tmp_path / shard_format, "train")])
-        tokens = stream.tokens(0, len(stream)).tolist()
-        texts = "".join(chr(token - 70_000) for token in tokens).split("\u0100")
-        assert texts == ["", *(text for text in documents() if text in texts)]
+    for max_shards in (1, None):  # the second run continues a shard
+        manifest = shard(corpus, tmp_path / "out", tokenizer=str(path), max_shards=max_shards)
+    assert manifest["vocab_size"] == 70_257
+    stream = TokenStream([open_folder(tmp_path / "out", "train")])
+    characters = [chr(token - 70_000) for token in stream.tokens(0, len(stream))]
+    texts = "".join(characters).split("\u0100")
+    assert texts == ["", *(text for text in documents() if text in texts)]
     example = encode_completion("a", "b", tokenizer, chat=False)
     assert example.tokens.tolist() == [70_256, 70_097, 70_098, 70_256]
