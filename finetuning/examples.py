@@ -59,11 +59,12 @@ def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     if not tokenizer.chat_template:
         return Example.join(encode_turns(messages, tokenizer))
     # all at once, as transformers does: many tokenizers begin a text otherwise than a part of one
-    ids = tokenizer.encode_dialog(tokenizer.render(messages))
+    dialog = tokenizer.render(messages)
+    ids = tokenizer.encode_dialog(dialog)
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
         if is_learned(message):
-            loss_mask[find_answer(messages[: i + 1], ids, tokenizer)] = True
+            loss_mask[find_answer(messages[: i + 1], dialog, ids, tokenizer)] = True
     return Example(np.array(ids, np.uint32), loss_mask)
 
 

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from finetuning.completions import Completion, complete_questions
 from finetuning.examples import Batch, Question
-from finetuning.methods import (
-    Method,
-    PreparedStep,
-    Sums,
-    token_logprobs,
-)
+from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
 from model.generate import Sampling
 from model.gpt import GPT
 from utils.devices import autocast
@@ -52,10 +47,12 @@ class GroupRelativePolicy(Method):
         num_completions = len(example_ids) * group_size
         places = self.places(num_completions)  # those of this process
 
-        # Sample the completions. The random numbers of one depend on seed, step and place alone,
-        # so that any number of processes samples the same.
+        # Sample and reward the completions. The random numbers of one depend on seed, step and
+        # place alone, so that any number of processes samples the same. Each process leaves zeros
+        # at the places of others, for the sum below.
         start_time = time.perf_counter()
         seed = zlib.crc32(f"{self.config.seed} {step}".encode())
+        values = torch.zeros(3, num_completions, dtype=torch.float64)
         completions: list[list[Completion]] = []  # for each micro-step
         for micro_places in places:
             prompt_ids = example_ids[micro_places // group_size]
@@ -67,18 +64,15 @@ class GroupRelativePolicy(Method):
                 model, questions, self.encoder, sampling, self.process, self.dtype
             )
             completions.append(micro_completions)
-        rollout_seconds = time.perf_counter() - start_time
-
-        # Reward them. Each process leaves zeros at the places of others, for the sum. A group can
-        # have completions of several processes, so that its mean needs the rewards of all.
-        values = torch.zeros(3, num_completions, dtype=torch.float64)
-        for micro_places, micro_completions in zip(places, completions, strict=True):
             columns = [
                 self.reward_function(micro_completions),
                 [completion.example.loss_mask.sum() for completion in micro_completions],
                 [completion.is_cut for completion in micro_completions],
             ]
             values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
+        rollout_seconds = time.perf_counter() - start_time
+
+        # a group can have completions of several processes: its mean needs the rewards of all
         rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
         groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
         advantages = group_advantages(groups).flatten().float()  # (num_completions,)
@@ -101,11 +95,7 @@ class GroupRelativePolicy(Method):
         return PreparedStep(batches, num_completions, metrics, sample)
 
     @torch.no_grad()
-    def batch(
-        self,
-        completions: list[Completion],
-        advantages: Tensor,
-    ) -> Batch:
+    def batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
         """Return N completions and their advantages (N,) as a batch."""
         texts = [completion.example for completion in completions]
         batch = super().batch(texts)

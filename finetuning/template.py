@@ -15,53 +15,55 @@ from data.tokenizer import Tokenizer
 from finetuning.chat import ROLES, Messages
 
 
-def find_answer(messages: Messages, dialog_ids: list[int], tokenizer: FileTokenizer) -> slice:
+def find_answer(
+    messages: Messages, dialog: str, dialog_ids: list[int], tokenizer: FileTokenizer
+) -> slice:
     """Return which token ids of a dialog are those of an answer, the last of `messages`, which are
     those of the dialog up to it. Raise ValueError if it cannot be learned."""
     prompt = tokenizer.render(messages[:-1], open_turn=True)
-    prompt_ids = tokenizer.encode_dialog(prompt)
-    start = len(prompt_ids)
-
     until_answer = tokenizer.render(messages)
-    ids = tokenizer.encode_dialog(until_answer)
     # what follows the end of an answer, as a line break, is not sampled
-    while len(ids) > start and ids[-1] != tokenizer.turn_end:
-        ids.pop()
-    if len(ids) <= start:
+    turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # as "<|im_end|>"
+    answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
+    if not end:
         raise ValueError(
             "the chat template writes no special token after an answer, so that a model does not "
             "learn to end one: add {{ eos_token }} to the template"
         )
 
     content = messages[-1]["content"].strip()  # as many templates do
+    prompt_ids = tokenizer.encode_dialog(prompt)
+    start = len(prompt_ids)
     # A token can span the end of the prompt, later turns can change an earlier answer, and
     # templates are not made for a prompt without any message.
-    is_continued = dialog_ids[:start] == prompt_ids and dialog_ids[: len(ids)] == ids
-    if not is_continued or len(messages) == 1 or content not in until_answer[len(prompt) :]:
+    is_continued = dialog_ids[:start] == prompt_ids and dialog.startswith(until_answer)
+    if not is_continued or len(messages) == 1 or content not in answer:
         raise ValueError(
             f"the chat template changes the answer {content[:40]!r}, or no token ends where "
             f"sampling would begin it, after {prompt[-40:]!r}; "
             'leave it out of the loss by "weight": 0'
         )
-    return slice(start, len(ids))
+    return slice(start, dialog_ids.index(tokenizer.turn_end, start) + 1)
 
 
 def check_messages(messages: Messages, tokenizer: Tokenizer, is_prompt: bool) -> None:
     """Raise ValueError for a field of a message, or a role, that would be ignored."""
+    dialog = None  # as text, if there is a chat template
+    if tokenizer.chat_template:
+        dialog = tokenizer.render(messages, open_turn=is_prompt)
     for i, message in enumerate(messages):
         for name, value in message.items():
             if not value:  # as "tool_calls": null
                 continue
             if name == "weight":
                 is_honoured = value == 1 and message["role"] == "assistant" and not is_prompt
-            elif not tokenizer.chat_template:
+            elif dialog is None:
                 is_honoured = name == "content" or (name == "role" and value in ROLES)
             elif name == "role":  # a template refuses what it does not know
                 is_honoured = True
             else:
                 without_field = [*messages[:i], message | {name: ""}, *messages[i + 1 :]]
-                text = tokenizer.render(messages, open_turn=is_prompt)
-                is_honoured = text != tokenizer.render(without_field, open_turn=is_prompt)
+                is_honoured = dialog != tokenizer.render(without_field, open_turn=is_prompt)
             if not is_honoured:
                 field = f'"{name}": {value!r:.40}'
                 raise ValueError(f"message {i + 1} has {field}, which would be ignored")
