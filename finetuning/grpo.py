@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from finetuning.completions import Completion, complete_questions
-from finetuning.examples import Batch, Question
+from finetuning.examples import Batch, Example, Question
 from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
 from model.generate import Sampling
 from model.gpt import GPT
@@ -28,6 +28,15 @@ class GroupRelativePolicy(Method):
     reference model, if there is one, adds a KL divergence to the loss."""
 
     unit = "prompts"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A function that fails ends the run here, before --overwrite removes the checkpoints of
+        # another one. The completion is the row's answer, and to a reward model the prompt alone.
+        question = self.examples[0]
+        example = Example.of_completion(question.prompt_ids, [])
+        answer = str(question.row.get("answer", ""))
+        self.reward_function([Completion(question.row, answer, example)])
 
     def encode(self, row: dict) -> Question:
         return self.encoder.question(

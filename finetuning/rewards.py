@@ -13,9 +13,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from data.tokenizer import tokenizer_identity
-from finetuning.chat import Segment, is_chat
+from finetuning.chat import is_chat
 from finetuning.completions import Completion, is_exact
-from finetuning.examples import Batch, Example, Question, TextEncoder, collate_padded
+from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT
@@ -100,15 +100,6 @@ def load_reward_function(
             "context than this run"
         )
     return partial(rate, model.to(process.device), process, dtype)
-
-
-def check_reward(reward_function: RewardFunction, question: Question) -> None:
-    """Raise UserError if the reward function fails for a first completion, the row's answer if it
-    has one. A run calls this before --overwrite removes the checkpoints of another one."""
-    # a reward model reads token ids: those of the prompt do
-    example = Example.join([Segment(question.prompt_ids, False)])
-    completion = Completion(question.row, str(question.row.get("answer", "")), example)
-    reward_function([completion])
 
 
 def rate_by_function(

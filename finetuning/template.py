@@ -1,8 +1,10 @@
-"""Which tokens of a dialog are learned that a Hugging Face model's chat template has written.
+"""Which tokens of a dialog are learned, and which fields of its messages would be ignored.
 
-The dialog is rendered and encoded once, as by apply_chat_template of transformers. An answer is
-learned from where sampling would begin it up to the token that ends it; underlined here, of ChatML:
+An answer is learned from where sampling would begin it up to the token that ends it; underlined
+here, of the project's own format and of ChatML, a chat template:
 
+    <|endoftext|>User: 2+3?<|endoftext|>Assistant: 5<|endoftext|>
+                                                  ~~~~~~~~~~~~~~~
     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n
                                                            ~~~~~~~~~~~
 
@@ -10,18 +12,22 @@ A row that a template writes in a way that cannot be learned so is refused, and 
 message that the template does not write.
 """
 
-from data.file_tokenizer import FileTokenizer
 from data.tokenizer import Tokenizer
-from finetuning.chat import ROLES, Messages
+from finetuning.chat import ROLES, Messages, encode_dialog
 
 
 def find_answer(
-    messages: Messages, dialog: str, dialog_ids: list[int], tokenizer: FileTokenizer
+    messages: Messages, index: int, dialog_ids: list[int], tokenizer: Tokenizer
 ) -> slice:
-    """Return which token ids of a dialog are those of an answer, the last of `messages`, which are
-    those of the dialog up to it. Raise ValueError if it cannot be learned."""
-    prompt = tokenizer.render(messages[:-1], open_turn=True)
-    until_answer = tokenizer.render(messages)
+    """Return which token ids of a dialog are those of the answer messages[index]. Raise ValueError
+    if the chat template does not let it be learned."""
+    prompt_ids = encode_dialog(messages[:index], tokenizer, open_turn=True)
+    start = len(prompt_ids)
+    if not tokenizer.chat_template:
+        return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
+
+    prompt = tokenizer.render(messages[:index], open_turn=True)
+    until_answer = tokenizer.render(messages[: index + 1])
     # what follows the end of an answer, as a line break, is not sampled
     turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # as "<|im_end|>"
     answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
@@ -31,13 +37,12 @@ def find_answer(
             "learn to end one: add {{ eos_token }} to the template"
         )
 
-    content = messages[-1]["content"].strip()  # as many templates do
-    prompt_ids = tokenizer.encode_dialog(prompt)
-    start = len(prompt_ids)
+    content = messages[index]["content"].strip()  # as many templates do
     # A token can span the end of the prompt, later turns can change an earlier answer, and
     # templates are not made for a prompt without any message.
-    is_continued = dialog_ids[:start] == prompt_ids and dialog.startswith(until_answer)
-    if not is_continued or len(messages) == 1 or content not in answer:
+    is_continued = dialog_ids[:start] == prompt_ids
+    is_kept = tokenizer.render(messages).startswith(until_answer) and content in answer
+    if index == 0 or not is_continued or not is_kept:
         raise ValueError(
             f"the chat template changes the answer {content[:40]!r}, or no token ends where "
             f"sampling would begin it, after {prompt[-40:]!r}; "

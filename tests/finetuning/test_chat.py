@@ -17,7 +17,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 from data.export_tokenizer import byte_level, save_tokenizer, to_engine
 from data.file_tokenizer import SPACE, byte_characters, pretrained_tokenizer
 from data.tokenizer import ByteTokenizer, load_tokenizer
-from finetuning.chat import Segment, encode_prompt, fit_history, is_chat
+from finetuning.chat import encode_prompt, fit_history, is_chat
 from finetuning.completions import decode_completion
 from finetuning.examples import (
     Example,
@@ -321,7 +321,7 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path):
 )
 def test_targets_are_the_tokens_after_and_padding_has_none(length, block_size, compiled, T):
     """With few shapes for the compiler."""
-    text = Example.join([Segment([5], False), Segment([6] * (length - 1), True)])
+    text = Example.of_completion([5], [6] * (length - 1))
     batch = collate_padded([text], block_size, Process(0, 1, torch.device("cpu")), compiled)
     padding = T - length
     assert batch.idx.tolist() == [[5] + [6] * (length - 1) + [0] * padding]
