@@ -54,12 +54,18 @@ def base(shards, tmp_path_factory):
         row = {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no"}
         rows.append(row | {"answer": i})
     write_rows(run / "rows.jsonl", rows)
+    write_rows(run / "reversed.jsonl", rows[::-1])
     write_rows(run / "bad.jsonl", [{"prompt": "a"}])
     (run / "letters.py").write_text(
         "def share(prompt, completion, row):\n"
         "    return completion.count('e') / (1 + len(completion))\n"
         "def fails(prompt, completion, row):\n"
         "    return 1 / 0\n"
+        "calls = []\n"
+        "def fails_later(prompt, completion, row):\n"
+        "    import os\n"
+        "    calls.append(prompt)\n"
+        "    return 1 / (os.environ['RANK'] == '0' or len(calls) < 12)\n"
     )
     script(*finetune_args(run, run / "plain", "sft", "--plain", "--max_steps", 1))
     (run / "hf").mkdir()
@@ -207,6 +213,7 @@ def test_the_exact_answers_of_a_model_are_counted(base, tmp_path):
     assert result["value"] == pytest.approx(logged["reward"])
     dumped = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert sum(row["exact"] for row in dumped) == 12 * result["value"] > 6
+    assert not any(row["cut"] for row in dumped)
 
 
 @pytest.fixture
@@ -252,14 +259,6 @@ def test_a_reward_that_fails_costs_no_checkpoint(base, whole, refuse):
     assert contents(run) == before
 
 
-def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_path, refuse):
-    again = ["--resume", whole("dpo"), "--max_steps", 5, "--init_from"]
-    other = [*again, base / "plain", *folders(tmp_path)]
-    refuse("model_last.pt does not hold the weights that the run", *other)
-    moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
-    script("finetune.py", *again, moved, *folders(tmp_path / "again"))
-
-
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "0.5", [1.0]])
 def test_a_reward_is_a_finite_number(reward):
     completions = [Completion({"prompt": "1?"}, text, None) for text in ("a", "b")]
@@ -271,42 +270,35 @@ def test_a_reward_is_a_finite_number(reward):
 
 
 def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
-    args = finetune_args(base, tmp_path, "grpo", "--max_steps", 3)
-    (tmp_path / "rank.py").write_text(
-        "import os\n"
-        "def of_one(prompt, completion, row):\n"
-        "    os.environ['CALLS'] = str(int(os.environ.get('CALLS', 0)) + 1)\n"
-        "    return 1 / (os.environ['RANK'] == '0' or int(os.environ['CALLS']) < 12)\n"
-    )
-    ranks = torchrun(2, *args, "--reward", f"{tmp_path}/rank.py:of_one", code=2)
+    reward = ("--reward", f"{base}/letters.py:fails_later", "--max_steps", 3)
+    ranks = torchrun(2, *finetune_args(base, tmp_path, "grpo", *reward), code=2)
     assert "has failed on another process" in ranks[0].stderr
     assert "fails for the prompt" in ranks[1].stderr
     assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
 
 
-@pytest.mark.parametrize("method", ["sft", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse, method):
-    lines = (base / "rows.jsonl").read_text().splitlines(keepends=True)
-    start = whole(method) / "checkpoints/model_step_000002.pt"
-    (tmp_path / "rows.jsonl").write_text("".join(lines[::-1]))
-    resumed = ["finetune.py", "--resume", start, *folders(tmp_path / "new")]
-    assert "data order changes" not in script(*resumed).stdout
-    done = script(*resumed, "--overwrite", "--data", tmp_path / "rows.jsonl")
-    assert "checksum of --data was" in done.stdout and done.stdout.count("order changes") == 1
-    for number, (flag, value, problem) in enumerate(
-        (
-            ("--init_from", base / "plain", "does not hold the weights that"),
-            ("--block_size", 32, "--block_size 32: .* has a context of 64"),
-        )
+    """Weights that were moved are no others."""
+    resumed = ("--resume", whole(method) / "checkpoints/model_step_000002.pt")
+    moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
+    for flag, value, num_warnings in (
+        ("--init_from", moved, 0),
+        ("--data", base / "reversed.jsonl", 1),
     ):
-        refuse(problem, "--resume", start, *folders(tmp_path / str(number)), flag, value)
+        done = script("finetune.py", *resumed, *folders(tmp_path / flag), flag, value)
+        assert done.stdout.count("checksum of --data was") == num_warnings
+        assert done.stdout.count("data order changes") == num_warnings
+    for flag, value, problem in (
+        ("--init_from", base / "plain", "does not hold the weights that the run"),
+        ("--block_size", 32, "--block_size 32: .* has a context of 64"),
+    ):
+        refuse(problem, *resumed, *folders(tmp_path / problem[:9]), flag, value)
 
 
 def test_two_processes_with_other_rows_do_not_begin(base, tmp_path):
-    lines = (base / "rows.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "rows.jsonl").write_text("".join(lines[::-1]))
     ours = finetune_args(base, tmp_path, "sft", "--max_steps", 1)
-    for rank in run_ranks([ours, [*ours, "--data", tmp_path / "rows.jsonl"]], code=2):
+    for rank in run_ranks([ours, [*ours, "--data", base / "reversed.jsonl"]], code=2):
         assert "the processes have different" in rank.stderr
 
 
