@@ -112,6 +112,16 @@ def rows(run, split="train") -> list[dict]:
     ]
 
 
+def exact_share(run, questions, longest, *extra) -> float:
+    """The share of questions that the model of a run answers exactly, by evaluate.py."""
+    table = run / "table.json"
+    asked = ("--tasks", questions, "--max_new_tokens", longest, "--out", table, *extra)
+    script("evaluate.py", "--checkpoint", run, *asked)
+    (result,) = json.loads(table.read_text())["results"]
+    assert result["metric"] == "exact match"
+    return result["value"]
+
+
 def samples(run) -> list[str]:
     return (run / "logs/samples.txt").read_text().split("--- step ")
 
@@ -205,14 +215,11 @@ def test_the_exact_answers_of_a_model_are_counted(base, tmp_path):
     again = ("--init_from", tmp_path, "--max_lr", 0)
     script(*finetune_args(base, tmp_path / "grpo", "grpo", *rewards, *again))
     logged = read_metrics(tmp_path / "grpo/logs")["held_out"][-1]
-    command = ("evaluate.py", "--checkpoint", tmp_path, "--tasks", base / "rows.jsonl")
-    files = ("--out", tmp_path / "table.json", "--dump", tmp_path / "rows.jsonl")
-    script(*command, *files, "--max_new_tokens", 8, "--dtype", "float32")
-    (result,) = json.loads((tmp_path / "table.json").read_text())["results"]
-    assert result["metric"] == "exact match"
-    assert result["value"] == pytest.approx(logged["reward"])
-    dumped = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert sum(row["exact"] for row in dumped) == 12 * result["value"] > 6
+    dump = tmp_path / "dump.jsonl"
+    share = exact_share(tmp_path, base / "rows.jsonl", 8, "--dump", dump, "--dtype", "float32")
+    assert share == pytest.approx(logged["reward"])
+    dumped = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert sum(row["exact"] for row in dumped) == 12 * share > 6
     assert not any(row["cut"] for row in dumped)
 
 
@@ -313,10 +320,7 @@ def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(t
     data = ["--init_from", tmp_path, "--data", tmp_path / "rows.jsonl", *folders(tmp_path)]
     script("finetune.py", "--method", "sft", *data, "--device", "cpu")
     assert rows(tmp_path)[-1]["loss"] < 0.1
-    asked = ["--tasks", tmp_path / "questions.jsonl", "--max_new_tokens", 16]
-    script("evaluate.py", "--checkpoint", tmp_path, *asked, "--out", tmp_path / "table.json")
-    (result,) = json.loads((tmp_path / "table.json").read_text())["results"]
-    assert result["value"] == 1
+    assert exact_share(tmp_path, tmp_path / "questions.jsonl", 16) == 1
     chat = ["--chat", "--prompt", "1?", "--temperature", 0]
     assert script("sample.py", "--checkpoint", tmp_path, *chat).stdout == "yes\n"
     script("convert.py", "--checkpoint", tmp_path, "--out", tmp_path / "hf")
