@@ -27,11 +27,7 @@ ROLES = {  # by role: its name in a text
 }
 
 
-def encode_dialog(
-    messages: Messages,
-    tokenizer: Tokenizer,
-    open_turn: bool = False,
-) -> list[int]:
+def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) -> list[int]:
     """Return the token ids of a dialog; `open_turn` begins an answer after it."""
     if tokenizer.chat_template:
         # all at once, as transformers does: many tokenizers begin a text otherwise than a part
@@ -47,11 +43,6 @@ def encode_dialog(
     if open_turn:  # what sampling continues
         ids += tokenizer.encode(f"{ROLES['assistant']}:").tolist()
     return ids
-
-
-def is_learned(message: Message) -> bool:
-    """Return True for a turn of the assistant, unless its "weight" is 0."""
-    return message["role"] == "assistant" and message.get("weight") in (None, 1)
 
 
 def encode_prompt(

@@ -16,14 +16,8 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from finetuning.chat import (
-    Messages,
-    as_messages,
-    encode_dialog,
-    encode_prompt,
-    is_learned,
-)
-from finetuning.template import check_messages, find_answer
+from finetuning.chat import Messages, as_messages, encode_dialog, encode_prompt
+from finetuning.template import check_messages, find_answer, is_learned
 from utils.distributed import Process
 from utils.errors import UserError
 

@@ -8,12 +8,17 @@ here, of the project's own format and of ChatML, a chat template:
     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n
                                                            ~~~~~~~~~~~
 
-A row that a template writes in a way that cannot be learned so is refused, and so is a field of a
-message that the template does not write.
+A row is refused if the template writes an answer in a way that cannot be learned so, or does not
+write a field of a message.
 """
 
 from data.tokenizer import Tokenizer
-from finetuning.chat import ROLES, Messages, encode_dialog
+from finetuning.chat import ROLES, Message, Messages, encode_dialog
+
+
+def is_learned(message: Message) -> bool:
+    """Return True for a turn of the assistant, unless its "weight" is 0."""
+    return message["role"] == "assistant" and message.get("weight") in (None, 1)
 
 
 def find_answer(
