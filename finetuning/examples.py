@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from finetuning.chat import (
-    Messages,
-    Segment,
-    as_messages,
-    encode_prompt,
-    encode_turns,
-    is_learned,
-)
-from finetuning.template import check_messages, find_answer
+from finetuning.chat import Messages, as_messages, encode_dialog, encode_prompt
+from finetuning.template import check_messages, find_answer, is_learned
 from utils.distributed import Process
 from utils.errors import UserError
 
@@ -43,27 +36,20 @@ class Example:
     loss_mask: np.ndarray
 
     @classmethod
-    def join(cls, segments: list[Segment]) -> "Example":
-        """Join the segments of a text."""
-        # half of the memory of int64
-        tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.uint32)
-        # a value for each segment becomes one for each of its tokens
-        lengths = [len(segment.tokens) for segment in segments]
-        loss_mask = np.repeat([segment.is_learned for segment in segments], lengths)
-        return cls(tokens, loss_mask)
+    def of_completion(cls, prompt_ids: list[int], completion_ids: list[int]) -> "Example":
+        """Join a prompt, which does not count in the loss, and a completion, which does."""
+        tokens = np.array(prompt_ids + completion_ids, np.uint32)  # half of the memory of int64
+        return cls(tokens, np.arange(len(tokens)) >= len(prompt_ids))
 
 
 def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     """Encode a dialog of which the assistant's turns count in the loss; raise ValueError where the
     chat template does not let one of them be learned."""
-    if not tokenizer.chat_template:
-        return Example.join(encode_turns(messages, tokenizer))
-    # all at once, as transformers does: many tokenizers begin a text otherwise than a part of one
-    ids = tokenizer.encode_dialog(tokenizer.render(messages))
+    ids = encode_dialog(messages, tokenizer)
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
         if is_learned(message):
-            loss_mask[find_answer(messages[: i + 1], ids, tokenizer)] = True
+            loss_mask[find_answer(messages, i, ids, tokenizer)] = True
     return Example(np.array(ids, np.uint32), loss_mask)
 
 
@@ -80,16 +66,13 @@ def encode_completion(
         # Encoded apart from the prompt, as sampling writes it: no token spans the two. After an
         # empty prompt it is the beginning of the text.
         encode = tokenizer.encode_continuation if prompt else tokenizer.encode
-        completion_ids = [*encode(completion), tokenizer.eot]
-        return Example.join(
-            [Segment(prompt_ids, is_learned=False), Segment(completion_ids, is_learned=True)]
-        )
+        completion_ids = [*encode(completion).tolist(), tokenizer.eot]
+        return Example.of_completion(prompt_ids, completion_ids)
     # earlier answers are learned where the whole dialog is; here they are the prompt's
-    dialog = [message | {"weight": 0} for message in as_messages(prompt)]
-    dialog.append({"role": "assistant", "content": completion})
-    example = encode_messages(dialog, tokenizer)
-    end = np.flatnonzero(example.loss_mask)[-1] + 1
-    return Example(example.tokens[:end], example.loss_mask[:end])
+    dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
+    ids = encode_dialog(dialog, tokenizer)
+    answer = find_answer(dialog, len(dialog) - 1, ids, tokenizer)
+    return Example.of_completion(ids[: answer.start], ids[answer])
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:

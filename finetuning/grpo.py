@@ -16,13 +16,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from finetuning.completions import Completion, complete_questions
-from finetuning.examples import Batch, Question
-from finetuning.methods import (
-    Method,
-    PreparedStep,
-    Sums,
-    token_logprobs,
-)
+from finetuning.examples import Batch, Example, Question
+from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
 from model.generate import Sampling
 from model.gpt import GPT
 from utils.devices import autocast
@@ -33,6 +28,15 @@ class GroupRelativePolicy(Method):
     reference model, if there is one, adds a KL divergence to the loss."""
 
     unit = "prompts"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A function that fails ends the run here, before --overwrite removes the checkpoints of
+        # another one. The completion is the row's answer, and to a reward model the prompt alone.
+        question = self.examples[0]
+        example = Example.of_completion(question.prompt_ids, [])
+        answer = str(question.row.get("answer", ""))
+        self.reward_function([Completion(question.row, answer, example)])
 
     def encode(self, row: dict) -> Question:
         return self.encoder.question(
@@ -52,10 +56,12 @@ class GroupRelativePolicy(Method):
         num_completions = len(example_ids) * group_size
         places = self.places(num_completions)  # those of this process
 
-        # Sample the completions. The random numbers of one depend on seed, step and place alone,
-        # so that any number of processes samples the same.
+        # Sample and reward the completions. The random numbers of one depend on seed, step and
+        # place alone, so that any number of processes samples the same. Each process leaves zeros
+        # at the places of others, for the sum below.
         start_time = time.perf_counter()
         seed = zlib.crc32(f"{self.config.seed} {step}".encode())
+        values = torch.zeros(3, num_completions, dtype=torch.float64)
         completions: list[list[Completion]] = []  # for each micro-step
         for micro_places in places:
             prompt_ids = example_ids[micro_places // group_size]
@@ -67,18 +73,15 @@ class GroupRelativePolicy(Method):
                 model, questions, self.encoder, sampling, self.process, self.dtype
             )
             completions.append(micro_completions)
-        rollout_seconds = time.perf_counter() - start_time
-
-        # Reward them. Each process leaves zeros at the places of others, for the sum. A group can
-        # have completions of several processes, so that its mean needs the rewards of all.
-        values = torch.zeros(3, num_completions, dtype=torch.float64)
-        for micro_places, micro_completions in zip(places, completions, strict=True):
             columns = [
                 self.reward_function(micro_completions),
                 [completion.example.loss_mask.sum() for completion in micro_completions],
                 [completion.is_cut for completion in micro_completions],
             ]
             values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
+        rollout_seconds = time.perf_counter() - start_time
+
+        # a group can have completions of several processes: its mean needs the rewards of all
         rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
         groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
         advantages = group_advantages(groups).flatten().float()  # (num_completions,)
@@ -101,11 +104,7 @@ class GroupRelativePolicy(Method):
         return PreparedStep(batches, num_completions, metrics, sample)
 
     @torch.no_grad()
-    def batch(
-        self,
-        completions: list[Completion],
-        advantages: Tensor,
-    ) -> Batch:
+    def batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
         """Return N completions and their advantages (N,) as a batch."""
         texts = [completion.example for completion in completions]
         batch = super().batch(texts)

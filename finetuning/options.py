@@ -136,8 +136,8 @@ def resolve_options(
     if options.method == "grpo":
         num_examples *= options.group_size
     # 8 if possible, else the largest power of 2 that divides a process's share
-    divisor = math.gcd(8, num_examples // world_size)
-    options = with_defaults(options, micro_batch_size=divisor)
+    micro_batch_size = math.gcd(8, num_examples // world_size)
+    options = with_defaults(options, micro_batch_size=micro_batch_size)
     num_together = options.micro_batch_size * world_size  # in one forward pass of all processes
     if num_examples % num_together:
         raise UserError(

@@ -13,9 +13,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from data.tokenizer import tokenizer_identity
-from finetuning.chat import Segment, is_chat
+from finetuning.chat import is_chat
 from finetuning.completions import Completion, is_exact
-from finetuning.examples import Batch, Example, Question, TextEncoder, collate_padded
+from finetuning.examples import Batch, TextEncoder, collate_padded
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT
@@ -78,8 +78,7 @@ def load_reward_function(
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
         return partial(rate_by_function, name, function, process)
-    # a .py file without a function is no checkpoint, though it is a file
-    path = None if name.endswith(".py") else find_checkpoint(name)
+    path = find_checkpoint(name)
     if path is None:
         raise UserError(
             f"--reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of --method "
@@ -103,15 +102,6 @@ def load_reward_function(
     return partial(rate, model.to(process.device), process, dtype)
 
 
-def check_reward(reward_function: RewardFunction, question: Question) -> None:
-    """Raise UserError if the reward function fails for a first completion, the row's answer if it
-    has one. A run calls this before --overwrite removes the checkpoints of another one."""
-    # a reward model reads token ids: those of the prompt do
-    example = Example.join([Segment(question.prompt_ids, False)])
-    completion = Completion(question.row, str(question.row.get("answer", "")), example)
-    reward_function([completion])
-
-
 def rate_by_function(
     name: str, function: Callable, process: Process, completions: list[Completion]
 ) -> list[float]:
@@ -120,18 +110,17 @@ def rate_by_function(
     process must call it."""
     rewards: list[float] = []
     problem = None
-    for completion in completions:
-        prompt = completion.row["prompt"]
-        try:
-            reward = function(prompt, completion.text, completion.row)
-            if not math.isfinite(reward):  # TypeError for None or a text
-                raise ValueError(f"it returned {reward}")
+    try:
+        for completion in completions:
+            reward = function(completion.row["prompt"], completion.text, completion.row)
             rewards.append(float(reward))
-        except Exception as error:
-            problem = (
-                f"--reward {name} fails for the prompt {prompt!r} and the completion "
-                f"{completion.text!r}: {error!r}"
-            )
+            if not math.isfinite(reward):  # TypeError for a text, which float has read
+                raise ValueError(f"it returned {reward}")
+    except Exception as error:
+        problem = (
+            f"--reward {name} fails for the prompt {completion.row['prompt']!r} and the "
+            f"completion {completion.text!r}: {error!r}"
+        )
     if not process.all_agree(problem is None):
         raise RewardError(problem or f"--reward {name} has failed on another process")
     return rewards

@@ -1,67 +1,79 @@
-"""Which tokens of a dialog are learned that a Hugging Face model's chat template has written.
+"""Which tokens of a dialog are learned, and which fields of its messages would be ignored.
 
-The dialog is rendered and encoded once, as by apply_chat_template of transformers. An answer is
-learned from where sampling would begin it up to the token that ends it; underlined here, of ChatML:
+An answer is learned from where sampling would begin it up to the token that ends it; underlined
+here, of the project's own format and of ChatML, a chat template:
 
+    <|endoftext|>User: 2+3?<|endoftext|>Assistant: 5<|endoftext|>
+                                                  ~~~~~~~~~~~~~~~
     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n
                                                            ~~~~~~~~~~~
 
-A row that a template writes in a way that cannot be learned so is refused, and so is a field of a
-message that the template does not write.
+A row is refused if the template writes an answer in a way that cannot be learned so, or does not
+write a field of a message.
 """
 
-from data.file_tokenizer import FileTokenizer
 from data.tokenizer import Tokenizer
-from finetuning.chat import ROLES, Messages
+from finetuning.chat import ROLES, Message, Messages, encode_dialog
 
 
-def find_answer(messages: Messages, dialog_ids: list[int], tokenizer: FileTokenizer) -> slice:
-    """Return which token ids of a dialog are those of an answer, the last of `messages`, which are
-    those of the dialog up to it. Raise ValueError if it cannot be learned."""
-    prompt = tokenizer.render(messages[:-1], open_turn=True)
-    prompt_ids = tokenizer.encode_dialog(prompt)
+def is_learned(message: Message) -> bool:
+    """Return True for a turn of the assistant, unless its "weight" is 0."""
+    return message["role"] == "assistant" and message.get("weight") in (None, 1)
+
+
+def find_answer(
+    messages: Messages, index: int, dialog_ids: list[int], tokenizer: Tokenizer
+) -> slice:
+    """Return which token ids of a dialog are those of the answer messages[index]. Raise ValueError
+    if the chat template does not let it be learned."""
+    prompt_ids = encode_dialog(messages[:index], tokenizer, open_turn=True)
     start = len(prompt_ids)
+    if not tokenizer.chat_template:
+        return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
-    until_answer = tokenizer.render(messages)
-    ids = tokenizer.encode_dialog(until_answer)
+    prompt = tokenizer.render(messages[:index], open_turn=True)
+    until_answer = tokenizer.render(messages[: index + 1])
     # what follows the end of an answer, as a line break, is not sampled
-    while len(ids) > start and ids[-1] != tokenizer.turn_end:
-        ids.pop()
-    if len(ids) <= start:
+    turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # as "<|im_end|>"
+    answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
+    if not end:
         raise ValueError(
             "the chat template writes no special token after an answer, so that a model does not "
             "learn to end one: add {{ eos_token }} to the template"
         )
 
-    content = messages[-1]["content"].strip()  # as many templates do
+    content = messages[index]["content"].strip()  # as many templates do
     # A token can span the end of the prompt, later turns can change an earlier answer, and
     # templates are not made for a prompt without any message.
-    is_continued = dialog_ids[:start] == prompt_ids and dialog_ids[: len(ids)] == ids
-    if not is_continued or len(messages) == 1 or content not in until_answer[len(prompt) :]:
+    is_continued = dialog_ids[:start] == prompt_ids
+    is_kept = tokenizer.render(messages).startswith(until_answer) and content in answer
+    if index == 0 or not is_continued or not is_kept:
         raise ValueError(
             f"the chat template changes the answer {content[:40]!r}, or no token ends where "
             f"sampling would begin it, after {prompt[-40:]!r}; "
             'leave it out of the loss by "weight": 0'
         )
-    return slice(start, len(ids))
+    return slice(start, dialog_ids.index(tokenizer.turn_end, start) + 1)
 
 
 def check_messages(messages: Messages, tokenizer: Tokenizer, is_prompt: bool) -> None:
     """Raise ValueError for a field of a message, or a role, that would be ignored."""
+    dialog = None  # as text, if there is a chat template
+    if tokenizer.chat_template:
+        dialog = tokenizer.render(messages, open_turn=is_prompt)
     for i, message in enumerate(messages):
         for name, value in message.items():
             if not value:  # as "tool_calls": null
                 continue
             if name == "weight":
                 is_honoured = value == 1 and message["role"] == "assistant" and not is_prompt
-            elif not tokenizer.chat_template:
+            elif dialog is None:
                 is_honoured = name == "content" or (name == "role" and value in ROLES)
             elif name == "role":  # a template refuses what it does not know
                 is_honoured = True
             else:
                 without_field = [*messages[:i], message | {name: ""}, *messages[i + 1 :]]
-                text = tokenizer.render(messages, open_turn=is_prompt)
-                is_honoured = text != tokenizer.render(without_field, open_turn=is_prompt)
+                is_honoured = dialog != tokenizer.render(without_field, open_turn=is_prompt)
             if not is_honoured:
                 field = f'"{name}": {value!r:.40}'
                 raise ValueError(f"message {i + 1} has {field}, which would be ignored")

@@ -124,14 +124,13 @@ def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given
         **given,
     )
     inputs = trainer.data_collator(list(trainer.train_dataset))
-    attention_mask = inputs["attention_mask"]
+    input_ids = inputs["input_ids"]
     if name == "SFT":
         learned = inputs["labels"] != -100
     else:  # none of a reward model
-        learned = inputs.get("completion_mask", torch.zeros_like(attention_mask))
+        learned = inputs.get("completion_mask", torch.zeros_like(input_ids))
     return {
-        "input_ids": inputs["input_ids"].tolist(),
-        "attention_mask": attention_mask.tolist(),
+        "input_ids": input_ids.tolist(),
         "learned": learned.int().tolist(),
         **measure(trainer, inputs),
     }
@@ -174,12 +173,11 @@ def record_grpo(folder: str) -> dict:
     fill(trainer.model, POLICY)
     rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
     inputs = trainer._generate_and_score_completions(rows)
-    learned = inputs["completion_mask"]
-    prompt_mask = inputs["prompt_mask"]
+    prompt_ids = inputs["prompt_ids"]
+    learned = [torch.zeros_like(prompt_ids), inputs["completion_mask"]]
     return {
-        "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1).tolist(),
-        "attention_mask": torch.cat([prompt_mask, learned], 1).tolist(),
-        "learned": torch.cat([torch.zeros_like(prompt_mask), learned], 1).tolist(),
+        "input_ids": torch.cat([prompt_ids, inputs["completion_ids"]], 1).tolist(),
+        "learned": torch.cat(learned, 1).tolist(),
         "rewards": REWARDS,
         "advantages": rounded(inputs["advantages"]),
         **measure(trainer, inputs),

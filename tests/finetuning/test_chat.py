@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import jinja2
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 from data.export_tokenizer import byte_level, save_tokenizer, to_engine
 from data.file_tokenizer import SPACE, byte_characters, pretrained_tokenizer
 from data.tokenizer import ByteTokenizer, load_tokenizer
-from finetuning.chat import Segment, encode_prompt, fit_history, is_chat
+from finetuning.chat import encode_prompt, fit_history, is_chat
 from finetuning.completions import decode_completion
 from finetuning.examples import (
     Example,
@@ -212,15 +211,15 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
         except (ValueError, UserError):
             return
         assert example.tokens.tolist() == ids
-        learned = np.zeros(len(ids), bool)
+        learned = set()
         for i, role in enumerate(roles):
             if role == "a":
                 prompt_ids = encode_prompt(messages[:i], ours, chat=True)
                 assert ids[: len(prompt_ids)] == prompt_ids
                 answer = theirs.apply_chat_template(messages[: i + 1])["input_ids"]
                 last = len(answer) - answer[::-1].index(ours.turn_end)
-                learned[len(prompt_ids) : last] = True
-        assert example.loss_mask.tolist() == learned.tolist()
+                learned.update(range(len(prompt_ids), last))
+        assert set(example.loss_mask.nonzero()[0]) == learned
 
     check()
 
@@ -264,14 +263,12 @@ def test_no_token_spans_a_prompt_and_its_answer(tmp_path, engine):
     tokenizer = folder_with_tokenizer(tmp_path, engine, None)
     for prompt, chat in (([*DIALOG, *QUESTION], True), ("2+3:", False)):
         prompt_ids = encode_prompt(prompt, tokenizer, chat)
-        whole = encode_completion(prompt, "44", tokenizer, chat)
-        answer = whole.tokens[len(prompt_ids) :].tolist()
-        assert answer[-1] in tokenizer.end_ids
+        tokens = encode_completion(prompt, "44", tokenizer, chat).tokens.tolist()
+        assert tokens[: len(prompt_ids)] == prompt_ids
+        *answer, end = tokens[len(prompt_ids) :]
+        assert end in tokenizer.end_ids
         if engine is not ENGINES["words"]:
-            assert decode_completion(answer[:-1], TextEncoder(tokenizer, chat, 64)) == "44"
-    tokens = encode_messages([*DIALOG, *DIALOG], tokenizer).tokens.tolist()
-    prompt_ids = encode_prompt([*DIALOG, *QUESTION], tokenizer, chat=True)
-    assert tokens[: len(prompt_ids)] == prompt_ids
+            assert decode_completion(answer, TextEncoder(tokenizer, chat, 64)) == "44"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +318,7 @@ def test_every_eos_of_a_folder_ends_a_text(tmp_path):
 )
 def test_targets_are_the_tokens_after_and_padding_has_none(length, block_size, compiled, T):
     """With few shapes for the compiler."""
-    text = Example.join([Segment([5], False), Segment([6] * (length - 1), True)])
+    text = Example.of_completion([5], [6] * (length - 1))
     batch = collate_padded([text], block_size, Process(0, 1, torch.device("cpu")), compiled)
     padding = T - length
     assert batch.idx.tolist() == [[5] + [6] * (length - 1) + [0] * padding]

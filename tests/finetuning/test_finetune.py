@@ -54,12 +54,18 @@ def base(shards, tmp_path_factory):
         row = {"prompt": f"{i}?", "completion": f"{i}", "chosen": f"{i}", "rejected": "no"}
         rows.append(row | {"answer": i})
     write_rows(run / "rows.jsonl", rows)
+    write_rows(run / "reversed.jsonl", rows[::-1])
     write_rows(run / "bad.jsonl", [{"prompt": "a"}])
     (run / "letters.py").write_text(
         "def share(prompt, completion, row):\n"
         "    return completion.count('e') / (1 + len(completion))\n"
         "def fails(prompt, completion, row):\n"
         "    return 1 / 0\n"
+        "calls = []\n"
+        "def fails_later(prompt, completion, row):\n"
+        "    import os\n"
+        "    calls.append(prompt)\n"
+        "    return 1 / (os.environ['RANK'] == '0' or len(calls) < 12)\n"
     )
     script(*finetune_args(run, run / "plain", "sft", "--plain", "--max_steps", 1))
     (run / "hf").mkdir()
@@ -104,6 +110,16 @@ def rows(run, split="train") -> list[dict]:
         {name: value for name, value in row.items() if not name.endswith(left_out)}
         for row in read_metrics(run / "logs").get(split, [])
     ]
+
+
+def exact_share(run, questions, longest, *extra) -> float:
+    """The share of questions that the model of a run answers exactly, by evaluate.py."""
+    table = run / "table.json"
+    asked = ("--tasks", questions, "--max_new_tokens", longest, "--out", table, *extra)
+    script("evaluate.py", "--checkpoint", run, *asked)
+    (result,) = json.loads(table.read_text())["results"]
+    assert result["metric"] == "exact match"
+    return result["value"]
 
 
 def samples(run) -> list[str]:
@@ -199,14 +215,12 @@ def test_the_exact_answers_of_a_model_are_counted(base, tmp_path):
     again = ("--init_from", tmp_path, "--max_lr", 0)
     script(*finetune_args(base, tmp_path / "grpo", "grpo", *rewards, *again))
     logged = read_metrics(tmp_path / "grpo/logs")["held_out"][-1]
-    command = ("evaluate.py", "--checkpoint", tmp_path, "--tasks", base / "rows.jsonl")
-    files = ("--out", tmp_path / "table.json", "--dump", tmp_path / "rows.jsonl")
-    script(*command, *files, "--max_new_tokens", 8, "--dtype", "float32")
-    (result,) = json.loads((tmp_path / "table.json").read_text())["results"]
-    assert result["metric"] == "exact match"
-    assert result["value"] == pytest.approx(logged["reward"])
-    dumped = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert sum(row["exact"] for row in dumped) == 12 * result["value"] > 6
+    dump = tmp_path / "dump.jsonl"
+    share = exact_share(tmp_path, base / "rows.jsonl", 8, "--dump", dump, "--dtype", "float32")
+    assert share == pytest.approx(logged["reward"])
+    dumped = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert sum(row["exact"] for row in dumped) == 12 * share > 6
+    assert not any(row["cut"] for row in dumped)
 
 
 @pytest.fixture
@@ -252,14 +266,6 @@ def test_a_reward_that_fails_costs_no_checkpoint(base, whole, refuse):
     assert contents(run) == before
 
 
-def test_a_run_does_not_continue_with_another_reference_model(base, whole, tmp_path, refuse):
-    again = ["--resume", whole("dpo"), "--max_steps", 5, "--init_from"]
-    other = [*again, base / "plain", *folders(tmp_path)]
-    refuse("model_last.pt does not hold the weights that the run", *other)
-    moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
-    script("finetune.py", *again, moved, *folders(tmp_path / "again"))
-
-
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "0.5", [1.0]])
 def test_a_reward_is_a_finite_number(reward):
     completions = [Completion({"prompt": "1?"}, text, None) for text in ("a", "b")]
@@ -271,42 +277,35 @@ def test_a_reward_is_a_finite_number(reward):
 
 
 def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
-    args = finetune_args(base, tmp_path, "grpo", "--max_steps", 3)
-    (tmp_path / "rank.py").write_text(
-        "import os\n"
-        "def of_one(prompt, completion, row):\n"
-        "    os.environ['CALLS'] = str(int(os.environ.get('CALLS', 0)) + 1)\n"
-        "    return 1 / (os.environ['RANK'] == '0' or int(os.environ['CALLS']) < 12)\n"
-    )
-    ranks = torchrun(2, *args, "--reward", f"{tmp_path}/rank.py:of_one", code=2)
+    reward = ("--reward", f"{base}/letters.py:fails_later", "--max_steps", 3)
+    ranks = torchrun(2, *finetune_args(base, tmp_path, "grpo", *reward), code=2)
     assert "has failed on another process" in ranks[0].stderr
     assert "fails for the prompt" in ranks[1].stderr
     assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
 
 
-@pytest.mark.parametrize("method", ["sft", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse, method):
-    lines = (base / "rows.jsonl").read_text().splitlines(keepends=True)
-    start = whole(method) / "checkpoints/model_step_000002.pt"
-    (tmp_path / "rows.jsonl").write_text("".join(lines[::-1]))
-    resumed = ["finetune.py", "--resume", start, *folders(tmp_path / "new")]
-    assert "data order changes" not in script(*resumed).stdout
-    done = script(*resumed, "--overwrite", "--data", tmp_path / "rows.jsonl")
-    assert "checksum of --data was" in done.stdout and done.stdout.count("order changes") == 1
-    for number, (flag, value, problem) in enumerate(
-        (
-            ("--init_from", base / "plain", "does not hold the weights that"),
-            ("--block_size", 32, "--block_size 32: .* has a context of 64"),
-        )
+    """Weights that were moved are no others."""
+    resumed = ("--resume", whole(method) / "checkpoints/model_step_000002.pt")
+    moved = shutil.copy(base / "checkpoints/model_best.pt", tmp_path / "moved.pt")
+    for flag, value, num_warnings in (
+        ("--init_from", moved, 0),
+        ("--data", base / "reversed.jsonl", 1),
     ):
-        refuse(problem, "--resume", start, *folders(tmp_path / str(number)), flag, value)
+        done = script("finetune.py", *resumed, *folders(tmp_path / flag), flag, value)
+        assert done.stdout.count("checksum of --data was") == num_warnings
+        assert done.stdout.count("data order changes") == num_warnings
+    for flag, value, problem in (
+        ("--init_from", base / "plain", "does not hold the weights that the run"),
+        ("--block_size", 32, "--block_size 32: .* has a context of 64"),
+    ):
+        refuse(problem, *resumed, *folders(tmp_path / problem[:9]), flag, value)
 
 
 def test_two_processes_with_other_rows_do_not_begin(base, tmp_path):
-    lines = (base / "rows.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "rows.jsonl").write_text("".join(lines[::-1]))
     ours = finetune_args(base, tmp_path, "sft", "--max_steps", 1)
-    for rank in run_ranks([ours, [*ours, "--data", tmp_path / "rows.jsonl"]], code=2):
+    for rank in run_ranks([ours, [*ours, "--data", base / "reversed.jsonl"]], code=2):
         assert "the processes have different" in rank.stderr
 
 
@@ -321,10 +320,7 @@ def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(t
     data = ["--init_from", tmp_path, "--data", tmp_path / "rows.jsonl", *folders(tmp_path)]
     script("finetune.py", "--method", "sft", *data, "--device", "cpu")
     assert rows(tmp_path)[-1]["loss"] < 0.1
-    asked = ["--tasks", tmp_path / "questions.jsonl", "--max_new_tokens", 16]
-    script("evaluate.py", "--checkpoint", tmp_path, *asked, "--out", tmp_path / "table.json")
-    (result,) = json.loads((tmp_path / "table.json").read_text())["results"]
-    assert result["value"] == 1
+    assert exact_share(tmp_path, tmp_path / "questions.jsonl", 16) == 1
     chat = ["--chat", "--prompt", "1?", "--temperature", 0]
     assert script("sample.py", "--checkpoint", tmp_path, *chat).stdout == "yes\n"
     script("convert.py", "--checkpoint", tmp_path, "--out", tmp_path / "hf")

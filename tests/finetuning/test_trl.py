@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from record_trl import BLOCK_SIZE, FILE, POLICY, REFERENCE, SHAPE, filled
+from record_trl import BLOCK_SIZE, FILE, PAD, POLICY, REFERENCE, SHAPE, filled
 from torch import Tensor
 
 from finetune import METHODS
@@ -39,7 +39,7 @@ def make_batch(recorded: dict) -> Batch:
     idx = torch.tensor(recorded["input_ids"])
     targets = idx.masked_fill(torch.tensor(recorded["learned"]) == 0, -1).roll(-1, 1)
     targets[:, -1] = -1
-    return Batch(idx, targets, last=torch.tensor(recorded["attention_mask"]).sum(1) - 1)
+    return Batch(idx, targets, last=(idx != PAD).sum(1) - 1)
 
 
 def assert_close(ours: Tensor, theirs: list | float) -> None:
