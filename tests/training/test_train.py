@@ -29,7 +29,6 @@ from conftest import (
 
 from config import TrainConfig
 from data.mixture import Mixture
-from data.shards import read_manifest, write_manifest
 from train import build_model
 from training.checkpoint import load_checkpoint
 from training.options import read_options, resolve_options
@@ -162,20 +161,9 @@ def test_a_checkpoint_that_is_resumed_is_opened_once(shards, trained, tmp_path):
     options, derived, checkpoint = read_options(TrainConfig, "train.py", list(map(str, flags)))
     options, recipe = resolve_options(options, derived, checkpoint)
     path.unlink()
-    stream = Mixture(options.data_dir, "train", 32).stream
-    model, began_from = build_model(options, recipe, stream, checkpoint)
-    assert began_from is None
+    model = build_model(options, recipe, Mixture([shards], "train", 32).stream, checkpoint)
     for name, weight in weights(trained).items():
         assert model.state_dict()[name].equal(weight)
-
-
-def test_shards_of_an_interrupted_sharding_are_warned_of(shards, tmp_path):
-    data = tmp_path / "data"
-    shutil.copytree(shards, data)
-    manifest = read_manifest(data) | {"complete": False, "stopped": False}
-    write_manifest(data, manifest)
-    done = script(*train_args(data, tmp_path, 1, "--eval_every", 0))
-    assert "data holds a part of its text: run the sharding to its end" in done.stdout
 
 
 def test_a_signal_ends_a_long_step_which_is_then_not_taken(shards, tmp_path):
@@ -187,10 +175,3 @@ def test_a_signal_ends_a_long_step_which_is_then_not_taken(shards, tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(10) == 128 + signal.SIGTERM and "stopped at step 0" in log.read_text()
     assert "epochs are many: see --max_steps" in log.read_text() and rows_written(tmp_path) == 0
-
-
-def test_the_micro_batch_can_choose_itself(shards, trained, tmp_path):
-    script(*train_args(shards, tmp_path, 20, "--micro_batch_size", "auto"))
-    assert gap(tmp_path, trained) < 1e-5
-    config = json.loads((tmp_path / "logs" / "config.json").read_text())["config"]
-    assert config["micro_batch_size"] == 16  # the whole step fits
