@@ -11,6 +11,7 @@ from conftest import (
     contents,
     folders,
     kill,
+    kill_after,
     losses,
     rows_written,
     run_until,
@@ -110,9 +111,7 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
 
 def test_a_run_without_a_checkpoint_begins_anew_and_says_so_first(shards, tmp_path):
     args = train_args(shards, tmp_path, 10_000, "--eval_every", 0)
-    process = start(*args)
-    run_until(process, lambda: rows_written(tmp_path) >= 3)
-    kill(process)
+    kill_after(3, tmp_path, args)
     assert not list((tmp_path / "checkpoints").glob("*.pt"))
     bad(args, "holds the log of another run")
     args += ["--max_steps", 2, "--resume", "auto"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, bad, folders, losses, script, train_args
+from conftest import ROOT, bad, folders, losses, script, train_args, without
 
 from config import TrainConfig
 from model.recipes import RECIPES
@@ -146,11 +146,9 @@ def test_a_resumed_run_derives_again_what_nobody_gave(trained, cuda, flags, expe
 
 
 def test_what_was_given_as_auto_is_derived_again_and_warmup_is_kept(shards, tmp_path):
-    args = train_args(shards, tmp_path, 40)
-    warmup = args.index("--warmup_steps")
-    del args[warmup : warmup + 2]
-    args[args.index("--micro_batch_size") + 1] = "auto"
-    script(*args, "--total_batch_size", 96, "--eval_every", 0, "--save_every", 10)
+    args = without(train_args(shards, tmp_path, 40), "--warmup_steps")
+    args += ["--micro_batch_size", "auto", "--total_batch_size", 96]
+    script(*args, "--eval_every", 0, "--save_every", 10)
     options, saved = resolve("--resume", tmp_path, "--max_steps", 200)
     # 16, the default, would not divide the three sequences of a step
     assert saved["config"]["micro_batch_size"] == 3 and options.micro_batch_size == "auto"

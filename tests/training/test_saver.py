@@ -76,6 +76,13 @@ def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
     saver.finish()
     assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 4
     assert not list(tmp_path.glob("*.tmp"))
+    # a run that was resumed from the best one has not saved the last one of that step
+    config = replace(saver.run.config, resume=str(tmp_path / BEST))
+    resumed = replace(saver, run=replace(saver.run, config=config, start_step=5))
+    resumed.run.logger = saver.run.logger
+    resumed.save_last()
+    resumed.finish()
+    assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 5
 
 
 class Killed(BaseException):

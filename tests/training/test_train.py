@@ -15,7 +15,7 @@ from conftest import (
     bad,
     environment,
     gap,
-    kill,
+    kill_after,
     losses,
     rows_written,
     run_until,
@@ -25,6 +25,7 @@ from conftest import (
     torchrun,
     train_args,
     weights,
+    without,
 )
 
 from config import TrainConfig
@@ -39,11 +40,10 @@ GOLDEN_LOSS = 3.102  # of step 50, on the fixed documents of conftest.py
 
 
 def test_killed_and_resumed_equals_never_stopped_to_the_bit(shards, trained, tmp_path):
-    process = start(*train_args(shards, tmp_path, 20, "--save_every", 10))
-    run_until(process, lambda: rows_written(tmp_path) >= 13)
-    kill(process)
+    args = train_args(shards, tmp_path, 20, "--save_every", 10)
+    kill_after(13, tmp_path, args)
     assert load_checkpoint(tmp_path / "checkpoints" / "model_last.pt")["step"] == 10
-    script(*train_args(shards, tmp_path, 20, "--save_every", 10, "--resume", "auto"))
+    script(*args, "--resume", "auto")
     assert same_run(tmp_path, trained) and len(losses(trained)) == 20
     assert losses(tmp_path, "val") == losses(trained, "val")
 
@@ -141,11 +141,11 @@ def test_weights_of_another_recipe_are_announced_and_resumed_only_by_their_conte
     shards, trained, tmp_path
 ):
     modern, run = tmp_path / "modern", tmp_path / "run"
-    script(*train_args(shards, modern, 1, "--recipe", "modern"))
-    args = train_args(shards, run, 2, "--init_from", modern)
-    sizes = args.index("--n_layer")
-    del args[sizes : sizes + 6]  # those of the weights
-    note = "was trained by --recipe modern, at a rate of 0.003; this run trains it by --recipe gpt2"
+    script(*train_args(shards, modern, 1, "--recipe", "modern,position=learned"))
+    # of which the run takes the first 16 positions
+    args = train_args(shards, run, 2, "--block_size", 16, "--init_from", modern)
+    args = without(args, "--n_layer", "--n_head", "--n_embd")  # those of the weights
+    note = "by --recipe modern,position=learned, at a rate of 0.003; this run trains it by --recipe"
     assert note in script(*args).stdout
     assert note not in script(*args[:-2], "--max_steps", 3, "--resume", "auto").stdout
     again = [*args, "--max_steps", 4, "--resume", "auto", "--init_from"]
