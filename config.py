@@ -17,7 +17,6 @@ from model.config import SIZES, GPTConfig
 from model.recipes import Recipe
 from utils.cli import flag_value
 from utils.errors import UserError
-from utils.throughput import NAMED_GPUS
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
@@ -236,8 +235,6 @@ class TrainConfig(
         for name in self.benchmarks:
             check_ranges(self, f"{name}_every", 0)
         check_run_options(self)
-        if self.device in NAMED_GPUS and not self.dry_run:
-            raise UserError(f"--device {self.device} is for --dry_run; to train, give cuda")
 
     @property
     def last_update(self) -> int:

@@ -250,7 +250,6 @@ def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, 
     else:
         name = options.init_from
         model, tokenizer, content = open_model(name, float32=True)
-    began_from = init_checksum(options, checkpoint, model)
 
     # its shape: a shorter context, and the dropout of fine-tuning
     longest = model.config.block_size
@@ -268,6 +267,7 @@ def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, 
     shape = replace(model.config, block_size=T, dropout=dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     model = rebuild(model, shape, execution)
+    began_from = init_checksum(options, checkpoint, model)
     if is_reward and not options.resumes:  # a resumed one has its head of rewards already
         model = RewardModel.from_gpt(model)
     entries = {

@@ -17,7 +17,7 @@ training/run.py.
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +31,8 @@ from evaluation.evaluator import Evaluator, is_due
 from model.execution import Execution
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.checkpoint import open_model
+from training.checkpoint import load_model, open_model
+from training.dry_run import print_forecast
 from training.optim import make_optimizers
 from training.options import (
     model_shape,
@@ -72,8 +73,7 @@ def main() -> None:
     options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
     options, recipe = resolve_options(options, derived, checkpoint)
     if options.dry_run:
-        dry_run = import_module("training.dry_run")  # on demand: a run does without it
-        return dry_run.print_forecast(options, recipe, checkpoint)
+        return print_forecast(options, recipe, checkpoint)
     process = distributed.start(options.device, catch_signals=True)
     options = resolve_dtype(options, process)
     claim_folders(options, checkpoint, process)
@@ -83,7 +83,8 @@ def main() -> None:
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
-    model, began_from = build_model(options, recipe, train_data.stream, checkpoint)
+    model = build_model(options, recipe, train_data.stream, checkpoint)
+    began_from = init_checksum(options, checkpoint, model)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     compare_processes(options, checkpoint, entries, process)
     options = resolve_micro_batch(options, recipe, model.config, process)
@@ -206,32 +207,30 @@ def train_step(
 
 def build_model(
     options: TrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: dict | None
-) -> tuple[GPT, int | None]:
+) -> GPT:
     """Return the model of the run on the CPU: that of the `checkpoint` that is resumed, that of
-    --init_from, or a new one from the seed; and the checksum of the weights that the run began
-    from, None for random ones. Raises UserError for weights of another architecture or tokenizer
-    than the run's."""
+    --init_from, or a new one from the seed. Raises UserError for weights of another architecture or
+    tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    torch.manual_seed(options.seed)
-    weights_from = options.init_from
-    if options.resumes:
-        weights_from = options.resume
-    if weights_from is not None:
-        model, tokenizer, content = open_model(weights_from, float32=True, opened=checkpoint)
-        check_tokenizer(stream, weights_from, tokenizer)
-        if checkpoint is None:
-            announce_recipe(options, recipe, content)
-        # a smaller --block_size drops the last positions of the table
-        shape = model_shape(options, recipe, stream.vocab_size, model.config)
-        began_from = init_checksum(options, checkpoint, model)
-        return rebuild(model, shape, execution).train(), began_from
+    if checkpoint is not None:
+        # the file that is open already: its path may hold a later save by now
+        weights, _ = load_model(Path(options.resume), float32=True, opened=checkpoint)
+        check_tokenizer(stream, options.resume, checkpoint["tokenizer"])
+    elif options.init_from is not None:
+        weights, tokenizer, content = open_model(options.init_from, float32=True)
+        check_tokenizer(stream, options.init_from, tokenizer)
+        announce_recipe(options, recipe, content)
+    else:
+        torch.manual_seed(options.seed)
+        model = GPT(options.model_config(recipe, stream.vocab_size), execution)
+        if recipe.zero_init:  # each block begins as the identity
+            for block in model.transformer.h:
+                nn.init.zeros_(block.attn.c_proj.weight)
+                nn.init.zeros_(block.mlp.c_proj.weight)
+        return model
 
-    model = GPT(model_shape(options, recipe, stream.vocab_size, None), execution)
-    if recipe.zero_init:  # each block begins as the identity
-        for block in model.transformer.h:
-            nn.init.zeros_(block.attn.c_proj.weight)
-            nn.init.zeros_(block.mlp.c_proj.weight)
-    return model, None
+    # a smaller --block_size drops the last positions of the table
+    return rebuild(weights, model_shape(options, recipe, weights.config), execution).train()
 
 
 def open_batches(

@@ -280,6 +280,22 @@ def run_until(
         time.sleep(0.01)
 
 
+def kill_after(rows: int, run: Path, args: list) -> None:
+    """Start a training run, and kill it once its log has so many rows of training."""
+    process = start(*args)
+    run_until(process, lambda: rows_written(run) >= rows)
+    kill(process)
+
+
+def without(args: list, *flags: str) -> list:
+    """Return a command line without these flags and their values."""
+    left = list(args)
+    for flag in flags:
+        index = left.index(flag)
+        del left[index : index + 2]
+    return left
+
+
 def rows_written(run: Path) -> int:
     """Return the rows of training in a run's log."""
     path = run / "logs" / "metrics.jsonl"

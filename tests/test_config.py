@@ -69,7 +69,7 @@ def test_the_architecture_of_other_weights_is_adopted_or_a_contradiction_named()
     weights = TrainConfig(**sizes).model_config(parse_recipe("modern"), 257)
 
     def shape(recipe="gpt2", **options):
-        return model_shape(TrainConfig(**options), parse_recipe(recipe), 257, weights)
+        return model_shape(TrainConfig(**options), parse_recipe(recipe), weights)
 
     assert shape(init_from="x", block_size=16) == replace(weights, block_size=16)
     assert shape("modern", resume="x", **sizes) == weights
@@ -92,16 +92,12 @@ def test_flops_follow_the_palm_formula_and_peaks_are_of_the_very_chip():
     assert model.flops_per_token() == 6 * 123_653_376 + 12 * 12 * 768 * 1024
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
     for name, peak in {
-        "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA H100 80GB HBM3": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA GeForce RTX 4090": 165.2e12,
+        "A100-SXM4-80GB": 312e12,
+        "H100 80GB HBM3": 989e12,
+        "H100 PCIe": 756e12,
+        "RTX A1000": None,
+        "GeForce RTX 4090 Laptop GPU": None,
+        "A100-SXM4-40GB MIG 1g.5gb": None,
     }.items():
-        assert find_gpu(name).peak == peak
-    for name in (
-        "RTX A1000",
-        "GeForce RTX 4090 D",
-        "GeForce RTX 4090 Laptop GPU",
-        "A100-SXM4-40GB MIG 1g.5gb",
-    ):
-        assert find_gpu(f"NVIDIA {name}") is None, name
+        gpu = find_gpu(f"NVIDIA {name}")
+        assert (gpu and gpu.peak) == peak

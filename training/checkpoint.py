@@ -232,9 +232,9 @@ def find_checkpoint(name: str | Path) -> Path | None:
         # a .pt that is missing is a misspelt checkpoint, and no name of the hub
         return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
-    best_or_newest = find_newest(folder)
-    if (folder / BEST).exists():
-        best_or_newest = folder / BEST
+    best_or_newest = folder / BEST
+    if not best_or_newest.exists():
+        best_or_newest = find_newest(folder)
     # a folder of Hugging Face's format has a config.json
     if best_or_newest is None and not (path / "config.json").exists():
         raise UserError(
@@ -246,16 +246,14 @@ def find_checkpoint(name: str | Path) -> Path | None:
     return best_or_newest
 
 
-def open_model(
-    name: str | Path, *, float32: bool = False, opened: dict | None = None
-) -> tuple[GPT, str, dict]:
+def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, dict]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
-    llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own,
-    `opened` is the content of a checkpoint of ours that is open already."""
+    llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own.
+    """
     path = find_checkpoint(name)
     if path is not None:
-        model, checkpoint = load_model(path, float32=float32, opened=opened)
+        model, checkpoint = load_model(path, float32=float32)
         return model, checkpoint["tokenizer"], checkpoint
 
     # on demand: most runs do without it, and the library `tokenizers` is slow to import

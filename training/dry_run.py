@@ -86,17 +86,16 @@ def describe_time(flops: float, hardware: Hardware) -> str:
 
 def planned_shape(options: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> GPTConfig:
     """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
-    weights_shape = None  # of the weights that are resumed, or those of --init_from
-    vocab_size = TOKENIZERS["gpt2"].vocab_size
     if checkpoint is not None:
-        weights_shape = GPTConfig(**checkpoint["model_config"])
-    elif options.init_from is not None:
-        weights_shape = open_model(options.init_from)[0].config
-    else:
-        try:
-            data = Mixture(options.data_dir, "train", options.block_size)
-            vocab_size = data.stream.vocab_size
-            print(data.describe_epochs(options.max_steps * options.total_batch_size))
-        except UserError as error:  # no shards
-            print(error)
-    return model_shape(options, recipe, vocab_size, weights_shape)
+        return model_shape(options, recipe, GPTConfig(**checkpoint["model_config"]))
+    if options.init_from is not None:
+        weights, _, _ = open_model(options.init_from)
+        return model_shape(options, recipe, weights.config)
+    vocab_size = TOKENIZERS["gpt2"].vocab_size
+    try:
+        data = Mixture(options.data_dir, "train", options.block_size)
+        vocab_size = data.stream.vocab_size
+        print(data.describe_epochs(options.max_steps * options.total_batch_size))
+    except UserError as error:  # no shards
+        print(error)
+    return options.model_config(recipe, vocab_size)

@@ -5,13 +5,12 @@ the rest. Another optimizer is a file of its own, as training/muon.py, an entry 
 branch in make_optimizers. The learning rate is set by training/schedule.py, step by step.
 """
 
-from importlib import import_module
-
 import torch
 
 from config import OptimizerOptions
 from model.gpt import GPT
 from model.recipes import Recipe
+from training.muon import Muon, matrix_groups
 from utils.errors import UserError
 
 # Float32 numbers of state that an optimizer keeps for each entry of a matrix: two moments of AdamW,
@@ -59,7 +58,5 @@ def make_optimizers(
     betas = (options.beta1, options.beta2)
     optimizers = [torch.optim.AdamW(adamw_groups, betas=betas, fused=True)]
     if has_muon:
-        muon = import_module("training.muon")  # on demand: GPT-2 itself is trained without it
-        matrix_groups = muon.matrix_groups(model)
-        optimizers.append(muon.Muon(matrix_groups, recipe, options.weight_decay, dtype))
+        optimizers.append(Muon(matrix_groups(model), recipe, options.weight_decay, dtype))
     return optimizers

@@ -10,17 +10,16 @@ This file is not about single options (config.py) or about a run's files (traini
 import json
 import tomllib
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from config import DERIVED, Options, TrainConfig, resolve_from_recipe
 from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
+from training.plan import Hardware, choose_micro_batch
 from training.schedule import check_schedule
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
-from utils.devices import compile_problem, pick_device, pick_dtype
+from utils.devices import has_c_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
@@ -64,9 +63,6 @@ def read_options(
     # finetune.py names its folder after --method if no --checkpoint_dir is given
     folder = config_class.checkpoint_folder(flags)
     options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
-    # found here, and not after the data has been read
-    if getattr(options, "wandb", False) and find_spec("wandb") is None:
-        raise UserError("--wandb needs a package: pip install wandb")
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
@@ -168,17 +164,15 @@ def is_on_gpu(device: str) -> bool:
 
 
 def resolve_compile(options: Options, derived: dict[str, str | None]) -> Options:
-    """Return the options with --use_torch_compile: by default on CUDA alone, and nowhere that
-    Triton, PyTorch's compiler for GPUs, does not work."""
+    """Return the options with --use_torch_compile: by default on CUDA alone, and on GPUs only with
+    a C compiler."""
     on_gpu = is_on_gpu(options.device)
     # on CPUs a small model takes longer to compile than to train
     compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
-    if compiled and on_gpu and options.device not in NAMED_GPUS:
-        problem = compile_problem(pick_device(options.device))
-        if problem is not None:
-            compiled = False
-            if launched("RANK") == 0:
-                print(f"warning: training is not compiled: {problem}", flush=True)
+    if compiled and on_gpu and options.device not in NAMED_GPUS and not has_c_compiler():
+        compiled = False
+        if launched("RANK") == 0:
+            print("warning: training is not compiled: install gcc, or name a C compiler by CC")
     return replace(options, use_torch_compile=compiled)
 
 
@@ -199,25 +193,18 @@ def resolve_micro_batch(
     """Return the options with a number for --micro_batch_size auto. Every process must call it."""
     if options.micro_batch_size != "auto":
         return options
-    plan = import_module("training.plan")  # on demand: a run with a given size does without it
     # what is free on the device of this process
-    hardware = plan.Hardware.of(options)
+    hardware = Hardware.of(options)
     # The process with the least memory decides for all, as they need equal micro-batches.
     hardware = replace(hardware, free=process.min(hardware.free))
-    size, sentence = plan.choose_micro_batch(options, recipe, shape, hardware)
+    size, sentence = choose_micro_batch(options, recipe, shape, hardware)
     process.print(sentence)
     return replace(options, micro_batch_size=size)
 
 
-def model_shape(
-    options: TrainConfig, recipe: Recipe, vocab_size: int, weights: GPTConfig | None
-) -> GPTConfig:
-    """Return the architecture of a run: that of the options for a new model, else that of
-    `weights`, which are resumed or those of --init_from. Raises UserError for options that ask for
-    another one."""
-    if weights is None:
-        return options.model_config(recipe, vocab_size)  # a new model
-
+def model_shape(options: TrainConfig, recipe: Recipe, weights: GPTConfig) -> GPTConfig:
+    """Return the architecture of a run that begins with `weights`, which are resumed or those of
+    --init_from. Raises UserError for options that ask for another one."""
     source = options.resume if options.resumes else options.init_from
     if options.block_size > weights.block_size:
         raise UserError(

@@ -206,22 +206,16 @@ def choose_micro_batch(
     """
     sequences = replace(options, micro_batch_size=1).sequences_per_step(hardware.world_size)
     sequences_per_process = sequences // hardware.world_size
-    bytes_by_size: dict[int, int] = {}  # forecast of each micro-batch that divides these
-    for size in range(1, sequences_per_process + 1):
+    free_text = f"{hardware.free / 1e9:.2f} GB free"
+    # the largest first
+    for size in range(sequences_per_process, 0, -1):
         if sequences_per_process % size == 0:
             trial = replace(options, micro_batch_size=size)
-            bytes_by_size[size] = sum(forecast_memory(trial, recipe, shape, hardware).values())
-
-    free_text = f"{hardware.free / 1e9:.2f} GB free"
-    fitting_sizes = []  # the largest last
-    for size, needed_bytes in bytes_by_size.items():
-        if needed_bytes <= USABLE * hardware.free:
-            fitting_sizes.append(size)
-    if not fitting_sizes:
-        raise UserError(
-            f"one sequence needs {bytes_by_size[1] / 1e9:.2f} GB, but a process has {free_text}: "
-            "see --activation_checkpointing and --sharding"
-        )
-    size = fitting_sizes[-1]
-    forecast = f"by forecast {bytes_by_size[size] / 1e9:.2f} GB of {free_text}"
-    return size, f"--micro_batch_size auto: {size}, {forecast}"
+            needed_bytes = sum(forecast_memory(trial, recipe, shape, hardware).values())
+            if needed_bytes <= USABLE * hardware.free:
+                forecast = f"by forecast {needed_bytes / 1e9:.2f} GB of {free_text}"
+                return size, f"--micro_batch_size auto: {size}, {forecast}"
+    raise UserError(
+        f"one sequence needs {needed_bytes / 1e9:.2f} GB, but a process has {free_text}: "
+        "see --activation_checkpointing and --sharding"
+    )

@@ -13,7 +13,7 @@ import signal
 import sys
 import uuid
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 
 from config import RunOptions, log_folder
 from data.tokenizer import tokenizer_identity
-from model.gpt import GPT
+from model.gpt import GPT, rebuild
 from training.checkpoint import (
     BEST,
     DamagedFile,
@@ -37,6 +37,7 @@ from training.checkpoint import (
 )
 from training.parallel import load_optimizer_state
 from training.schedule import warmup_length
+from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe
 from utils.distributed import Process
@@ -129,20 +130,23 @@ def reason_to_skip(loss: float, grad_norm: float) -> str | None:
 
 
 def init_checksum(options: RunOptions, checkpoint: dict | None, model: GPT) -> int | None:
-    """Return the checksum of the float32 weights that a run began from, None for random ones;
-    `model` holds those of --init_from for a new run. Raises UserError if a resumed run is given
-    other weights there than it began from."""
+    """Return the checksum of the float32 weights that a run began from, None for random ones.
+    `model`, in its shape of the run, holds them if the run is new. Raises UserError if a resumed
+    run is given other weights by --init_from than it began from."""
     if checkpoint is None:
-        return checksum(model.state_dict())
+        return checksum(model.state_dict()) if options.init_from else None
     if options.init_from != checkpoint["config"]["init_from"]:
         open_original(options, checkpoint)
     return checkpoint["init_checksum"]
 
 
 def open_original(options: RunOptions, checkpoint: dict) -> GPT:
-    """Return the model of --init_from for a resumed run; raise UserError unless it has the weights
-    that the run began from."""
-    model, _, _ = open_model(options.init_from, float32=True)
+    """Return the model of --init_from for a resumed run, in the shape that is trained; raise
+    UserError unless it has the weights that the run began from."""
+    original, _, _ = open_model(options.init_from, float32=True)
+    # a run with a shorter context began from the first positions alone
+    block_size = min(original.config.block_size, checkpoint["model_config"]["block_size"])
+    model = rebuild(original, replace(original.config, block_size=block_size))
     if checksum(model.state_dict()) != checkpoint["init_checksum"]:
         raise UserError(
             f"{options.init_from} does not hold the weights that the run of {options.resume} began "
@@ -319,6 +323,12 @@ class Run:
         earlier_log = find_log(options, checkpoint) if checkpoint else None
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
+        warmup_steps = warmup_length(options)  # at most half of all steps
+        if warmup_steps < options.warmup_steps:
+            process.print(
+                f"warning: --warmup_steps {options.warmup_steps} is more than half of the "
+                f"{options.max_steps} steps: the learning rate rises for {warmup_steps}"
+            )
         return cls(options, process, dtype, state, state.step, earlier_log)
 
     @property
@@ -354,13 +364,6 @@ class Run:
         """
         options = self.config
         state = self.state
-        wandb_run = None
-        warmup_steps = warmup_length(options)  # at most half of all steps
-        if warmup_steps < options.warmup_steps:
-            self.process.print(
-                f"warning: --warmup_steps {options.warmup_steps} is more than half of the "
-                f"{options.max_steps} steps: the learning rate rises for {warmup_steps}"
-            )
         if self.process.is_main:
             if options.overwrite:
                 remove_checkpoints(options.checkpoint_dir, state)
@@ -377,17 +380,17 @@ class Run:
                 file.write(json.dumps(content, indent=1).encode())
             if self.earlier_log not in (None, options.log_dir):
                 copy_log(self.earlier_log, options.log_dir, state.step)
-            if getattr(options, "wandb", False):  # finetune.py has no such option
-                weights_and_biases = import_module("training.weights_and_biases")  # on demand
-                wandb_run = weights_and_biases.open_wandb(options, state.run_id)
         self.logger = Logger(
             options.log_dir,
             start=state.step,
             total=options.max_steps,
             is_main=self.process.is_main,
             begins_empty=self.earlier_log is None,  # check_folders has refused another run's log
-            wandb_run=wandb_run,
         )
+        # finetune.py has no such option
+        if self.process.is_main and getattr(options, "wandb", False):
+            logger = self.logger
+            logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
 
     def finish(self, message: str) -> None:
         """Print how the run ended, draw its picture, and exit with 128 + the signal if one came."""

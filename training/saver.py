@@ -30,8 +30,7 @@ def save_checkpoint(path: Path, content: dict) -> None:
         with atomic_write(path) as file:
             torch.save(content, file)
     except Exception as error:  # a full disk is a RuntimeError to torch
-        unharmed = "; the one before it is untouched" if path.exists() else ""
-        raise UserError(f"{path} could not be written: {first_line(error)}{unharmed}") from error
+        raise UserError(f"{path} could not be written: {first_line(error)}") from error
 
 
 def finish_writing(seconds: float = 20) -> None:
@@ -61,9 +60,10 @@ class Saver:
     """Errors of failed writes, by the name of the file; a later write that succeeds removes its."""
 
     def __post_init__(self) -> None:
-        # a run that ends without a new step saves nothing
-        has_last = (self.run.config.checkpoint_dir / LAST).exists()
-        self.last_step = self.run.start_step if has_last else 0
+        # a run that goes on from the last checkpoint of its folder, and ends without a new step,
+        # saves nothing
+        last = self.run.config.checkpoint_dir / LAST
+        self.last_step = self.run.start_step if self.run.config.resume == str(last) else 0
 
     # State follows the files. What lies on the disk is known after `wait`, and to the main process
     # alone, which decides for all.
@@ -98,9 +98,10 @@ class Saver:
             **self.run.state.to_checkpoint(),
             **changes,
         }
-        arguments = (name, weights, moments, entries)
         # daemon: a process that ends on an error does not wait for it without end, see THREAD
-        self.thread = threading.Thread(target=self.write, args=arguments, name=THREAD, daemon=True)
+        self.thread = threading.Thread(
+            target=self.write, args=(name, weights, moments, entries), name=THREAD, daemon=True
+        )
         self.thread.start()
 
     def write(self, name: str, weights: dict, moments: dict, entries: dict) -> None:
@@ -108,17 +109,16 @@ class Saver:
         folder = self.run.config.checkpoint_dir
         keep = self.run.config.keep_last
         step = entries["step"]
+        names = [name]
         # model_last.pt is saved before the validation of its step. Where that makes it the best, it
         # becomes the same file as model_best.pt, which knows its validation loss: a resumed run
-        # would take a worse model for the best otherwise. It also makes up for a failed write.
-        is_last = name == LAST or step == self.last_step or LAST in self.error_of_file
+        # would take a worse model for the best otherwise.
+        if name == BEST and step == self.last_step:
+            names.append(LAST)
         # The name LAST comes last: a run that is killed before resumes an earlier step, and saves
         # this one again.
-        names = [BEST] if name == BEST else []
-        if is_last and keep > 0:
-            names.append(NUMBERED.format(step))
-        if is_last:
-            names.append(LAST)
+        if LAST in names and keep > 0:
+            names.insert(-1, NUMBERED.format(step))
         try:
             save_checkpoint(folder / names[0], assemble(weights, moments, **entries))
             if name == BEST:
@@ -126,7 +126,7 @@ class Saver:
             # a link costs no space, and stays when model_last.pt is replaced by a new file
             for further_name in names[1:]:
                 link_or_copy(folder / names[0], folder / further_name)
-            if is_last:
+            if LAST in names:
                 self.last_step = step
             if keep > 0:
                 for path in numbered(folder)[keep:]:

@@ -14,9 +14,6 @@ import torch
 
 from utils.errors import UserError
 
-# share of matmuls in the time of a training step on a CPU, for the forecast of `seconds_on_cpu`:
-# measured as 0.88 for 124M, compiled, and 0.4 for small models
-SHARE_OF_MATMULS = 0.6
 # "auto" trains in bfloat16 on a CPU that is this many times as fast in it as in float32: casts of
 # weights and activations cost what a smaller gain would bring
 BFLOAT16_SPEEDUP = 1.2
@@ -82,14 +79,6 @@ def matmul_seconds(size: int, dtype: torch.dtype) -> float:
     return time.perf_counter() - start_seconds
 
 
-def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
-    """Return a forecast of the time in which this CPU trains for a number of FLOPs."""
-    # the fastest of three: other programs can only make it slower
-    fastest_seconds = min(matmul_seconds(512, dtype) for _ in range(3))
-    matmul_flops_per_second = 2 * 512**3 / fastest_seconds  # a multiplication and an addition each
-    return flops / (SHARE_OF_MATMULS * matmul_flops_per_second)
-
-
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a GPU multiplies in bfloat16, as NVIDIA's do since Ampere."""
     # the function asks about the current device
@@ -122,15 +111,10 @@ def pick_dtype(
     return torch.float16 if is_gpu else torch.float32
 
 
-def compile_problem(device: torch.device) -> str | None:
-    """Return why Triton, torch.compile's compiler for GPUs, cannot work here; None if it can."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 7:
-        return f"Triton needs a GPU of compute capability 7.0, and this one has {major}.{minor}"
-    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if not has_compiler:
-        return "Triton needs a C compiler: install gcc, or name another by CC"
-    return None
+def has_c_compiler() -> bool:
+    """Return whether there is a C compiler, which Triton, torch.compile's compiler for GPUs, needs.
+    The variable CC names another one than gcc and clang."""
+    return any([os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")])
 
 
 def keep_freed_memory() -> None:

@@ -32,8 +32,8 @@ class Logger:
     """Write the log of a run that begins after the step `start` and ends at the step `total`.
 
     It does nothing unless `is_main`. With `begins_empty`, as for a new run, the files are emptied;
-    otherwise a row marks where an existing log continues. Numbers go to `wandb_run`, too, if it is
-    given.
+    otherwise a row marks where an existing log continues. Numbers go to `wandb_run`, too, where a
+    run of Weights & Biases is open.
     """
 
     def __init__(
@@ -44,12 +44,11 @@ class Logger:
         total: int,
         is_main: bool,
         begins_empty: bool = False,
-        wandb_run: Any = None,
     ) -> None:
         self.is_main = is_main
         if not is_main:
             return
-        self.wandb_run = wandb_run
+        self.wandb_run: Any = None
         self.last_line_seconds = float("-inf")  # time of the last line of training, on the console
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
@@ -81,14 +80,15 @@ class Logger:
                 values[f"{row['split']}/{name}"] = value
         self.call_wandb(self.wandb_run.log, values)
 
-    def call_wandb(self, method: Callable[..., None], *arguments: object) -> None:
-        """Call a method of the run of Weights & Biases. After an error, as when its helper process
-        has died, say so and go on without it."""
+    def call_wandb(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Return the result of a function of Weights & Biases. After an error, as without a login
+        or when its helper process has died, say so and go on without it."""
         try:
-            method(*arguments)
+            return function(*arguments)
         except Exception as error:  # of wandb, of the network, of the helper's socket
             self.wandb_run = None
             self.print(f"warning: the run goes on without Weights & Biases ({error!s:.200})")
+            return None
 
     def log_train(self, row: dict, step: int) -> None:
         """Write a row of the split "train"; show it on the progress bar, or as a line at times."""

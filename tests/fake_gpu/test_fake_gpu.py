@@ -16,8 +16,9 @@ ITEM = {"ctx": "the cat", "ctx_a": "the", "ctx_b": "cat", "activity_label": "x",
 SIZES = ("--block_size", 512, "--micro_batch_size", 7, "--total_batch_size", 3584)
 
 
-def run_on_both(folder, args):
-    """Run a script on the CPU, and on a GPU as exactly; return what the latter counted."""
+def check(folder, args, steps, once=0):
+    """Check that a script computes on a GPU what it does on a CPU, and that its host waits for the
+    GPU in one place, once in each step, and elsewhere `once` times at most."""
     script(*args, *folders(folder / "cpu"), "--device", "cpu")
     command = ("tests/fake_gpu/fake_cuda.py", *args, *folders(folder / "gpu"), "--device", "cuda")
     counted = json.loads(script(*command, fork=False).stderr.splitlines()[-1])
@@ -26,7 +27,14 @@ def run_on_both(folder, args):
     assert counted["attention"]
     for queries, _, has_mask, with_cudnn in counted["attention"]:
         assert with_cudnn == (queries in (32, 512) and not has_mask)
-    return counted["syncs"]
+    files = ("train.py", "finetune.py", "methods.py", "examples.py", "distributed.py")
+    in_steps = {
+        line: count
+        for line, count in counted["syncs"].items()
+        if line.startswith(files) and ".to(process.device)" not in line  # weights, at the start
+    }
+    reads = [count for line, count in in_steps.items() if "tolist" in line]
+    assert reads == [steps] and sum(in_steps.values()) - steps <= once, in_steps
 
 
 @pytest.mark.parametrize("recipe", ["speedrun", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -34,12 +42,7 @@ def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path,
     hellaswag = tmp_path / "hellaswag.jsonl"
     hellaswag.write_text(json.dumps(ITEM | {"endings": ["sat on", "ran"]}) + "\n")
     flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 3, "--hellaswag_data", hellaswag)
-    args = train_args(shards, tmp_path, 5, *flags, "--no_use_torch_compile")
-    syncs = run_on_both(tmp_path, args)
-    files = ("train.py", "distributed.py")
-    in_steps = {line: n for line, n in syncs.items() if line.startswith(files)}
-    (read,) = in_steps  # the one line of train.py that waits: tolist of the figures
-    assert "tolist" in read and in_steps[read] == 5, in_steps  # once in each step
+    check(tmp_path, train_args(shards, tmp_path, 5, *flags, "--no_use_torch_compile"), steps=5)
 
 
 @pytest.mark.parametrize(
@@ -54,15 +57,5 @@ def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tm
     args += ["--dtype", "float32", "--no_use_torch_compile", "--sample_every", 0]
     if method == "grpo":
         args += ["--reward", "exact", "--max_new_tokens", 4, "--group_size", 2]
-    syncs = run_on_both(tmp_path, args)
-    in_steps = {
-        line: count
-        for line, count in syncs.items()
-        if line.startswith(("finetune.py", "methods.py", "examples.py", "distributed.py"))
-        and ".to(process.device)" not in line  # weights, at the start
-    }
-    reads = {line: count for line, count in in_steps.items() if "tolist" in line}
-    assert list(reads.values()) == [3], in_steps  # one in each step
     # DPO computes the log-probabilities of its reference once, in batches of one pair
-    once = 8 if method == "dpo" else 0
-    assert sum(in_steps.values()) - 3 <= once, in_steps
+    check(tmp_path, args, steps=3, once=8 if method == "dpo" else 0)

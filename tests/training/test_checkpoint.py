@@ -1,7 +1,6 @@
 import errno
 import os
-import resource
-import shutil
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -20,7 +19,6 @@ from training.checkpoint import (
     load_model,
     split_float32,
 )
-from training.saver import save_checkpoint
 from utils.errors import UserError
 
 
@@ -130,10 +128,8 @@ def test_a_flipped_bit_is_found_by_all_that_read_it(shards, trained, tmp_path, p
         train_args(shards, tmp_path, 30, "--resume", path),
         f"tensors of '{part}' do not have their checksum",
     )
-    if part == "model":
-        with pytest.raises(UserError, match="checksum"):
-            load_model(path)
-    else:  # sampling reads the first half alone
+    # sampling reads the first half alone
+    with pytest.raises(UserError, match="checksum") if part == "model" else nullcontext():
         assert not load_model(path)[0].training
 
 
@@ -143,21 +139,6 @@ def test_newest_is_the_last_else_the_highest_number_else_the_best(tmp_path):
     for name in (BEST, *numbered, "model_last.pt"):
         (tmp_path / name).touch()
         assert find_newest(tmp_path).name == name
-
-
-def test_a_disk_that_fills_during_a_save_leaves_the_previous_checkpoint(trained, tmp_path):
-    last = tmp_path / "model_last.pt"
-    shutil.copy(trained / "checkpoints/model_last.pt", last)
-    before, limit = last.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # more cannot be written
-    try:
-        with pytest.raises(UserError) as raised:
-            save_checkpoint(last, load_checkpoint(last))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert f"{last} could not be written" in str(raised.value)
-    assert "the one before it is untouched" in str(raised.value)
-    assert last.read_bytes() == before and not list(tmp_path.glob("*.tmp"))
 
 
 def test_every_bit_of_the_tensors_and_their_names_count_for_the_checksum():

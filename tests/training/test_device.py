@@ -42,6 +42,12 @@ def models(recipe, device, **options):
     return exact.double(), model
 
 
+def exact_loss(model):
+    """Return the loss of the batch by PyTorch."""
+    idx, targets = batch()
+    return F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
 def batch():
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1009, (2, 4, 64), generator=generator, device="cpu")
@@ -59,10 +65,9 @@ def test_loss_and_gradients_are_those_of_float64(device, recipe, compiled, dtype
     with autocast(device, dtype, keep_weights=False):
         loss = model(*batch().to(device))
     loss.backward()
-    idx, targets = batch()
-    exact_loss = F.cross_entropy(exact(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
-    exact_loss.backward()
-    assert loss.item() == pytest.approx(exact_loss.item(), rel=far / 10)
+    expected = exact_loss(exact)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=far / 10)
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         assert (ours.grad.cpu().double() - theirs.grad).norm() < far * theirs.grad.norm()
 
@@ -81,13 +86,11 @@ def test_a_run_is_that_of_the_cpu_and_resumes(shards, trained, device, tmp_path)
 @pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "zero3"])
 def test_a_sharded_model_computes_the_same(device, sharding, tmp_path):
     exact, model = models("gpt2", device)
-    idx, targets = batch()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
         wrapped = wrap(model, Process(0, 1, device), sharding, torch.float32)
-        loss = wrapped(idx.to(device), targets.to(device)).item()
+        loss = wrapped(*batch().to(device)).item()
     finally:
         dist.destroy_process_group()
-    exact_loss = F.cross_entropy(exact(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
-    assert loss == pytest.approx(exact_loss.item(), rel=1e-6)
+    assert loss == pytest.approx(exact_loss(exact).item(), rel=1e-6)

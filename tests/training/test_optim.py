@@ -86,24 +86,20 @@ def test_matrices_stacked_in_a_weight_step_as_if_alone():
     torch.testing.assert_close(stacked, torch.cat(alone))
 
 
-@pytest.mark.parametrize(("normuon", "least", "most"), [(0.0, 30, 1e9), (0.9, 1, 15)])
-def test_normuon_gives_the_rows_of_updates_about_the_same_norm(normuon, least, most):
-    torch.manual_seed(0)
-    scale, zeros = torch.logspace(-1, 1, 24)[:, None], torch.zeros(24, 6)
-    (p,), optimizer = step_muon([zeros], [scale * torch.randn(24, 6)], normuon=normuon)
-    for _ in range(60):
-        before, p.grad = p.detach().clone(), scale * torch.randn(24, 6)
-        optimizer.step()
-    norms = (p.detach() - before).norm(dim=1) / 0.1
-    assert least < norms.max() / norms.min() < most and 0.5 < norms.mean() < 2
-
-
 def test_normuon_divides_by_a_running_mean_that_begins_at_1():
+    """Rows of updates then have about the same norm."""
     gradient = torch.logspace(-1, 1, 24)[:, None] * torch.eye(24, 6).add(1)
     (plain,), _ = step_muon([torch.zeros(24, 6)], [gradient])
-    (p,), _ = step_muon([torch.zeros(24, 6)], [gradient], normuon=0.9)
+    (p,), optimizer = step_muon([torch.zeros(24, 6)], [gradient], normuon=0.9)
     square_norms = (plain / 0.1).square().sum(1, keepdim=True)  # the rate is 0.1
-    torch.testing.assert_close(p, plain * (0.9 + 0.1 * square_norms).rsqrt())
+    mean = torch.ones(24, 1)
+    expected = torch.zeros(24, 6)
+    for _ in range(3):
+        mean = 0.9 * mean + 0.1 * square_norms
+        expected += plain * mean.rsqrt()
+        torch.testing.assert_close(p.detach(), expected)
+        p.grad = gradient.clone()  # equal gradients have equal momenta, but for their size
+        optimizer.step()
 
 
 def test_cautious_decay_spares_weights_that_the_update_makes_larger():

@@ -89,7 +89,6 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
     ("device", "dtype", "memory", "peak", "fits"),
     [
         ("h100", "bfloat16", 80, 989, "fits"),
-        ("rtx4090", "bfloat16", 24, 165, "does not fit"),
         ("t4", "float16", 16, 65, "does not fit"),
     ],
 )

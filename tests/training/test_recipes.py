@@ -77,7 +77,7 @@ def test_unequal_shares_step_alike(shards, tmp_path, sharding, dtype, far):
 def test_blocks_of_modern_begin_as_the_identity():
     config = train_options(recipe="modern", n_layer=2, n_head=2, n_embd=32, block_size=16)
     stream = type("Stream", (), {"vocab_size": 257})
-    model, _ = build_model(config, RECIPES["modern"], stream, checkpoint=None)
+    model = build_model(config, RECIPES["modern"], stream, checkpoint=None)
     idx = torch.randint(0, 257, (2, 16))
     expected = model.transformer.ln_f(model.transformer.wte(idx))
     torch.testing.assert_close(model.hidden(idx), expected)

@@ -3,6 +3,7 @@ import functools
 import itertools
 import math
 import os
+import resource
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -75,6 +76,13 @@ def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
     saver.finish()
     assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 4
     assert not list(tmp_path.glob("*.tmp"))
+    # a run that was resumed from the best one has not saved the last one of that step
+    config = replace(saver.run.config, resume=str(tmp_path / BEST))
+    resumed = replace(saver, run=replace(saver.run, config=config, start_step=5))
+    resumed.run.logger = saver.run.logger
+    resumed.save_last()
+    resumed.finish()
+    assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == 5
 
 
 class Killed(BaseException):
@@ -122,7 +130,8 @@ def run_to_end(like, folder, losses):
     Return step and lowest loss by file."""
     newest = ckpt.find_newest(folder)
     state = TrainState.start(newest and ckpt.load_checkpoint(newest))
-    config = replace(like.run.config, checkpoint_dir=folder)
+    resume = None if newest is None else str(newest)
+    config = replace(like.run.config, checkpoint_dir=folder, resume=resume)
     run = replace(like.run, config=config, state=state, start_step=state.step)
     run.logger = SimpleNamespace(print=lambda text: None)
     run.validate_on("a text")
@@ -169,28 +178,22 @@ def test_run_and_files_say_what_lies_there_whenever_a_save_is_killed_or_fails(
     check()
 
 
-def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, monkeypatch, capsys):
-    write = saver_module.save_checkpoint
-
-    def fail(path, state):
-        if state["step"] in (2, 4):
-            raise UserError("the disk is full")
-        write(path, state)
-
-    monkeypatch.setattr(saver_module, "save_checkpoint", fail)
-    for step, names in (
-        (1, [LAST, "model_step_000001.pt"]),
-        (2, [LAST, "model_step_000001.pt"]),
-        (3, [LAST, "model_step_000001.pt", "model_step_000003.pt"]),  # there is room again
-        (5, [LAST, "model_step_000003.pt", "model_step_000005.pt"]),
-    ):
+def test_a_failed_write_leaves_the_run_and_the_file_before_it(saver, tmp_path, capsys):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step, last, numbers in ((1, 1, [1]), (2, 1, [1]), (3, 3, [1, 3]), (5, 5, [3, 5])):
+        if step == 2:  # the disk is full for a while
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
         save(saver, step)
         saver.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        names = [LAST, *(f"model_step_{number:06d}.pt" for number in numbers)]
         assert sorted(path.name for path in tmp_path.iterdir()) == names
-        assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == (1 if step == 2 else step)
-    notes = capsys.readouterr().out
-    assert notes == "the disk is full; the run continues, and the next save tries again\n"
+        assert ckpt.load_checkpoint(tmp_path / LAST)["step"] == last
+    (note,) = capsys.readouterr().out.splitlines()
+    assert f"{tmp_path / 'model_step_000002.pt'} could not be written" in note
+    assert "the run continues, and the next save tries again" in note
     saver.finish()  # later files made up for the one that failed
-    save(saver, 4)
-    with pytest.raises(UserError, match="full"):
+    (tmp_path / "model_step_000006.pt.tmp").mkdir()  # in the way of the next file
+    save(saver, 6)
+    with pytest.raises(UserError, match="could not be written"):
         saver.finish()

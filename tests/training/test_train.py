@@ -15,7 +15,7 @@ from conftest import (
     bad,
     environment,
     gap,
-    kill,
+    kill_after,
     losses,
     rows_written,
     run_until,
@@ -25,11 +25,11 @@ from conftest import (
     torchrun,
     train_args,
     weights,
+    without,
 )
 
 from config import TrainConfig
 from data.mixture import Mixture
-from data.shards import read_manifest, write_manifest
 from train import build_model
 from training.checkpoint import load_checkpoint
 from training.options import read_options, resolve_options
@@ -40,11 +40,10 @@ GOLDEN_LOSS = 3.102  # of step 50, on the fixed documents of conftest.py
 
 
 def test_killed_and_resumed_equals_never_stopped_to_the_bit(shards, trained, tmp_path):
-    process = start(*train_args(shards, tmp_path, 20, "--save_every", 10))
-    run_until(process, lambda: rows_written(tmp_path) >= 13)
-    kill(process)
+    args = train_args(shards, tmp_path, 20, "--save_every", 10)
+    kill_after(13, tmp_path, args)
     assert load_checkpoint(tmp_path / "checkpoints" / "model_last.pt")["step"] == 10
-    script(*train_args(shards, tmp_path, 20, "--save_every", 10, "--resume", "auto"))
+    script(*args, "--resume", "auto")
     assert same_run(tmp_path, trained) and len(losses(trained)) == 20
     assert losses(tmp_path, "val") == losses(trained, "val")
 
@@ -142,11 +141,11 @@ def test_weights_of_another_recipe_are_announced_and_resumed_only_by_their_conte
     shards, trained, tmp_path
 ):
     modern, run = tmp_path / "modern", tmp_path / "run"
-    script(*train_args(shards, modern, 1, "--recipe", "modern"))
-    args = train_args(shards, run, 2, "--init_from", modern)
-    sizes = args.index("--n_layer")
-    del args[sizes : sizes + 6]  # those of the weights
-    note = "was trained by --recipe modern, at a rate of 0.003; this run trains it by --recipe gpt2"
+    script(*train_args(shards, modern, 1, "--recipe", "modern,position=learned"))
+    # of which the run takes the first 16 positions
+    args = train_args(shards, run, 2, "--block_size", 16, "--init_from", modern)
+    args = without(args, "--n_layer", "--n_head", "--n_embd")  # those of the weights
+    note = "by --recipe modern,position=learned, at a rate of 0.003; this run trains it by --recipe"
     assert note in script(*args).stdout
     assert note not in script(*args[:-2], "--max_steps", 3, "--resume", "auto").stdout
     again = [*args, "--max_steps", 4, "--resume", "auto", "--init_from"]
@@ -162,20 +161,9 @@ def test_a_checkpoint_that_is_resumed_is_opened_once(shards, trained, tmp_path):
     options, derived, checkpoint = read_options(TrainConfig, "train.py", list(map(str, flags)))
     options, recipe = resolve_options(options, derived, checkpoint)
     path.unlink()
-    stream = Mixture(options.data_dir, "train", 32).stream
-    model, began_from = build_model(options, recipe, stream, checkpoint)
-    assert began_from is None
+    model = build_model(options, recipe, Mixture([shards], "train", 32).stream, checkpoint)
     for name, weight in weights(trained).items():
         assert model.state_dict()[name].equal(weight)
-
-
-def test_shards_of_an_interrupted_sharding_are_warned_of(shards, tmp_path):
-    data = tmp_path / "data"
-    shutil.copytree(shards, data)
-    manifest = read_manifest(data) | {"complete": False, "stopped": False}
-    write_manifest(data, manifest)
-    done = script(*train_args(data, tmp_path, 1, "--eval_every", 0))
-    assert "data holds a part of its text: run the sharding to its end" in done.stdout
 
 
 def test_a_signal_ends_a_long_step_which_is_then_not_taken(shards, tmp_path):
@@ -187,10 +175,3 @@ def test_a_signal_ends_a_long_step_which_is_then_not_taken(shards, tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(10) == 128 + signal.SIGTERM and "stopped at step 0" in log.read_text()
     assert "epochs are many: see --max_steps" in log.read_text() and rows_written(tmp_path) == 0
-
-
-def test_the_micro_batch_can_choose_itself(shards, trained, tmp_path):
-    script(*train_args(shards, tmp_path, 20, "--micro_batch_size", "auto"))
-    assert gap(tmp_path, trained) < 1e-5
-    config = json.loads((tmp_path / "logs" / "config.json").read_text())["config"]
-    assert config["micro_batch_size"] == 16  # the whole step fits
