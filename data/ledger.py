@@ -45,8 +45,9 @@ class FileCounts:
 
     @property
     def is_suspect(self) -> bool:
-        """True for a file that is not what it seems: without any text, or with damaged rows."""
-        return not self.texts or any(not reason.startswith(USUAL) for reason in self.skipped)
+        """True for a file that is not what it seems: rows without any text, or damaged rows."""
+        lacks_text = self.rows > 0 and self.texts == 0  # an empty file has no row
+        return lacks_text or any(not reason.startswith(USUAL) for reason in self.skipped)
 
     def describe(self, name: str) -> str:
         """Return what the file of a name has given, as a sentence."""

@@ -132,8 +132,10 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 
 
 def read_document(file: IO[str]) -> Iterator[object]:
-    """Yield the whole of a text file."""
-    yield "".join(file)  # by parts, see GzipFile
+    """Yield the whole of a text file; nothing if it is empty, as many an __init__.py."""
+    text = "".join(file)  # by parts, see GzipFile
+    if text:
+        yield text
 
 
 def read_json(file: IO[str]) -> Iterator[object]:

@@ -10,6 +10,7 @@ This file is not about single options (config.py) or about a run's files (traini
 import json
 import tomllib
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from config import DERIVED, Options, TrainConfig, resolve_from_recipe
@@ -63,6 +64,9 @@ def read_options(
     # finetune.py names its folder after --method if no --checkpoint_dir is given
     folder = config_class.checkpoint_folder(flags)
     options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
+    # found here, and not after the data has been read
+    if getattr(options, "wandb", False) and find_spec("wandb") is None:
+        raise UserError("--wandb needs a package: pip install wandb")
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):

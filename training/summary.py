@@ -8,10 +8,12 @@ from evaluation.validation import too_few_tokens
 from model.gpt import GPT
 from model.recipes import Recipe
 from training.run import Run
+from utils.devices import seconds_on_cpu
 from utils.distributed import launched
 from utils.errors import UserError
 
 MANY_EPOCHS = 100  # a small text is learned by heart long before
+SLOW_STEP_SECONDS = 20  # a step that takes longer is announced
 
 
 def check_tokenizer(stream: TokenStream, weights_from: str, tokenizer: str) -> None:
@@ -83,3 +85,9 @@ def print_summary(run: Run, model: GPT, train_data: Mixture, slicing: Slicing) -
     if options.use_torch_compile:
         text += "; the first step compiles"
     run.logger.print(text)
+
+    if run.process.device.type == "cpu":
+        # measured by one matmul: a progress bar shows nothing before the first step ends
+        step_seconds = seconds_on_cpu(tokens_per_step * model.flops_per_token(), run.dtype)
+        if step_seconds > SLOW_STEP_SECONDS:
+            run.logger.print(f"a step takes about {step_seconds:,.0f} s on this processor")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.devices import keep_freed_memory, pick_device
+from utils.errors import UserError
 
 Item = TypeVar("Item")
 
@@ -204,12 +205,16 @@ def start(device_name: str, *, catch_signals: bool = False) -> Process:
 
     With `catch_signals` a signal no longer ends it, but is remembered for the run to end itself.
     The backend is NCCL between GPUs and gloo between CPUs. Raises UserError if the device is not
-    there.
+    there, or is one that several processes cannot share.
     """
     rank = launched("RANK")  # 0 without a launcher
     local_rank = launched("LOCAL_RANK")  # number of the process on its machine
     world_size = launched("WORLD_SIZE", 1)
     device = pick_device(device_name, local_rank)
+    if world_size > 1 and (device.type == "mps" or ":" in device_name):
+        raise UserError(
+            f"--device {device_name} is one device, which several processes cannot share"
+        )
     if device.type == "cuda":
         # NCCL and "cuda" without a number mean this GPU then
         torch.cuda.set_device(device)

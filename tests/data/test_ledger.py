@@ -71,8 +71,9 @@ def content_of(suffix, values, end):
         writer = csv.writer(file, delimiter=delimiter, **options)
         writer.writerows([["id", "text"], *([1, value] for value in values)])
     else:
-        values = ["".join(values).lstrip("\ufeff")]
-        file.write(values[0])
+        text = "".join(values).lstrip("\ufeff")
+        values = [text] if text else []  # an empty file has no row
+        file.write(text)
     return file.getvalue().encode(errors="surrogateescape"), values
 
 

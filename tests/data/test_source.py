@@ -105,6 +105,7 @@ def test_lines_of_json_may_be_larger_than_memory():
     [
         ("a.txt", "\ufeffKäse\r\n\rK\ufffdse\n", ["Käse\r\n\rK\ufffdse\n"]),
         ("a.txt", "\ufeff \n", [EMPTY]),
+        ("a.txt", "\ufeff", []),
         (
             "a.csv",
             "id,text\n1,wide,2\n2,good\n3,\n5,fine,,\n6",
@@ -135,8 +136,8 @@ def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content,
             assert (expected or "without a column 'text', but ") in row.reason
         else:
             assert row == expected
-    if not any(isinstance(row, str) for row in found):
-        assert f"{name} gave 0 texts in {len(rows)} rows" in capsys.readouterr().err
+    named = f"{name} gave 0 texts in {len(rows)} rows" in capsys.readouterr().err
+    assert named == (bool(found) and not any(isinstance(row, str) for row in found))
 
 
 def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_path):
