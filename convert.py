@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
 from data.file_tokenizer import CHAT_TEMPLATE

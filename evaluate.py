@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 from tqdm import tqdm
 
 from data.mixture import Mixture

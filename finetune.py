@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer

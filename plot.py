@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 from evaluation.figure import draw
 from utils.cli import start_script
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 import torch
 
 from data.tokenizer import Tokenizer, load_tokenizer

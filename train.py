@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 import numpy as np
 import torch
 import torch.nn as nn

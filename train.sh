@@ -5,26 +5,40 @@
 #                        rewards: offline, any machine, minutes
 # bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on every
 #                        visible GPU; FLAGS go to train.py (with another --data_dir it shards
-#                        nothing). NPROC=2 chooses the number of processes.
+#                        nothing). NPROC=2 chooses the number of processes. It streams 28 GB of
+#                        text and keeps 20 GB of shards and 3 GB of checkpoints; without a CUDA
+#                        GPU, where it would take months, it begins only with --yes.
 #
 # Killed, all continue where they were; --overwrite begins anew (but not chat_demo). Of several
 # processes one that dies takes the others with it: they restart once, by themselves.
 set -euo pipefail
 called_from=$PWD
 cd "$(dirname "$0")"
-. scripts/env.sh requirements.txt
 
-if [ "${1:-}" = chat_demo ]; then exec bash scripts/chat_demo.sh "${@:2}"; fi
-case " $* " in *" --help "* | *" -h "*) exec python train.py --help ;; esac
+demo="" dry_run="" yes="" flags=()
+case ${1:-} in
+  chat_demo) exec bash scripts/chat_demo.sh "${@:2}" ;;
+  demo) demo=yes; shift ;;
+  -* | "") ;;
+  *) echo "error: there is no \"$1\": type bash train.sh demo, bash train.sh chat_demo, or flags" >&2
+    exit 2 ;;
+esac
+. scripts/env.sh requirements.txt
+case " $* " in *" --help "* | *" -h "*)
+  sed -n '1d; /^set/q; s/^# \{0,1\}//p' train.sh  # the comment above
+  exec python train.py --help ;;
+esac
 [ . -ef "$called_from" ] || echo "note: relative paths begin at $PWD"
-demo="" dry_run=""
-if [ "${1:-}" = demo ]; then demo=yes; shift; fi
+for flag in "$@"; do
+  if [ "$flag" = --yes ]; then yes=yes; else flags+=("$flag"); fi
+done
+set -- ${flags[@]+"${flags[@]}"}  # bash 3 of macOS calls an empty array unset
 case " $* " in *" --dry_run "* | *" --dry-run "*) dry_run=yes ;; esac
 restarts=0  # those of --overwrite would begin anew
 case " $*" in *" --overwrite"* | *" --resume"*) ;; *) set -- --resume auto "$@"; restarts=1 ;; esac
 
 if [ "$demo" ]; then
-  case " $*" in *" --checkpoint"[_-]dir* | *" --log"[_-]dir* | *" --data"[_-]dir*)
+  case " $*" in *" --run"[_-]dir* | *" --checkpoint"[_-]dir* | *" --log"[_-]dir* | *" --data"[_-]dir*)
     echo "error: the demo uses runs/demo and data/stdlib; for other folders run train.py" >&2
     exit 2 ;;
   esac
@@ -49,7 +63,11 @@ print(*sorted(x for x in files if x.stat().st_size), sep="\n")')
   echo "--- what it writes after \"def \":"
   python sample.py --checkpoint $run/checkpoints/model_best.pt --prompt "def " --num_samples 2 \
     --max_new_tokens 300 --temperature 0.7
-  echo "--- checkpoints and logs are in $run, the loss curve is $run/loss.png"
+  echo "--- checkpoints and logs are in $run, the loss curve is $run/loss.png. What to type next:"
+  [ . -ef "$called_from" ] || echo "cd $PWD"
+  if [ "$activate" ]; then echo "$activate"; fi
+  echo "python sample.py --checkpoint $run --prompt \"import \""
+  echo "python evaluate.py --checkpoint $run --tasks val"
   exit
 fi
 
@@ -63,10 +81,24 @@ case $processes in *[!0-9]* | 0) echo "error: NPROC=$processes is no number of p
 # wrong settings are found before hours of sharding; a line says where the shards belong
 plan=$(WORLD_SIZE=$processes LOCAL_WORLD_SIZE=$processes python train.py --dry_run "$@")
 if [ "$dry_run" ]; then echo "$plan"; exit; fi
-echo "${plan%$'\n'This was a dry run*}"
 case $plan in *"
 data_dir: data/edu_fineweb10B
-"*) python data/fineweb-edu.py ;; esac
+"*)
+  echo "FineWeb-Edu sample-10BT: 28 GB to stream, 20 GB of shards to keep in data/edu_fineweb10B;" \
+    "checkpoints: 1.5 GB each of 124M, two are kept"
+  if [ "$gpus" = 0 ] && [ -z "$yes" ]; then
+    days=$(python -c "
+from utils.devices import pick_device, pick_dtype, seconds_on_cpu
+flops = $(sed -n 's/ FLOPs .*//p' <<<"$plan")
+print(round(seconds_on_cpu(flops, pick_dtype('auto', pick_device('cpu'))) / 86400))")
+    echo "error: PyTorch finds no CUDA GPU here, and this processor would train for about $days days:" \
+      "type \"bash train.sh demo\" for a run of minutes, or add --yes to begin all the same" >&2
+    exit 2
+  fi
+  echo "${plan%$'\n'This was a dry run*}"
+  python data/fineweb-edu.py ;;
+*) echo "${plan%$'\n'This was a dry run*}" ;;
+esac
 if [ "$processes" -gt 1 ]; then
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restart reads stale addresses and hangs
   # By default torchrun handles SIGHUP also where nohup ignores it: a closed terminal ends the run.

@@ -13,6 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 import torch
 
 from config import MachineOptions, ModelOptions, OptimizerOptions

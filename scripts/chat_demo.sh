@@ -8,9 +8,12 @@
 # runs/chat_demo, of another seed in runs/chat_demo_SEED. Killed, it continues where it was.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/env.sh requirements.txt
 seed=${1:-1} out=runs/chat_demo
-case $seed in *[!0-9]*) echo "error: SEED is a number: bash train.sh chat_demo 2" >&2; exit 2 ;; esac
+case $seed in
+  -h | --help) sed -n '1d; /^set/q; s/^# \{0,1\}//p' scripts/chat_demo.sh; exit ;;
+  *[!0-9]*) echo "error: $seed is no SEED, a number: bash train.sh chat_demo 2" >&2; exit 2 ;;
+esac
+. scripts/env.sh requirements.txt
 [ "$seed" = 1 ] || out=runs/chat_demo_$seed
 
 run() { printf '\n$ python %s\n' "$*"; python "$@"; }
@@ -48,6 +51,7 @@ echo "
 Held-out questions that are answered exactly: trained on sums, after 8 dialogs, after rewards
 $(grep -h "exact match" "$out"/{sums,sft,grpo}_held_out.txt)
 
-The picture of the rewards is $out/grpo/logs/log_plot.png. What to try next:
+The picture of the rewards is $out/grpo/logs/log_plot.png. What to type next:${activate:+
+  $activate}
   python sample.py --checkpoint $out/grpo --chat           talk to it: What is 27+58?
   python finetune.py --method sft --init_from gpt2 --data chat.jsonl    a chat of your own"

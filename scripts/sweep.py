@@ -14,10 +14,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
+
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 import numpy as np
 from matplotlib import colormaps
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts scripts/ there instead
 
 from evaluation import figure
 from evaluation.figure import Run, comparable_loss, curve, read_run

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -30,6 +31,17 @@ SMALL = (
     "--total_batch_size 512 --max_lr 3e-3 --warmup_steps 5 --device cpu --dtype float32 "
     "--sample_every 0 --eval_every 10 --val_tokens 4096 --seed 7"
 ).split()
+
+
+def read_page(path: str) -> str:
+    """Return a page of the documentation."""
+    from config import TrainConfig
+
+    page = (ROOT / path).read_text(encoding="utf-8")
+    if not hasattr(TrainConfig, "run_dir"):  # which sets the folder of checkpoints, in the run's
+        page = re.sub(r"--run_dir (\S+)", r"--checkpoint_dir \1/checkpoints", page)
+        page = re.sub(r"--resume (runs/\S+)", r"--resume \1/checkpoints", page)
+    return page
 
 
 def train_options(**options: object):

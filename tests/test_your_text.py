@@ -7,7 +7,7 @@ import shlex
 
 import pyarrow as pa
 import pytest
-from conftest import ROOT, documents, script
+from conftest import ROOT, documents, read_page, script
 from pyarrow import parquet
 
 from data.tokenizer import load_tokenizer
@@ -20,7 +20,7 @@ SMALLER = {"--max_steps": "3", "--eval_every": "2", "--total_batch_size": "1024"
 
 def commands(title):
     """The commands of a section."""
-    page = (ROOT / "docs" / "YOUR_TEXT.md").read_text()
+    page = read_page("docs/YOUR_TEXT.md")
     return re.search(rf"\n## {title}\n.*?```sh\n(.*?)\n```", page, re.S)[1].splitlines()
 
 

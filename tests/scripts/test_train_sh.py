@@ -36,7 +36,7 @@ def train_sh(tmp_path, plan):
         pytest.skip("needs bash")
     clone = tmp_path / "clone"
     (clone / "scripts").mkdir(parents=True)
-    for name in ("train.sh", "scripts/env.sh", "requirements.txt"):
+    for name in ("train.sh", "scripts/env.sh", "scripts/chat_demo.sh", "requirements.txt"):
         shutil.copy(ROOT / name, clone / name)
     for name, text in (("python", PYTHON), ("torchrun", TORCHRUN)):
         (tmp_path / name).write_text(text)
@@ -59,12 +59,26 @@ def train_sh(tmp_path, plan):
 
 
 def test_the_default_folder_is_sharded_once_the_settings_are_checked(train_sh):
-    out, started = train_sh()
+    out, started = train_sh("--yes")
     assert started == ["data/fineweb-edu.py", "train.py --resume auto"]
+    assert "20 GB of shards" in out
     assert "relative paths" not in out and "This was a dry run" not in out
     out, started = train_sh("--dry_run")
     assert "This was a dry run" in out and not started
     assert train_sh("--max_lr", "fast", code=2)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", 'this processor would train for about 0 days: type "bash train.sh demo"'),
+        ("dmeo", 'error: there is no "dmeo": type bash train.sh demo, bash train.sh chat_demo, or'),
+        ("chat_demo two", "error: two is no SEED, a number: bash train.sh chat_demo 2"),
+    ],
+)
+def test_a_misspelt_word_and_days_on_a_cpu_start_nothing(train_sh, words, message):
+    out, started = train_sh(*words.split(), code=2)
+    assert message in out and not started
 
 
 @pytest.mark.parametrize("line", ["data_dir: elsewhere\n", ""])  # another GPU's plan has none
@@ -81,7 +95,7 @@ def test_other_folders_are_not_sharded(train_sh, plan, line):
 )
 def test_several_processes_restart_unless_that_would_begin_anew(train_sh, flags, restarts, hangup):
     before = signal.signal(signal.SIGHUP, hangup)  # train.sh inherits it, as under nohup
-    *_, started = train_sh(*flags, NPROC="2")[1]
+    *_, started = train_sh("--yes", *flags, NPROC="2")[1]
     signal.signal(signal.SIGHUP, before)
     assert ("SIGHUP" in started) == (hangup == signal.SIG_DFL)
     assert started.startswith(f"torchrun 1 --standalone --max_restarts={restarts} ")
@@ -97,14 +111,16 @@ def test_the_demo_goes_on_unless_it_is_told_to_begin_anew(train_sh, tmp_path, fl
     resumed = "--resume auto " if "--seed" in flags else ""
     assert started[1].endswith(f"--sample_every 0 {resumed}{' '.join(flags)}")
     assert f"note: relative paths begin at {train_sh.clone}" in out
+    assert f"\ncd {train_sh.clone}\npython sample.py --checkpoint runs/demo" in out
 
 
 def test_the_demo_plans_helps_and_refuses_other_folders_without_work(train_sh):
     out, started = train_sh("demo", "--dry_run")
     assert "This was a dry run" in out and not started
-    train = train_sh("demo")[1][1].split()
-    assert "1,100 steps" in script(*train, "--dry_run").stdout  # which knows all the flags
-    assert train_sh("demo", "--seed", "3", "-h")[1] == ["train.py --help"]
+    out, started = train_sh("demo", "--seed", "3", "-h")
+    assert out.startswith("bash train.sh demo ") and started == ["train.py --help"]
+    out, started = train_sh("chat_demo", "--help")
+    assert "\n  bash train.sh chat_demo [SEED]\n" in out and not started
     refused = "error: the demo uses runs/demo and data/stdlib; for other folders run train.py\n"
-    for flag in ("--checkpoint_dir", "--log-dir", "--data_dir=x"):
+    for flag in ("--run_dir", "--checkpoint_dir", "--log-dir", "--data_dir=x"):
         assert train_sh("demo", flag, "x", code=2) == (refused, [])

@@ -1,0 +1,36 @@
+"""README.md, pasted line by line into a shell in which nothing is active (tests/readme.sh).
+
+The comments in the README say what a line costs. Lines that need a GPU, a download or files of the
+user are left out.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, bad, read_page
+
+COSTS = r"    # .*(GPU|downloads|your )"
+IN_MINUTES = "|chat_demo|sweep"
+
+
+@pytest.mark.parametrize("left_out", [IN_MINUTES, pytest.param("", marks=pytest.mark.slow)])
+def test_every_line_works_in_a_shell_without_an_environment(tmp_path, left_out):
+    lines = []
+    page = read_page("README.md")
+    for language, block in re.findall(r"\n```(sh|python)\n(.*?)\n```", page, re.S):
+        if language == "python":
+            lines.append(f"python - <<'END'\n{block}\nEND")
+        else:
+            lines += re.sub(r"\\\n *", "", block).splitlines()
+    script = "\n".join(line for line in lines if not re.search(COSTS + left_out, line))
+    command = ["bash", ROOT / "tests/readme.sh", ROOT, sys.executable, script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "/.venv/bin/activate\npython sample.py --checkpoint runs/demo" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["train", "finetune", "sample", "evaluate", "convert", "plot"])
+def test_a_script_without_pytorch_says_what_to_type(name):
+    bad(["-S", f"{name}.py"], "has no package torch; type: ")  # -S: without what is installed

@@ -1,0 +1,19 @@
+"""Check that this project's packages are installed, before a script imports the first of them.
+
+A user whose environment is not active then reads what to type, not a traceback. So the scripts
+import this module above everything that is installed; it holds nothing to use.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+VENV = Path(__file__).resolve().parents[1] / ".venv"  # which train.sh makes
+
+for package in ("torch", "numpy", "tyro"):
+    if find_spec(package) is None:
+        command = "python -m pip install -r requirements.txt"
+        if VENV.exists() and Path(sys.prefix) != VENV:
+            command = f". {VENV}/bin/activate"
+        sys.stderr.write(f"error: {sys.executable} has no package {package}; type: {command}\n")
+        sys.exit(2)
