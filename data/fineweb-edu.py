@@ -25,6 +25,8 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data/ there instead
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer

@@ -15,6 +15,8 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data/ there instead
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 from tokenizers import models, pre_tokenizers, trainers
 
 from data.export_tokenizer import END_OF_TEXT, byte_level

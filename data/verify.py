@@ -9,6 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data/ there instead
 
+import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
+
 import numpy as np
 
 from data.mixture import Mixture
