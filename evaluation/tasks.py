@@ -130,7 +130,8 @@ class Task(ABC):
             source = path or self.hub["path"]
             raise UserError(
                 f"{self.name} could not be read from {source} ({type(error).__name__}: {error}); "
-                "--data takes a file in the original format"
+                "check the network, or give a file in the original format: --data of evaluate.py, "
+                f"--{self.name}_data of train.py"
             ) from error
 
     def score(
