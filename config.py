@@ -16,7 +16,7 @@ from model.config import SIZES, GPTConfig
 from model.recipes import Recipe, ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
-from utils.ranges import BelowOne, Count, Natural, NonNegative, Seed
+from utils.ranges import BelowOne, Count, Natural, NonNegative
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
@@ -194,7 +194,7 @@ class EvaluationOptions:
 class MachineOptions:
     """Device, precision, parallelism and memory."""
 
-    seed: Seed = 1337
+    seed: Natural = 1337
     """Seed of weights, data order, dropout and samples."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""

@@ -26,7 +26,7 @@ from training.checkpoint import open_model
 from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
-from utils.ranges import Count, Natural, NonNegative, Range, Seed
+from utils.ranges import Count, Natural, NonNegative
 
 
 @dataclass
@@ -51,9 +51,9 @@ class SampleConfig:
     """Sampling temperature; 0: always the likeliest token."""
     top_k: Count | None = None
     """Sample from the k likeliest tokens."""
-    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] | None = None
+    top_p: Annotated[float, "above 0 and at most 1"] | None = None
     """Sample from the likeliest tokens that together have this probability."""
-    seed: Seed = 1337
+    seed: Natural = 1337
     """Seed; sample i depends on (seed, i) alone."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # Python puts data/ there instead
 
@@ -22,7 +22,7 @@ from data.ledger import Skipped
 from data.source import Source, list_files
 from utils.cli import start_script
 from utils.files import atomic_write
-from utils.ranges import Count, Range
+from utils.ranges import Count
 
 PIECE = 2_000  # characters of a text that are sampled together
 
@@ -35,7 +35,7 @@ class TokenizerConfig:
     """Files or folders, as data/fineweb-edu.py takes them."""
     out: Path
     """The tokenizer.json to write."""
-    vocab_size: Annotated[int, Range("at least 257", lambda x: x >= 257)] = 16_384
+    vocab_size: Count = 16_384
     """Tokens, at least the 256 bytes and end of text; shards of more than 65,536 have 4 bytes a
     token."""
     split: Literal["unicode", "gpt2"] = "unicode"

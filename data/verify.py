@@ -16,7 +16,7 @@ from data.sharder import sha256
 from data.shards import TokenStream
 from utils.cli import start_script
 from utils.errors import UserError
-from utils.ranges import Count, Seed
+from utils.ranges import Count, Natural
 
 CHUNK = 2**20  # tokens checked at a time
 
@@ -29,7 +29,7 @@ class VerifyConfig:
     """Folders of token shards, with weights or without, as for train.py."""
     block_size: Count = 1024
     """Tokens in a sequence."""
-    seed: Seed = 1337
+    seed: Natural = 1337
     """Seed of the data order."""
 
 

@@ -86,7 +86,7 @@ class Evaluator:
                 limit = None if config.eval_full else SUBSET_EXAMPLES
                 rows = evenly_spread(rows, limit)
                 try:  # now, and not after the first thousand steps
-                    pack(task.items(rows, task.protocols[0]), tokenizer, config.block_size)
+                    pack(task.items(rows, task.protocols[0]), tokenizer, model.config.block_size)
                 except UserError as error:
                     raise UserError(f"--{name}_every cannot score {name}: {error}") from error
                 self.rows_of_task.append((task, rows))

@@ -17,7 +17,7 @@ from config import (
 from model.recipes import ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
-from utils.ranges import BelowOne, Count, Natural, NonNegative, Range
+from utils.ranges import BelowOne, Count, Natural, NonNegative
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class MethodOptions:
     """dpo: scale of the implicit reward; the higher, the closer the model stays to --init_from."""
     reward: str | None = None
     """grpo: exact (1 for the row's "answer"), FILE.py:FUNCTION, or a reward model's checkpoint."""
-    group_size: Annotated[int, Range("at least 2", lambda x: x >= 2)] = 8
+    group_size: Annotated[int, "at least 2"] = 8
     """grpo: completions of a prompt; one alone would have no advantage."""
     max_new_tokens: Count = 64
     """grpo: longest completion in tokens."""

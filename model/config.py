@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from utils.errors import UserError
-from utils.ranges import BelowOne, Count, NonNegative, Positive, check_ranges
+from utils.ranges import BelowOne, Count, NonNegative, check_ranges
 
 # Radford et al. 2019, table 2: the four sizes OpenAI released.
 SIZES = {
@@ -42,7 +42,7 @@ class GPTConfig:
     """Width of the MLP's hidden layer; None: 4 x n_embd."""
     position: Literal["learned", "rotary"] = "learned"
     """learned (a table of positions) or rotary (RoPE)."""
-    rope_base: Positive = 10_000.0
+    rope_base: NonNegative = 10_000.0
     """RoPE: ratio of the fastest to the slowest rotation."""
     norm: Literal["layer", "rms"] = "layer"
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""

@@ -108,7 +108,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     names = GPT2_FIELDS  # "model_type" of a GPT-2, and of anything that is refused below
     defaults = GPT2_DEFAULTS
     fields = {}
-    if hf_config.get("model_type") in ("llama", "qwen3"):
+    if hf_config["model_type"] in ("llama", "qwen3"):
         names = LLAMA_FIELDS
         defaults = LLAMA_DEFAULTS | rope
         # what config.json does not say, as it is the same in all of them

@@ -11,7 +11,7 @@ from typing import Literal
 
 from model.config import SIZED, GPTConfig
 from utils.errors import UserError
-from utils.ranges import BelowOne, NonNegative, Positive, check_ranges
+from utils.ranges import BelowOne, NonNegative, check_ranges
 
 ScheduleName = Literal["cosine", "linear", "wsd"]
 
@@ -22,7 +22,7 @@ class Recipe:
 
     model: dict = field(default_factory=dict)
     """Fields of GPTConfig that differ from GPT-2's, by name."""
-    mlp_ratio: Positive = 4.0
+    mlp_ratio: NonNegative = 4.0
     """Width of the MLP over that of the residual stream, rounded up to 64 unless it is 4."""
     ngram_bits: NonNegative = 0.0
     """Longest n-gram with an embedding, in bits: log2(V) for each token of a vocabulary of V."""

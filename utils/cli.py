@@ -18,11 +18,9 @@ from typing import NoReturn, TypeVar
 from utils.errors import UserError, is_out_of_memory
 from utils.ranges import check_ranges
 
-# Flags by what nanoGPT and others call them, where the names are too far apart for the parser's own
-# suggestions. docs/NANOGPT.md translates the rest.
-FLAGS_BY_OTHER_NAME = {
+# Flags by nanoGPT's names, for which the parser finds no similar one. docs/NANOGPT.md has them all.
+FLAGS_BY_NANOGPT_NAME = {
     "learning_rate": "max_lr",
-    "lr": "max_lr",
     "max_iters": "max_steps",
     "warmup_iters": "warmup_steps",
     "batch_size": "micro_batch_size",
@@ -41,7 +39,7 @@ Config = TypeVar("Config")
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """Parse flags, by default the command line, into a dataclass; exit with code 2 if one is wrong.
-    Raises UserError for a number out of its range, and for a flag by the name of another project.
+    Raises UserError for a number out of its range, and for a flag that nanoGPT alone calls so.
 
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
     it without "Options"; the last one comes first.
@@ -51,7 +49,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {field.name: field.default for field in fields(config_class)}
     for name, _ in named_flags(args):
-        flag = FLAGS_BY_OTHER_NAME.get(name)
+        flag = FLAGS_BY_NANOGPT_NAME.get(name)
         if name not in defaults and flag in defaults:
             raise UserError(f"there is no --{name}, but --{flag}; --help says what it takes")
     settings = {
