@@ -8,15 +8,15 @@ Options are frozen, and go one way: flags -> options, in which None stands for w
 resolved options, which training/options.py completes from the recipe and the machine.
 """
 
-import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from model.config import SIZES, GPTConfig
-from model.recipes import Recipe
+from model.recipes import Recipe, ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
+from utils.ranges import BelowOne, Count, Natural, NonNegative
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
@@ -97,9 +97,9 @@ class DataOptions:
 
     data_dir: tuple[Path, ...] = (Path("data/edu_fineweb10B"),)
     """Folders of token shards, by data/fineweb-edu.py, build-nanogpt, llm.c or modded-nanogpt."""
-    total_batch_size: int = 524_288
+    total_batch_size: Count = 524_288
     """Tokens per step over all processes; gradient accumulation follows from it."""
-    micro_batch_size: int | Literal["auto"] = 16
+    micro_batch_size: Count | Literal["auto"] = 16
     """Sequences per forward pass of a process; auto, the default on CUDA: what should fit."""
 
 
@@ -111,15 +111,15 @@ class ModelOptions:
     """gpt2, modern, speedrun or llama; modern,qk_norm=False changes a field (docs/RECIPES.md)."""
     model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Named size: 124M, 350M, 774M, 1558M parameters."""
-    n_layer: int | None = None
+    n_layer: Count | None = None
     """Transformer blocks."""
-    n_head: int | None = None
+    n_head: Count | None = None
     """Attention heads."""
-    n_embd: int | None = None
+    n_embd: Count | None = None
     """Channels of the residual stream."""
-    block_size: int = 1024
+    block_size: Count = 1024
     """Tokens per sequence."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout probability; 0 for runs of about one epoch."""
 
     def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
@@ -136,23 +136,23 @@ class ModelOptions:
 class OptimizerOptions:
     """Steps, learning rate and AdamW."""
 
-    max_steps: int = 19_073
+    max_steps: Count = 19_073
     """Optimizer steps; 19,073 of 524,288 tokens are 10B."""
-    max_lr: float | None = None
+    max_lr: NonNegative | None = None
     """Learning rate after warmup; gpt2: 6e-4, modern: 0.012."""
-    min_lr: float | None = None
+    min_lr: NonNegative | None = None
     """Learning rate of the last step; gpt2: a tenth of --max_lr, modern: 0."""
-    warmup_steps: int | None = None
+    warmup_steps: Natural | None = None
     """Steps of linear warmup, at most half of --max_steps; default: 715, at most a tenth."""
-    schedule: str | None = None
+    schedule: ScheduleName | None = None
     """Decay after warmup: cosine, linear, or wsd (constant, then linear in the last fifth)."""
-    weight_decay: float | None = None
+    weight_decay: NonNegative | None = None
     """Weight decay of matrices and embeddings (Muon: of its matrices only); default 0.1."""
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     """AdamW: decay of the first moment."""
-    beta2: float = 0.95
+    beta2: BelowOne = 0.95
     """AdamW: decay of the second moment."""
-    grad_clip: float = 1.0
+    grad_clip: NonNegative = 1.0
     """Largest gradient norm; 0: no clipping."""
 
 
@@ -160,13 +160,13 @@ class OptimizerOptions:
 class SaveOptions:
     """Evaluation, checkpoints and samples."""
 
-    eval_every: int = 250
+    eval_every: Natural = 250
     """Steps between validations; 0: only after the last step."""
-    save_every: int = 500
+    save_every: Natural = 500
     """Steps between checkpoints; 0: only after the last step."""
-    keep_last: int = 0
+    keep_last: Natural = 0
     """Numbered checkpoints (model_step_005000.pt) to keep beside the last and the best."""
-    sample_every: int = 500
+    sample_every: Natural = 500
     """Steps between samples in samples.txt; 0: none."""
 
 
@@ -174,11 +174,11 @@ class SaveOptions:
 class EvaluationOptions:
     """Validation, benchmarks and Weights & Biases."""
 
-    val_tokens: int = 10_485_760
+    val_tokens: Count = 10_485_760
     """Validation tokens, the same at every validation."""
-    hellaswag_every: int = 0
+    hellaswag_every: Natural = 0
     """Steps between HellaSwag scores; 0: none."""
-    lambada_every: int = 0
+    lambada_every: Natural = 0
     """Steps between LAMBADA scores; 0: none."""
     eval_full: bool = False
     """Score all examples of a benchmark, not an evenly spaced subset of 500."""
@@ -194,7 +194,7 @@ class EvaluationOptions:
 class MachineOptions:
     """Device, precision, parallelism and memory."""
 
-    seed: int = 1337
+    seed: Natural = 1337
     """Seed of weights, data order, dropout and samples."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
@@ -231,9 +231,6 @@ class TrainConfig(
     """Train a GPT-2. With --resume, options that are not given come from the checkpoint."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "max_steps total_batch_size micro_batch_size block_size val_tokens", 1)
-        for name in self.benchmarks:
-            check_ranges(self, f"{name}_every", 0)
         check_run_options(self)
 
     @property
@@ -290,17 +287,6 @@ def log_folder(checkpoint_dir: Path) -> Path:
 
 
 def check_run_options(options: OptimizerOptions) -> None:
-    """Raise UserError for the first option that train.py and finetune.py share and is wrong."""
-    check_ranges(options, "warmup_steps eval_every save_every keep_last sample_every seed", 0)
-    check_ranges(options, "max_lr min_lr weight_decay grad_clip", 0)
+    """Raise UserError for options of train.py and finetune.py that contradict each other."""
     if None not in (options.max_lr, options.min_lr) and options.min_lr > options.max_lr:
         raise UserError(f"--min_lr {options.min_lr} is above --max_lr {options.max_lr}")
-
-
-def check_ranges(options: object, names: str, least: int) -> None:
-    """Raise UserError for the first of the named options that is a number below `least`, infinite
-    or NaN; None and "auto" stand for values that are found later."""
-    for name in names.split():
-        value = getattr(options, name)
-        if value not in (None, "auto") and not least <= value < math.inf:
-            raise UserError(f"--{name} {value} must be at least {least}")

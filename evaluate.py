@@ -40,6 +40,7 @@ from utils import distributed
 from utils.cli import start_script
 from utils.devices import pick_dtype
 from utils.errors import UserError
+from utils.ranges import Count
 
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
 ScoreTasks = dict[str, ScoreTask]  # by name of the task, in the order of --tasks
@@ -61,15 +62,15 @@ class EvalConfig:
     """Files in the original formats, one per benchmark of --tasks in order; else from the hub."""
     data_dir: tuple[Path, ...] = ()
     """Folders of shards for the task val; by default those the checkpoint was trained on."""
-    limit: int | None = None
+    limit: Count | None = None
     """Score only so many examples of each benchmark, evenly spread over its file."""
-    val_tokens: int = 10_485_760
+    val_tokens: Count = 10_485_760
     """Validation tokens; all if there are fewer."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Longest answer to a question in tokens."""
     chat: bool = False
     """Ask questions as in a chat; on for a model that finetune.py taught to."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Examples in a forward pass."""
     out: Path | None = None
     """JSON file for all results; default: one for each task beside the checkpoint, as in
@@ -134,7 +135,7 @@ def open_validation(
     return partial(score_validation, val, scorer, config.val_tokens)
 
 
-def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: int) -> TaskScores:
+def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus, and of several the weighted mean.
     The corpus stands in the place of the protocol."""
     counts = [part.count_within(val_tokens) * part.block_size for part in val.parts]  # tokens

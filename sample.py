@@ -13,7 +13,7 @@ import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -28,6 +28,7 @@ from training.checkpoint import open_model
 from utils.cli import start_script
 from utils.devices import autocast, pick_device, pick_dtype
 from utils.errors import UserError
+from utils.ranges import Count, Natural, NonNegative
 
 
 @dataclass
@@ -42,34 +43,24 @@ class SampleConfig:
     prompt: str = ""
     """Beginning of a text, to continue; @FILE reads a file, - standard input. BOS, or end of text
     if the tokenizer has none, stands before it, as in training."""
-    num_samples: int = 1
+    num_samples: Count = 1
     """Texts to write; the first is shown while it is generated."""
     chat: bool = False
     """Answer as the assistant of a chat; without --prompt, talk with the keyboard."""
-    max_new_tokens: int = 200
+    max_new_tokens: Natural = 200
     """Most tokens of a continuation; end of text ends it, a full context drops its older half."""
-    temperature: float = 0.8
+    temperature: NonNegative = 0.8
     """Sampling temperature; 0: always the likeliest token."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """Sample from the k likeliest tokens."""
-    top_p: float | None = None
+    top_p: Annotated[float, "above 0 and at most 1"] | None = None
     """Sample from the likeliest tokens that together have this probability."""
-    seed: int = 1337
+    seed: Natural = 1337
     """Seed; sample i depends on (seed, i) alone."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
-
-    def __post_init__(self) -> None:
-        minima = {"num_samples": 1, "max_new_tokens": 0, "temperature": 0, "top_k": 1, "seed": 0}
-        for name, minimum in minima.items():
-            value = getattr(self, name)
-            # None: --top_k was not given. not (a >= b): NaN is neither above nor below.
-            if value is not None and not value >= minimum:
-                raise UserError(f"--{name} {value} must be at least {minimum}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top_p {self.top_p} must be above 0 and at most 1")
 
 
 def read_prompt(prompt: str) -> str:

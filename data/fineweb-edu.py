@@ -38,6 +38,7 @@ from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
+from utils.ranges import BelowOne, Count, Natural
 
 # Options that a folder keeps in its manifest: with other values its next shards would not follow
 # from those that are there. --num_workers and --max_shards change no token.
@@ -74,19 +75,19 @@ class DataConfig:
     """Token of the tokenizer.json that precedes every document, if it has no usual name."""
     allow_loss: bool = False
     """Shard also what the tokenizer.json deletes or has no token for; the share is printed."""
-    shard_size: int = 100_000_000
+    shard_size: Count = 100_000_000
     """Tokens per shard."""
-    max_shards: int | None = None
+    max_shards: Count | None = None
     """Stop after this many train shards."""
     format: Literal["npy", "bin"] = "npy"
     """npy: numpy.load reads it; bin: llm.c's format."""
-    val_fraction: float = 0.01
+    val_fraction: BelowOne = 0.01
     """Share of documents for validation, chosen by a hash of their text."""
-    num_workers: int = os.cpu_count() or 1
+    num_workers: Count = os.cpu_count() or 1
     """Tokenizer threads; the shards do not depend on it."""
-    worker_index: int = 0
+    worker_index: Natural = 0
     """Index of this machine, from 0 to --worker_count - 1; each needs its own --local_dir."""
-    worker_count: int = 1
+    worker_count: Count = 1
     """Machines that share the work: machine i reads every n-th source file, beginning with i."""
 
 
@@ -267,10 +268,8 @@ def report(manifest: dict) -> None:
 
 
 def main(config: DataConfig) -> None:
-    if min(config.shard_size, config.num_workers, config.max_shards or 1) < 1:
-        raise UserError("--shard_size, --num_workers and --max_shards must be at least 1")
-    if not (0 <= config.val_fraction < 1 and 0 <= config.worker_index < config.worker_count):
-        raise UserError("--val_fraction must be in [0, 1), --worker_index in [0, --worker_count)")
+    if config.worker_index >= config.worker_count:
+        raise UserError(f"--worker_index {config.worker_index} must be below --worker_count")
     name = "edu_fineweb10B"  # where train.py looks
     if config.input:
         # "books" for books.jsonl.gz; "." has no name

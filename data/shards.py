@@ -88,7 +88,7 @@ def read_manifest(folder: Path) -> dict:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         assert {"tokenizer", "vocab_size", "shards"} <= manifest.keys(), "a value is missing"
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     # no JSON; not these keys; JSON of a list, which has no keys
     except (ValueError, AssertionError, AttributeError) as error:
@@ -187,6 +187,14 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
 def missing_shards(paths: list[Path], split: str) -> UserError:
     """Return the error for folders that hold no shards of a split, with what helps for either."""
     names = " ".join(map(str, paths))
+    for path in paths:
+        if path.suffix in SUFFIXES:
+            return UserError(f"--data_dir {path} is a shard; give its folder, {path.parent}")
+        if path.is_file():
+            return UserError(
+                f"--data_dir {path} is a file, and not a folder of shards; make one of it: "
+                f"python data/fineweb-edu.py --input {path} --local_dir data/{path.stem}"
+            )
     return UserError(
         f"--data_dir {names} holds no {split} shards (.npy, .bin, .ds): give another one, let its "
         "sharding end, or add a folder with the --tokenizer and --val_fraction (above 0) of the "

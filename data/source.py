@@ -354,8 +354,13 @@ class Source:
             except UserError:  # names it already
                 raise
             except Exception as error:  # each reader has classes of its own, and none names it
-                reason = quote(error)
-                raise UserError(f"{name:.300} is damaged or cannot be read {reason}") from error
+                message = f"{name:.300} is damaged or cannot be read {quote(error)}"
+                if not self.files:
+                    message = (
+                        f"the Hugging Face hub did not provide {name} {quote(error)}; check name "
+                        "and network, or shard files of your own by --input FILES"
+                    )
+                raise UserError(message) from error
             assert counts.rows == counts.texts + sum(counts.skipped.values())
             if counts.is_suspect:
                 print(f"warning: {counts.describe(name)}", file=sys.stderr)

@@ -24,6 +24,7 @@ from data.ledger import Skipped
 from data.source import Source, list_files
 from utils.cli import start_script
 from utils.files import atomic_write
+from utils.ranges import Count
 
 PIECE = 2_000  # characters of a text that are sampled together
 
@@ -36,13 +37,13 @@ class TokenizerConfig:
     """Files or folders, as data/fineweb-edu.py takes them."""
     out: Path
     """The tokenizer.json to write."""
-    vocab_size: int = 16_384
+    vocab_size: Count = 16_384
     """Tokens, at least the 256 bytes and end of text; shards of more than 65,536 have 4 bytes a
     token."""
     split: Literal["unicode", "gpt2"] = "unicode"
     """Pieces that no token crosses. gpt2: words and numbers as in GPT-2; unicode: words with their
     marks in any script, and single digits."""
-    sample_mb: int = 50
+    sample_mb: Count = 50
     """Text to train on, in MB."""
     text_column: str = "text"
     """Column of parquet, JSON or CSV that holds the text."""

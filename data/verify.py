@@ -18,6 +18,7 @@ from data.sharder import sha256
 from data.shards import TokenStream
 from utils.cli import start_script
 from utils.errors import UserError
+from utils.ranges import Count, Natural
 
 CHUNK = 2**20  # tokens checked at a time
 
@@ -28,9 +29,9 @@ class VerifyConfig:
 
     data_dir: tuple[Path, ...]
     """Folders of token shards, with weights or without, as for train.py."""
-    block_size: int = 1024
+    block_size: Count = 1024
     """Tokens in a sequence."""
-    seed: int = 1337
+    seed: Natural = 1337
     """Seed of the data order."""
 
 

@@ -15,7 +15,7 @@ from config import TrainConfig
 from data.mixture import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
-from evaluation.scoring import ItemScorer
+from evaluation.scoring import ItemScorer, pack
 from evaluation.tasks import Task, evenly_spread
 from evaluation.validation import weighted_mean
 from model.execution import uncompiled
@@ -84,7 +84,12 @@ class Evaluator:
                 path = getattr(config, f"{name}_data")  # None: from the hub
                 rows = read_on_all(partial(task.read, path), process)
                 limit = None if config.eval_full else SUBSET_EXAMPLES
-                self.rows_of_task.append((task, evenly_spread(rows, limit)))
+                rows = evenly_spread(rows, limit)
+                try:  # now, and not after the first thousand steps
+                    pack(task.items(rows, task.protocols[0]), tokenizer, model.config.block_size)
+                except UserError as error:
+                    raise UserError(f"--{name}_every cannot score {name}: {error}") from error
+                self.rows_of_task.append((task, rows))
 
     @property
     def validation_id(self) -> str:

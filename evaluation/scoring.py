@@ -72,7 +72,10 @@ def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[Packe
         lengths = [len(choice) for choice in choices]
         longest = max(lengths)
         if not 0 < min(lengths) <= longest <= block_size:  # 0: no token for any of the characters
-            raise UserError(f"continuations have {lengths} tokens, the context {block_size}")
+            raise UserError(
+                f"the continuations of an item have {lengths} tokens; they need at least 1, and at "
+                f"most the model's context, --block_size {block_size}"
+            )
 
         # Inputs are all tokens but the last: block_size + 1 tokens fit.
         if len(context) + longest <= block_size + 1:

@@ -130,7 +130,7 @@ class Task(ABC):
             source = path or self.hub["path"]
             raise UserError(
                 f"{self.name} could not be read from {source} ({type(error).__name__}: {error}); "
-                "--data takes a file in the original format"
+                "--data, in train.py --NAME_data, takes a file in the original format"
             ) from error
 
     def score(

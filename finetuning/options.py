@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from config import (
     WARMUP_STEPS,
@@ -11,13 +11,13 @@ from config import (
     OptimizerOptions,
     RunOptions,
     SaveOptions,
-    check_ranges,
     check_run_options,
     with_defaults,
 )
-from training.schedule import check_schedule
+from model.recipes import ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
+from utils.ranges import BelowOne, Count, Natural, NonNegative
 
 
 @dataclass(frozen=True)
@@ -42,44 +42,45 @@ class FileOptions(RunOptions):
 class BatchOptions(OptimizerOptions):
     """Batch size, learning rate and AdamW."""
 
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Dialogs (sft), pairs (dpo, reward) or prompts (grpo) per step of all processes; default: 32,
     16, 8 or 4, as far as possible at most a sixteenth of the rows."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     """Dialogs (sft), pairs (dpo, reward) or completions (grpo) per forward pass of a process; lower
     it where memory runs out. Default: 8, or 4, 2, 1 if 8 does not divide a process's share."""
-    block_size: int | None = None
+    block_size: Count | None = None
     """Longest text in tokens; default: the model's context."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """sft, reward: dropout probability."""
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """Optimizer steps; default: three passes over the rows, for sft at least 200 steps, for grpo
     one pass."""
-    max_lr: float | None = None
+    max_lr: NonNegative | None = None
     """Learning rate after warmup; default: 1e-4 for reward, 1e-6 for dpo and grpo, and for sft
     2e-5 with 1B parameters, more with fewer: 6e-5 with 124M, 6e-4 with 1M, at most 3e-3."""
-    min_lr: float = 0.0
+    min_lr: NonNegative = 0.0
     """Learning rate that is reached after the last step."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Weight decay of matrices and embeddings."""
     # Defaults of trl. The help of these two options is that of train.py.
-    schedule: str = "linear"
-    beta2: float = 0.999
+    schedule: ScheduleName = "linear"
+    beta2: BelowOne = 0.999
 
 
 @dataclass(frozen=True)
 class MethodOptions:
     """Preferences and rewards."""
 
-    beta: float = 0.1
+    # negative, beta and kl would turn the loss around
+    beta: NonNegative = 0.1
     """dpo: scale of the implicit reward; the higher, the closer the model stays to --init_from."""
     reward: str | None = None
     """grpo: exact (1 for the row's "answer"), FILE.py:FUNCTION, or a reward model's checkpoint."""
-    group_size: int = 8
-    """grpo: completions of a prompt."""
-    max_new_tokens: int = 64
+    group_size: Annotated[int, "at least 2"] = 8
+    """grpo: completions of a prompt; one alone would have no advantage."""
+    max_new_tokens: Count = 64
     """grpo: longest completion in tokens."""
-    kl: float = 0.04
+    kl: NonNegative = 0.04
     """grpo: factor of the KL divergence from the model of --init_from; 0: none."""
 
 
@@ -88,9 +89,9 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
     """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
 
     # in steps; those of train.py are for runs that are a hundred times longer
-    eval_every: int = 50
-    save_every: int = 100
-    sample_every: int = 10
+    eval_every: Natural = 50
+    save_every: Natural = 100
+    sample_every: Natural = 10
 
     def __post_init__(self) -> None:
         # without a default, but not required on the command line: --resume brings them along
@@ -99,9 +100,6 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
                 raise UserError(f"give --{name}; --help says what it takes")
         if self.method == "grpo" and self.reward is None:
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
-        check_ranges(self, "group_size", 2)  # one completion alone has no advantage
-        check_ranges(self, "max_steps batch_size micro_batch_size max_new_tokens", 1)
-        check_ranges(self, "beta kl", 0)  # negative ones would turn the loss around
         check_run_options(self)
 
     @classmethod
@@ -123,7 +121,6 @@ def resolve_options(
     """Return the options with the defaults that follow from the rows of --data, the model's number
     of parameters and the number of processes. Raise UserError where a step does not divide into
     micro-batches."""
-    check_schedule(options.schedule)
     # at least 16 steps an epoch, if that leaves an example for each process
     batch_size = 32  # halved, so that it divides among a power of 2 of processes
     while batch_size > max(4, world_size, num_rows // 16):

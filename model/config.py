@@ -4,8 +4,10 @@ How a model is trained is no part of it: that stands in config.py and model/reci
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from utils.errors import UserError
+from utils.ranges import BelowOne, Count, NonNegative, check_ranges
 
 # Radford et al. 2019, table 2: the four sizes OpenAI released.
 SIZES = {
@@ -17,66 +19,57 @@ SIZES = {
 # fields that train.py has flags of their own for; a recipe may set the others
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
 
-# fields that have to be at least 1
-COUNTS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "ngrams", "ngram_rows")
-CHOICES = {
-    "position": ("learned", "rotary"),
-    "norm": ("layer", "rms"),
-    "activation": ("gelu", "gelu_exact", "relu2", "swiglu"),
-}
-
 
 @dataclass(frozen=True)
 class GPTConfig:
     """Architecture of a GPT; the defaults are GPT-2's. Raises UserError for one that cannot be."""
 
-    block_size: int = 1024
+    block_size: Count = 1024
     """Longest sequence in tokens, and the number of learned positions."""
-    vocab_size: int = 50257
+    vocab_size: Count = 50257
     """Token ids of the tokenizer, without padding."""
-    n_layer: int = 12
+    n_layer: Count = 12
     """Transformer blocks."""
-    n_head: int = 12
+    n_head: Count = 12
     """Query heads; their width is n_embd / n_head."""
-    n_embd: int = 768
+    n_embd: Count = 768
     """Channels of the residual stream."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout probability of embeddings, attention, and what attention and MLP add."""
-    n_kv_head: int | None = None
+    n_kv_head: Count | None = None
     """Key/value heads, each shared by n_head / n_kv_head query heads; None: n_head."""
-    n_inner: int | None = None
+    n_inner: Count | None = None
     """Width of the MLP's hidden layer; None: 4 x n_embd."""
-    position: str = "learned"
+    position: Literal["learned", "rotary"] = "learned"
     """learned (a table of positions) or rotary (RoPE)."""
-    rope_base: float = 10_000.0
+    rope_base: NonNegative = 10_000.0
     """RoPE: ratio of the fastest to the slowest rotation."""
-    norm: str = "layer"
+    norm: Literal["layer", "rms"] = "layer"
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
-    norm_eps: float = 1e-5
+    norm_eps: NonNegative = 1e-5
     """Added to the mean square in a norm."""
     qk_norm: bool = False
     """Normalise queries and keys to a root mean square of 1."""
-    activation: str = "gelu"
+    activation: Literal["gelu", "gelu_exact", "relu2", "swiglu"] = "gelu"
     """Activation of the MLP: gelu (OpenAI's tanh approximation), gelu_exact (nanoGPT's), relu2
     (squared ReLU) or swiglu (gated SiLU)."""
     bias: bool = True
     """Biases in linear layers and LayerNorms."""
     tied: bool = True
     """Share one table between the token embedding and the head."""
-    ngrams: int = 1
+    ngrams: Count = 1
     """Longest n-gram whose embedding is added to the token's; 1: none."""
-    ngram_rows: int = 65_536
+    ngram_rows: Count = 65_536
     """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            self.check(name, getattr(self, name) >= 1, "at least 1")
-        for name, choices in CHOICES.items():
-            self.check(name, getattr(self, name) in choices, " or ".join(choices))
-        self.check("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
-        if self.n_embd % self.n_head or self.n_head % self.kv_heads:
-            heads = f"n_head {self.n_head}, or that by n_kv_head {self.kv_heads}"
-            raise UserError(f"n_embd {self.n_embd} does not divide by {heads}")
+        check_ranges(self)
+        if self.n_embd % self.n_head:
+            raise UserError(
+                f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; give another n_head"
+            )
+        if self.n_head % self.kv_heads:
+            raise UserError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
 
@@ -85,11 +78,6 @@ class GPTConfig:
             object.__setattr__(self, "n_kv_head", None)
         if self.n_inner == 4 * self.n_embd:
             object.__setattr__(self, "n_inner", None)
-
-    def check(self, name: str, is_valid: bool, rule: str) -> None:
-        """Raise UserError for a field that is not valid."""
-        if not is_valid:
-            raise UserError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
 
     @property
     def padded_vocab_size(self) -> int:

@@ -7,9 +7,13 @@ This file is not about options: config.py lets the user choose a recipe and over
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from typing import Literal
 
 from model.config import SIZED, GPTConfig
 from utils.errors import UserError
+from utils.ranges import BelowOne, NonNegative, check_ranges
+
+ScheduleName = Literal["cosine", "linear", "wsd"]
 
 
 @dataclass(frozen=True)
@@ -18,32 +22,35 @@ class Recipe:
 
     model: dict = field(default_factory=dict)
     """Fields of GPTConfig that differ from GPT-2's, by name."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: NonNegative = 4.0
     """Width of the MLP over that of the residual stream, rounded up to 64 unless it is 4."""
-    ngram_bits: float = 0.0
+    ngram_bits: NonNegative = 0.0
     """Longest n-gram with an embedding, in bits: log2(V) for each token of a vocabulary of V."""
     zero_init: bool = False
     """Initialize the projections into the residual stream to zero."""
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer of the blocks' matrices, in training/optim.py. AdamW trains the rest."""
-    max_lr: float = 6e-4
+    max_lr: NonNegative = 6e-4
     """Learning rate after warmup."""
-    embedding_rate: float = 1.0
+    embedding_rate: NonNegative = 1.0
     """Factor on the learning rate of embeddings."""
-    head_rate: float = 1.0
+    head_rate: NonNegative = 1.0
     """Factor on the learning rate of an untied head."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
     cautious: bool = False
     """Muon: decay only weights that the update makes smaller."""
-    normuon: float = 0.0
+    normuon: BelowOne = 0.0
     """NorMuon: decay of each row's mean squared update, by which it is divided; 0: Muon."""
-    momentum: float = 0.95
+    momentum: BelowOne = 0.95
     """Muon: momentum."""
-    schedule: str = "cosine"
+    schedule: ScheduleName = "cosine"
     """Decay after warmup, in training/schedule.py."""
     to_zero: bool = False
     """Decay to 0 instead of a tenth of max_lr."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def shape(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
         """Return the fields of GPTConfig that the recipe gives a model of these sizes."""

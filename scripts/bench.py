@@ -27,6 +27,7 @@ from training.measure import MeasureOptions, Program, measure_in_turn
 from training.optim import make_optimizers
 from utils.cli import start_script
 from utils.devices import describe, pick_device, pick_dtype
+from utils.errors import UserError
 from utils.throughput import peak_flops
 
 
@@ -92,6 +93,11 @@ def build_nanogpt(config: BenchConfig) -> Program:
 def main(config: BenchConfig) -> None:
     programs = {"ours": build_ours}  # in the order in which they take turns
     if config.peer is not None:
+        if not (config.peer / "model.py").is_file():
+            raise UserError(
+                f"--peer {config.peer} holds no model.py: git clone "
+                f"https://github.com/karpathy/nanoGPT {config.peer}"
+            )
         programs["nanogpt"] = build_nanogpt
     medians = measure_in_turn(programs, config)
 

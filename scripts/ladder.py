@@ -34,6 +34,7 @@ from training.measure import MeasureOptions, Program, measure_in_turn
 from training.optim import make_optimizers
 from utils.cli import start_script
 from utils.devices import pick_device
+from utils.ranges import Count, NonNegative
 
 RUNGS = [
     "start",
@@ -51,13 +52,13 @@ RUNGS = [
 class LadderOptions:
     """Model and device."""
 
-    n_layer: int = 4
+    n_layer: Count = 4
     """Transformer blocks."""
-    n_head: int = 4
+    n_head: Count = 4
     """Attention heads."""
-    n_embd: int = 128
+    n_embd: Count = 128
     """Channels of the residual stream."""
-    block_size: int = 512
+    block_size: Count = 512
     """Tokens per sequence."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
@@ -67,9 +68,9 @@ class LadderOptions:
 class LadderConfig(MeasureOptions, LadderOptions):
     """Measure the changes between a tutorial's GPT-2 and this one."""
 
-    repeats: int = 3
-    seconds: float = 1.0
-    micro_batch_size: int = 2
+    repeats: Count = 3
+    seconds: NonNegative = 1.0
+    micro_batch_size: Count = 2
     out: Path = Path("plots/ladder.png")
     """Picture to write."""
 

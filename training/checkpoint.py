@@ -235,8 +235,9 @@ def find_checkpoint(name: str | Path) -> Path | None:
     best_or_newest = folder / BEST
     if not best_or_newest.exists():
         best_or_newest = find_newest(folder)
-    # a folder of Hugging Face's format has a config.json
-    if best_or_newest is None and not (path / "config.json").exists():
+    # a folder of Hugging Face's format has a config.json, and so has the log of a run
+    is_log = (path / "metrics.jsonl").exists()
+    if best_or_newest is None and (is_log or not (path / "config.json").exists()):
         raise UserError(
             f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
             "build-nanogpt and llm.c give the file"

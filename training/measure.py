@@ -20,6 +20,7 @@ import torch.nn as nn
 
 from data.tokenizer import GPT2Tokenizer
 from utils.devices import autocast
+from utils.ranges import Count, NonNegative
 
 WARMUP_STEPS = 3  # the first one compiles
 
@@ -28,11 +29,11 @@ WARMUP_STEPS = 3  # the first one compiles
 class MeasureOptions:
     """How to measure; a script adds the options of the model."""
 
-    repeats: int = 5
+    repeats: Count = 5
     """Measurements of each program; the median counts."""
-    seconds: float = 5.0
+    seconds: NonNegative = 5.0
     """Length of a measurement; it has one step at least."""
-    micro_batch_size: int = 4
+    micro_batch_size: Count = 4
     """Sequences in a training step."""
 
 

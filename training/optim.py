@@ -11,7 +11,6 @@ from config import OptimizerOptions
 from model.gpt import GPT
 from model.recipes import Recipe
 from training.muon import Muon, matrix_groups
-from utils.errors import UserError
 
 # Float32 numbers of state that an optimizer keeps for each entry of a matrix: two moments of AdamW,
 # the momentum of Muon. training/plan.py forecasts memory by them.
@@ -24,10 +23,8 @@ def make_optimizers(
     """Return AdamW (Loshchilov and Hutter 2019), and Muon if the recipe asks for it.
 
     Before each step the caller sets the "lr" of every group to the learning rate times the group's
-    "lr_scale". Muon's matmuls run in `dtype`. Raises UserError for an optimizer that there is not.
+    "lr_scale". Muon's matmuls run in `dtype`.
     """
-    if recipe.optimizer not in MOMENTS:
-        raise UserError(f"a recipe's optimizer is one of {', '.join(MOMENTS)}")
     matrices = []  # of attention and MLP
     embeddings = []
     heads = []  # an untied head, or that of a reward model

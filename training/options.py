@@ -18,7 +18,6 @@ from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
 from training.plan import Hardware, choose_micro_batch
-from training.schedule import check_schedule
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import has_c_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
@@ -135,7 +134,6 @@ def resolve_options(
     the recipe."""
     recipe = find_recipe(options, checkpoint)
     options = resolve_from_recipe(options, recipe)
-    check_schedule(options.schedule)
     options = resolve_compile(options, derived)
     # a GPU takes what fits its memory, see resolve_micro_batch; on CPUs the default is as fast
     if "micro_batch_size" in derived and is_on_gpu(options.device):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from config import OptimizerOptions
-from utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,6 @@ SCHEDULES = {
     "linear": Schedule(linear),
     "wsd": Schedule(linear, decay_share=0.2),  # warmup, stable, decay (Hu et al. 2024)
 }
-
-
-def check_schedule(name: str) -> None:
-    """Raise UserError unless a schedule has this name."""
-    if name not in SCHEDULES:
-        raise UserError(f"--schedule {name} is none of {', '.join(SCHEDULES)}")
 
 
 def warmup_length(options: OptimizerOptions) -> int:

@@ -84,8 +84,14 @@ def test_missing_and_empty_folders_say_what_to_do(tmp_path):
         for folders in ([path], [tmp_path, path]):
             with pytest.raises(UserError, match=f"{path} holds no val shards.*python data/finew"):
                 open_folders(folders, "val")
-    with pytest.raises(UserError, match=f"{tmp_path} holds no train shards"):
-        open_folders([tmp_path], "train")
+    (tmp_path / "book.txt").touch()
+    for name, message in (
+        ("", "holds no train shards"),
+        ("book.txt", "is a file.*--input .*book.txt --local_dir data/book"),
+        ("val_000000.npy", f"is a shard; give its folder, {tmp_path}"),
+    ):
+        with pytest.raises(UserError, match=f"{tmp_path / name} {message}"):
+            open_folders([tmp_path / name], "train")
 
 
 def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(tmp_path):

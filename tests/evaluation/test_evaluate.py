@@ -118,7 +118,7 @@ def test_a_task_that_does_not_fit_the_context_is_left_out(exported, tmp_path):
     args = ["--model", exported, "--tasks", "lambada", "hellaswag", "--limit", 2]
     args += ["--data", tmp_path / "long.jsonl", exported / "h.jsonl"]
     text = script(ROOT / "evaluate.py", *args, cwd=tmp_path).stdout
-    assert "lambada is left out: continuations have [201] tokens, the context 128" in text
+    assert "lambada is left out: the continuations of an item have [201] tokens" in text
     written = tmp_path / "logs" / f"{exported.name}_hellaswag.json"
     assert {task for task, *_ in results(written)} == {"hellaswag"}
     assert text.endswith(f"wrote logs/{written.name}\n")

@@ -42,6 +42,14 @@ def test_each_part_is_due_at_its_interval_and_at_the_last_step(make):
     assert due_steps(make(eval_every=0, sample_every=0, lambada_every=0)) == ([7], [], [])
 
 
+def test_a_benchmark_that_the_context_is_too_short_for_ends_the_run_before_its_first_step(
+    make, tmp_path
+):
+    (tmp_path / "long.jsonl").write_text(f'{{"text": "a {"b" * 40}"}}')
+    with pytest.raises(UserError, match=r"--lambada_every .*\[41\] tokens.* --block_size 32"):
+        make(lambada_data=tmp_path / "long.jsonl")
+
+
 def test_figures_are_repeatable_and_the_model_keeps_training(make, monkeypatch):
     full = make()
     assert full.validate() == full.validate() and set(full.validate()) == {"loss", "bits_per_byte"}

@@ -62,7 +62,7 @@ def test_benchmarks_come_from_the_hub_or_name_the_option_of_a_file(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert LAMBADA.read() == [{"text": "EleutherAI/lambada_openai test"}]
-    with pytest.raises(UserError, match=r"\(ConnectionError.*; --data takes"):
+    with pytest.raises(UserError, match=r"\(ConnectionError.*; --data, in train.py --NAME"):
         CBT.read()
 
 

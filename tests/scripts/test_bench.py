@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, bad, environment
 
 PEER = """
 import torch
@@ -49,6 +49,10 @@ def test_training_is_measured_beside_a_peer(tmp_path):
     assert row["memory_ratio"] == pytest.approx(ours["peak_bytes"] / theirs["peak_bytes"])
     assert all(10**8 < figures["peak_bytes"] < 10**10 for figures in (ours, theirs))
     assert row["options"]["n_layer"] == 2 and row["device"] == "cpu"
+
+
+def test_a_peer_that_is_not_there_is_named_before_the_first_measurement(tmp_path):
+    bad(["scripts/bench.py", "--peer", tmp_path], f"--peer {tmp_path} holds no model.py")
 
 
 # bench.py prints its row last, train.py writes its log, pytest prints its summary

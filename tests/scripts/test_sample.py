@@ -53,10 +53,8 @@ def test_mistakes_are_sentences(trained, tmp_path):
     for extra, message in (
         (["--prompt", "x" * 32], "the prompt has 33 tokens; this model reads at most 32"),
         (["--prompt", f"@{tmp_path}/none"], "none: No such file or directory"),
-        (["--top_p", 0], "--top_p 0.0 must be above 0"),
-        (["--top_k", 0], "--top_k 0 must be at least 1"),
-        (["--temperature", "nan"], "--temperature"),
         (["--checkpoint", tmp_path / "none.pt"], "there is no checkpoint"),
+        (["--checkpoint", trained / "logs"], "logs holds no checkpoint"),
     ):
         bad([*best, *extra], message)
 

@@ -29,6 +29,8 @@ def test_a_recipe_is_changed_field_by_field_and_read_back_from_a_checkpoint():
         ("modern,qk_nrom=True", "a recipe has no 'qk_nrom', but"),
         ("modern,n_embd=8", "has no 'n_embd'"),
         ("modern,max_lr=fast", "must be float"),
+        ("modern,normuon=2", "normuon 2.0 must be at least 0 and below 1"),
+        ("gpt2,optimizer=sgd", "optimizer sgd must be one of adamw, muon"),
     ],
 )
 def test_a_recipe_that_is_none_is_named(text, message):

@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from conftest import ROOT
 
 from config import TrainConfig
 from model.recipes import RECIPES
-from utils.cli import flag_value, parse, to_flags, user_message
+from sample import SampleConfig
+from utils.cli import FLAGS_BY_NANOGPT_NAME, flag_value, parse, to_flags, user_message
 from utils.errors import UserError
 
 
@@ -63,3 +65,21 @@ def test_later_flags_win_and_are_found_by_name():
     assert parse(Options, flags) == Options((Path("x"), Path("y")), "a", 2.0, on=False)
     assert flag_value(flags, "number") == "2" and flag_value(flags, "text") == "a"
     assert flag_value(flags, "size") is None and flag_value(["--max-lr", "1"], "max_lr") == "1"
+
+
+def test_a_flag_of_nanogpt_is_answered_by_its_name_here():
+    table = (ROOT / "docs/NANOGPT.md").read_text()
+    for name, flag in FLAGS_BY_NANOGPT_NAME.items():
+        assert name in table and f"--{flag}" in table
+        with pytest.raises(UserError, match=f"there is no --{name}, but --{flag};"):
+            parse(SampleConfig if flag == "prompt" else TrainConfig, [f"--{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "wrong"),
+    [("top_k", 1, 0), ("temperature", 1e9, "inf"), ("top_p", 1, "nan"), ("seed", 0, -1)],
+)
+def test_a_number_out_of_the_range_in_the_type_of_its_field_is_refused(name, allowed, wrong):
+    assert getattr(parse(SampleConfig, [f"--{name}={allowed:.0f}"]), name) == allowed
+    with pytest.raises(UserError, match=f"--{name} {wrong}.* must be "):
+        parse(SampleConfig, [f"--{name}={wrong}"])

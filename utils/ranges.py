@@ -1,0 +1,48 @@
+"""Values that an option may have, declared in the type of its field: max_steps: Count = 19_073.
+
+`check_ranges` is the one place that checks them, for command lines, recipes and architectures.
+"""
+
+import math
+from dataclasses import fields
+from typing import Annotated, Literal, get_args, get_origin
+
+from utils.errors import UserError
+
+# All are false for NaN.
+RULES = {
+    "at least 0": lambda x: 0 <= x < math.inf,
+    "at least 1": lambda x: x >= 1,
+    "at least 2": lambda x: x >= 2,
+    "at least 0 and below 1": lambda x: 0 <= x < 1,
+    "above 0 and at most 1": lambda x: 0 < x <= 1,
+}
+Count = Annotated[int, "at least 1"]
+Natural = Annotated[int, "at least 0"]
+NonNegative = Annotated[float, "at least 0"]
+BelowOne = Annotated[float, "at least 0 and below 1"]
+
+
+def check_ranges(options: object, prefix: str = "") -> None:
+    """Raise UserError for the first field of a dataclass whose value its type does not allow.
+    `prefix` stands before the field's name in the message: -- for flags."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        rule = broken_rule(field.type, value)
+        if rule is not None:
+            raise UserError(f"{prefix}{field.name} {value} must be {rule}")
+
+
+def broken_rule(field_type: object, value: object) -> str | None:
+    """Return what a value of a field must be and is not, None for one that its type allows. Values
+    that are found later, None and "auto", are allowed."""
+    choices = get_args(field_type)
+    if get_origin(field_type) is Literal and value not in choices:
+        return f"one of {', '.join(choices)}"
+    if isinstance(value, int | float):
+        # the rule stands in the type, Count, or in a part of it, Count | None
+        for part in (field_type,) + choices:
+            for rule in getattr(part, "__metadata__", ()):
+                if not RULES[rule](value):
+                    return rule
+    return None
