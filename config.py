@@ -21,7 +21,7 @@ from utils.errors import UserError
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
 # Options of one start of a script: a resumed run does not take them over.
-PER_LAUNCH = ("config", "resume", "overwrite", "dry_run")
+PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run")
 
 # Options that follow from others, from the recipe or from the device where nobody gives them, or
 # gives "auto". A resumed run derives them again, except for its warmup: another --max_lr brings its
@@ -44,6 +44,9 @@ Options = TypeVar("Options", bound="RunOptions")
 class RunOptions:
     """Where the run reads and writes."""
 
+    run_dir: Path | None = None
+    """Folder of the run: short for --checkpoint_dir RUN_DIR/checkpoints, where that is not given;
+    the log goes to RUN_DIR/logs."""
     checkpoint_dir: Path = Path("checkpoints")
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path | None = None

@@ -38,10 +38,10 @@ def read_options(
     """
     # Of equal flags the parser takes the last one: so those of the command line stand last, those
     # of --config before them, and those of the checkpoint first.
-    flags = expand_home(command_line)  # to which others are added in front
+    flags = expand_run_dir(command_line)  # to which others are added in front
     config_file = flag_value(flags, "config")
     if config_file is not None:
-        flags = expand_home(to_flags(read_file(Path(config_file)))) + flags
+        flags = expand_run_dir(to_flags(read_file(Path(config_file)))) + flags
 
     checkpoint = None
     resume = flag_value(flags, "resume")
@@ -85,6 +85,16 @@ def read_options(
         if name not in given or given[name] == "auto":
             derived[name] = given.get(name)
     return options, derived, checkpoint
+
+
+def expand_run_dir(words: list[str]) -> list[str]:
+    """Return the words of a command line or a file with the home folder for ~, and --checkpoint_dir
+    before them if --run_dir is among them. So a --checkpoint_dir of the same place wins."""
+    words = expand_home(words)
+    run_dir = flag_value(words, "run_dir")
+    if run_dir is None:
+        return words
+    return ["--checkpoint_dir", f"{run_dir}/checkpoints", *words]
 
 
 def given_options(content: dict) -> dict:

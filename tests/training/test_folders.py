@@ -21,10 +21,11 @@ from conftest import (
     train_options,
 )
 
-from config import log_folder
+from config import TrainConfig, log_folder
 from data.shards import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig
 from training.checkpoint import load_checkpoint
+from training.options import read_options
 from utils.logger import read_metrics
 
 
@@ -77,6 +78,25 @@ def test_the_log_follows_the_checkpoints():
     assert train_options(checkpoint_dir=Path("/a/b")).log_dir == Path("/a/b/logs")
     folder = FinetuneConfig.checkpoint_folder(["--method", "sft"])
     assert log_folder(folder) == Path("runs/sft/logs")
+
+
+def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
+    (tmp_path / "a.toml").write_text("run_dir = 'a'\nlog_dir = 'c'")
+    for config_class, flags, folders_of_run in (
+        (TrainConfig, "--run_dir a", ("a/checkpoints", None)),
+        (TrainConfig, "--checkpoint_dir b --run_dir a", ("b", None)),  # the longer word wins
+        (TrainConfig, f"--run_dir b --config {tmp_path}/a.toml", ("b/checkpoints", "c")),
+        (
+            FinetuneConfig,
+            "--run_dir a --method sft --data x --init_from y",
+            ("a/checkpoints", None),
+        ),
+    ):
+        options, _, _ = read_options(config_class, "train.py", flags.split())
+        checkpoint_dir, log_dir = folders_of_run
+        assert options.checkpoint_dir == Path(checkpoint_dir)
+        assert options.log_dir == (log_dir and Path(log_dir))
+        assert "run_dir" not in options.to_dict()  # nor in checkpoints
 
 
 def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
