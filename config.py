@@ -17,6 +17,7 @@ from model.config import SIZES, GPTConfig
 from model.recipes import Recipe
 from utils.cli import flag_value
 from utils.errors import UserError
+from utils.logger import CONFIG
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
@@ -55,7 +56,8 @@ class RunOptions:
     config: Path | None = None
     """Options from a .toml file (see configs/) or a run's config.json; the command line wins."""
     resume: str | None = None
-    """Checkpoint, or a folder with model_last.pt; auto: --checkpoint_dir, or else a new run."""
+    """Checkpoint, or the folder of a run; auto: that of --run_dir or --checkpoint_dir, or a new run
+    if there is none."""
     init_from: str | None = None
     """Weights to start from: a checkpoint of ours or its folder, one of nanoGPT, build-nanogpt or
     llm.c, or a Hugging Face name (gpt2) or folder."""
@@ -64,9 +66,14 @@ class RunOptions:
 
     @property
     def resumes(self) -> bool:
-        """True if `resume` is a checkpoint: training/options.py puts its path there, and leaves
-        "auto" where there is none to continue."""
-        return self.resume not in (None, "auto")
+        """True if `resume` is a checkpoint: training/options.py puts its path there, or that of the
+        config.json of a run without one, and leaves "auto" where there is no run to continue."""
+        return self.resume not in (None, "auto") and Path(self.resume).name != CONFIG
+
+    @property
+    def begins_again(self) -> bool:
+        """True if the run ended in its folders before its first checkpoint: it keeps id and log."""
+        return self.resume == str(self.log_dir / CONFIG)
 
     @property
     def is_branch(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from config import DERIVED, Options, TrainConfig, resolve_from_recipe
+from config import DERIVED, Options, TrainConfig, log_folder, resolve_from_recipe
 from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
@@ -23,6 +23,7 @@ from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import has_c_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
 from utils.errors import UserError
+from utils.logger import CONFIG, logged_run
 from utils.throughput import NAMED_GPUS
 
 
@@ -33,11 +34,12 @@ def read_options(
     and the checkpoint that is resumed, None for a new run. The second maps the name of an option to
     what was given for it: None, or "auto".
 
-    --resume becomes the path of that checkpoint; "auto" where there is none to continue. Raises
-    UserError for options that cannot be used together.
+    --resume becomes the path of that checkpoint; of config.json for a run that ended before its
+    first one; "auto" where there is none to continue. Raises UserError for options that cannot be
+    used together.
     """
     # Of equal flags the parser takes the last one: so those of the command line stand last, those
-    # of --config before them, and those of the checkpoint first.
+    # of --config before them, and those of the run that is resumed first.
     flags = expand_run_dir(command_line)  # to which others are added in front
     config_file = flag_value(flags, "config")
     if config_file is not None:
@@ -46,12 +48,16 @@ def read_options(
     checkpoint = None
     resume = flag_value(flags, "resume")
     path = find_resumed(config_class, resume, flags)  # None: a new run
+    if path is not None and path.name == CONFIG:
+        record = logged_run(path.parent)
+        check_script(record, script, path)
+        flags = to_flags(given_options(record)) + flags
+        resume = str(path)
+        # the checkpoint of another run from which a branch begins
+        path = record["branch_of"] and Path(record["branch_of"])
     if path is not None:
         checkpoint = load_checkpoint(path)  # mapped from disk: the tensors are read later
-        if checkpoint["script"] != script:
-            raise UserError(
-                f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
-            )
+        check_script(checkpoint, script, path)
         # without those that follow from others: they are derived anew, on this machine
         saved_options = given_options(checkpoint)
         # the folders are those where the file lies now: it may have been copied or moved
@@ -97,6 +103,12 @@ def expand_run_dir(words: list[str]) -> list[str]:
     return ["--checkpoint_dir", f"{run_dir}/checkpoints", *words]
 
 
+def check_script(content: dict, script: str, path: Path) -> None:
+    """Raise UserError if the checkpoint or config.json of a run is that of another script."""
+    if content["script"] != script:
+        raise UserError(f"{path} is of {content['script']}: begin from it by --init_from {path}")
+
+
 def given_options(content: dict) -> dict:
     """Return the options in a checkpoint or config.json as they were given: None or "auto" where
     they are to be derived again."""
@@ -118,24 +130,40 @@ def read_file(path: Path) -> dict:
 
 
 def find_resumed(config_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:
-    """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
+    """Return what --resume names: a checkpoint, of a folder its newest, or the config.json of a run
+    that ended before its first checkpoint. None for a new run."""
     if resume is None:
         return None
     if resume == "auto":
-        # before the options are parsed, as the checkpoint brings options of its own
-        folder = config_class.checkpoint_folder(flags)
-        newest = find_newest(folder)
-        # a misspelt folder would begin anew without a word
-        if newest is None and launched("RANK") == 0:
-            print(f"no checkpoint in {folder}: a new run", flush=True)
+        # before the options are parsed, as the run brings options of its own
+        path = folder = config_class.checkpoint_folder(flags)
+    else:
+        path = Path(resume)
+        if not path.is_dir():
+            return path
+        folder = checkpoint_folder(path)
+    newest = find_newest(folder)
+    if newest is not None:
         return newest
-    path = Path(resume)
-    if path.is_dir():
-        newest = find_newest(checkpoint_folder(path))
-        if newest is None:
-            raise UserError(f"--resume {resume}: the folder holds no checkpoint")
-        return newest
-    return path
+
+    # of X and of X/checkpoints the log is in X/logs, unless --log_dir was given
+    log_dir = Path(flag_value(flags, "log_dir") or log_folder(path))
+    record = logged_run(log_dir) or {}
+    its_checkpoints = record.get("config", {}).get("checkpoint_dir")
+    folders = [str(folder)]
+    if resume != "auto":
+        folders.append(str(path / "checkpoints"))
+    message = "a new run"
+    config_file = None
+    if its_checkpoints in folders:
+        config_file = log_dir / CONFIG
+        message = f"the run of {config_file} begins again, with its options"
+    elif resume != "auto":
+        raise UserError(f"--resume {resume}: the folder holds no checkpoint")
+    # a misspelt folder would begin anew without a word
+    if launched("RANK") == 0:
+        print(f"no checkpoint in {folder}: {message}", flush=True)
+    return config_file
 
 
 def resolve_options(

@@ -44,7 +44,8 @@ def test_each_part_is_due_at_its_interval_and_at_the_last_step(make):
 
 def test_figures_are_repeatable_and_the_model_keeps_training(make, monkeypatch):
     full = make()
-    assert full.validate() == full.validate() and set(full.validate()) == {"loss", "bits_per_byte"}
+    scores = full.validate()
+    assert full.validate() == scores and set(scores) == {"loss", "bits_per_byte", "n"}
     monkeypatch.setattr(evaluator, "SUBSET_EXAMPLES", 5)
     for options, n in (({}, 5), ({"eval_full": True}, 12)):
         ((task, figures),) = make(**options).benchmarks(5)
