@@ -10,7 +10,6 @@ the batches of a step from its rows, and computes their loss.
 """
 
 import copy
-import shlex
 import sys
 import zlib
 from dataclasses import replace
@@ -150,18 +149,8 @@ def main() -> None:
         saver.end(error)
 
     saver.finish()
-    run.finish(*commands_after(options))
-
-
-def commands_after(options: FinetuneConfig) -> list[str]:
-    """Return the commands that try a model, up to the folder of its run."""
-    if options.method == "reward":  # it writes nothing
-        return []
-    commands = ["sample.py --checkpoint" if options.plain else "sample.py --chat --checkpoint"]
-    if options.method == "grpo":
-        questions = shlex.quote(str(options.eval_data or options.data))
-        commands.append(f"evaluate.py --tasks {questions} --checkpoint")
-    return commands
+    chat = "" if options.plain else "--chat "
+    run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 
 def resolve_paths_and_compile(options: FinetuneConfig, derived: tuple[str, ...]) -> FinetuneConfig:

@@ -147,7 +147,7 @@ def main() -> None:
         saver.save_last()
 
     saver.finish()
-    run.finish("sample.py --checkpoint", "evaluate.py --tasks val --checkpoint")
+    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
 
 
 def train_step(

@@ -30,7 +30,7 @@ from utils.throughput import find_gpu, peak_flops
 def test_a_script_explains_its_flags_and_ends_in_a_sentence_without_any(name, flag, tmp_path):
     text = script(f"{name}.py", "--help").stdout
     assert flag in text and "default" in text and "None" not in text
-    assert f"  python {name}.py" in text.partition("options")[0]  # an example
+    assert f"  python {name}.py" in text.partition("--help")[0]  # an example
     done = script(ROOT / f"{name}.py", code=2, cwd=tmp_path)
     assert "Traceback" not in done.stderr and done.stdout + done.stderr
 

@@ -50,14 +50,16 @@ def read_options(
     path = find_resumed(config_class, resume, flags)  # None: a new run
     if path is not None and path.name == CONFIG:
         record = logged_run(path.parent)
-        check_script(record, script, path)
         flags = to_flags(given_options(record)) + flags
         resume = str(path)
         # the checkpoint of another run from which a branch begins
         path = record["branch_of"] and Path(record["branch_of"])
     if path is not None:
         checkpoint = load_checkpoint(path)  # mapped from disk: the tensors are read later
-        check_script(checkpoint, script, path)
+        if checkpoint["script"] != script:
+            raise UserError(
+                f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
+            )
         # without those that follow from others: they are derived anew, on this machine
         saved_options = given_options(checkpoint)
         # the folders are those where the file lies now: it may have been copied or moved
@@ -100,13 +102,7 @@ def expand_run_dir(words: list[str]) -> list[str]:
     run_dir = flag_value(words, "run_dir")
     if run_dir is None:
         return words
-    return ["--checkpoint_dir", f"{run_dir}/checkpoints", *words]
-
-
-def check_script(content: dict, script: str, path: Path) -> None:
-    """Raise UserError if the checkpoint or config.json of a run is that of another script."""
-    if content["script"] != script:
-        raise UserError(f"{path} is of {content['script']}: begin from it by --init_from {path}")
+    return ["--checkpoint_dir", f"{run_dir}/checkpoints"] + words
 
 
 def given_options(content: dict) -> dict:
@@ -134,28 +130,26 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
     that ended before its first checkpoint. None for a new run."""
     if resume is None:
         return None
+    path = Path(resume)
     if resume == "auto":
         # before the options are parsed, as the run brings options of its own
-        path = folder = config_class.checkpoint_folder(flags)
-    else:
-        path = Path(resume)
-        if not path.is_dir():
-            return path
+        folder = config_class.checkpoint_folder(flags)
+    elif path.is_dir():
         folder = checkpoint_folder(path)
+    else:
+        return path
     newest = find_newest(folder)
     if newest is not None:
         return newest
 
-    # of X and of X/checkpoints the log is in X/logs, unless --log_dir was given
-    log_dir = Path(flag_value(flags, "log_dir") or log_folder(path))
+    # without a checkpoint: X/checkpoints of a run's folder X is empty
+    if resume != "auto" and (path / "checkpoints").is_dir():
+        folder = path / "checkpoints"
+    log_dir = Path(flag_value(flags, "log_dir") or log_folder(folder))
     record = logged_run(log_dir) or {}
-    its_checkpoints = record.get("config", {}).get("checkpoint_dir")
-    folders = [str(folder)]
-    if resume != "auto":
-        folders.append(str(path / "checkpoints"))
     message = "a new run"
     config_file = None
-    if its_checkpoints in folders:
+    if record.get("config", {}).get("checkpoint_dir") == str(folder):
         config_file = log_dir / CONFIG
         message = f"the run of {config_file} begins again, with its options"
     elif resume != "auto":

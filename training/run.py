@@ -240,7 +240,7 @@ def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
     its_checkpoints = Path(log.get("config", {}).get("checkpoint_dir", ""))
     if not (options.is_branch and its_checkpoints == folder):
         reason = f"{options.log_dir} holds the log of another run"
-        raise UserError(refusal(reason, "log_dir", log, its_checkpoints))
+        raise UserError(refusal(reason, "log_dir", log, its_checkpoints, options.log_dir))
 
 
 def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
@@ -261,32 +261,31 @@ def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
     return contents
 
 
-def refusal(reason: str, option: str, content: dict, checkpoint_dir: Path) -> str:
+def refusal(
+    reason: str, option: str, content: dict, checkpoint_dir: Path, log_dir: Path | None = None
+) -> str:
     """Return the sentence that refuses to write over a run. `content` is that of its checkpoint or
     config.json, {} of a file that is none."""
-    advice = f"give another --{option}, or --overwrite it"
-    if not content:
-        return f"{reason}; {advice}"
-    log_dir = log_folder(checkpoint_dir)
-    if "log_dir" not in content["derived"]:
-        log_dir = Path(content["config"]["log_dir"])
-    command = resume_command(content["command"][0], checkpoint_dir, log_dir)
-    return f"{reason}; continue it with `{command}`, {advice}"
+    if content:
+        command = resume_command(content["command"][0], checkpoint_dir, log_dir)
+        reason += f"; continue it with `{command}`"
+    return f"{reason}; give another --{option}, or --overwrite it"
 
 
-def run_folder(checkpoint_dir: Path) -> Path:
-    """Return the folder by which scripts find a run: X of X/checkpoints, but no nameless X."""
-    if checkpoint_dir.name == "checkpoints" and checkpoint_dir.parent.name:
-        return checkpoint_dir.parent
-    return checkpoint_dir
+def run_folder(checkpoint_dir: Path) -> str:
+    """Return the folder by which scripts find a run, quoted for a shell: X of X/checkpoints."""
+    folder = checkpoint_dir
+    if folder.name == "checkpoints" and folder.parent.name:  # not "." of the default
+        folder = folder.parent
+    return shlex.quote(str(folder))
 
 
-def resume_command(script: str, checkpoint_dir: Path, log_dir: Path) -> str:
-    """Return the command line that continues a run, quoted for a shell."""
-    words = ["python", script, "--resume", str(run_folder(checkpoint_dir))]
-    if log_dir != log_folder(checkpoint_dir):
-        words += ["--log_dir", str(log_dir)]
-    return shlex.join(words)
+def resume_command(script: str, checkpoint_dir: Path, log_dir: Path | None) -> str:
+    """Return the command line that continues a run; `log_dir` where its log may lie elsewhere."""
+    command = f"python {script} --resume {run_folder(checkpoint_dir)}"
+    if log_dir not in (None, log_folder(checkpoint_dir)):
+        command += f" --log_dir {shlex.quote(str(log_dir))}"
+    return command
 
 
 def remove_checkpoints(folder: Path, state: TrainState) -> None:
@@ -426,21 +425,18 @@ class Run:
         """Return the words for the lowest validation loss of the run, or for a loss that rose; ""
         without one."""
         rows = read_metrics(self.config.log_dir).get("val", [])
-        best_steps = [row["step"] for row in rows if row["loss"] == self.state.best_loss]
+        best_loss = self.state.best_loss
+        best_steps = [row["step"] for row in rows if row["loss"] == best_loss]
         if not best_steps:
             return ""
-        # of step 0, before training; a run that began elsewhere has no such row
-        first = rows[0]
-        if first["loss"] < self.state.best_loss:
-            return (
-                f": the validation loss rose from {first['loss']:.4f} at step {first['step']} to "
-                f"{rows[-1]['loss']:.4f}; a lower --max_lr may help"
-            )
-        return f": lowest validation loss {self.state.best_loss:.4f}, at step {best_steps[-1]:,}"
+        first_loss = rows[0]["loss"]  # of the untrained model
+        if first_loss < best_loss:
+            return f": the validation loss rose from {first_loss:.4f} to {rows[-1]['loss']:.4f}"
+        return f": lowest validation loss {best_loss:.4f}, at step {best_steps[-1]:,}"
 
-    def finish(self, *next_commands: str) -> None:
+    def finish(self, next_commands: list[str]) -> None:
         """Print how the run ended, draw its picture, and exit with 128 + the signal if one came.
-        The commands that are printed end in an option that takes the folder of the run."""
+        To the commands that are printed, the folder of the run is added."""
         folder = self.config.checkpoint_dir
         log_dir = self.config.log_dir
         if self.stopping:
@@ -456,12 +452,10 @@ class Run:
                 figure = import_module("evaluation.figure")  # on demand: matplotlib takes a second
                 figure.draw([log_dir], log_dir / PICTURE)
                 print(f"picture: {log_dir / PICTURE}")
-            run = run_folder(folder)
-            log = run if log_dir == run / "logs" else log_dir
             print("next:")
             for command in next_commands:
-                print(f"  python {command} {shlex.quote(str(run))}")
-            print(f"  python plot.py --log {shlex.quote(str(log))}")
+                print(f"  python {command} {run_folder(folder)}")
+            print(f"  python plot.py --log {shlex.quote(str(log_dir))}")
         distributed.stop()  # leaves the process group
         if self.stopping:
             sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))

@@ -37,7 +37,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         "use_underscores": True,
         "args": args,
         "config": (tyro.conf.DisallowNone,),  # INT, not {None}|INT
-        "description": "\n  ".join([config_class.__doc__, *commands[:2]]),
+        "description": "\n  ".join([config_class.__doc__] + commands[:2]),
         "console_outputs": os.environ.get("RANK", "0") == "0",  # not once for each process
     }
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
