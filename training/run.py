@@ -440,9 +440,11 @@ class Run:
         folder = self.config.checkpoint_dir
         log_dir = self.config.log_dir
         if self.stopping:
-            saved = "saved" if self.state.step > self.start_step else "before a new checkpoint"
+            saved = "saved" if self.state.step > self.start_step else "without a new checkpoint"
             command = resume_command(sys.argv[0], folder, log_dir)
-            self.logger.print(f"stopped at step {self.state.step}, {saved}; continue: {command}")
+            self.logger.print(
+                f"stopped; {saved} at step {self.state.step}: continue with {command}"
+            )
         elif self.process.is_main:
             self.logger.print(f"done{self.best_validation()}; checkpoints: {folder}")
         self.logger.close()
