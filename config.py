@@ -16,12 +16,13 @@ from model.config import SIZES, GPTConfig
 from model.recipes import Recipe, ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
+from utils.logger import CONFIG
 from utils.ranges import BelowOne, Count, Natural, NonNegative
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
 # Options of one start of a script: a resumed run does not take them over.
-PER_LAUNCH = ("config", "resume", "overwrite", "dry_run")
+PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run")
 
 # Options that follow from others, from the recipe or from the device where nobody gives them, or
 # gives "auto". A resumed run derives them again, except for its warmup: another --max_lr brings its
@@ -44,26 +45,36 @@ Options = TypeVar("Options", bound="RunOptions")
 class RunOptions:
     """Where the run reads and writes."""
 
+    run_dir: Path | None = None
+    """Folder of the run: short for --checkpoint_dir RUN_DIR/checkpoints, where that is not given;
+    the log goes to RUN_DIR/logs. Default: the current folder."""
     checkpoint_dir: Path = Path("checkpoints")
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path | None = None
     """Folder for metrics.jsonl, samples.txt, config.json and log_plot.png; default: logs, beside a
     --checkpoint_dir named checkpoints, else in it."""
     config: Path | None = None
-    """Options from a .toml file (see configs/) or a run's config.json; the command line wins."""
+    """Options from a .toml file (see configs/) or a run's config.json, behind those of the command
+    line; default: none."""
     resume: str | None = None
-    """Checkpoint, or a folder with model_last.pt; auto: --checkpoint_dir, or else a new run."""
+    """Checkpoint, or the folder of a run; auto: that of --run_dir or --checkpoint_dir, or a new run
+    if there is none. Default: a new run."""
     init_from: str | None = None
     """Weights to start from: a checkpoint of ours or its folder, one of nanoGPT, build-nanogpt or
-    llm.c, or a Hugging Face name (gpt2) or folder."""
+    llm.c, or a Hugging Face name (gpt2) or folder; default: random weights."""
     overwrite: bool = False
     """Replace the checkpoints and logs of another run, or of later steps."""
 
     @property
     def resumes(self) -> bool:
-        """True if `resume` is a checkpoint: training/options.py puts its path there, and leaves
-        "auto" where there is none to continue."""
-        return self.resume not in (None, "auto")
+        """True if `resume` is a checkpoint: training/options.py puts its path there, or that of the
+        config.json of a run without one, and leaves "auto" where there is no run to continue."""
+        return self.resume not in (None, "auto") and Path(self.resume).name != CONFIG
+
+    @property
+    def begins_again(self) -> bool:
+        """True if the run ended in its folders before its first checkpoint: it keeps id and log."""
+        return self.resume == str(self.log_dir / CONFIG)
 
     @property
     def is_branch(self) -> bool:
@@ -112,11 +123,11 @@ class ModelOptions:
     model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Named size: 124M, 350M, 774M, 1558M parameters."""
     n_layer: Count | None = None
-    """Transformer blocks."""
+    """Transformer blocks; default: those of --model_type."""
     n_head: Count | None = None
-    """Attention heads."""
+    """Attention heads; default: those of --model_type."""
     n_embd: Count | None = None
-    """Channels of the residual stream."""
+    """Channels of the residual stream; default: those of --model_type."""
     block_size: Count = 1024
     """Tokens per sequence."""
     dropout: BelowOne = 0.0
@@ -139,13 +150,14 @@ class OptimizerOptions:
     max_steps: Count = 19_073
     """Optimizer steps; 19,073 of 524,288 tokens are 10B."""
     max_lr: NonNegative | None = None
-    """Learning rate after warmup; gpt2: 6e-4, modern: 0.012."""
+    """Learning rate after warmup; default: of the recipe, gpt2: 6e-4, modern: 0.012."""
     min_lr: NonNegative | None = None
-    """Learning rate of the last step; gpt2: a tenth of --max_lr, modern: 0."""
+    """Learning rate of the last step; default: gpt2: a tenth of --max_lr, modern: 0."""
     warmup_steps: Natural | None = None
     """Steps of linear warmup, at most half of --max_steps; default: 715, at most a tenth."""
     schedule: ScheduleName | None = None
-    """Decay after warmup: cosine, linear, or wsd (constant, then linear in the last fifth)."""
+    """Decay after warmup: cosine, linear, or wsd (constant, then linear in the last fifth);
+    default: of the recipe."""
     weight_decay: NonNegative | None = None
     """Weight decay of matrices and embeddings (Muon: of its matrices only); default 0.1."""
     beta1: BelowOne = 0.9
@@ -228,7 +240,9 @@ class TrainConfig(
     DataOptions,
     RunOptions,
 ):
-    """Train a GPT-2. With --resume, options that are not given come from the checkpoint."""
+    """Train a GPT-2. With --resume, options that are not given come from the checkpoint. Every run
+    needs --data_dir, --run_dir, --model_type (or sizes) and --max_steps, perhaps --micro_batch_size
+    and --resume."""
 
     def __post_init__(self) -> None:
         check_run_options(self)

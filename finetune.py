@@ -151,7 +151,8 @@ def main() -> None:
         saver.end(error)
 
     saver.finish()
-    run.finish(f"done: see {options.checkpoint_dir}")
+    chat = "" if options.plain else "--chat "
+    run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 
 def resolve_paths_and_compile(options: FinetuneConfig, derived: tuple[str, ...]) -> FinetuneConfig:

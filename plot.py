@@ -1,6 +1,6 @@
 """Draw the curves of one or more runs over each other, with different tokenizers in bits per byte.
 
-python plot.py --log logs runs/other/logs --sz 124M --out plots/log_plot.png
+python plot.py --log logs runs/other --sz 124M --out plots/log_plot.png
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class PlotConfig:
     """Draw the curves of one or more runs."""
 
     log: tuple[Path, ...] = (Path("logs"),)
-    """metrics.jsonl files, or the folders that hold them."""
+    """Folders of runs, folders of their logs, or metrics.jsonl files."""
     sz: Literal["124M", "350M", "774M", "1558M"] | None = None
     """Size of OpenAI's GPT-2 to draw as dashed lines, where published figures are comparable."""
     out: Path = Path("plots/log_plot.png")

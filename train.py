@@ -149,7 +149,7 @@ def main() -> None:
         saver.save_last()
 
     saver.finish()
-    run.finish(f"done: best validation loss {state.best_loss:.4f}, see {options.checkpoint_dir}")
+    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
 
 
 def train_step(

@@ -69,7 +69,8 @@ def format_table(results: list[Result], size: str) -> str:
         if published and size in published.values:
             mark = marks.setdefault(published.source, f"[{len(marks) + 1}]")
             openai = f"{published.values[size]:.4f} {mark}"
-        number = f"{result.n:,}"
+        unit = " tokens" if result.task == "val" else ""  # else examples
+        number = f"{result.n:,}{unit}"
         value = f"{result.value:.4f}"
         rows.append([result.task, result.protocol, result.metric, number, value, stderr, openai])
 

@@ -86,7 +86,8 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, FileOptions):
-    """Fine-tune a model. With --resume, options that are not given come from the checkpoint."""
+    """Fine-tune a model. With --resume, options that are not given come from the checkpoint. Every
+    run needs --method, --init_from and --data, perhaps --eval_data, --run_dir and --resume."""
 
     # in steps; those of train.py are for runs that are a hundred times longer
     eval_every: Natural = 50

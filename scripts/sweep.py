@@ -70,8 +70,8 @@ def train(config: SweepConfig, name: str) -> Run:
     options = list(config.fixed) + name.split()
     # split: a fixed option has its values after spaces, as in "data_dir data/a:0.7 data/b:0.3"
     flags = " ".join(f"--{option}" for option in options).split()
-    # The log goes to folder / "logs", beside the checkpoints. Without any, "auto" is a new run.
-    flags += ["--resume", "auto", "--checkpoint_dir", str(folder / "checkpoints")]
+    # Without a checkpoint, "auto" is a new run.
+    flags += ["--resume", "auto", "--run_dir", str(folder)]
 
     # The folder's name does not tell --fixed: without this check the table would compare a run of
     # an earlier sweep, on other data or of another length, with new ones.

@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from config import DERIVED, Options, TrainConfig, resolve_from_recipe
+from config import DERIVED, Options, TrainConfig, log_folder, resolve_from_recipe
 from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
@@ -22,6 +22,7 @@ from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import has_c_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
 from utils.errors import UserError
+from utils.logger import CONFIG, logged_run
 from utils.throughput import NAMED_GPUS
 
 
@@ -32,19 +33,26 @@ def read_options(
     and the checkpoint that is resumed, None for a new run. The second maps the name of an option to
     what was given for it: None, or "auto".
 
-    --resume becomes the path of that checkpoint; "auto" where there is none to continue. Raises
-    UserError for options that cannot be used together.
+    --resume becomes the path of that checkpoint; of config.json for a run that ended before its
+    first one; "auto" where there is none to continue. Raises UserError for options that cannot be
+    used together.
     """
     # Of equal flags the parser takes the last one: so those of the command line stand last, those
-    # of --config before them, and those of the checkpoint first.
-    flags = expand_home(command_line)  # to which others are added in front
+    # of --config before them, and those of the run that is resumed first.
+    flags = expand_run_dir(command_line)  # to which others are added in front
     config_file = flag_value(flags, "config")
     if config_file is not None:
-        flags = expand_home(to_flags(read_file(Path(config_file)))) + flags
+        flags = expand_run_dir(to_flags(read_file(Path(config_file)))) + flags
 
     checkpoint = None
     resume = flag_value(flags, "resume")
     path = find_resumed(config_class, resume, flags)  # None: a new run
+    if path is not None and path.name == CONFIG:
+        record = logged_run(path.parent)
+        flags = to_flags(given_options(record)) + flags
+        resume = str(path)
+        # the checkpoint of another run from which a branch begins
+        path = record["branch_of"] and Path(record["branch_of"])
     if path is not None:
         checkpoint = load_checkpoint(path)  # mapped from disk: the tensors are read later
         if checkpoint["script"] != script:
@@ -86,6 +94,16 @@ def read_options(
     return options, derived, checkpoint
 
 
+def expand_run_dir(words: list[str]) -> list[str]:
+    """Return the words of a command line or a file with the home folder for ~, and --checkpoint_dir
+    before them if --run_dir is among them. So a --checkpoint_dir of the same place wins."""
+    words = expand_home(words)
+    run_dir = flag_value(words, "run_dir")
+    if run_dir is None:
+        return words
+    return ["--checkpoint_dir", f"{run_dir}/checkpoints"] + words
+
+
 def given_options(content: dict) -> dict:
     """Return the options in a checkpoint or config.json as they were given: None or "auto" where
     they are to be derived again."""
@@ -107,24 +125,38 @@ def read_file(path: Path) -> dict:
 
 
 def find_resumed(config_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:
-    """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
+    """Return what --resume names: a checkpoint, of a folder its newest, or the config.json of a run
+    that ended before its first checkpoint. None for a new run."""
     if resume is None:
         return None
-    if resume == "auto":
-        # before the options are parsed, as the checkpoint brings options of its own
-        folder = config_class.checkpoint_folder(flags)
-        newest = find_newest(folder)
-        # a misspelt folder would begin anew without a word
-        if newest is None and launched("RANK") == 0:
-            print(f"no checkpoint in {folder}: a new run", flush=True)
-        return newest
     path = Path(resume)
-    if path.is_dir():
-        newest = find_newest(checkpoint_folder(path))
-        if newest is None:
-            raise UserError(f"--resume {resume}: the folder holds no checkpoint")
+    if resume == "auto":
+        # before the options are parsed, as the run brings options of its own
+        folder = config_class.checkpoint_folder(flags)
+    elif path.is_dir():
+        folder = checkpoint_folder(path)
+    else:
+        return path
+    newest = find_newest(folder)
+    if newest is not None:
         return newest
-    return path
+
+    # without a checkpoint: X/checkpoints of a run's folder X is empty
+    if resume != "auto" and (path / "checkpoints").is_dir():
+        folder = path / "checkpoints"
+    log_dir = Path(flag_value(flags, "log_dir") or log_folder(folder))
+    record = logged_run(log_dir) or {}
+    message = "a new run"
+    config_file = None
+    if record.get("config", {}).get("checkpoint_dir") == str(folder):
+        config_file = log_dir / CONFIG
+        message = f"the run of {config_file} begins again, with its options"
+    elif resume != "auto":
+        raise UserError(f"--resume {resume}: the folder holds no checkpoint")
+    # a misspelt folder would begin anew without a word
+    if launched("RANK") == 0:
+        print(f"no checkpoint in {folder}: {message}", flush=True)
+    return config_file
 
 
 def resolve_options(

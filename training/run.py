@@ -6,9 +6,9 @@ options of a run (training/options.py), its steps (train.py) or its checkpoints'
 (training/checkpoint.py).
 """
 
-import contextlib
 import json
 import math
+import shlex
 import signal
 import sys
 import uuid
@@ -43,7 +43,7 @@ from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run
+from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run, read_metrics
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 # Options that may differ between the machines of a run: their own folders, files and devices.
@@ -221,6 +221,8 @@ def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
     if checkpoint is not None and not options.is_branch:
         run_id = checkpoint["run_id"]
         step = checkpoint["step"]
+    if options.begins_again:
+        run_id = logged_run(options.log_dir)["run_id"]
 
     # checkpoints first: they are worth more than a log
     folder = options.checkpoint_dir
@@ -229,16 +231,16 @@ def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
     # is later after a kill; the run comes to its step again.
     if earlier and earlier[0]["step"] > step:
         later = f"{folder} holds a checkpoint of step {earlier[0]['step']}, after step {step}"
-        raise UserError(refusal(later, "checkpoint_dir"))
+        raise UserError(refusal(later, "checkpoint_dir", earlier[0], folder))
 
     log = logged_run(options.log_dir)  # its config.json
     if log is None or log.get("run_id", "") == run_id:
         return
-    # A run that ended before its first checkpoint begins anew, in its folder.
-    its_checkpoints = log.get("config", {}).get("checkpoint_dir")
-    is_restart = options.resume == "auto" or options.is_branch
-    if not (is_restart and its_checkpoints == str(folder)):
-        raise UserError(refusal(f"{options.log_dir} holds the log of another run", "log_dir"))
+    # A branch that ended before its first checkpoint begins anew, in its folder.
+    its_checkpoints = Path(log.get("config", {}).get("checkpoint_dir", ""))
+    if not (options.is_branch and its_checkpoints == folder):
+        reason = f"{options.log_dir} holds the log of another run"
+        raise UserError(refusal(reason, "log_dir", log, its_checkpoints, options.log_dir))
 
 
 def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
@@ -254,13 +256,36 @@ def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
             is_of_run = run_id is not None and find_checkpoint(path) is not None
         if not is_of_run:
             reason = f"{folder} holds the checkpoints of another run ({path.name})"
-            raise UserError(refusal(reason, "checkpoint_dir"))
+            newest = contents[0] if contents else {}  # {} of another program
+            raise UserError(refusal(reason, "checkpoint_dir", newest, folder))
     return contents
 
 
-def refusal(reason: str, option: str) -> str:
-    """Return the sentence that refuses to write over a run."""
-    return f"{reason}; continue it with --resume auto, give another --{option}, or --overwrite it"
+def refusal(
+    reason: str, option: str, content: dict, checkpoint_dir: Path, log_dir: Path | None = None
+) -> str:
+    """Return the sentence that refuses to write over a run. `content` is that of its checkpoint or
+    config.json, {} of a file that is none."""
+    if content:
+        command = resume_command(content["command"][0], checkpoint_dir, log_dir)
+        reason += f"; continue it with `{command}`"
+    return f"{reason}; give another --{option}, or --overwrite it"
+
+
+def run_folder(checkpoint_dir: Path) -> str:
+    """Return the folder by which scripts find a run, quoted for a shell: X of X/checkpoints."""
+    folder = checkpoint_dir
+    if folder.name == "checkpoints" and folder.parent.name:  # not "." of the default
+        folder = folder.parent
+    return shlex.quote(str(folder))
+
+
+def resume_command(script: str, checkpoint_dir: Path, log_dir: Path | None) -> str:
+    """Return the command line that continues a run; `log_dir` where its log may lie elsewhere."""
+    command = f"python {script} --resume {run_folder(checkpoint_dir)}"
+    if log_dir not in (None, log_folder(checkpoint_dir)):
+        command += f" --log_dir {shlex.quote(str(log_dir))}"
+    return command
 
 
 def remove_checkpoints(folder: Path, state: TrainState) -> None:
@@ -321,6 +346,9 @@ class Run:
         if options.is_branch:
             state.run_id = uuid.uuid4().hex  # the parent goes on under its own
         earlier_log = find_log(options, checkpoint) if checkpoint else None
+        if options.begins_again:
+            state.run_id = logged_run(options.log_dir)["run_id"]
+            earlier_log = options.log_dir
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
         warmup_steps = warmup_length(options)  # at most half of all steps
@@ -373,6 +401,7 @@ class Run:
                 **entries,
                 "tokenizer": tokenizer_identity(entries["tokenizer"]),  # not its megabytes of JSON
                 "config": options.to_dict(),
+                "branch_of": options.resume if options.is_branch else None,
                 "model_config": asdict(model.config),
                 "versions": describe(self.process.device),
             }
@@ -392,19 +421,43 @@ class Run:
             logger = self.logger
             logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
 
-    def finish(self, message: str) -> None:
-        """Print how the run ended, draw its picture, and exit with 128 + the signal if one came."""
-        if self.stopping and self.state.step > self.start_step:
-            message = f"stopped; saved at step {self.state.step}: continue with --resume auto"
-        elif self.stopping:
-            message = f"stopped at step {self.start_step}, before a new checkpoint"
-        self.logger.print(message)
+    def best_validation(self) -> str:
+        """Return the words for the lowest validation loss of the run, or for a loss that rose; ""
+        without one."""
+        rows = read_metrics(self.config.log_dir).get("val", [])
+        best_loss = self.state.best_loss
+        best_steps = [row["step"] for row in rows if row["loss"] == best_loss]
+        if not best_steps:
+            return ""
+        first_loss = rows[0]["loss"]  # of the untrained model
+        if first_loss < best_loss:
+            return f": the validation loss rose from {first_loss:.4f} to {rows[-1]['loss']:.4f}"
+        return f": lowest validation loss {best_loss:.4f}, at step {best_steps[-1]:,}"
+
+    def finish(self, next_commands: list[str]) -> None:
+        """Print how the run ended, draw its picture, and exit with 128 + the signal if one came.
+        To the commands that are printed, the folder of the run is added."""
+        folder = self.config.checkpoint_dir
+        log_dir = self.config.log_dir
+        if self.stopping:
+            saved = "saved" if self.state.step > self.start_step else "without a new checkpoint"
+            command = resume_command(sys.argv[0], folder, log_dir)
+            self.logger.print(
+                f"stopped; {saved} at step {self.state.step}: continue with {command}"
+            )
+        elif self.process.is_main:
+            self.logger.print(f"done{self.best_validation()}; checkpoints: {folder}")
         self.logger.close()
-        if self.process.is_main and not self.stopping and find_spec("matplotlib"):
-            figure = import_module("evaluation.figure")  # on demand: matplotlib takes a second
-            folder = self.config.log_dir
-            with contextlib.suppress(UserError):  # a run without a step has nothing to draw
-                figure.draw([folder], folder / PICTURE)
+        if self.process.is_main and not self.stopping:
+            # a run without a step has nothing to draw
+            if find_spec("matplotlib") and "train" in read_metrics(log_dir):
+                figure = import_module("evaluation.figure")  # on demand: matplotlib takes a second
+                figure.draw([log_dir], log_dir / PICTURE)
+                print(f"picture: {log_dir / PICTURE}")
+            print("next:")
+            for command in next_commands:
+                print(f"  python {command} {run_folder(folder)}")
+            print(f"  python plot.py --log {shlex.quote(str(log_dir))}")
         distributed.stop()  # leaves the process group
         if self.stopping:
             sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))

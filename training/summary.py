@@ -13,7 +13,7 @@ from utils.distributed import launched
 from utils.errors import UserError
 
 MANY_EPOCHS = 100  # a small text is learned by heart long before
-SLOW_STEP_SECONDS = 20  # a step that takes longer is announced
+SLOW_RUN_SECONDS = 3600  # a run on a CPU that takes longer is announced
 
 
 def check_tokenizer(stream: TokenStream, weights_from: str, tokenizer: str) -> None:
@@ -89,5 +89,9 @@ def print_summary(run: Run, model: GPT, train_data: Mixture, slicing: Slicing) -
     if run.process.device.type == "cpu":
         # measured by one matmul: a progress bar shows nothing before the first step ends
         step_seconds = seconds_on_cpu(tokens_per_step * model.flops_per_token(), run.dtype)
-        if step_seconds > SLOW_STEP_SECONDS:
-            run.logger.print(f"a step takes about {step_seconds:,.0f} s on this processor")
+        run_seconds = step_seconds * (options.max_steps - run.start_step)
+        if run_seconds > SLOW_RUN_SECONDS:
+            run.logger.print(
+                f"the run takes about {run_seconds / 3600:,.0f} hours on this processor, "
+                f"{step_seconds:,.1f} s a step"
+            )

@@ -5,6 +5,8 @@ become flags in front of those that the user typed, and one parser checks them a
 with one name the last one wins.
 """
 
+import contextlib
+import io
 import os
 import re
 import sys
@@ -26,7 +28,7 @@ FLAGS_BY_NANOGPT_NAME = {
     "batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "total_batch_size",
     "dataset": "data_dir",
-    "out_dir": "checkpoint_dir",
+    "out_dir": "run_dir",
     "eval_interval": "eval_every",
     "eval_iters": "val_tokens",
     "compile": "use_torch_compile",
@@ -46,6 +48,8 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """
     import tyro  # here, as other users of this module do without it
 
+    # examples: the first commands in the docstring of the script
+    commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {field.name: field.default for field in fields(config_class)}
     for name, _ in named_flags(args):
@@ -55,11 +59,13 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     settings = {
         "use_underscores": True,
         "args": args,
+        "config": (tyro.conf.DisallowNone,),  # INT, not {None}|INT
+        "description": "\n  ".join([config_class.__doc__] + commands[:2]),
         "console_outputs": os.environ.get("RANK", "0") == "0",  # not once for each process
     }
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
-        options = tyro.cli(config_class, **settings)
+        options = call_tyro(config_class, **settings)
         check_ranges(options, "--")
         return options
 
@@ -74,15 +80,27 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         group_defaults.append(
             group(**{field.name: defaults[field.name] for field in fields(group)})
         )
-    help_text = {"__doc__": config_class.__doc__}
-    grouped_class = make_dataclass(config_class.__name__, group_fields, namespace=help_text)
-    grouped = tyro.cli(grouped_class, default=grouped_class(*group_defaults), **settings)
+    grouped_class = make_dataclass(config_class.__name__, group_fields)
+    grouped = call_tyro(grouped_class, default=grouped_class(*group_defaults), **settings)
     values = {}
     for group in vars(grouped).values():
         values |= vars(group)
     options = config_class(**values)
     check_ranges(options, "--")
     return options
+
+
+def call_tyro(config_class: type[Config], **settings: object) -> Config:
+    """Return the options that tyro parses. The help leaves out "(default: None)": the text of such
+    a flag says what happens without it."""
+    import tyro
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            return tyro.cli(config_class, **settings)
+    finally:
+        print(re.sub(r"\s*\(default:\s+None\) *", "", printed.getvalue()), end="")
 
 
 def expand_home(words: list[str]) -> list[str]:

@@ -111,7 +111,9 @@ class Logger:
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
             self.last_line_seconds = now  # since then SECONDS_PER_LINE have to pass
             details = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
-            self.print(f"step {step}/{self.bar.total}  {text}  {details}")
+            # as the bar has it; without evaluations
+            left = tqdm.format_interval((self.bar.total - step) * row["ms"] / 1000)
+            self.print(f"step {step}/{self.bar.total}  {text}  {details}  {left} left")
 
     def log_scores(self, split: str, scores: dict[str, float | None], step: int) -> None:
         """Write and print the scores of a validation or a benchmark; None is an unknown score."""
@@ -119,6 +121,8 @@ class Logger:
         known = {name: score for name, score in scores.items() if score is not None}
         if split == "val":
             text = f"validation loss {known.pop('loss'):.4f}"
+            if "n" in known:
+                text += f" of {known.pop('n'):,} tokens"
             if "bits_per_byte" in known:
                 text += f", {known.pop('bits_per_byte'):.4f} bits per byte"
         else:

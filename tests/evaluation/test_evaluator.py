@@ -52,7 +52,8 @@ def test_a_benchmark_that_the_context_is_too_short_for_ends_the_run_before_its_f
 
 def test_figures_are_repeatable_and_the_model_keeps_training(make, monkeypatch):
     full = make()
-    assert full.validate() == full.validate() and set(full.validate()) == {"loss", "bits_per_byte"}
+    scores = full.validate()
+    assert full.validate() == scores and set(scores) == {"loss", "bits_per_byte", "n"}
     monkeypatch.setattr(evaluator, "SUBSET_EXAMPLES", 5)
     for options, n in (({}, 5), ({"eval_full": True}, 12)):
         ((task, figures),) = make(**options).benchmarks(5)

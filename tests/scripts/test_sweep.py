@@ -12,7 +12,7 @@ STAND_IN = """
 import json, sys
 from pathlib import Path
 
-logs = Path(sys.argv[-1]).with_name("logs")
+logs = Path(sys.argv[-1], "logs")
 is_first = not logs.exists()
 logs.mkdir(parents=True, exist_ok=True)
 (logs / "config.json").write_text(json.dumps({"command": sys.argv}))

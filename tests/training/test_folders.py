@@ -1,6 +1,7 @@
 """The folders that a run writes to: one run at a time, of one run."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from conftest import (
     train_options,
 )
 
-from config import log_folder
+from config import TrainConfig, log_folder
 from data.shards import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig
 from training.checkpoint import load_checkpoint
+from training.options import read_options
 from utils.logger import read_metrics
 
 
@@ -79,6 +81,25 @@ def test_the_log_follows_the_checkpoints():
     assert log_folder(folder) == Path("runs/sft/logs")
 
 
+def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
+    (tmp_path / "a.toml").write_text("run_dir = 'a'\nlog_dir = 'c'")
+    for config_class, flags, folders_of_run in (
+        (TrainConfig, "--run_dir a", ("a/checkpoints", None)),
+        (TrainConfig, "--checkpoint_dir b --run_dir a", ("b", None)),  # the longer word wins
+        (TrainConfig, f"--run_dir b --config {tmp_path}/a.toml", ("b/checkpoints", "c")),
+        (
+            FinetuneConfig,
+            "--run_dir a --method sft --data x --init_from y",
+            ("a/checkpoints", None),
+        ),
+    ):
+        options, _, _ = read_options(config_class, "train.py", flags.split())
+        checkpoint_dir, log_dir = folders_of_run
+        assert options.checkpoint_dir == Path(checkpoint_dir)
+        assert options.log_dir == (log_dir and Path(log_dir))
+        assert "run_dir" not in options.to_dict()  # nor in checkpoints
+
+
 def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
     """They go on in their own place, with all rows up to the step at which they begin."""
     run, copy = tmp_path / "run", tmp_path / "copy"
@@ -109,18 +130,32 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
     bad(["train.py", *refused], "checkpoints of another run (model_last.pt)", goes_on)
 
 
-def test_a_run_without_a_checkpoint_begins_anew_and_says_so_first(shards, tmp_path):
-    args = train_args(shards, tmp_path, 10_000, "--eval_every", 0)
-    kill_after(3, tmp_path, args)
-    assert not list((tmp_path / "checkpoints").glob("*.pt"))
-    bad(args, "holds the log of another run")
-    args += ["--max_steps", 2, "--resume", "auto"]
-    first, *rest = script(*args).stdout.splitlines()
-    assert first == f"no checkpoint in {tmp_path / 'checkpoints'}: a new run"
-    assert any("--warmup_steps 5 is more than half of the 2 steps" in line for line in rest)
-    rows = (tmp_path / "logs/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [1, 2, 2]  # with the last validation
-    assert "a new run" not in script(*args, "--max_steps", 3).stdout
+def test_a_run_without_a_checkpoint_begins_again_with_its_options_id_and_log(shards, tmp_path):
+    run, log, branch = tmp_path / "a run", tmp_path / "log", tmp_path / "branch"
+    args = train_args(shards, run, 10_000, "--eval_every", 0)
+    args += ["--seed", 3, "--log_dir", log]
+    process = start(*args)
+    run_until(process, lambda: (log / "metrics.jsonl").exists() and "train" in read_metrics(log))
+    kill(process)
+    before = json.loads((log / "config.json").read_text())
+    rows = (log / "metrics.jsonl").read_bytes()
+    command = f"python train.py --resume '{run}' --log_dir {log}"
+    bad([*args, "--log_dir", log], f"holds the log of another run; continue it with `{command}`")
+    bad(["train.py", "--resume", "auto", *folders(branch)[:2], "--log_dir", log], "of another run")
+    done = script(*shlex.split(command)[1:], "--max_steps", 2).stdout
+    assert done.splitlines()[0].endswith("config.json begins again, with its options")
+    assert "--warmup_steps 5 is more than half of the 2 steps" in done
+    again = json.loads((log / "config.json").read_text())
+    assert again["run_id"] == before["run_id"]
+    assert again["config"] == before["config"] | {"max_steps": 2, "min_lr": pytest.approx(3e-4)}
+    assert (log / "metrics.jsonl").read_bytes().startswith(rows)
+    assert [row["step"] for row in read_metrics(log)["train"]] == [1, 2]
+    # a branch begins again from its parent
+    last = run / "checkpoints/model_last.pt"
+    kill_after(1, branch, ["train.py", "--resume", last, *folders(branch), "--max_steps", 10_000])
+    script("train.py", "--resume", branch, "--max_steps", 4)
+    assert sorted(losses(branch)) == [1, 2, 3, 4]
+    assert load_checkpoint(branch / "checkpoints/model_last.pt")["step"] == 4
 
 
 @pytest.fixture
