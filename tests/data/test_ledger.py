@@ -27,7 +27,7 @@ BAD_JSON = object()  # a line that is no JSON
 CHARACTERS = st.sampled_from('ab \t\r\n",[{\0\ufeff\u2028ü\ud800\udc80')
 # a whole pair is a character in JSON
 TEXTS = st.text(CHARACTERS, max_size=5).filter(lambda text: "\ud800\udc80" not in text)
-VALUES = st.one_of(TEXTS, st.sampled_from(["good", None, 7, BAD_JSON]))
+VALUES = st.one_of(TEXTS, st.sampled_from(["good", None, 7, True, ["x"], {"y": 1}, BAD_JSON]))
 FILES = st.tuples(
     st.sampled_from(["txt", "py", "json", "jsonl", "ndjson", "csv", "tsv", "parquet"]),
     st.sampled_from(sorted(COMPRESS)),
@@ -78,8 +78,8 @@ def content_of(suffix, values, end):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(FILES, min_size=1, max_size=5), st.integers(1, 6))
-def test_every_row_is_in_the_shards_or_counted_under_its_file_and_reason(files, num_saves):
+@given(st.lists(FILES, min_size=1, max_size=5), st.integers(1, 6), st.sampled_from(["npy", "bin"]))
+def test_every_row_is_in_the_shards_or_counted_under_its_file_and_reason(files, num_saves, kind):
     with tempfile.TemporaryDirectory() as name, mock.patch("os.fsync"):  # hundreds of shards
         folder = Path(name)
         ledger, texts = {}, []
@@ -95,7 +95,7 @@ def test_every_row_is_in_the_shards_or_counted_under_its_file_and_reason(files, 
             num_bytes = len("".join(of_file).encode())
             ledger[str(path)] = (len(fates), len(of_file), num_bytes, reasons)
             texts += of_file
-        options = {"val_fraction": 0, "shard_size": 7}
+        options = {"val_fraction": 0, "shard_size": 7, "format": kind}
         if not texts:
             with pytest.raises(UserError, match="holds no text for this worker"):
                 shard(list(ledger), folder / "whole", **options)

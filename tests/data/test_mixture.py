@@ -40,19 +40,22 @@ def test_weights_are_read_from_the_names_of_folders():
 def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     names = [f"{folders}/a:0.7", f"{folders}/b:0.2", f"{folders}/c:0.1"]
     mixture = Mixture(names, "train", 32)
-    ids = mixture.order(np.arange(10_000), seed=3)
-    corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
-    assert np.bincount(corpus).tolist() == [7000, 2000, 1000]
-    assert (mixture.order(np.arange(7_000, 8_000), seed=3) == ids[7_000:8_000]).all()
-    for i, part in enumerate(mixture.parts):
-        part_ids = ids[corpus == i] - mixture.starts[i]
-        assert (part_ids == part.order(np.arange(len(part_ids)), seed=3)).all()
-        (inputs, _), (expected, _) = mixture.batch(ids[corpus == i][:5]), part.batch(part_ids[:5])
-        assert (inputs == expected).all()
+    for start in (0, 2**55 // 10_000 * 10_000 + 7_000):
+        positions = start + np.arange(10_000)
+        ids = mixture.order(positions, seed=3)
+        corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
+        for i, (part, tenths) in enumerate(zip(mixture.parts, (7, 2, 1), strict=True)):
+            part_ids = ids[corpus == i] - mixture.starts[i]
+            part_positions = start * tenths // 10 + np.arange(1000 * tenths)
+            assert (part_ids == part.order(part_positions, seed=3)).all()
+            batch, expected = mixture.batch(ids[corpus == i][:5]), part.batch(part_ids[:5])
+            assert (batch[0] == expected[0]).all()
     tokens_of_c = len(mixture.parts[2].stream)
     assert mixture.epochs(1000) == (pytest.approx(100 / tokens_of_c), "c")
     assert mixture.describe_epochs(10 * tokens_of_c).startswith("1.00 epochs of c, the corpus seen")
     assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
+    with pytest.raises(UserError, match="give weights of at most six digits"):
+        Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
 
 
 @pytest.mark.parametrize(
@@ -73,17 +76,6 @@ def test_any_first_positions_hold_the_share_of_each_corpus_to_within_one(shares)
         assert counts[-1] == share and np.abs(counts * period - n * share).max() < period
 
 
-def test_shares_stay_exact_far_from_the_first_position(folders):
-    mixture = Mixture([f"{folders}/a:0.9985", f"{folders}/b:0.0015"], "train", 32)
-    corpus, corpus_positions = mixture.locate(2**55 + np.arange(4_000))
-    for i, share in enumerate((1_997, 3)):
-        positions = corpus_positions[corpus == i]
-        assert len(positions) == 2 * share and (np.diff(positions) == 1).all()
-        assert abs(int(positions[0]) - 2**55 * share // 2_000) <= 1
-    with pytest.raises(UserError, match="give weights of at most six digits"):
-        Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
-
-
 @pytest.mark.parametrize("weight", ["", ":1"])
 def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     folders, tmp_path, weight
@@ -98,9 +90,9 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     write_manifest(tmp_path / "c", {**manifest, "val_fraction": 0.2})
     with pytest.raises(UserError, match=r"several --val_fraction, \[0.1, 0.2\]: one may train"):
         Mixture(names, "val", 32)
-    del manifest["val_fraction"]
+    del manifest["val_fraction"], manifest["bytes"]
     write_manifest(tmp_path / "c", manifest)
-    Mixture(names, "val", 32)
+    assert Mixture(names, "val", 32).stream.bytes_per_token is None
 
 
 def test_a_stream_of_several_folders_needs_a_split_once(folders, tmp_path):
@@ -112,6 +104,8 @@ def test_a_stream_of_several_folders_needs_a_split_once(folders, tmp_path):
     val, train = (Mixture(names, split, 32).stream for split in ("val", "train"))
     assert [folder.path for folder in val.folders] == names[1:] and len(train.folders) == 2
     assert val.bytes_per_token == Mixture(names[1:], "val", 32).stream.bytes_per_token
+    num_documents = (train.tokens(0, len(train)) == 256).sum()
+    assert train.bytes_per_token == (len(train) - num_documents) / len(train)
     verify.main(verify.VerifyConfig(tuple(names), block_size=32))
     for one in (names[:1], [f"{names[0]}:1", f"{names[1]}:1"]):
         with pytest.raises(UserError, match="c holds no val shards"):

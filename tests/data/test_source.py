@@ -68,16 +68,11 @@ NO_TEXT, EMPTY, NO_JSON = Skipped("without text"), Skipped("empty"), Skipped("no
 WIDE, ZERO = Skipped("wider than the header"), Skipped("with U+0000")
 BAD = Skipped("not UTF-8, or half of a surrogate pair")
 CUT = Skipped("cut off: JSON without its end")
-VALUES = ["one", 7, "two\r\n", None, ["x"], {"y": 1}, True, "1", " ", "a\0", "\ud800"]
-READ = ["one", NO_TEXT, "two\r\n", *[NO_TEXT] * 4, "1", EMPTY, ZERO, BAD]
 
 
 @pytest.mark.parametrize(
     ("content", "rows"),
     [
-        ("\n\n" + objects(*VALUES), READ),
-        (json.dumps([{"text": text} for text in VALUES]), READ),
-        (json.dumps([{"text": text, "id": {}} for text in VALUES], indent=1), READ),
         (json.dumps({"id": [1], "text": "a"}, indent="\t") * 2 + "[] [", ["a", "a", CUT]),
         ('{}\n{"text": "a"},\r\n"bare"\n5', [NO_TEXT, "a", "bare", NO_TEXT]),
         ('{"text": "cut"\n{"text": "a"}\n{"text": "cut\n', [NO_JSON, "a", CUT]),

@@ -131,18 +131,19 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
         torch.testing.assert_close(batch.ref_logprobs[row][batch.targets[row] >= 0], by_hand)
 
 
-def test_a_step_that_is_not_finite_counts_and_changes_no_weight(make):
+def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     method = make("sft", LETTERS, max_steps=9, warmup_steps=0, max_lr=1e-3)
     model, state = make_model(), TrainState()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
     process = replace(CPU, stop=SimpleNamespace(signal=0))
     run = SimpleNamespace(config=method.config, process=process, dtype=torch.float32, state=state)
-    for divisor in (100, 0, 0):
+    for divisor in (0, 100, 0, 0):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
         before = model.head_weight.clone()
         result = train_step(run, model, [optimizer], method, prepared)
         assert (result.skip_reason is not None) == before.equal(model.head_weight) == (divisor == 0)
-    assert (state.step, state.bad_steps) == (3, 2)
+    assert (state.step, state.bad_steps) == (4, 2)
+    assert TrainState.start(state.to_checkpoint()) == state
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,6 @@ def test_initialisation_follows_gpt2():
         assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_no_token_sees_a_later_one(recipe):
-    model = tiny(recipe)
-    x = torch.randint(0, 257, (1, 16))
-    changed = x.clone()
-    changed[0, 9] = (x[0, 9] + 1) % 257
-    a, b = model(x), model(changed)
-    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
-
-
 def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
     model = tiny()
     with torch.no_grad():
@@ -83,6 +73,7 @@ def test_the_first_loss_is_near_ln_of_the_vocabulary(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
+    """So no token sees a later one, which the cache does not hold yet."""
     model = tiny(recipe)
     x = torch.randint(0, 257, (3, 16))
     cache = KVCache(16)

@@ -152,22 +152,6 @@ def test_copies_and_buffers_and_a_head_of_its_own_load(kind, table):
     load_from(config, tensors | {"lm_head.weight": x})  # as safetensors.torch.save_model writes it
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("gpt2", "llama"), ("bytes", "gpt2")])
-def test_auto_tokenizer_reads_what_we_write(name, recipe, tmp_path):
-    try:
-        tokenizer = load_tokenizer(name)
-    except ValueError as error:
-        pytest.skip(str(error))
-    model = random_ours((1, 1, 8, 16, tokenizer.vocab_size), **parse_recipe(recipe).model)
-    save_pretrained(model, tmp_path)
-    save_tokenizer(tokenizer, tmp_path, model.config.block_size)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("Hello, I'm a language model,", " naïve  café\n\n\t— 中文 🙂 x=1;", "don't 12345"):
-        assert theirs.encode(text) == tokenizer.encode(text).tolist()
-        assert theirs.decode(theirs.encode(text)) == text
-    assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab_size
-
-
 @pytest.mark.parametrize("fields", [{}, LLAMA | {"tied": False}], ids=["gpt2", "llama"])
 def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp_path):
     padded = random_ours((1, 1, 8, 16, 330), **fields)
@@ -185,14 +169,11 @@ def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp
 CHANGES = [  # of a GPT-2's config.json, or of a Qwen3's
     ({}, {"model_type": "bert"}, "model_type 'bert'; only gpt2"),
     ({}, {"activation_function": "gelu"}, "activation_function 'gelu'; only gelu_new"),
-    ({}, {"n_layer": 3}, "it has no transformer.h.2"),
     ({}, {"n_layer": 1}, "it has transformer.h.1.*, which this model lacks"),
-    ({}, {"n_positions": 64}, r"wpe.weight is torch.float32 \[128, 64\], not \[64, 64\]"),
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     (QWEN3, {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling {'rope_type': 'yarn'}"),
     (QWEN3, {"use_sliding_window": True}, "use_sliding_window True"),
     (QWEN3, {"attention_bias": True}, "attention_bias True"),
-    (QWEN3, {"model_type": "llama"}, "it has .*_norm.weight, which"),
 ]
 
 
