@@ -215,12 +215,26 @@ def documents() -> list[str]:
     return ["\n".join(sentence() for _ in range(rng.randint(2, 12))) for _ in range(600)]
 
 
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    """Write rows as lines of JSON; return the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_commands(folder: Path, **scripts: str) -> dict:
+    """Write scripts of bash by their names; return an environment that finds them first."""
+    for name, body in scripts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    env = environment()
+    return env | {"PATH": f"{folder}{os.pathsep}{env['PATH']}"}
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """The fixed documents as a jsonl file."""
-    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents()))
-    return path
+    rows = [{"text": text} for text in documents()]
+    return write_rows(tmp_path_factory.mktemp("corpus") / "text.jsonl", rows)
 
 
 @pytest.fixture(scope="session")

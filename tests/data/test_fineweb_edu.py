@@ -1,7 +1,6 @@
 import hashlib
 import importlib
 import io
-import json
 import os
 import shutil
 
@@ -9,7 +8,7 @@ import hub
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import documents, environment, script
+from conftest import documents, environment, script, write_rows
 from pyarrow import parquet
 
 from data import sharder
@@ -195,8 +194,8 @@ def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()
     for i in range(4):
-        rows = [json.dumps({"text": text}) for text in documents()[150 * i : 150 * (i + 1)]]
-        (parts / f"{i}.jsonl").write_text("\n".join(rows))
+        rows = [{"text": text} for text in documents()[150 * i : 150 * (i + 1)]]
+        write_rows(parts / f"{i}.jsonl", rows)
     options = {"worker_index": 1, "worker_count": 2}
     for max_shards in (1, None):
         shard(parts, tmp_path / "1", max_shards=max_shards, **options)

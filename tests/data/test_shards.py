@@ -42,6 +42,19 @@ def test_shards_are_what_numpy_and_llm_c_read(tmp_path, dtype, magic, version):
     assert inspect_shard(path).read(1, 2).tolist() == tokens[1:]
 
 
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+def test_an_unfinished_shard_is_not_seen_and_continued_equals_one_written_at_once(tmp_path, suffix):
+    whole = write(tmp_path, "train", 0, range(100), suffix, "<u4")
+    path = tmp_path / f"train_000001{suffix}"
+    first = ShardWriter(path, "train", "<u4")
+    first.append(np.arange(70))
+    first.sync()  # 40 of these 70 are in the manifest; then a kill
+    assert [shard.path.name for shard in open_folder(tmp_path, "train").shards] == [whole["file"]]
+    second = ShardWriter(path, "train", "<u4", start=40)
+    second.append(np.arange(40, 100))
+    assert second.finish()["sha256"] == whole["sha256"]
+
+
 np.save(buffer := io.BytesIO(), np.zeros(4, np.int32))
 INT32 = buffer.getvalue()
 BIN = bin_header("<u2", 100)
@@ -130,18 +143,14 @@ def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
             open_folder(tmp_path, "train")
 
 
-@pytest.mark.parametrize(
-    ("manifest", "unfinished"),
-    [
-        ({"complete": True, "stopped": False}, []),
-        ({"complete": False, "stopped": True}, []),
-        ({"complete": False, "stopped": False}, [Path("data")]),
-        ({}, []),  # a folder of others
-    ],
-)
-def test_a_folder_whose_sharding_was_interrupted_is_known(manifest, unfinished):
-    folder = ShardFolder(Path("data"), "train", [], "bytes", manifest)
-    assert TokenStream([folder]).unfinished == unfinished
+def test_a_folder_whose_sharding_was_interrupted_is_known():
+    manifests = [{}]  # of a folder of others
+    for complete, stopped in ((True, False), (False, True), (False, False)):
+        manifests.append({"complete": complete, "stopped": stopped})
+    folders = []
+    for i, manifest in enumerate(manifests):
+        folders.append(ShardFolder(Path(str(i)), "train", [], "bytes", manifest))
+    assert TokenStream(folders).unfinished == [Path("3")]
 
 
 def write_datatrove(folder, name, tokens, tokenizer="gpt2", dtype="<u2"):

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from conftest import script
+from conftest import script, write_rows
 from matplotlib.figure import Figure
 
 from evaluation.figure import draw
@@ -19,8 +19,7 @@ def write_run(folder, losses, rows=(), **config):
         train = {"lr": 1e-3 * step, "tokens": 2048 * step, "tokens_per_s": 9e3, "ms": 200.0}
         lines.append({"step": step, "split": "train", "loss": loss, **train})
         lines.append({"step": step, "split": "val", "loss": loss, "bits_per_byte": loss / 4})
-    lines = [json.dumps(row) + "\n" for row in [*lines, *rows]]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+    write_rows(folder / "metrics.jsonl", [*lines, *rows])
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -18,6 +18,7 @@ from conftest import (
     torchrun,
     train_args,
     weights,
+    write_rows,
 )
 from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
@@ -84,10 +85,6 @@ def whole(base, tmp_path_factory):
         return run
 
     return get
-
-
-def write_rows(path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def finetune_args(base, run, method, *extra) -> list:

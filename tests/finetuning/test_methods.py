@@ -1,6 +1,5 @@
 """What each method computes from its rows with tiny models, against log-probabilities by hand."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import write_rows
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
@@ -41,8 +41,7 @@ def make(tmp_path):
     def make_method(
         name: str, rows=PAIRS, reference=None, reward_function=None, **options
     ) -> Method:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = write_rows(tmp_path / "rows.jsonl", rows)
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
         config = FinetuneConfig(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)

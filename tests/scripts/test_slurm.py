@@ -10,7 +10,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_commands
 
 FAKES = {
     # the step: torchrun on the nodes, which takes a second to save when told to end
@@ -44,12 +44,9 @@ def test_a_signal_saves_and_the_job_is_queued_again_where_slurm_does_not_do_it(
 ):
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
-    for name, body in FAKES.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
     log, pid = tmp_path / "log", tmp_path / "log.pid"
-    env = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "CODE": str(code),
+    env = write_commands(tmp_path, **FAKES) | {
+        "LOG": str(log), "CODE": str(code),
         "PREEMPT_TIME": preempt_time, "STEPS": "200" if signals else "0", "SLURM_JOB_ID": "42",
         "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "64",
     }  # fmt: skip
