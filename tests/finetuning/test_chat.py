@@ -37,7 +37,7 @@ QUESTION = [{"role": "user", "content": "2+3?"}]
 DIALOG = [*QUESTION, {"role": "assistant", "content": "5"}]
 
 
-def text(tokens) -> str:
+def text(tokens):
     return "".join("|" if token == BYTES.eot else chr(token) for token in tokens)
 
 
@@ -69,7 +69,7 @@ def test_old_turns_make_room_for_the_answer():
     """A question goes with its answer."""
     history = [*DIALOG] * 4 + QUESTION
 
-    def fit(messages, block_size: int) -> str:
+    def fit(messages, block_size):
         return text(fit_history(messages, BYTES, block_size, 10))
 
     assert fit(history, 1000).count("User") == 5
@@ -77,7 +77,7 @@ def test_old_turns_make_room_for_the_answer():
     assert fit(history, 16) == "|User: 2+3?|Assistant:"
 
 
-def ask(row: dict) -> object:
+def ask(row):
     return CHAT.question(row, 5, has_answer=True)
 
 

@@ -87,20 +87,20 @@ def whole(base, tmp_path_factory):
     return get
 
 
-def finetune_args(base, run, method, *extra) -> list:
+def finetune_args(base, run, method, *extra):
     """The command line of a small run of finetune.py in the folder `run`."""
     options = METHODS[method].replace("letters.py", str(base / "letters.py"))
     data = ["--init_from", base, "--data", base / "rows.jsonl", *folders(run)]
     return ["finetune.py", "--method", method, *data, *SMALL.split(), *options.split(), *extra]
 
 
-def steps_args(base, run, method, *extra) -> list:
+def steps_args(base, run, method, *extra):
     """The command line of a run by STEPS."""
     data = ("--eval_data", base / "rows.jsonl")
     return finetune_args(base, run, method, *STEPS.split(), *data, *extra)
 
 
-def rows(run, split="train") -> list[dict]:
+def rows(run, split="train"):
     """Numbers of a log without times, and without the tokens, of which some are padding."""
     left_out = ("ms", "per_s", "split", "mfu", "tokens")
     return [
@@ -109,7 +109,7 @@ def rows(run, split="train") -> list[dict]:
     ]
 
 
-def exact_share(run, questions, longest, *extra) -> float:
+def exact_share(run, questions, longest, *extra):
     """The share of questions that the model of a run answers exactly, by evaluate.py."""
     table = run / "table.json"
     asked = ("--tasks", questions, "--max_new_tokens", longest, "--out", table, *extra)
@@ -119,7 +119,7 @@ def exact_share(run, questions, longest, *extra) -> float:
     return result["value"]
 
 
-def samples(run) -> list[str]:
+def samples(run):
     return (run / "logs/samples.txt").read_text().split("--- step ")
 
 

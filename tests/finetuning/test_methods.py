@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_rows
-from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
 from finetuning.completions import Completion
-from finetuning.examples import Example, TextEncoder
+from finetuning.examples import TextEncoder
 from finetuning.grpo import group_advantages
-from finetuning.methods import Method
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
@@ -38,9 +36,7 @@ LETTERS = [{"prompt": "a" * n, "completion": "b" * n} for n in (3, 9, 5, 25, 12,
 def make(tmp_path):
     """A function that makes a method on rows of plain text."""
 
-    def make_method(
-        name: str, rows=PAIRS, reference=None, reward_function=None, **options
-    ) -> Method:
+    def make_method(name, rows=PAIRS, reference=None, reward_function=None, **options):
         path = write_rows(tmp_path / "rows.jsonl", rows)
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
         config = FinetuneConfig(init_from="a", data=path, method=name, **given)
@@ -50,7 +46,7 @@ def make(tmp_path):
     return make_method
 
 
-def make_model(seed: int = 0) -> GPT:
+def make_model(seed=0):
     """A tiny model whose output differs from token to token."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(64, 257, 2, 2, 16))
@@ -59,7 +55,7 @@ def make_model(seed: int = 0) -> GPT:
     return model
 
 
-def logprobs_by_hand(model: GPT, example: Example) -> Tensor:
+def logprobs_by_hand(model, example):
     """Log-probability of each token that counts in the loss, from plain logits."""
     tokens = torch.from_numpy(example.tokens.astype(np.int64))
     logprobs = F.log_softmax(model(tokens[None, :-1])[0], -1)
@@ -67,7 +63,7 @@ def logprobs_by_hand(model: GPT, example: Example) -> Tensor:
     return picked[torch.from_numpy(example.loss_mask[1:])]
 
 
-def step_mean(method: Method, model: GPT, name: str) -> Tensor:
+def step_mean(method, model, name):
     """The mean of a metric of one step on all examples, or the part of it that a process has."""
     prepared = method.prepare(model, 0, np.arange(len(method.examples)))
     sums = [method.metric_sums(model, batch)[name] for batch in prepared.batches]
@@ -109,7 +105,7 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
         model.transformer.wte.weight[BYTES.eot] *= 4
     completions: list[Completion] = []
 
-    def reward_function(written: list[Completion]) -> list[float]:
+    def reward_function(written):
         completions.extend(written)
         return [float(len(set(x.text))) for x in written]
 
