@@ -215,6 +215,11 @@ def documents() -> list[str]:
     return ["\n".join(sentence() for _ in range(rng.randint(2, 12))) for _ in range(600)]
 
 
+def slow(*values: object):
+    """Return a row of a parametrized test that takes minutes."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def write_rows(path: Path, rows: list[dict]) -> Path:
     """Write rows as lines of JSON; return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -87,7 +87,7 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     assert Mixture(names, "val", 32).stream.bytes_per_token is None
 
 
-def test_a_stream_of_several_folders_needs_a_split_once(folders, tmp_path):
+def test_a_stream_of_several_folders_needs_a_split_once_and_is_verified(folders, tmp_path, capsys):
     shutil.copytree(folders / "c", tmp_path / "c")
     names = [tmp_path / "c", folders / "a"]
     manifest = read_manifest(names[0])
@@ -98,7 +98,15 @@ def test_a_stream_of_several_folders_needs_a_split_once(folders, tmp_path):
     assert val.bytes_per_token == Mixture(names[1:], "val", 32).stream.bytes_per_token
     num_documents = (train.tokens(0, len(train)) == 256).sum()
     assert train.bytes_per_token == (len(train) - num_documents) / len(train)
-    verify.main(verify.VerifyConfig(tuple(names), block_size=32))
+    config = verify.VerifyConfig(tuple(names), block_size=32)
+    verify.main(config)
+    assert "sequences of 32 tokens, each exactly once in an epoch" in capsys.readouterr().out
+    path = names[0] / "train_000000.npy"
+    raw = bytearray(path.read_bytes())
+    raw[5000] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match="train_000000.npy differs from the manifest's checksum"):
+        verify.main(config)
     for one in (names[:1], [f"{names[0]}:1", f"{names[1]}:1"]):
         with pytest.raises(UserError, match="c holds no val shards"):
             Mixture(one, "val", 32)

@@ -25,9 +25,7 @@ def write(folder, split, index, tokens, suffix=".npy", dtype="<u2"):
     return writer.finish()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "magic", "version"), [("<u2", 20240520, 1), ("<u4", 20240801, 7)]
-)
+@pytest.mark.parametrize("dtype, magic, version", [("<u2", 20240520, 1), ("<u4", 20240801, 7)])
 def test_shards_are_what_numpy_and_llm_c_read(tmp_path, dtype, magic, version):
     tokens = [5, 6, np.iinfo(dtype).max]
     path = tmp_path / write(tmp_path, "train", 0, tokens, dtype=dtype)["file"]
@@ -61,7 +59,7 @@ BIN = bin_header("<u2", 100)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    "name, content, message",
     [
         ("train_0.npy", b"not numpy at all", "pickled"),
         ("train_0.npy", INT32[:-1], "greater than file size"),
@@ -122,7 +120,7 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("split", "names"),
+    "split, names",
     [
         ("train", ["TinyStories-train", "edufineweb_train_000001", "medieval_train_000001"]),
         ("val", ["constrained_val_0", "fineweb_val_000000", "retrieval-Validation"]),

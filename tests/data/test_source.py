@@ -71,7 +71,7 @@ CUT = Skipped("cut off: JSON without its end")
 
 
 @pytest.mark.parametrize(
-    ("content", "rows"),
+    "content, rows",
     [
         (json.dumps({"id": [1], "text": "a"}, indent="\t") * 2 + "[] [", ["a", "a", CUT]),
         ('{}\n{"text": "a"},\r\n"bare"\n5', [NO_TEXT, "a", "bare", NO_TEXT]),
@@ -96,7 +96,7 @@ def test_lines_of_json_may_be_larger_than_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "rows"),
+    "name, content, rows",
     [
         ("a.txt", "\ufeffKäse\r\n\rK\ufffdse\n", ["Käse\r\n\rK\ufffdse\n"]),
         ("a.txt", "\ufeff \n", [EMPTY]),

@@ -47,7 +47,7 @@ def openai_labels(axes):
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "steps"),
+    "first, last, steps",
     [(6, 6, 1), (5.5, 5.4999, 3), (11, 3.2, 99)],
 )
 def test_tick_labels_are_distinct_and_many_enough(tmp_path, draw_panels, first, last, steps):
@@ -67,7 +67,7 @@ def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, draw_
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "corpus", "labels"),
+    "tokenizer, corpus, labels",
     [("gpt2", "FineWeb-Edu", 1), ("gpt2", "books", 0), ("bytes", "FineWeb-Edu", 0)],
 )
 def test_openai_s_loss_is_drawn_over_runs_on_gpt2_tokens_of_fineweb_edu_alone(
@@ -91,7 +91,7 @@ def test_benchmarks_have_a_color_each_and_a_dashed_line_each(tmp_path, draw_pane
     assert openai_labels(axes)[1] == "lambada, OpenAI gpt2: 0.3256"
 
 
-@pytest.mark.parametrize(("untrained", "first", "kept"), [(10.8, 8, []), (4.4, 4, [4.4, 4])])
+@pytest.mark.parametrize("untrained, first, kept", [(10.8, 8, []), (4.4, 4, [4.4, 4])])
 def test_losses_of_untrained_models_far_above_are_left_out(
     tmp_path, draw_panels, untrained, first, kept
 ):

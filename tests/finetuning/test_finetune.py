@@ -15,6 +15,7 @@ from conftest import (
     folders,
     run_ranks,
     script,
+    slow,
     torchrun,
     train_args,
     weights,
@@ -159,7 +160,7 @@ def test_sigterm_ends_the_texts_of_grpo_and_the_step_is_done_again(base, whole, 
     [
         ("sft", "zero2"),
         ("dpo", "none"),
-        pytest.param("grpo", "zero3", marks=pytest.mark.slow),
+        slow("grpo", "zero3"),
     ],
 )
 def test_two_processes_and_shardings_equal_one(base, whole, tmp_path, method, sharding):

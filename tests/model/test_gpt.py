@@ -18,7 +18,7 @@ def tiny(*args, **changes):
 COUNTS = (124_439_808, 354_823_168, 774_030_080, 1_557_611_200)
 
 
-@pytest.mark.parametrize(("name", "count"), list(zip(SIZES, COUNTS, strict=True)))
+@pytest.mark.parametrize("name, count", list(zip(SIZES, COUNTS, strict=True)))
 def test_named_sizes_have_openai_s_parameter_counts(name, count):
     with torch.device("meta"):
         model = GPT(GPTConfig(**SIZES[name]))
@@ -48,7 +48,7 @@ def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "name, value",
     [
         *(("n_head", 5), ("n_layer", 0), ("n_kv_head", 5), ("ngrams", 0)),
         *(("dropout", 1.0), ("norm", "batch"), ("activation", None)),

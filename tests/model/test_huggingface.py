@@ -42,7 +42,7 @@ def differ(ours, theirs, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "fields", "name"),
+    "shape, fields, name",
     [
         (SHAPES[0], {}, "GPT2LMHeadModel"),
         (SHAPES[1], {}, "GPT2LMHeadModel"),
@@ -137,7 +137,7 @@ def test_each_tensor_is_used_once_or_redundant_or_refused_by_name(kind, i, name,
         assert source in str(error) or target in str(error)
 
 
-@pytest.mark.parametrize(("kind", "table"), [("gpt2", GPT2_TABLE), ("tied llama", LLAMA_TABLE)])
+@pytest.mark.parametrize("kind, table", [("gpt2", GPT2_TABLE), ("tied llama", LLAMA_TABLE)])
 def test_copies_and_buffers_and_a_head_of_its_own_load(kind, table):
     config, tensors = files_of(kind)
     x = tensors[table]
@@ -177,7 +177,7 @@ CHANGES = [  # of a GPT-2's config.json, or of a Qwen3's
 ]
 
 
-@pytest.mark.parametrize(("fields", "change", "message"), CHANGES)
+@pytest.mark.parametrize("fields, change, message", CHANGES)
 def test_a_model_that_is_no_gpt_here_is_named(fields, change, message, tmp_path):
     save_pretrained(random_ours(SHAPES[2], **fields), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | change

@@ -72,7 +72,7 @@ def test_exact_gelu_is_x_times_the_normal_distribution():
 
 
 @pytest.mark.parametrize(
-    ("layout", "fields"),
+    "layout, fields",
     [
         ("nanoGPT", EXACT | {"vocab_size": 65}),
         ("nanoGPT compiled", EXACT | {"bias": False}),

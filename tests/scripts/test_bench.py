@@ -62,7 +62,7 @@ ROW = {"unit": "tokens/s"}
 
 
 @pytest.mark.parametrize(
-    ("args", "last", "code"),
+    "args, last, code",
     [
         (["correctness"], [{"ok": False, "summary": "1 failed, 2 passed"}], 1),
         (["small", "--peer", "x", "--data", "y"], [*3 * [ROW], {"split": "val", "loss": 3.5}], 0),

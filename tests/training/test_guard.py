@@ -4,7 +4,18 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, environment, gap, losses, same_run, script, torchrun, train_args, weights
+from conftest import (
+    ROOT,
+    environment,
+    gap,
+    losses,
+    same_run,
+    script,
+    slow,
+    torchrun,
+    train_args,
+    weights,
+)
 
 from training.checkpoint import load_checkpoint
 from training.run import PATIENCE
@@ -43,11 +54,11 @@ def test_an_overflow_in_float16_lowers_the_scale_which_a_resumed_run_keeps(
 
 
 @pytest.mark.parametrize(
-    ("sharding", "flags", "factor"),
+    "sharding, flags, factor",
     [
         ("none", (), "nan"),
         ("zero2", FLOAT16, OVERFLOW),
-        pytest.param("zero3", FLOAT16, OVERFLOW, marks=pytest.mark.slow),
+        slow("zero3", FLOAT16, OVERFLOW),
     ],
 )
 def test_a_bad_loss_on_one_process_skips_the_step_on_all(

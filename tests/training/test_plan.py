@@ -46,7 +46,7 @@ def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(name):
 
 
 @pytest.mark.parametrize(
-    ("options", "weights", "gradients"),  # by how much they are divided
+    "options, weights, gradients",  # by how much they are divided
     [
         ({"sharding": "zero1", "world_size": 8}, 8, 1),
         ({"sharding": "zero1", "world_size": 8, "accumulation": 1}, 8, 8),
@@ -86,7 +86,7 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "memory", "peak", "fits"),
+    "device, dtype, memory, peak, fits",
     [
         ("h100", "bfloat16", 80, 989, "fits"),
         ("t4", "float16", 16, 65, "does not fit"),
