@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import warm
 
+from utils.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real text for those who have it; never needed
 if (SHARED / "tiktoken").is_dir():
@@ -213,6 +215,11 @@ def documents() -> list[str]:
         return " ".join(rng.choices(words, k=rng.randint(4, 12))).capitalize() + "."
 
     return ["\n".join(sentence() for _ in range(rng.randint(2, 12))) for _ in range(600)]
+
+
+def user_error(message: str):
+    """Expect a sentence to the user, in which a regular expression is found, in a `with` block."""
+    return pytest.raises(UserError, match=message)
 
 
 def slow(*values: object):

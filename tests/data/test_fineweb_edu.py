@@ -8,12 +8,11 @@ import hub
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import documents, environment, script, write_rows
+from conftest import documents, environment, script, user_error, write_rows
 from pyarrow import parquet
 
 from data import sharder
 from data.shards import TokenStream, open_folder, read_manifest, write_manifest
-from utils.errors import UserError
 from utils.files import lock_folder
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
@@ -83,7 +82,7 @@ def test_other_settings_or_files_foreign_or_locked_shards_are_refused(corpus, tm
     before = digests(out)
 
     def refused(message, **options):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             shard(source, out, **options)
 
     refused("--shard_size, .* must be at least 1", shard_size=0)
@@ -202,10 +201,10 @@ def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
     texts = texts_in(tmp_path / "1", "train") + texts_in(tmp_path / "1", "val")
     assert sorted(texts) == sorted(documents()[150:300] + documents()[450:])
     assert not shard(parts, tmp_path / "2", val_fraction=1e-9, **options)["held_out"]
-    with pytest.raises(UserError, match="holds shards of worker_index 1"):
+    with user_error("holds shards of worker_index 1"):
         shard(parts, tmp_path / "1")
     (parts / "9.txt").write_text("the other worker's now")
-    with pytest.raises(UserError, match="holds shards of files"):
+    with user_error("holds shards of files"):
         shard(parts, tmp_path / "1", **options)
 
 

@@ -1,7 +1,7 @@
 import itertools
 
 import numpy as np
-import pytest
+from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ def test_1024_ranks_share_the_steps_of_15_trillion_tokens(tmp_path):
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path):
     np.save(tmp_path / "train_000000.npy", np.array([1, 2, 50257, 3] * 10, np.uint16))
-    with pytest.raises(UserError, match="train_000000.npy holds token id 50257, not one of"):
+    with user_error("train_000000.npy holds token id 50257, not one of"):
         Sequences(TokenStream([open_folder(tmp_path, "train")]), 4).batch(np.arange(2))
 
 
@@ -56,7 +56,7 @@ def test_prefetch_keeps_order_and_passes_errors_on():
         raise UserError("broken shard")
 
     received = []
-    with pytest.raises(UserError, match="broken shard"):
+    with user_error("broken shard"):
         for item in prefetch(items()):
             received.append(item)
     assert received == list(range(20))

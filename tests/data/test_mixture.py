@@ -4,7 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import documents, losses, same_run, script, torchrun, train_args, write_rows
+from conftest import (
+    documents,
+    losses,
+    same_run,
+    script,
+    torchrun,
+    train_args,
+    user_error,
+    write_rows,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb_edu import shard
@@ -12,7 +21,6 @@ from test_fineweb_edu import shard
 from data import verify
 from data.mixture import Corpus, Mixture, assign_places, parse_corpora
 from data.shards import read_manifest, write_manifest
-from utils.errors import UserError
 from utils.logger import read_metrics
 
 
@@ -33,7 +41,7 @@ def test_weights_are_read_from_the_names_of_folders():
     assert parse_corpora(["data/a:3", "data/b:1"]) == expected
     assert parse_corpora(["c:x/4", "d:nan"]) == [Corpus([Path("c:x/4"), Path("d:nan")], 1)]
     for names in (["data/a:1", "data/b"], ["data/a:1", "data/b:0"]):
-        with pytest.raises(UserError, match="give each folder a weight above 0"):
+        with user_error("give each folder a weight above 0"):
             parse_corpora(names)
 
 
@@ -54,7 +62,7 @@ def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     assert mixture.epochs(1000) == (pytest.approx(100 / tokens_of_c), "c")
     assert mixture.describe_epochs(10 * tokens_of_c).startswith("1.00 epochs of c, the corpus seen")
     assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
-    with pytest.raises(UserError, match="give weights of at most six digits"):
+    with user_error("give weights of at most six digits"):
         Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
 
 
@@ -77,10 +85,10 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     manifest = read_manifest(folders / "c")
     names = [f"{folders}/a{weight}", f"{tmp_path}/c{weight}"]
     Mixture(names, "val", 32)
-    with pytest.raises(UserError, match="--data_dir names .*/a twice"):
+    with user_error("--data_dir names .*/a twice"):
         Mixture([*names, f"{folders}/../{folders.name}/a{weight}"], "val", 32)
     write_manifest(tmp_path / "c", {**manifest, "val_fraction": 0.2})
-    with pytest.raises(UserError, match=r"several --val_fraction, \[0.1, 0.2\]: one may train"):
+    with user_error(r"several --val_fraction, \[0.1, 0.2\]: one may train"):
         Mixture(names, "val", 32)
     del manifest["val_fraction"], manifest["bytes"]
     write_manifest(tmp_path / "c", manifest)
@@ -105,10 +113,10 @@ def test_a_stream_of_several_folders_needs_a_split_once_and_is_verified(folders,
     raw = bytearray(path.read_bytes())
     raw[5000] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(UserError, match="train_000000.npy differs from the manifest's checksum"):
+    with user_error("train_000000.npy differs from the manifest's checksum"):
         verify.main(config)
     for one in (names[:1], [f"{names[0]}:1", f"{names[1]}:1"]):
-        with pytest.raises(UserError, match="c holds no val shards"):
+        with user_error("c holds no val shards"):
             Mixture(one, "val", 32)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pyarrow as pa
 import pytest
-from conftest import documents
+from conftest import documents, user_error
 from pyarrow import parquet
 
 from data import source
@@ -141,7 +141,7 @@ def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_pa
     assert batch.rows == read(tmp_path / "a.jsonl")
     assert batch.rows == ["one\r\n", NO_TEXT, "\ufefftwo", EMPTY, ZERO]
     dataset.column = "x"
-    with pytest.raises(UserError, match="is without a column 'x', but text; give another --text_c"):
+    with user_error("is without a column 'x', but text; give another --text_c"):
         next(dataset.batches(position))
 
 
@@ -156,7 +156,7 @@ def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path, c
     assert "left out: 2 .jpg, 1 without a suffix;" in capsys.readouterr().err
     assert list_files((str(tmp_path / "README"),)) == {str(tmp_path / "README"): 14}
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty holds none of \('.parquet', .*, but nothing"):
+    with user_error(r"empty holds none of \('.parquet', .*, but nothing"):
         list_files((str(tmp_path / "empty"),))
 
 
@@ -187,5 +187,5 @@ def test_a_failing_machine_ends_the_run_and_is_no_damage(tmp_path, monkeypatch):
 
     monkeypatch.setitem(source.READERS, ".jsonl", fail)
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(UserError, match="a.jsonl is damaged or cannot be read .*Input/output"):
+    with user_error("a.jsonl is damaged or cannot be read .*Input/output"):
         read(tmp_path / "a.jsonl")

@@ -4,11 +4,10 @@ import warnings
 
 import numpy as np
 import pytest
-from conftest import script, write_rows
+from conftest import script, user_error, write_rows
 from matplotlib.figure import Figure
 
 from evaluation.figure import draw
-from utils.errors import UserError
 
 
 def write_run(folder, losses, rows=(), **config):
@@ -141,7 +140,7 @@ def test_what_is_no_run_is_skipped_unless_it_is_all(tmp_path, draw_panels, capsy
     (tmp_path / "sweep.png").write_bytes(b"\x89PNG\n")
     write_run(tmp_path / "run", [])
     others = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="table.md, line 1, is not a row"):
+    with user_error("table.md, line 1, is not a row"):
         draw(others, tmp_path / "a.png")
     draw_panels(*others, write_run(tmp_path / "b", [4]))
     assert capsys.readouterr().out.count("skipped: ") == 2 + 3
@@ -157,5 +156,5 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
         draw([run], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text().endswith("</svg>\n")
     for name in ("a.xyz", "a.svg/b.png"):
-        with pytest.raises(UserError, match=f"{name} could not be written"):
+        with user_error(f"{name} could not be written"):
             draw([run], tmp_path / name)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import user_error
 
 from data.loader import Sequences, TokenStream
 from data.shards import open_folder, read_manifest, write_manifest
@@ -19,7 +20,6 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.recipes import parse_recipe
 from utils.distributed import Process
-from utils.errors import UserError
 
 ALONE = Process(0, 1, torch.device("cpu"))
 ITEMS = [
@@ -121,7 +121,7 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
 
 
 def test_a_model_of_nan_is_an_error(scorer):
-    with pytest.raises(UserError, match="gives NaN"):
+    with user_error("gives NaN"):
         with_weights(scorer, math.nan).score(ITEMS)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import torch
+from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
@@ -116,14 +117,14 @@ def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, line, encode, probl
     path = tmp_path / "rows.jsonl"
     good = {"prompt": "a", "answer": 3, "completion": "b"}
     path.write_text(f"{json.dumps(good)}\n\n{line}\n")
-    with pytest.raises(UserError, match=f"rows.jsonl, line 3: .*{problem}"):
+    with user_error(f"rows.jsonl, line 3: .*{problem}"):
         read_jsonl(path, encode)
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n")
-    with pytest.raises(UserError, match="rows.jsonl holds no rows"):
+    with user_error("rows.jsonl holds no rows"):
         read_jsonl(path, dict)
 
 
@@ -197,7 +198,7 @@ def test_dialogs_have_the_text_and_ids_of_transformers_or_are_refused(tmp_path, 
         try:
             whole = theirs.apply_chat_template(messages, tokenize=False)
         except jinja2.TemplateError as error:
-            with pytest.raises(UserError, match=str(error)):
+            with user_error(str(error)):
                 ours.render(messages)
             return
         assert ours.render([message | {"weight": 1} for message in messages]) == whole
@@ -296,7 +297,7 @@ def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path, engine, template, problem):
-    with pytest.raises(UserError, match=f"tokenizer.json is no tokenizer .*: .*{problem}"):
+    with user_error(f"tokenizer.json is no tokenizer .*: .*{problem}"):
         folder_with_tokenizer(tmp_path, engine, template)
 
 

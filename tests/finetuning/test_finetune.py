@@ -18,6 +18,7 @@ from conftest import (
     slow,
     torchrun,
     train_args,
+    user_error,
     weights,
     write_rows,
 )
@@ -190,10 +191,10 @@ def test_a_reward_model_rates_for_grpo_and_writes_no_text(base, tmp_path):
     assert rows(reward, "val")[-1]["accuracy"] > 0.9
     script(*finetune_args(base, tmp_path, "grpo", "--reward", reward, "--max_steps", 2))
     assert len({row["reward"] for row in rows(tmp_path)}) == 2
-    with pytest.raises(UserError, match="is a reward model"):
+    with user_error("is a reward model"):
         load_model(reward / "checkpoints/model_last.pt")
     plain = TextEncoder(load_tokenizer("bytes"), False, 64)
-    with pytest.raises(UserError, match="another kind of text"):
+    with user_error("another kind of text"):
         load_reward_function(str(reward), plain, Process(0, 1, "cpu"), torch.float32)
 
 

@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
+from conftest import user_error
 from tiny import RECIPES, tiny_gpt
 
 from model.config import SIZES, GPTConfig
 from model.gpt import GPT
 from model.layers import KVCache
-from utils.errors import UserError
 
 
 def tiny(*args, **changes):
@@ -55,7 +55,7 @@ def test_padding_of_the_vocabulary_is_not_scored_and_not_learned():
     ],
 )
 def test_shapes_that_cannot_be_are_named(name, value):
-    with pytest.raises(UserError, match=name):
+    with user_error(name):
         GPTConfig(**{name: value})
 
 

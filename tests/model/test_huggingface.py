@@ -6,6 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from conftest import user_error
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -143,7 +144,7 @@ def test_copies_and_buffers_and_a_head_of_its_own_load(kind, table):
     x = tensors[table]
     for name, buffer in BUFFERS.items():
         load_from(config, tensors | {name: buffer})
-        with pytest.raises(UserError, match=name):
+        with user_error(name):
             load_from(config, tensors | {name: buffer * 0.5})
     load_from(config, {name.removeprefix("transformer."): x for name, x in tensors.items()})
     for head in (x.clone(), x + 1):
@@ -162,7 +163,7 @@ def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp
     idx = torch.randint(0, 257, (2, 16))
     assert (model(idx) == padded(idx)[..., :257]).all()
     save_pretrained(random_ours((1, 1, 8, 16, 256), **fields), tmp_path, eot=256)
-    with pytest.raises(UserError, match="has a tokenizer of 257 tokens, its model only 256"):
+    with user_error("has a tokenizer of 257 tokens, its model only 256"):
         open_model(tmp_path)
 
 
@@ -182,7 +183,7 @@ def test_a_model_that_is_no_gpt_here_is_named(fields, change, message, tmp_path)
     save_pretrained(random_ours(SHAPES[2], **fields), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"is damaged or not a GPT-2, .*: .*{message}"):
+    with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
         load_pretrained(tmp_path)
 
 
@@ -207,7 +208,7 @@ def test_the_files_are_those_that_transformers_reads(tmp_path):
         ((tmp_path / "model.safetensors.index.json").unlink, "no model.safetensors"),
     ):
         damage()
-        with pytest.raises(UserError, match=f"is damaged or not a GPT-2, .*: .*{message}"):
+        with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
             load_pretrained(tmp_path)
 
 
@@ -216,12 +217,12 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
         (LLAMA | {"norm": "layer", "bias": True}, "no LLaMA with norm=layer, bias=True"),
         ({"qk_norm": True}, "no LLaMA with position=learned"),
     ):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             save_pretrained(random_ours(SHAPES[2], **fields), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_name_that_is_not_in_the_cache_is_a_sentence_without_network(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="someone/model is no folder.* the name and the network$"):
+    with user_error("someone/model is no folder.* the name and the network$"):
         load_pretrained("someone/model")

@@ -1,13 +1,12 @@
 import pytest
 import torch
-from conftest import train_options
+from conftest import train_options, user_error
 
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.recipes import Recipe, parse_recipe
 from training.muon import Muon
 from training.optim import make_optimizers
-from utils.errors import UserError
 
 SHAPE = {"block_size": 8, "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
@@ -24,7 +23,7 @@ def test_adamw_decays_matrices_and_no_vectors():
     for name, p in model.named_parameters():
         assert groups[name]["lr_scale"] == 1.0
         assert groups[name]["weight_decay"] == (0.1 if p.dim() == 2 else 0.0)
-    with pytest.raises(UserError, match="optimizer is one of adamw, muon"):
+    with user_error("optimizer is one of adamw, muon"):
         make_optimizers(model, train_options(), Recipe(optimizer="sgd"))
 
 

@@ -5,11 +5,21 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import bad, gap, losses, same_run, script, slow, torchrun, train_args, train_options
+from conftest import (
+    bad,
+    gap,
+    losses,
+    same_run,
+    script,
+    slow,
+    torchrun,
+    train_args,
+    train_options,
+    user_error,
+)
 
 from model.recipes import RECIPES, Recipe, parse_recipe
 from train import build_model
-from utils.errors import UserError
 from utils.logger import read_metrics
 
 
@@ -32,7 +42,7 @@ def test_a_recipe_is_changed_field_by_field_and_read_back_from_a_checkpoint():
     ],
 )
 def test_a_recipe_that_is_none_is_named(text, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         parse_recipe(text)
 
 
