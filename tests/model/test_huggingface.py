@@ -187,9 +187,6 @@ def test_a_model_that_is_no_gpt_here_is_named(fields, change, message, tmp_path)
         load_pretrained(tmp_path)
 
 
-MORE = {"more": torch.ones(1)}
-
-
 def test_the_files_are_those_that_transformers_reads(tmp_path):
     ours = random_ours(SHAPES[2])
     save_pretrained(ours, tmp_path)
@@ -202,8 +199,7 @@ def test_the_files_are_those_that_transformers_reads(tmp_path):
     assert (load_pretrained(tmp_path).transformer.wpe.weight == 0).all()
     for damage, message in (
         (lambda: single.write_bytes(single.read_bytes()[:-100]), "SafetensorError"),
-        (lambda: (single.unlink(), save_file(load_file(second) | MORE, second)), "has more, which"),
-        (lambda: save_file(load_file(first), second), f"{second.name} has .* once more"),
+        (lambda: (single.unlink(), save_file(load_file(first), second)), "has .* once more"),
         (first.unlink, f"it has no {first.name}, which"),
         ((tmp_path / "model.safetensors.index.json").unlink, "no model.safetensors"),
     ):
