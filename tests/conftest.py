@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import warm
 
+from utils.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real text for those who have it; never needed
 if (SHARED / "tiktoken").is_dir():
@@ -227,12 +229,36 @@ def documents() -> list[str]:
     return ["\n".join(sentence() for _ in range(rng.randint(2, 12))) for _ in range(600)]
 
 
+def user_error(message: str):
+    """Expect a sentence to the user, in which a regular expression is found, in a `with` block."""
+    return pytest.raises(UserError, match=message)
+
+
+def slow(*values: object):
+    """Return a row of a parametrized test that takes minutes."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    """Write rows as lines of JSON; return the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_commands(folder: Path, **scripts: str) -> dict:
+    """Write scripts of bash by their names; return an environment that finds them first."""
+    for name, body in scripts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    env = environment()
+    return env | {"PATH": f"{folder}{os.pathsep}{env['PATH']}"}
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """The fixed documents as a jsonl file."""
-    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents()))
-    return path
+    rows = [{"text": text} for text in documents()]
+    return write_rows(tmp_path_factory.mktemp("corpus") / "text.jsonl", rows)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 import hashlib
 import importlib
 import io
-import json
 import os
 import shutil
 
@@ -9,12 +8,11 @@ import hub
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import documents, environment, script
+from conftest import documents, environment, script, user_error, write_rows
 from pyarrow import parquet
 
 from data import sharder
 from data.shards import TokenStream, open_folder, read_manifest, write_manifest
-from utils.errors import UserError
 from utils.files import lock_folder
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
@@ -84,7 +82,7 @@ def test_other_settings_or_files_foreign_or_locked_shards_are_refused(corpus, tm
     before = digests(out)
 
     def refused(message, **options):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             shard(source, out, **options)
 
     refused("holds shards of shard_size 20001; give another --local_dir", shard_size=1000)
@@ -194,18 +192,18 @@ def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()
     for i in range(4):
-        rows = [json.dumps({"text": text}) for text in documents()[150 * i : 150 * (i + 1)]]
-        (parts / f"{i}.jsonl").write_text("\n".join(rows))
+        rows = [{"text": text} for text in documents()[150 * i : 150 * (i + 1)]]
+        write_rows(parts / f"{i}.jsonl", rows)
     options = {"worker_index": 1, "worker_count": 2}
     for max_shards in (1, None):
         shard(parts, tmp_path / "1", max_shards=max_shards, **options)
     texts = texts_in(tmp_path / "1", "train") + texts_in(tmp_path / "1", "val")
     assert sorted(texts) == sorted(documents()[150:300] + documents()[450:])
     assert not shard(parts, tmp_path / "2", val_fraction=1e-9, **options)["held_out"]
-    with pytest.raises(UserError, match="holds shards of worker_index 1"):
+    with user_error("holds shards of worker_index 1"):
         shard(parts, tmp_path / "1")
     (parts / "9.txt").write_text("the other worker's now")
-    with pytest.raises(UserError, match="holds shards of files"):
+    with user_error("holds shards of files"):
         shard(parts, tmp_path / "1", **options)
 
 

@@ -1,17 +1,26 @@
-import json
 import shutil
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import documents, losses, same_run, script, torchrun, train_args
+from conftest import (
+    documents,
+    losses,
+    same_run,
+    script,
+    torchrun,
+    train_args,
+    user_error,
+    write_rows,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_fineweb_edu import shard
 
 from data import verify
 from data.mixture import Corpus, Mixture, assign_places, parse_corpora
 from data.shards import read_manifest, write_manifest
-from utils.errors import UserError
 from utils.logger import read_metrics
 
 
@@ -20,9 +29,8 @@ def folders(tmp_path_factory):
     """Three folders of shards of different sizes."""
     root = tmp_path_factory.mktemp("mixture")
     for name, count in (("a", 600), ("b", 300), ("c", 60)):
-        rows = [json.dumps({"text": text}) + "\n" for text in documents()[:count]]
-        (root / f"{name}.jsonl").write_text("".join(rows))
-        shard(root / f"{name}.jsonl", root / name)
+        rows = [{"text": text} for text in documents()[:count]]
+        shard(write_rows(root / f"{name}.jsonl", rows), root / name)
     return root
 
 
@@ -33,55 +41,39 @@ def test_weights_are_read_from_the_names_of_folders():
     assert parse_corpora(["data/a:3", "data/b:1"]) == expected
     assert parse_corpora(["c:x/4", "d:nan"]) == [Corpus([Path("c:x/4"), Path("d:nan")], 1)]
     for names in (["data/a:1", "data/b"], ["data/a:1", "data/b:0"]):
-        with pytest.raises(UserError, match="give each folder a weight above 0"):
+        with user_error("give each folder a weight above 0"):
             parse_corpora(names)
 
 
 def test_shares_are_exact_and_each_corpus_runs_through_its_own_order(folders):
     names = [f"{folders}/a:0.7", f"{folders}/b:0.2", f"{folders}/c:0.1"]
     mixture = Mixture(names, "train", 32)
-    ids = mixture.order(np.arange(10_000), seed=3)
-    corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
-    assert np.bincount(corpus).tolist() == [7000, 2000, 1000]
-    assert (mixture.order(np.arange(7_000, 8_000), seed=3) == ids[7_000:8_000]).all()
-    for i, part in enumerate(mixture.parts):
-        part_ids = ids[corpus == i] - mixture.starts[i]
-        assert (part_ids == part.order(np.arange(len(part_ids)), seed=3)).all()
-        (inputs, _), (expected, _) = mixture.batch(ids[corpus == i][:5]), part.batch(part_ids[:5])
-        assert (inputs == expected).all()
+    for start in (0, 2**55 // 10_000 * 10_000 + 7_000):
+        positions = start + np.arange(10_000)
+        ids = mixture.order(positions, seed=3)
+        corpus = np.searchsorted(mixture.starts, ids, side="right") - 1
+        for i, (part, tenths) in enumerate(zip(mixture.parts, (7, 2, 1), strict=True)):
+            part_ids = ids[corpus == i] - mixture.starts[i]
+            part_positions = start * tenths // 10 + np.arange(1000 * tenths)
+            assert (part_ids == part.order(part_positions, seed=3)).all()
+            batch, expected = mixture.batch(ids[corpus == i][:5]), part.batch(part_ids[:5])
+            assert (batch[0] == expected[0]).all()
     tokens_of_c = len(mixture.parts[2].stream)
     assert mixture.epochs(1000) == (pytest.approx(100 / tokens_of_c), "c")
     assert mixture.describe_epochs(10 * tokens_of_c).startswith("1.00 epochs of c, the corpus seen")
     assert mixture.title == "70 % of a, 20 % of b, 10 % of c"
+    with user_error("give weights of at most six digits"):
+        Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
 
 
-@pytest.mark.parametrize(
-    "shares",
-    [
-        (1997, 3),
-        (1, 1, 1),
-        (379, 830, 365, 14),
-        (1, 99_999),
-        (3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    ],
-)
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9) | st.integers(1, 2000), min_size=2, max_size=11))
 def test_any_first_positions_hold_the_share_of_each_corpus_to_within_one(shares):
     period = sum(shares)
     (places, _), n = assign_places(shares), np.arange(1, period + 1)
     for i, share in enumerate(shares):
         counts = np.cumsum(places == i)
         assert counts[-1] == share and np.abs(counts * period - n * share).max() < period
-
-
-def test_shares_stay_exact_far_from_the_first_position(folders):
-    mixture = Mixture([f"{folders}/a:0.9985", f"{folders}/b:0.0015"], "train", 32)
-    corpus, corpus_positions = mixture.locate(2**55 + np.arange(4_000))
-    for i, share in enumerate((1_997, 3)):
-        positions = corpus_positions[corpus == i]
-        assert len(positions) == 2 * share and (np.diff(positions) == 1).all()
-        assert abs(int(positions[0]) - 2**55 * share // 2_000) <= 1
-    with pytest.raises(UserError, match="give weights of at most six digits"):
-        Mixture([f"{folders}/a:0.12345678", f"{folders}/b:1"], "train", 32)
 
 
 @pytest.mark.parametrize("weight", ["", ":1"])
@@ -93,17 +85,17 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     manifest = read_manifest(folders / "c")
     names = [f"{folders}/a{weight}", f"{tmp_path}/c{weight}"]
     Mixture(names, "val", 32)
-    with pytest.raises(UserError, match="--data_dir names .*/a twice"):
+    with user_error("--data_dir names .*/a twice"):
         Mixture([*names, f"{folders}/../{folders.name}/a{weight}"], "val", 32)
     write_manifest(tmp_path / "c", {**manifest, "val_fraction": 0.2})
-    with pytest.raises(UserError, match=r"several --val_fraction, \[0.1, 0.2\]: one may train"):
+    with user_error(r"several --val_fraction, \[0.1, 0.2\]: one may train"):
         Mixture(names, "val", 32)
-    del manifest["val_fraction"]
+    del manifest["val_fraction"], manifest["bytes"]
     write_manifest(tmp_path / "c", manifest)
-    Mixture(names, "val", 32)
+    assert Mixture(names, "val", 32).stream.bytes_per_token is None
 
 
-def test_a_stream_of_several_folders_needs_a_split_once(folders, tmp_path):
+def test_a_stream_of_several_folders_needs_a_split_once_and_is_verified(folders, tmp_path, capsys):
     shutil.copytree(folders / "c", tmp_path / "c")
     names = [tmp_path / "c", folders / "a"]
     manifest = read_manifest(names[0])
@@ -112,9 +104,19 @@ def test_a_stream_of_several_folders_needs_a_split_once(folders, tmp_path):
     val, train = (Mixture(names, split, 32).stream for split in ("val", "train"))
     assert [folder.path for folder in val.folders] == names[1:] and len(train.folders) == 2
     assert val.bytes_per_token == Mixture(names[1:], "val", 32).stream.bytes_per_token
-    verify.main(verify.VerifyConfig(tuple(names), block_size=32))
+    num_documents = (train.tokens(0, len(train)) == 256).sum()
+    assert train.bytes_per_token == (len(train) - num_documents) / len(train)
+    config = verify.VerifyConfig(tuple(names), block_size=32)
+    verify.main(config)
+    assert "sequences of 32 tokens, each exactly once in an epoch" in capsys.readouterr().out
+    path = names[0] / "train_000000.npy"
+    raw = bytearray(path.read_bytes())
+    raw[5000] ^= 1
+    path.write_bytes(raw)
+    with user_error("train_000000.npy differs from the manifest's checksum"):
+        verify.main(config)
     for one in (names[:1], [f"{names[0]}:1", f"{names[1]}:1"]):
-        with pytest.raises(UserError, match="c holds no val shards"):
+        with user_error("c holds no val shards"):
             Mixture(one, "val", 32)
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import user_error
 
 from data.export_tokenizer import save_tokenizer
 from data.foreign import bin_header
@@ -16,7 +17,6 @@ from data.shards import (
     write_manifest,
 )
 from data.tokenizer import load_tokenizer
-from utils.errors import UserError
 
 
 def write(folder, split, index, tokens, suffix=".npy", dtype="<u2"):
@@ -25,9 +25,7 @@ def write(folder, split, index, tokens, suffix=".npy", dtype="<u2"):
     return writer.finish()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "magic", "version"), [("<u2", 20240520, 1), ("<u4", 20240801, 7)]
-)
+@pytest.mark.parametrize("dtype, magic, version", [("<u2", 20240520, 1), ("<u4", 20240801, 7)])
 def test_shards_are_what_numpy_and_llm_c_read(tmp_path, dtype, magic, version):
     tokens = [5, 6, np.iinfo(dtype).max]
     path = tmp_path / write(tmp_path, "train", 0, tokens, dtype=dtype)["file"]
@@ -61,7 +59,7 @@ BIN = bin_header("<u2", 100)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    "name, content, message",
     [
         ("train_0.npy", b"not numpy at all", "pickled"),
         ("train_0.npy", INT32[:-1], "greater than file size"),
@@ -73,7 +71,7 @@ BIN = bin_header("<u2", 100)
 )
 def test_a_broken_shard_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{name} is damaged or not a shard.*{message}"):
+    with user_error(f"{name} is damaged or not a shard.*{message}"):
         open_folder(tmp_path, "train")
 
 
@@ -82,7 +80,7 @@ def test_missing_and_empty_folders_say_what_to_do(tmp_path):
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "nothing", tmp_path / "empty"):
         for folders in ([path], [tmp_path, path]):
-            with pytest.raises(UserError, match=f"{path} holds no val shards.*python data/finew"):
+            with user_error(f"{path} holds no val shards.*python data/finew"):
                 open_folders(folders, "val")
     (tmp_path / "book.txt").touch()
     for name, message in (
@@ -90,7 +88,7 @@ def test_missing_and_empty_folders_say_what_to_do(tmp_path):
         ("book.txt", "is a file.*--input .*book.txt --local_dir data/book"),
         ("val_000000.npy", f"is a shard; give its folder, {tmp_path}"),
     ):
-        with pytest.raises(UserError, match=f"{tmp_path / name} {message}"):
+        with user_error(f"{tmp_path / name} {message}"):
             open_folders([tmp_path / name], "train")
 
 
@@ -113,7 +111,7 @@ def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(
         opened.tokens(5, 10)
     write(tmp_path, "train", 1, range(10))
     assert opened.tokens(5, 10).tolist() == [*range(5, 10), *range(5)]
-    with pytest.raises(UserError, match="train_000002.npy is not as manifest.json lists it"):
+    with user_error("train_000002.npy is not as manifest.json lists it"):
         opened.tokens(20, 5)
     entries[0]["sha256"] = entries[1]["sha256"][::-1]
     assert stream().digest != digest
@@ -123,12 +121,12 @@ def test_the_manifest_lists_the_shards_and_each_is_opened_when_it_is_first_read(
 def test_a_damaged_manifest_is_named(tmp_path, text):
     write(tmp_path, "train", 0, range(10))
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match="manifest.json is damaged"):
+    with user_error("manifest.json is damaged"):
         open_folder(tmp_path, "train")
 
 
 @pytest.mark.parametrize(
-    ("split", "names"),
+    "split, names",
     [
         ("train", ["TinyStories-train", "edufineweb_train_000001", "medieval_train_000001"]),
         ("val", ["constrained_val_0", "fineweb_val_000000", "retrieval-Validation"]),
@@ -145,22 +143,18 @@ def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
     assert open_folder(tmp_path, "train").tokenizer == "gpt2"
     for tokens in ([*range(257)] * 40, [*range(600)] * 2):
         write(tmp_path, "train", 0, tokens)
-        with pytest.raises(UserError, match="holds no tokens of GPT-2.* tokenizer.json beside it"):
+        with user_error("holds no tokens of GPT-2.* tokenizer.json beside it"):
             open_folder(tmp_path, "train")
 
 
-@pytest.mark.parametrize(
-    ("manifest", "unfinished"),
-    [
-        ({"complete": True, "stopped": False}, []),
-        ({"complete": False, "stopped": True}, []),
-        ({"complete": False, "stopped": False}, [Path("data")]),
-        ({}, []),  # a folder of others
-    ],
-)
-def test_a_folder_whose_sharding_was_interrupted_is_known(manifest, unfinished):
-    folder = ShardFolder(Path("data"), "train", [], "bytes", manifest)
-    assert TokenStream([folder]).unfinished == unfinished
+def test_a_folder_whose_sharding_was_interrupted_is_known():
+    manifests = [{}]  # of a folder of others
+    for complete, stopped in ((True, False), (False, True), (False, False)):
+        manifests.append({"complete": complete, "stopped": stopped})
+    folders = []
+    for i, manifest in enumerate(manifests):
+        folders.append(ShardFolder(Path(str(i)), "train", [], "bytes", manifest))
+    assert TokenStream(folders).unfinished == [Path("3")]
 
 
 def write_datatrove(folder, name, tokens, tokenizer="gpt2", dtype="<u2"):
@@ -185,10 +179,10 @@ def test_folders_of_datatrove_are_streams_of_their_files(tmp_path, dtype):
 
 def test_datatrove_tokens_of_another_tokenizer_need_its_file(tmp_path):
     write_datatrove(tmp_path, "train", [65, 256], "/data/|/tokenizer.json")
-    with pytest.raises(UserError, match=r"train.ds holds tokens of /data/\|/tok.*json beside it"):
+    with user_error(r"train.ds holds tokens of /data/\|/tok.*json beside it"):
         open_folder(tmp_path, "train")
     save_tokenizer(load_tokenizer("bytes"), tmp_path, block_size=8)
     assert open_folder(tmp_path, "train").tokenizer == "bytes"
     (tmp_path / "train.ds").write_bytes(b"\0\0")
-    with pytest.raises(UserError, match="train.ds is damaged.* 2 bytes instead of 4"):
+    with user_error("train.ds is damaged.* 2 bytes instead of 4"):
         open_folder(tmp_path, "train")

@@ -9,7 +9,7 @@ from functools import partial
 
 import pyarrow as pa
 import pytest
-from conftest import documents
+from conftest import documents, user_error
 from pyarrow import parquet
 
 from data import source
@@ -68,16 +68,11 @@ NO_TEXT, EMPTY, NO_JSON = Skipped("without text"), Skipped("empty"), Skipped("no
 WIDE, ZERO = Skipped("wider than the header"), Skipped("with U+0000")
 BAD = Skipped("not UTF-8, or half of a surrogate pair")
 CUT = Skipped("cut off: JSON without its end")
-VALUES = ["one", 7, "two\r\n", None, ["x"], {"y": 1}, True, "1", " ", "a\0", "\ud800"]
-READ = ["one", NO_TEXT, "two\r\n", *[NO_TEXT] * 4, "1", EMPTY, ZERO, BAD]
 
 
 @pytest.mark.parametrize(
-    ("content", "rows"),
+    "content, rows",
     [
-        ("\n\n" + objects(*VALUES), READ),
-        (json.dumps([{"text": text} for text in VALUES]), READ),
-        (json.dumps([{"text": text, "id": {}} for text in VALUES], indent=1), READ),
         (json.dumps({"id": [1], "text": "a"}, indent="\t") * 2 + "[] [", ["a", "a", CUT]),
         ('{}\n{"text": "a"},\r\n"bare"\n5', [NO_TEXT, "a", "bare", NO_TEXT]),
         ('{"text": "cut"\n{"text": "a"}\n{"text": "cut\n', [NO_JSON, "a", CUT]),
@@ -101,7 +96,7 @@ def test_lines_of_json_may_be_larger_than_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "rows"),
+    "name, content, rows",
     [
         ("a.txt", "\ufeffKäse\r\n\rK\ufffdse\n", ["Käse\r\n\rK\ufffdse\n"]),
         ("a.txt", "\ufeff \n", [EMPTY]),
@@ -119,11 +114,9 @@ def test_lines_of_json_may_be_larger_than_memory():
         ("a.TSV", f"text\tid\n{'a b ' * 100_000}\t1\n", ["a b " * 100_000]),
         ("a.jsonl", '{"body": "x"}\n{"title": "y"}\n', [None, None]),
         ("a.csv", 'text\na\n"never closed\nb\n', ["a", "Error: unexpected end"]),
-        ("a.csv", b"text\nK\xe4se\nna\xc3\xafve\n", [BAD, "naïve"]),
         ("a.jpg", b"\xff\xd8\xff\xe0\0\x10JFIF", [BAD]),
         ("a.parquet", "PAR1 no parquet", ["Arrow"]),
         ("a.txt.gz", "no gzip", ["BadGzipFile: Not a gzipped file"]),
-        ("a.txt.bz2", "no bzip2", ["OSError: Invalid data stream"]),
     ],
 )
 def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content, rows, capsys):
@@ -148,7 +141,7 @@ def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_pa
     assert batch.rows == read(tmp_path / "a.jsonl")
     assert batch.rows == ["one\r\n", NO_TEXT, "\ufefftwo", EMPTY, ZERO]
     dataset.column = "x"
-    with pytest.raises(UserError, match="is without a column 'x', but text; give another --text_c"):
+    with user_error("is without a column 'x', but text; give another --text_c"):
         next(dataset.batches(position))
 
 
@@ -163,7 +156,7 @@ def test_a_folder_is_read_in_name_order_and_tells_what_it_leaves_out(tmp_path, c
     assert "left out: 2 .jpg, 1 without a suffix;" in capsys.readouterr().err
     assert list_files((str(tmp_path / "README"),)) == {str(tmp_path / "README"): 14}
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty holds none of \('.parquet', .*, but nothing"):
+    with user_error(r"empty holds none of \('.parquet', .*, but nothing"):
         list_files((str(tmp_path / "empty"),))
 
 
@@ -194,5 +187,5 @@ def test_a_failing_machine_ends_the_run_and_is_no_damage(tmp_path, monkeypatch):
 
     monkeypatch.setitem(source.READERS, ".jsonl", fail)
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(UserError, match="a.jsonl is damaged or cannot be read .*Input/output"):
+    with user_error("a.jsonl is damaged or cannot be read .*Input/output"):
         read(tmp_path / "a.jsonl")

@@ -4,11 +4,10 @@ import warnings
 
 import numpy as np
 import pytest
-from conftest import script
+from conftest import script, user_error, write_rows
 from matplotlib.figure import Figure
 
 from evaluation.figure import draw
-from utils.errors import UserError
 
 
 def write_run(folder, losses, rows=(), **config):
@@ -19,8 +18,7 @@ def write_run(folder, losses, rows=(), **config):
         train = {"lr": 1e-3 * step, "tokens": 2048 * step, "tokens_per_s": 9e3, "ms": 200.0}
         lines.append({"step": step, "split": "train", "loss": loss, **train})
         lines.append({"step": step, "split": "val", "loss": loss, "bits_per_byte": loss / 4})
-    lines = [json.dumps(row) + "\n" for row in [*lines, *rows]]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+    write_rows(folder / "metrics.jsonl", [*lines, *rows])
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -48,7 +46,7 @@ def openai_labels(axes):
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "steps"),
+    "first, last, steps",
     [(6, 6, 1), (5.5, 5.4999, 3), (11, 3.2, 99)],
 )
 def test_tick_labels_are_distinct_and_many_enough(tmp_path, draw_panels, first, last, steps):
@@ -68,7 +66,7 @@ def test_runs_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, draw_
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "corpus", "labels"),
+    "tokenizer, corpus, labels",
     [("gpt2", "FineWeb-Edu", 1), ("gpt2", "books", 0), ("bytes", "FineWeb-Edu", 0)],
 )
 def test_openai_s_loss_is_drawn_over_runs_on_gpt2_tokens_of_fineweb_edu_alone(
@@ -92,7 +90,7 @@ def test_benchmarks_have_a_color_each_and_a_dashed_line_each(tmp_path, draw_pane
     assert openai_labels(axes)[1] == "lambada, OpenAI gpt2: 0.3256"
 
 
-@pytest.mark.parametrize(("untrained", "first", "kept"), [(10.8, 8, []), (4.4, 4, [4.4, 4])])
+@pytest.mark.parametrize("untrained, first, kept", [(10.8, 8, []), (4.4, 4, [4.4, 4])])
 def test_losses_of_untrained_models_far_above_are_left_out(
     tmp_path, draw_panels, untrained, first, kept
 ):
@@ -142,7 +140,7 @@ def test_what_is_no_run_is_skipped_unless_it_is_all(tmp_path, draw_panels, capsy
     (tmp_path / "sweep.png").write_bytes(b"\x89PNG\n")
     write_run(tmp_path / "run", [])
     others = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="table.md, line 1, is not a row"):
+    with user_error("table.md, line 1, is not a row"):
         draw(others, tmp_path / "a.png")
     draw_panels(*others, write_run(tmp_path / "b", [4]))
     assert capsys.readouterr().out.count("skipped: ") == 2 + 3
@@ -158,5 +156,5 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
         draw([run], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text().endswith("</svg>\n")
     for name in ("a.xyz", "a.svg/b.png"):
-        with pytest.raises(UserError, match=f"{name} could not be written"):
+        with user_error(f"{name} could not be written"):
             draw([run], tmp_path / name)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import user_error
 
 from data.loader import Sequences, TokenStream
 from data.shards import open_folder, read_manifest, write_manifest
@@ -19,7 +20,6 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.recipes import parse_recipe
 from utils.distributed import Process
-from utils.errors import UserError
 
 ALONE = Process(0, 1, torch.device("cpu"))
 ITEMS = [
@@ -121,7 +121,7 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
 
 
 def test_a_model_of_nan_is_an_error(scorer):
-    with pytest.raises(UserError, match="gives NaN"):
+    with user_error("gives NaN"):
         with_weights(scorer, math.nan).score(ITEMS)
 
 
@@ -158,27 +158,21 @@ def val_sequences(folder):
 
 
 @pytest.mark.parametrize("batch_size", [7, 64])
-def test_validation_is_the_mean_over_the_first_tokens_for_any_batch_size(
-    shards, scorer, batch_size
+def test_validation_is_the_mean_over_the_first_tokens_that_there_are_for_any_batch_size(
+    shards, scorer, batch_size, tmp_path
 ):
     val = val_sequences(shards)
-    scores = replace(scorer, batch_size=batch_size).validation_loss(val, 3210)
-    x, y = (torch.from_numpy(a) for a in val.batch(np.arange(3210 // 32)))
-    expected = F.cross_entropy(scorer.model(x).flatten(0, 1), y.flatten()).item()
-    ends = (val.stream.tokens(0, len(val.stream)) == 256).sum()
-    bits = expected / math.log(2) * len(val.stream) / (len(val.stream) - ends)
-    assert scores == pytest.approx({"loss": expected, "bits_per_byte": bits}, rel=1e-6)
-    assert scorer.model.training  # left as training needs it
-
-
-def test_validation_reads_no_more_than_there_is_and_knows_bytes_that_were_counted(
-    shards, scorer, tmp_path
-):
-    val = val_sequences(shards)
-    whole = scorer.validation_loss(val, 10**9)
-    assert whole == scorer.validation_loss(val, len(val) * 32)
+    score = replace(scorer, batch_size=batch_size).validation_loss
+    for num_tokens, num_sequences in ((3210, 3210 // 32), (10**9, len(val))):
+        x, y = (torch.from_numpy(a) for a in val.batch(np.arange(num_sequences)))
+        expected = F.cross_entropy(scorer.model(x).flatten(0, 1), y.flatten()).item()
+        ends = (val.stream.tokens(0, len(val.stream)) == 256).sum()
+        bits = expected / math.log(2) * len(val.stream) / (len(val.stream) - ends)
+        scores = score(val, num_tokens)
+        assert scores == pytest.approx({"loss": expected, "bits_per_byte": bits}, rel=1e-6)
+        assert scorer.model.training  # left as training needs it
     shutil.copytree(shards, tmp_path, dirs_exist_ok=True)
     manifest = read_manifest(shards)
-    del manifest["bytes"]
+    del manifest["bytes"]  # which folders of others do not count
     write_manifest(tmp_path, manifest)
-    assert scorer.validation_loss(val_sequences(tmp_path), 10**9) == {"loss": whole["loss"]}
+    assert score(val_sequences(tmp_path), 10**9) == {"loss": scores["loss"]}

@@ -1,11 +1,11 @@
 import math
 
 import pytest
+from conftest import user_error
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLISHED
 from evaluation.tasks import Score
-from utils.errors import UserError
 
 HELLASWAG, LAMBADA, CBT = (BENCHMARKS[name] for name in ("hellaswag", "lambada", "cbt_cn"))
 BOOK = """1 Tom had a dog .
@@ -62,7 +62,7 @@ def test_benchmarks_come_from_the_hub_or_name_the_option_of_a_file(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert LAMBADA.read() == [{"text": "EleutherAI/lambada_openai test"}]
-    with pytest.raises(UserError, match=r"\(ConnectionError.*; --data, in train.py --NAME"):
+    with user_error(r"\(ConnectionError.*; --data, in train.py --NAME"):
         CBT.read()
 
 

@@ -51,7 +51,7 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, Guard) }
 """
 
 
-def load_hooks() -> None:
+def load_hooks():
     """Compile HOOKS, the first time, and load them; it has to come before `import torch`."""
     assert "torch" not in sys.modules
     torch_folder = Path(find_spec("torch").origin).parent
@@ -99,7 +99,7 @@ class OnGPU(Tensor):
     """A tensor that says that it is on the GPU; `values` is on the CPU."""
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> "OnGPU":
+    def __new__(cls, values):
         return Tensor._make_wrapper_subclass(
             cls,
             values.size(),
@@ -109,11 +109,11 @@ class OnGPU(Tensor):
             device=GPU,
         )
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values):
         assert not isinstance(values, OnGPU)
         self.values = values
 
-    def tolist(self) -> list:
+    def tolist(self):
         return self.cpu().tolist()  # PyTorch has none for subclasses
 
     @classmethod
@@ -128,7 +128,7 @@ class FakeGPU(TorchDispatchMode):
         return compute(func, args, kwargs or {})
 
 
-def compute(func, args: tuple, kwargs: dict):
+def compute(func, args, kwargs):
     """Run an operation on the CPU; its results are on the GPU if its tensors or `device` are."""
     name = func._schema.name.split("::")[1]
     leaves = tree_leaves((args, kwargs))
@@ -160,7 +160,7 @@ def compute(func, args: tuple, kwargs: dict):
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
-def refuse(func, name: str, tensors: list[Tensor]) -> None:
+def refuse(func, name, tensors):
     """Raise Refused for an operation with a tensor on the GPU that a GPU would not do."""
     if func.namespace in ("mkldnn", "onednn", "mkl") or "_cpu" in name:
         raise Refused(f"{func} is for CPUs and got a CUDA tensor")
@@ -171,9 +171,7 @@ def refuse(func, name: str, tensors: list[Tensor]) -> None:
         raise Refused(f"{func}: tensors on cuda:0 and on the CPU, of shapes {others}")
 
 
-def count_syncs(
-    name: str, args: tuple, kwargs: dict, asked_devices: list[torch.device], uses_gpu: bool
-) -> None:
+def count_syncs(name, args, kwargs, asked_devices, uses_gpu):
     """Count an operation in `syncs` if the host waits in it for the GPU."""
     if name == "copy_":
         to_gpu, from_gpu = isinstance(args[0], OnGPU), isinstance(args[1], OnGPU)
@@ -191,7 +189,7 @@ def count_syncs(
         syncs[line_of_project()] += 1
 
 
-def line_of_project() -> str:
+def line_of_project():
     """Return the line of the project that runs."""
     for frame in reversed(traceback.extract_stack()):
         if "torch/" not in frame.filename and frame.filename != __file__ and "<" not in frame.name:
@@ -199,7 +197,7 @@ def line_of_project() -> str:
     return "?"
 
 
-def install() -> None:
+def install():
     """Answer in the place of the driver what torch.cuda asks it."""
 
     class Properties:
@@ -223,7 +221,7 @@ def install() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)  # `data` keeps no subclass
     attend = F.scaled_dot_product_attention
 
-    def attend_and_note(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args):
+    def attend_and_note(query, key, value, mask, *args):
         with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         attention.add((query.size(2), key.size(2), mask is not None, with_cudnn))
         return attend(query, key, value, mask, *args)
@@ -231,18 +229,18 @@ def install() -> None:
     F.scaled_dot_product_attention = attend_and_note
     run_thread = threading.Thread.run
 
-    def run_with_gpu(thread: threading.Thread) -> None:
+    def run_with_gpu(thread):
         with FakeGPU():  # each thread has modes of its own
             run_thread(thread)
 
     threading.Thread.run = run_with_gpu
 
 
-def run_script(path: str) -> None:
+def run_script(path):
     """Run a script of the project on the fake GPU; print what was counted when it exits."""
     exit_process = os._exit  # by which the scripts end
 
-    def report_and_exit(code: int) -> None:
+    def report_and_exit(code):
         counted = {"syncs": syncs, "attention": sorted(attention)}
         print(json.dumps(counted), file=sys.stderr, flush=True)
         exit_process(code)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import folders, losses, script, train_args
+from conftest import folders, losses, script, slow, train_args, write_rows
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None or shutil.which("g++") is None,
@@ -37,21 +37,18 @@ def check(folder, args, steps, once=0):
     assert reads == [steps] and sum(in_steps.values()) - steps <= once, in_steps
 
 
-@pytest.mark.parametrize("recipe", ["speedrun", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["speedrun", slow("gpt2")])
 def test_a_run_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(shards, tmp_path, recipe):
-    hellaswag = tmp_path / "hellaswag.jsonl"
-    hellaswag.write_text(json.dumps(ITEM | {"endings": ["sat on", "ran"]}) + "\n")
+    item = ITEM | {"endings": ["sat on", "ran"]}
+    hellaswag = write_rows(tmp_path / "hellaswag.jsonl", [item])
     flags = ("--recipe", recipe, *SIZES, "--hellaswag_every", 3, "--hellaswag_data", hellaswag)
     check(tmp_path, train_args(shards, tmp_path, 5, *flags, "--no_use_torch_compile"), steps=5)
 
 
-@pytest.mark.parametrize(
-    "method", ["sft", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "grpo"))]
-)
+@pytest.mark.parametrize("method", ["sft", *(slow(x) for x in ("dpo", "grpo"))])
 def test_fine_tuning_on_a_gpu_is_that_of_a_cpu_and_waits_once_a_step(trained, tmp_path, method):
     row = {"prompt": "2?", "completion": "2", "chosen": "2", "rejected": "no", "answer": 2}
-    data = tmp_path / "rows.jsonl"
-    data.write_text((json.dumps(row) + "\n") * 8)
+    data = write_rows(tmp_path / "rows.jsonl", [row] * 8)
     args = ["finetune.py", "--method", method, "--init_from", trained, "--data", data, "--plain"]
     args += ["--max_steps", 3, "--batch_size", 4, "--micro_batch_size", 1, "--max_lr", 1e-3]
     args += ["--dtype", "float32", "--no_use_torch_compile", "--sample_every", 0]

@@ -13,11 +13,9 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 FILE = Path(__file__).with_name("trl.json")
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 257}
@@ -40,7 +38,7 @@ COMPLETIONS = [  # a line for each prompt; 256 is END
 REWARDS = [[1.0, 0.0, 0.5, -2.0], [0.0, 0.0, 0.0, 1.0], [0.25, 0.25, 0.25, 0.25]]
 
 
-def filled(shapes: dict[str, Sequence[int]], phase: float) -> dict[str, Tensor]:
+def filled(shapes, phase):
     """Return float32 weights of the given shapes that depend on names and `phase` alone: 0.1
     sin(i^2 + phase) with i counting through all of them by name, plus 1 in gains of norms."""
     weights = {}
@@ -53,13 +51,13 @@ def filled(shapes: dict[str, Sequence[int]], phase: float) -> dict[str, Tensor]:
     return weights
 
 
-def fill(model: nn.Module, phase: float) -> None:
+def fill(model, phase):
     """Give a model of transformers the weights of a phase."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model.load_state_dict(filled(shapes, phase), strict=False)  # lm_head is wte
 
 
-def make_model(kind: type, phase: float) -> nn.Module:
+def make_model(kind, phase):
     """Return a tiny GPT-2 of transformers, of the class `kind`, with the weights of a phase."""
     from transformers import GPT2Config
 
@@ -72,7 +70,7 @@ def make_model(kind: type, phase: float) -> nn.Module:
     return model
 
 
-def make_tokenizer() -> object:
+def make_tokenizer():
     """Return a tokenizer of numbers between spaces: "7" is the token 7."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -83,20 +81,20 @@ def make_tokenizer() -> object:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
 
 
-def options(folder: str) -> dict:
+def options(folder):
     """Return the options of all trainers: float32 on the CPU, and nothing logged."""
     quiet = {"output_dir": folder, "report_to": "none"}
     return quiet | {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
 
 
-def rounded(x: Tensor) -> list | float:
+def rounded(x):
     """Return the values of a tensor to 9 significant digits, zeros as 0."""
     if x.dim():
         return [rounded(row) for row in x]
     return float(f"{x.item():.9g}") or 0
 
 
-def measure(trainer: object, inputs: dict[str, Tensor]) -> dict:
+def measure(trainer, inputs):
     """Return trl's loss of a batch, and the gradients of some parameters."""
     model = trainer.model.train()
     model.zero_grad()
@@ -109,7 +107,7 @@ def measure(trainer: object, inputs: dict[str, Tensor]) -> dict:
     return {"loss": rounded(loss.detach()), "gradients": gradients}
 
 
-def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given) -> dict:
+def record_trainer(name, folder, kind, rows, **given):
     """Record trl's trainer of a method, as SFT, on one batch of all rows."""
     import trl
     from datasets import Dataset
@@ -136,19 +134,19 @@ def record_trainer(name: str, folder: str, kind: type, rows: list[dict], **given
     }
 
 
-def roll_out(prompts: list[str], trainer: object) -> dict:
+def roll_out(prompts, trainer):
     """Return the given completions, in place of sampled ones."""
     prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     completion_ids = [[int(number) for number in text.split()] for text in COMPLETIONS]
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
 
-def reward(completions: list[str], **_: object) -> list[float]:
+def reward(completions, **_):
     """Return the given rewards, one per completion."""
     return sum(REWARDS, [])
 
 
-def record_grpo(folder: str) -> dict:
+def record_grpo(folder):
     """Record GRPOTrainer with the options of Shao et al. 2024 and one step on the completions. trl
     loads the reference from the folder of the policy, which then gets other weights."""
     from datasets import Dataset
@@ -184,7 +182,7 @@ def record_grpo(folder: str) -> dict:
     }
 
 
-def main() -> None:
+def main():
     """Write trl.json."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     import transformers

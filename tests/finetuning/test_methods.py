@@ -1,6 +1,5 @@
 """What each method computes from its rows with tiny models, against log-probabilities by hand."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from conftest import write_rows
 
 from data.tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
 from finetuning.completions import Completion
-from finetuning.examples import Example, TextEncoder
+from finetuning.examples import TextEncoder
 from finetuning.grpo import group_advantages
-from finetuning.methods import Method
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
@@ -38,11 +36,8 @@ LETTERS = [{"prompt": "a" * n, "completion": "b" * n} for n in (3, 9, 5, 25, 12,
 def make(tmp_path):
     """A function that makes a method on rows of plain text."""
 
-    def make_method(
-        name: str, rows=PAIRS, reference=None, reward_function=None, **options
-    ) -> Method:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    def make_method(name, rows=PAIRS, reference=None, reward_function=None, **options):
+        path = write_rows(tmp_path / "rows.jsonl", rows)
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
         config = FinetuneConfig(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)
@@ -51,7 +46,7 @@ def make(tmp_path):
     return make_method
 
 
-def make_model(seed: int = 0) -> GPT:
+def make_model(seed=0):
     """A tiny model whose output differs from token to token."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(64, 257, 2, 2, 16))
@@ -60,7 +55,7 @@ def make_model(seed: int = 0) -> GPT:
     return model
 
 
-def logprobs_by_hand(model: GPT, example: Example) -> Tensor:
+def logprobs_by_hand(model, example):
     """Log-probability of each token that counts in the loss, from plain logits."""
     tokens = torch.from_numpy(example.tokens.astype(np.int64))
     logprobs = F.log_softmax(model(tokens[None, :-1])[0], -1)
@@ -68,7 +63,7 @@ def logprobs_by_hand(model: GPT, example: Example) -> Tensor:
     return picked[torch.from_numpy(example.loss_mask[1:])]
 
 
-def step_mean(method: Method, model: GPT, name: str) -> Tensor:
+def step_mean(method, model, name):
     """The mean of a metric of one step on all examples, or the part of it that a process has."""
     prepared = method.prepare(model, 0, np.arange(len(method.examples)))
     sums = [method.metric_sums(model, batch)[name] for batch in prepared.batches]
@@ -110,7 +105,7 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
         model.transformer.wte.weight[BYTES.eot] *= 4
     completions: list[Completion] = []
 
-    def reward_function(written: list[Completion]) -> list[float]:
+    def reward_function(written):
         completions.extend(written)
         return [float(len(set(x.text))) for x in written]
 
@@ -131,18 +126,19 @@ def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
         torch.testing.assert_close(batch.ref_logprobs[row][batch.targets[row] >= 0], by_hand)
 
 
-def test_a_step_that_is_not_finite_counts_and_changes_no_weight(make):
+def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     method = make("sft", LETTERS, max_steps=9, warmup_steps=0, max_lr=1e-3)
     model, state = make_model(), TrainState()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
     process = replace(CPU, stop=SimpleNamespace(signal=0))
     run = SimpleNamespace(config=method.config, process=process, dtype=torch.float32, state=state)
-    for divisor in (100, 0, 0):
+    for divisor in (0, 100, 0, 0):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
         before = model.head_weight.clone()
         result = train_step(run, model, [optimizer], method, prepared)
         assert (result.skip_reason is not None) == before.equal(model.head_weight) == (divisor == 0)
-    assert (state.step, state.bad_steps) == (3, 2)
+    assert (state.step, state.bad_steps) == (4, 2)
+    assert TrainState.start(state.to_checkpoint()) == state
 
 
 @pytest.mark.parametrize(

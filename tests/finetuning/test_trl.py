@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from record_trl import BLOCK_SIZE, FILE, PAD, POLICY, REFERENCE, SHAPE, filled
-from torch import Tensor
 
 from finetune import METHODS
 from finetuning.examples import Batch
@@ -21,7 +20,7 @@ from model.huggingface import model_from_hf, weights_to_hf
 TRL = json.loads(FILE.read_text())
 
 
-def make_model(phase: float, kind: type[GPT] = GPT) -> GPT:
+def make_model(phase, kind=GPT):
     """Return our GPT with the weights that record_trl.py gives the model of transformers."""
     config = GPTConfig(block_size=BLOCK_SIZE, **SHAPE)
     shapes = {name: x.shape for name, x in weights_to_hf(GPT(config).state_dict(), config).items()}
@@ -34,7 +33,7 @@ def make_model(phase: float, kind: type[GPT] = GPT) -> GPT:
     return model
 
 
-def make_batch(recorded: dict) -> Batch:
+def make_batch(recorded):
     """Return a recorded batch of N texts, padded on the right or, of grpo, on both sides."""
     idx = torch.tensor(recorded["input_ids"])
     targets = idx.masked_fill(torch.tensor(recorded["learned"]) == 0, -1).roll(-1, 1)
@@ -42,7 +41,7 @@ def make_batch(recorded: dict) -> Batch:
     return Batch(idx, targets, last=(idx != PAD).sum(1) - 1)
 
 
-def assert_close(ours: Tensor, theirs: list | float) -> None:
+def assert_close(ours, theirs):
     theirs = torch.tensor(theirs, dtype=ours.dtype)
     torch.testing.assert_close(ours.detach(), theirs, atol=1e-5, rtol=0)
 

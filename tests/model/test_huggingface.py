@@ -6,6 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from conftest import user_error
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -42,7 +43,7 @@ def differ(ours, theirs, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "fields", "name"),
+    "shape, fields, name",
     [
         (SHAPES[0], {}, "GPT2LMHeadModel"),
         (SHAPES[1], {}, "GPT2LMHeadModel"),
@@ -137,35 +138,19 @@ def test_each_tensor_is_used_once_or_redundant_or_refused_by_name(kind, i, name,
         assert source in str(error) or target in str(error)
 
 
-@pytest.mark.parametrize(("kind", "table"), [("gpt2", GPT2_TABLE), ("tied llama", LLAMA_TABLE)])
+@pytest.mark.parametrize("kind, table", [("gpt2", GPT2_TABLE), ("tied llama", LLAMA_TABLE)])
 def test_copies_and_buffers_and_a_head_of_its_own_load(kind, table):
     config, tensors = files_of(kind)
     x = tensors[table]
     for name, buffer in BUFFERS.items():
         load_from(config, tensors | {name: buffer})
-        with pytest.raises(UserError, match=name):
+        with user_error(name):
             load_from(config, tensors | {name: buffer * 0.5})
     load_from(config, {name.removeprefix("transformer."): x for name, x in tensors.items()})
     for head in (x.clone(), x + 1):
         load_from(config, tensors | {"lm_head.weight": head})
     del tensors[table]
     load_from(config, tensors | {"lm_head.weight": x})  # as safetensors.torch.save_model writes it
-
-
-@pytest.mark.parametrize(("name", "recipe"), [("gpt2", "llama"), ("bytes", "gpt2")])
-def test_auto_tokenizer_reads_what_we_write(name, recipe, tmp_path):
-    try:
-        tokenizer = load_tokenizer(name)
-    except ValueError as error:
-        pytest.skip(str(error))
-    model = random_ours((1, 1, 8, 16, tokenizer.vocab_size), **parse_recipe(recipe).model)
-    save_pretrained(model, tmp_path)
-    save_tokenizer(tokenizer, tmp_path, model.config.block_size)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("Hello, I'm a language model,", " naïve  café\n\n\t— 中文 🙂 x=1;", "don't 12345"):
-        assert theirs.encode(text) == tokenizer.encode(text).tolist()
-        assert theirs.decode(theirs.encode(text)) == text
-    assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab_size
 
 
 @pytest.mark.parametrize("fields", [{}, LLAMA | {"tied": False}], ids=["gpt2", "llama"])
@@ -178,34 +163,28 @@ def test_tokens_that_the_tokenizer_lacks_are_never_sampled_or_scored(fields, tmp
     idx = torch.randint(0, 257, (2, 16))
     assert (model(idx) == padded(idx)[..., :257]).all()
     save_pretrained(random_ours((1, 1, 8, 16, 256), **fields), tmp_path, eot=256)
-    with pytest.raises(UserError, match="has a tokenizer of 257 tokens, its model only 256"):
+    with user_error("has a tokenizer of 257 tokens, its model only 256"):
         open_model(tmp_path)
 
 
 CHANGES = [  # of a GPT-2's config.json, or of a Qwen3's
     ({}, {"model_type": "bert"}, "model_type 'bert'; only gpt2"),
     ({}, {"activation_function": "gelu"}, "activation_function 'gelu'; only gelu_new"),
-    ({}, {"n_layer": 3}, "it has no transformer.h.2"),
     ({}, {"n_layer": 1}, "it has transformer.h.1.*, which this model lacks"),
-    ({}, {"n_positions": 64}, r"wpe.weight is torch.float32 \[128, 64\], not \[64, 64\]"),
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     (QWEN3, {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling {'rope_type': 'yarn'}"),
     (QWEN3, {"use_sliding_window": True}, "use_sliding_window True"),
     (QWEN3, {"attention_bias": True}, "attention_bias True"),
-    (QWEN3, {"model_type": "llama"}, "it has .*_norm.weight, which"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "change", "message"), CHANGES)
+@pytest.mark.parametrize("fields, change, message", CHANGES)
 def test_a_model_that_is_no_gpt_here_is_named(fields, change, message, tmp_path):
     save_pretrained(random_ours(SHAPES[2], **fields), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"is damaged or not a GPT-2, .*: .*{message}"):
+    with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
         load_pretrained(tmp_path)
-
-
-MORE = {"more": torch.ones(1)}
 
 
 def test_the_files_are_those_that_transformers_reads(tmp_path):
@@ -220,13 +199,12 @@ def test_the_files_are_those_that_transformers_reads(tmp_path):
     assert (load_pretrained(tmp_path).transformer.wpe.weight == 0).all()
     for damage, message in (
         (lambda: single.write_bytes(single.read_bytes()[:-100]), "SafetensorError"),
-        (lambda: (single.unlink(), save_file(load_file(second) | MORE, second)), "has more, which"),
-        (lambda: save_file(load_file(first), second), f"{second.name} has .* once more"),
+        (lambda: (single.unlink(), save_file(load_file(first), second)), "has .* once more"),
         (first.unlink, f"it has no {first.name}, which"),
         ((tmp_path / "model.safetensors.index.json").unlink, "no model.safetensors"),
     ):
         damage()
-        with pytest.raises(UserError, match=f"is damaged or not a GPT-2, .*: .*{message}"):
+        with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
             load_pretrained(tmp_path)
 
 
@@ -235,12 +213,12 @@ def test_a_model_that_transformers_has_no_class_for_is_named(tmp_path):
         (LLAMA | {"norm": "layer", "bias": True}, "no LLaMA with norm=layer, bias=True"),
         ({"qk_norm": True}, "no LLaMA with position=learned"),
     ):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             save_pretrained(random_ours(SHAPES[2], **fields), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_name_that_is_not_in_the_cache_is_a_sentence_without_network(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="someone/model is no folder.* the name and the network$"):
+    with user_error("someone/model is no folder.* the name and the network$"):
         load_pretrained("someone/model")

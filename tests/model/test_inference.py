@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("chunk_rows", [7, 48])
-@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("dtype, far", [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 @pytest.mark.parametrize("variant", ["cpu", "gpu"])
 def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     variant, dtype, far, chunk_rows, monkeypatch
@@ -71,7 +71,7 @@ def test_a_model_for_inference_gives_the_logits_of_the_plain_one(recipe, dtype):
     assert error <= max(1.2 * rounding, 1e-5 * exact.norm())
 
 
-@pytest.mark.parametrize(("device", "has_onednn"), [("cpu", False), ("cuda", True)])
+@pytest.mark.parametrize("device, has_onednn", [("cpu", False), ("cuda", True)])
 def test_on_gpus_and_without_onednn_linear_layers_stay_plain(monkeypatch, device, has_onednn):
     monkeypatch.setattr("model.inference.has_onednn", lambda dtype: has_onednn)
     model = prepare_for_inference(tiny_gpt(), torch.device(device), torch.float32)

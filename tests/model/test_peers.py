@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import bad, losses, script, train_args
+from conftest import bad, losses, script, train_args, user_error
 
 import __main__
 from convert import to_nanogpt
@@ -15,7 +15,6 @@ from model.gpt import GPT
 from model.huggingface import load_pretrained
 from model.layers import ACTIVATIONS
 from training.checkpoint import open_model
-from utils.errors import UserError
 
 LLM_C_KINDS = "ln_1 attn.c_attn attn.c_proj ln_2 mlp.c_fc mlp.c_proj".split()
 EXACT = {"activation": "gelu_exact"}
@@ -72,7 +71,7 @@ def test_exact_gelu_is_x_times_the_normal_distribution():
 
 
 @pytest.mark.parametrize(
-    ("layout", "fields"),
+    "layout, fields",
     [
         ("nanoGPT", EXACT | {"vocab_size": 65}),
         ("nanoGPT compiled", EXACT | {"bias": False}),
@@ -113,15 +112,15 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
     path.write_bytes(b"hello")
     bad(["sample.py", "--model", path], "no checkpoint of this project, nanoGPT, build-nanogpt or")
     write("nanoGPT", random_gpt(65), path)
-    with pytest.raises(UserError, match="65 tokens, which are neither GPT-2's"):
+    with user_error("65 tokens, which are neither GPT-2's"):
         open_model(path)
-    with pytest.raises(UserError, match="differs from GPT-2 in norm, activation"):
+    with user_error("differs from GPT-2 in norm, activation"):
         to_nanogpt(random_gpt(norm="rms", activation="relu2"))
     write("nanoGPT compiled", random_gpt(), path)
     content = torch.load(path)
     content["model"]["transformer.ln_f.bias"] = torch.ones(8)  # beside that with the prefix
     torch.save(content, path)
-    with pytest.raises(UserError, match="it has no transformer.wte.weight"):
+    with user_error("it has no transformer.wte.weight"):
         load_pretrained(path)
     whole = llm_c_file(random_gpt(), is_bfloat16=False)
     for content, message in (
@@ -129,5 +128,5 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
         (whole[:-8], "is damaged.* invalid for input of size 6"),
     ):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             load_pretrained(path)

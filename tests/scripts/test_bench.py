@@ -1,10 +1,9 @@
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, bad, environment
+from conftest import ROOT, bad, environment, write_commands
 
 PEER = """
 import torch
@@ -56,20 +55,18 @@ def test_a_peer_that_is_not_there_is_named_before_the_first_measurement(tmp_path
 
 
 # bench.py prints its row last, train.py writes its log, pytest prints its summary
-PYTHON = """#!/usr/bin/env bash
-echo "$*" >>"$LOG"
+PYTHON = """echo "$*" >>"$LOG"
 case "$1 $*" in
   *--log_dir*) mkdir -p runs/bench_gpu/logs
     echo '{"split": "val", "loss": 3.5}' >runs/bench_gpu/logs/metrics.jsonl ;;
   scripts/bench.py*) echo "number of parameters"; echo '{"unit": "tokens/s"}' ;;
   *pytest*) echo "1 failed, 2 passed"; exit 1 ;;
-esac
-"""
+esac"""
 ROW = {"unit": "tokens/s"}
 
 
 @pytest.mark.parametrize(
-    ("args", "last", "code"),
+    "args, last, code",
     [
         (["correctness"], [{"ok": False, "summary": "1 failed, 2 passed"}], 1),
         (["small", "--peer", "x", "--data", "y"], [*3 * [ROW], {"split": "val", "loss": 3.5}], 0),
@@ -80,10 +77,7 @@ def test_a_call_for_gpus_ends_in_one_line_of_json(tmp_path, args, last, code):
     (tmp_path / "scripts").mkdir()
     script_ = tmp_path / "scripts" / "bench_gpu.sh"
     script_.write_text((ROOT / "scripts" / "bench_gpu.sh").read_text())
-    (tmp_path / "python").write_text(PYTHON)
-    (tmp_path / "python").chmod(0o755)
-    env = {**environment(), "LOG": str(tmp_path / "log")}
-    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    env = write_commands(tmp_path, python=PYTHON) | {"LOG": str(tmp_path / "log")}
     done = subprocess.run(["bash", script_, *args], capture_output=True, text=True, env=env)
     assert done.returncode == code, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == last

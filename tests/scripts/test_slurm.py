@@ -4,13 +4,12 @@ Who gets which signal, and what SLURM does afterwards, is as seen on Slurm 22.05
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_commands
 
 FAKES = {
     # the step: torchrun on the nodes, which takes a second to save when told to end
@@ -25,7 +24,7 @@ FAKES = {
 
 
 @pytest.mark.parametrize(
-    ("signals", "preempt_time", "code", "events"),
+    "signals, preempt_time, code, events",
     [
         # before the time limit; by a person, too
         ("USR1 shell", "None", 1, "scancel --signal=TERM 42, saved, requeue 42"),
@@ -42,14 +41,9 @@ FAKES = {
 def test_a_signal_saves_and_the_job_is_queued_again_where_slurm_does_not_do_it(
     tmp_path, signals, preempt_time, code, events
 ):
-    if shutil.which("bash") is None:
-        pytest.skip("needs bash")
-    for name, body in FAKES.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
     log, pid = tmp_path / "log", tmp_path / "log.pid"
-    env = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "CODE": str(code),
+    env = write_commands(tmp_path, **FAKES) | {
+        "LOG": str(log), "CODE": str(code),
         "PREEMPT_TIME": preempt_time, "STEPS": "200" if signals else "0", "SLURM_JOB_ID": "42",
         "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "64",
     }  # fmt: skip

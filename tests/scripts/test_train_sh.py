@@ -1,14 +1,13 @@
 """train.sh with a python that logs what it is asked to run; the plan of a dry run is a real one."""
 
-import os
 import shutil
 import signal
 import subprocess
 
 import pytest
-from conftest import ROOT, environment, script
+from conftest import ROOT, script, write_commands
 
-PYTHON = """#!/usr/bin/env bash
+PYTHON = """
 case "$*" in
   -c*sys.prefix*) dirname "$0" ;;
   -c*) echo 0 ;;
@@ -18,9 +17,7 @@ case "$*" in
   *) echo "$*" >>log ;;
 esac
 """
-TORCHRUN = """#!/usr/bin/env bash
-echo "torchrun $TORCH_DISABLE_SHARE_RDZV_TCP_STORE $*" >>log
-"""
+TORCHRUN = 'echo "torchrun $TORCH_DISABLE_SHARE_RDZV_TCP_STORE $*" >>log'
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +29,13 @@ def plan():
 @pytest.fixture
 def train_sh(tmp_path, plan):
     """Run a copy of train.sh; return its output and the commands that it started."""
-    if shutil.which("bash") is None:
-        pytest.skip("needs bash")
     clone = tmp_path / "clone"
     (clone / "scripts").mkdir(parents=True)
     for name in ("train.sh", "scripts/env.sh", "scripts/chat_demo.sh", "requirements.txt"):
         shutil.copy(ROOT / name, clone / name)
-    for name, text in (("python", PYTHON), ("torchrun", TORCHRUN)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
     (clone / "plan").write_text(plan)
-    env = {**environment(), "VIRTUAL_ENV": str(tmp_path)}
-    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    env = write_commands(tmp_path, python=PYTHON, torchrun=TORCHRUN)
+    env["VIRTUAL_ENV"] = str(tmp_path)
     log = clone / "log"
 
     def run(*flags, code=0, cwd=clone, **variables):
@@ -90,7 +82,7 @@ def test_other_folders_are_not_sharded(train_sh, plan, line):
 
 
 @pytest.mark.parametrize(
-    ("flags", "restarts", "hangup"),
+    "flags, restarts, hangup",
     [(["--seed", "3"], 1, signal.SIG_DFL), (["--overwrite"], 0, signal.SIG_IGN)],
 )
 def test_several_processes_restart_unless_that_would_begin_anew(train_sh, flags, restarts, hangup):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from conftest import train_options
+from conftest import slow, train_options
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
@@ -85,12 +85,12 @@ class Graphs:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "checkpointing"),
+    "recipe, checkpointing",
     [
         ("gpt2", "none"),
         ("modern", "cheap"),
-        pytest.param("speedrun", "none", marks=pytest.mark.slow),
-        pytest.param("speedrun", "cheap", marks=pytest.mark.slow),
+        slow("speedrun", "none"),
+        slow("speedrun", "cheap"),
     ],
 )
 def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(

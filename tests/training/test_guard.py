@@ -1,14 +1,24 @@
 """Steps whose loss or gradient is not finite: skipped on all processes, counted, survived."""
 
 import json
-import math
 
 import pytest
 import torch
-from conftest import ROOT, environment, gap, losses, same_run, script, torchrun, train_args, weights
+from conftest import (
+    ROOT,
+    environment,
+    gap,
+    losses,
+    same_run,
+    script,
+    slow,
+    torchrun,
+    train_args,
+    weights,
+)
 
 from training.checkpoint import load_checkpoint
-from training.run import PATIENCE, TrainState, reason_to_skip
+from training.run import PATIENCE
 from utils.logger import read_metrics
 
 FLOAT16 = ("--dtype", "float16", "--save_every", 6, "--keep_last", 2, "--eval_every", 0)
@@ -20,15 +30,6 @@ def faulty(processes, args, faults, factor="nan", code=0):
     """Run train.py where the loss of some forwards is multiplied by a factor."""
     env = environment() | {"PYTHONPATH": str(ROOT), "FAULTS": faults, "FACTOR": factor}
     return torchrun(processes, "tests/faulty_train.py", *args[1:], env=env, code=code)
-
-
-def test_steps_that_are_not_finite_are_skipped_and_counted():
-    state = TrainState.start(None)
-    for loss, norm in ((math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan)):
-        state.advance(8, reason_to_skip(loss, norm))
-    assert state.bad_steps == TrainState.start(state.to_checkpoint()).bad_steps == 3
-    state.advance(8, reason_to_skip(1e30, 1e30))
-    assert (state.bad_steps, state.step, state.tokens) == (0, 4, 32)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +54,11 @@ def test_an_overflow_in_float16_lowers_the_scale_which_a_resumed_run_keeps(
 
 
 @pytest.mark.parametrize(
-    ("sharding", "flags", "factor"),
+    "sharding, flags, factor",
     [
         ("none", (), "nan"),
         ("zero2", FLOAT16, OVERFLOW),
-        pytest.param("zero3", FLOAT16, OVERFLOW, marks=pytest.mark.slow),
+        slow("zero3", FLOAT16, OVERFLOW),
     ],
 )
 def test_a_bad_loss_on_one_process_skips_the_step_on_all(

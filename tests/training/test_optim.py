@@ -47,14 +47,14 @@ def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(name):
     assert not of_muon and not of_adamw
 
 
-def step_muon(weights, gradients, split_sizes=None, decay=0.0, **recipe):
+def step_muon(weights, gradients, split_sizes=None, decay=0.0, dtype=torch.float32, **recipe):
     """Return parameters that Muon has updated, each a group of its own, and the optimizer."""
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
     groups = []
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient.clone()
         groups.append({"params": [p], "split_sizes": split_sizes or (p.size(0),), "lr": 0.1})
-    optimizer = Muon(groups, Recipe(**recipe), decay, torch.float32)
+    optimizer = Muon(groups, Recipe(**recipe), decay, dtype)
     optimizer.step()
     return parameters, optimizer
 
@@ -62,15 +62,16 @@ def step_muon(weights, gradients, split_sizes=None, decay=0.0, **recipe):
 @pytest.mark.parametrize("shape", [(24, 24), (48, 12), (12, 48)])
 def test_one_matrix_steps_as_with_torch_optim_muon(shape):
     torch.manual_seed(0)
-    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
-    group = {"params": [ours], "split_sizes": (shape[0],), "lr": 0.1}
-    optimizers = [Muon([group], Recipe(), 0.1, torch.bfloat16)]
-    optimizers.append(torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, momentum=0.95))
-    for _ in range(5):
+    theirs = torch.nn.Parameter(torch.ones(shape))
+    theirs.grad = torch.randn(shape)
+    (ours,), muon = step_muon([theirs], [theirs.grad], decay=0.1, dtype=torch.bfloat16)
+    optimizer = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, momentum=0.95)
+    for _ in range(4):
+        optimizer.step()
         ours.grad = torch.randn(shape)
         theirs.grad = ours.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+        muon.step()
+    optimizer.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2)
     assert not torch.allclose(ours, torch.ones(shape), atol=0.05)
 

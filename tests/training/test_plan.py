@@ -3,14 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import script, train_options
+from conftest import script, train_options, user_error
 
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.recipes import Recipe, parse_recipe
 from training.optim import make_optimizers
 from training.plan import Hardware, choose_micro_batch, forecast_memory
-from utils.errors import UserError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RECIPES = ("gpt2", "speedrun", "llama,n_kv_head=2,n_inner=100")
@@ -46,7 +45,7 @@ def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(name):
 
 
 @pytest.mark.parametrize(
-    ("options", "weights", "gradients"),  # by how much they are divided
+    "options, weights, gradients",  # by how much they are divided
     [
         ({"sharding": "zero1", "world_size": 8}, 8, 1),
         ({"sharding": "zero1", "world_size": 8, "accumulation": 1}, 8, 8),
@@ -86,7 +85,7 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "memory", "peak", "fits"),
+    "device, dtype, memory, peak, fits",
     [
         ("h100", "bfloat16", 80, 989, "fits"),
         ("t4", "float16", 16, 65, "does not fit"),
@@ -124,5 +123,5 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
     assert all(48 % size == 0 for size in sizes)
     assert choose(8, checkpointing="block") > sizes[1]
     assert choose(80, processes=4) == 12
-    with pytest.raises(UserError, match="one sequence needs .* GB, but a process has 1.00 GB"):
+    with user_error("one sequence needs .* GB, but a process has 1.00 GB"):
         choose(1)

@@ -5,11 +5,21 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import bad, gap, losses, same_run, script, torchrun, train_args, train_options
+from conftest import (
+    bad,
+    gap,
+    losses,
+    same_run,
+    script,
+    slow,
+    torchrun,
+    train_args,
+    train_options,
+    user_error,
+)
 
 from model.recipes import RECIPES, Recipe, parse_recipe
 from train import build_model
-from utils.errors import UserError
 from utils.logger import read_metrics
 
 
@@ -23,7 +33,7 @@ def test_a_recipe_is_changed_field_by_field_and_read_back_from_a_checkpoint():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("modren", "there are gpt2, modern, speedrun, llama"),
         ("modern,qk_nrom=True", "a recipe has no 'qk_nrom', but"),
@@ -34,7 +44,7 @@ def test_a_recipe_is_changed_field_by_field_and_read_back_from_a_checkpoint():
     ],
 )
 def test_a_recipe_that_is_none_is_named(text, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         parse_recipe(text)
 
 
@@ -60,11 +70,11 @@ def test_a_recipe_resumes_to_the_bit_and_with_its_optimizer_alone(shards, recipe
 
 
 @pytest.mark.parametrize(
-    ("sharding", "dtype", "far"),
+    "sharding, dtype, far",
     [
         ("zero2", "float32", 1e-4),
-        pytest.param("none", "float32", 1e-4, marks=pytest.mark.slow),
-        pytest.param("zero3", "bfloat16", 1e-2, marks=pytest.mark.slow),
+        slow("none", "float32", 1e-4),
+        slow("zero3", "bfloat16", 1e-2),
     ],
 )
 def test_unequal_shares_step_alike(shards, tmp_path, sharding, dtype, far):
