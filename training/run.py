@@ -440,11 +440,12 @@ class Run:
         folder = self.config.checkpoint_dir
         log_dir = self.config.log_dir
         if self.stopping:
-            saved = "saved" if self.state.step > self.start_step else "without a new checkpoint"
+            step = self.state.step
+            message = f"stopped at step {step}, before a new checkpoint"
+            if step > self.start_step:
+                message = f"stopped; saved at step {step}"
             command = resume_command(sys.argv[0], folder, log_dir)
-            self.logger.print(
-                f"stopped; {saved} at step {self.state.step}: continue with {command}"
-            )
+            self.logger.print(f"{message}: continue with {command}")
         elif self.process.is_main:
             self.logger.print(f"done{self.best_validation()}; checkpoints: {folder}")
         self.logger.close()
