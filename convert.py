@@ -8,7 +8,7 @@ The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelFo
 AutoTokenizer, in float32 with every bit of the weights, and has a model card.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +19,9 @@ from data.export_tokenizer import save_tokenizer
 from data.file_tokenizer import CHAT_TEMPLATE
 from data.tokenizer import load_tokenizer
 from finetuning.chat import is_chat
-from model.config import SIZED, GPTConfig
+from model.config import SIZED
 from model.gpt import GPT
-from model.huggingface import EMBEDDING, HEAD, differences, save_pretrained
+from model.huggingface import EMBEDDING, HEAD, differences, nearest_gpt2, save_pretrained
 from model.recipes import Recipe
 from training.checkpoint import assemble, checksum, find_checkpoint, open_model
 from training.run import TrainState
@@ -108,9 +108,7 @@ def to_nanogpt(model: GPT) -> dict:
     nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
     """
     config = model.config
-    misfits = differences(config, GPTConfig(bias=config.bias))
-    if config.activation == "gelu_exact":
-        del misfits["activation"]
+    misfits = differences(config, replace(nearest_gpt2(config), tied=True))
     if misfits:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
     weights = model.state_dict()

@@ -5,13 +5,15 @@
     torchrun --standalone --nproc_per_node=8 evaluate.py --tasks hellaswag lambada cbt_cn cbt_ne
     python evaluate.py --checkpoint runs/sft --tasks questions.jsonl    # rows of prompt and answer
 
-Prints a table with standard errors, beside published values of OpenAI's GPT-2, and writes the
-results of each task as JSON beside the checkpoint: model_best_hellaswag.json. Batch size and number
-of processes change scores up to rounding.
+Prints a table for each task as soon as it is scored, with standard errors, beside published values
+of OpenAI's GPT-2, and writes its results as JSON beside the checkpoint: model_best_hellaswag.json.
+A task that cannot be scored is named at the end, and the exit code is 1. Batch size and number of
+processes change scores up to rounding.
 """
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -170,21 +172,31 @@ def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreT
     return partial(questions.score, scorer.model)
 
 
-def open_tasks(config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]) -> ScoreTasks:
-    """Open the data of all tasks, before the first forward pass: a mistake costs no time."""
+def open_tasks(
+    config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]
+) -> tuple[ScoreTasks, dict[str, UserError]]:
+    """Open the data of all tasks, before the first forward pass; return the functions that score
+    them, and the errors of those that have none, by task. Raise the error of an only task."""
     score_tasks: ScoreTasks = {}
+    errors: dict[str, UserError] = {}
     data_paths = list(config.data)
     for task in config.tasks:
-        if task == "val":
-            score_tasks[task] = open_validation(config, scorer, trained_on)
-        elif task in BENCHMARKS:
-            path = None  # from the hub
-            if data_paths:
-                path = data_paths.pop(0)
-            score_tasks[task] = open_benchmark(task, path, config, scorer)
-        else:
-            score_tasks[task] = open_questions(Path(task), config, scorer)
-    return score_tasks
+        path = None  # from the hub
+        if task in BENCHMARKS and data_paths:
+            path = data_paths.pop(0)
+        try:
+            if task == "val":
+                score_tasks[task] = open_validation(config, scorer, trained_on)
+            elif task in BENCHMARKS:
+                score_tasks[task] = open_benchmark(task, path, config, scorer)
+            else:
+                score_tasks[task] = open_questions(Path(task), config, scorer)
+        except UserError as error:  # such as no network
+            if len(config.tasks) == 1:
+                raise
+            scorer.process.print(f"{task} is left out: {error}")
+            errors[task] = error
+    return score_tasks, errors
 
 
 def main(config: EvalConfig) -> None:
@@ -206,7 +218,7 @@ def main(config: EvalConfig) -> None:
     scorer = ItemScorer(model, tokenizer, process, dtype, config.batch_size, bar.update)
 
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
-    score_tasks = open_tasks(config, scorer, trained_on)
+    score_tasks, errors = open_tasks(config, scorer, trained_on)
     outputs = output_paths(config, name, checkpoint_path)  # by task
     if process.is_main:
         for path in [*outputs.values(), config.dump]:
@@ -222,7 +234,7 @@ def main(config: EvalConfig) -> None:
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    # Score one task after the other.
+    # Score one task after the other. What is there is printed and kept: others may still fail.
     results: list[Result] = []
     examples: list[dict] = []
     for task, score_task in score_tasks.items():
@@ -231,8 +243,7 @@ def main(config: EvalConfig) -> None:
         try:
             task_results, task_examples = score_task()
         except UserError as error:  # such as a continuation longer than the context
-            process.print(f"{task} is left out: {error}")
-            del outputs[task]
+            errors[task] = error
             continue
         results += task_results
         examples += task_examples
@@ -240,15 +251,17 @@ def main(config: EvalConfig) -> None:
             written = results if config.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
             outputs[task].write_text(json.dumps(content, indent=1))
+            if config.dump:
+                config.dump.write_text("".join(f"{json.dumps(row)}\n" for row in examples))
+            bar.clear()  # else the table begins in its line
+            print(format_table(task_results, openai_size(model.config)))
+            print(f"wrote {outputs[task]}", flush=True)
     bar.close()
-    if not results:
-        raise UserError("no task could be scored")
-    if process.is_main:
-        if config.dump:
-            config.dump.write_text("".join(f"{json.dumps(example)}\n" for example in examples))
-        print(format_table(results, openai_size(model.config)))
-        print(f"wrote {', '.join(dict.fromkeys(str(path) for path in outputs.values()))}")
+    for task, error in errors.items():
+        process.print(f"{task} could not be scored: {error}")
     distributed.stop()
+    if errors:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

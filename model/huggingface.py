@@ -45,9 +45,10 @@ LLAMA_FIELDS = {
 # values of transformers' GPT2Config and LlamaConfig for fields that a config.json leaves out
 GPT2_DEFAULTS = {"tie_word_embeddings": True}
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+# activation_function of a GPT-2's config.json, by our names: the tanh approximation, the exact GELU
+GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
 # Fields of config.json with the one value that this project computes.
 GPT2_CONSTANTS = {
-    "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -92,6 +93,15 @@ def differences(config: GPTConfig, other: GPTConfig) -> dict:
     return differing
 
 
+def nearest_gpt2(config: GPTConfig) -> GPTConfig:
+    """Return the GPT-2 of transformers that is most like an architecture, sizes aside: with its
+    GELU, biases and head."""
+    activation = "gelu"
+    if config.activation in GPT2_ACTIVATIONS:
+        activation = config.activation
+    return GPTConfig(activation=activation, bias=config.bias, tied=config.tied)
+
+
 def has_gpt2_names(config: GPTConfig) -> bool:
     """Return True for weights under GPT-2's names, False for those of a LLaMA."""
     return config.position == "learned"
@@ -108,6 +118,8 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     names = GPT2_FIELDS  # "model_type" of a GPT-2, and of anything that is refused below
     defaults = GPT2_DEFAULTS
     fields = {}
+    if hf_config.get("activation_function") == GPT2_ACTIVATIONS["gelu_exact"]:
+        fields = {"activation": "gelu_exact"}
     if hf_config["model_type"] in ("llama", "qwen3"):
         names = LLAMA_FIELDS
         defaults = LLAMA_DEFAULTS | rope
@@ -134,8 +146,8 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
-    differing_from_gpt2 = differences(config, GPTConfig(tied=config.tied))
-    if not differing_from_gpt2:
+    gpt2_misfits = differences(config, nearest_gpt2(config))
+    if not gpt2_misfits:
         hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
         return hf_config | {
             "architectures": ["GPT2LMHeadModel"],
@@ -145,14 +157,16 @@ def config_to_hf(config: GPTConfig) -> dict:
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.dropout,
+            "activation_function": GPT2_ACTIVATIONS[config.activation],
             **GPT2_CONSTANTS,
         }
-    misfits = differences(config, replace(config, **LLAMA))
-    if misfits:
+    llama_misfits = differences(config, replace(config, **LLAMA))
+    if llama_misfits:
+        misfits = min(gpt2_misfits, llama_misfits, key=len)  # the fewest to do without
         assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
         raise UserError(
-            f"transformers has no class for this model: it is no GPT-2, from which it differs in "
-            f"{', '.join(differing_from_gpt2)}, and no LLaMA with {assignments}"
+            f"transformers has no class for a model with {assignments}: export one of --recipe "
+            "gpt2, modern or llama (the demo's: bash train.sh demo --recipe modern --overwrite)"
         )
     class_name = "Qwen3" if config.qk_norm else "Llama"
     hf_config = {hf_name: getattr(config, name) for name, hf_name in LLAMA_FIELDS.items()}
@@ -262,6 +276,10 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     hf_weights: dict[str, Tensor] = {}
     for name, x in weights.items():
         hf_weights |= weight_to_hf(name, x, config)
+        # GPT2LMHeadModel has biases in all norms and linear layers: zeros, where ours has none
+        is_of_layer = name.startswith(("transformer.h.", "transformer.ln_f."))
+        if has_gpt2_names(config) and not config.bias and is_of_layer:
+            hf_weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(x))
     if config.qk_norm:  # Qwen3 has gains, which ours are without
         for layer in range(config.n_layer):
             for norm in ("q_norm", "k_norm"):

@@ -210,41 +210,53 @@ def checkpoint_folder(path: Path) -> Path:
     """Return `path` if checkpoints lie in it, else the folder in it that holds them, as in that of
     a run; `path` again if there are none."""
     # a folder of checkpoints, that of a run, or the first folder in it that holds some
-    for folder in (path, path / "checkpoints", *sorted(path.glob("*/"))):
-        if list(folder.glob("model_*.pt")):
-            return folder
+    folders = (path, path / "checkpoints", *sorted(path.glob("*/")))
+    for names in ("model_*.pt", "*.pt"):  # those of a run before one that convert.py has written
+        for folder in folders:
+            if list(folder.glob(names)):
+                return folder
     return path
 
 
+def is_own(path: Path) -> bool:
+    """Return True for a file that begins as a checkpoint of this project, or with zeros."""
+    with open(path, "rb") as file:
+        head = file.read(1024)
+    is_empty = not head.strip(b"\0")  # what a power cut may leave of one
+    # a zip file that begins with the pickled dict; its first key is this text of 14 bytes
+    return is_empty or b"X\x0e\0\0\0format_version" in head
+
+
 def find_checkpoint(name: str | Path) -> Path | None:
-    """Return the checkpoint of this project that a name stands for: a file, or the best, else the
-    newest one of a folder; None for a model of another project: a file, a Hugging Face folder, or
-    the name of a model on the hub."""
+    """Return the checkpoint of this project that a name stands for; None for a model of another
+    project: a file, a Hugging Face folder, or the name of a model on the hub.
+
+    Of a folder that is the best, else the newest, else the newest file of another name, as
+    convert.py writes it.
+    """
     path = Path(name)
     if path.is_file():
-        with open(path, "rb") as file:
-            head = file.read(1024)
-        # a zip file that begins with the pickled dict; its first key is this text of 14 bytes
-        is_own = b"X\x0e\0\0\0format_version" in head
-        is_empty = not head.strip(b"\0")  # what a power cut may leave of one
-        return path if is_own or is_empty else None
+        return path if is_own(path) else None
     if not path.is_dir():
         # a .pt that is missing is a misspelt checkpoint, and no name of the hub
         return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
-    best_or_newest = folder / BEST
-    if not best_or_newest.exists():
-        best_or_newest = find_newest(folder)
+    chosen = folder / BEST
+    if not chosen.exists():
+        chosen = find_newest(folder)
     # a folder of Hugging Face's format has a config.json, and so has the log of a run
     is_log = (path / "metrics.jsonl").exists()
-    if best_or_newest is None and (is_log or not (path / "config.json").exists()):
-        raise UserError(
-            f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
-            "build-nanogpt and llm.c give the file"
-        )
-    if best_or_newest is not None and os.environ.get("RANK", "0") == "0":
-        print(f"reading {best_or_newest}", file=sys.stderr)
-    return best_or_newest
+    if chosen is None and (is_log or not (path / "config.json").exists()):
+        own = [other for other in folder.glob("*.pt") if is_own(other)]
+        if not own:
+            raise UserError(
+                f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
+                "build-nanogpt and llm.c give the file"
+            )
+        chosen = max(own, key=lambda other: other.stat().st_mtime)
+    if chosen is not None and os.environ.get("RANK", "0") == "0":
+        print(f"reading {chosen}", file=sys.stderr)
+    return chosen
 
 
 def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, dict]:

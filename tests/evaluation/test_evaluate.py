@@ -113,15 +113,23 @@ def test_each_task_has_a_file_beside_the_checkpoint(trained, exported, tmp_path)
     assert names == {"model_best_val.json", "model_best_cbt_cn.json", "model_best_sums.json"}
 
 
-def test_a_task_that_does_not_fit_the_context_is_left_out(exported, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("long.jsonl", "the continuations of an item have [201] tokens"),
+        ("none", "lambada could not be read from"),
+    ],
+)
+def test_a_task_that_cannot_be_scored_is_named_and_the_others_are_kept(
+    exported, tmp_path, name, message
+):
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a " + "b" * 200}))
     args = ["--model", exported, "--tasks", "lambada", "hellaswag", "--limit", 2]
-    args += ["--data", tmp_path / "long.jsonl", exported / "h.jsonl"]
-    text = script(ROOT / "evaluate.py", *args, cwd=tmp_path).stdout
-    assert "lambada is left out: the continuations of an item have [201] tokens" in text
+    args += ["--data", tmp_path / name, exported / "h.jsonl"]
+    text = script(ROOT / "evaluate.py", *args, cwd=tmp_path, code=1).stdout
     written = tmp_path / "logs" / f"{exported.name}_hellaswag.json"
     assert {task for task, *_ in results(written)} == {"hellaswag"}
-    assert text.endswith(f"wrote logs/{written.name}\n")
+    assert f"wrote logs/{written.name}\nlambada could not be scored: {message}" in text
 
 
 def test_dtype_is_chosen_as_in_training():

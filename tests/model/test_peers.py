@@ -98,6 +98,14 @@ def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_pa
     write("nanoGPT", random_gpt(bias=False, **EXACT), ckpt)
     assert "Abc" in script("sample.py", "--model", ckpt, "--prompt", "Abc").stdout
     script("convert.py", "--model", ckpt, "--out", own)
+    sampled = script("sample.py", "--checkpoint", tmp_path, "--prompt", "Abc")
+    assert f"reading {own}" in sampled.stderr  # ckpt.pt is none of ours
+    script("convert.py", "--checkpoint", own, "--out", tmp_path / "hf")
+    idx = torch.randint(0, 257, (2, 32))
+    logits = load_pretrained(ckpt).eval()(idx)
+    torch.testing.assert_close(
+        load_pretrained(tmp_path / "hf").eval()(idx), logits, rtol=0, atol=1e-5
+    )
     script("convert.py", "--checkpoint", own, "--out", back, "--format", "nanogpt")
     ours, theirs = torch.load(back), torch.load(ckpt)
     assert ours["model_args"] == theirs["model_args"]
