@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -37,13 +36,7 @@ SMALL = (
 
 def read_page(path: str) -> str:
     """Return a page of the documentation."""
-    from config import TrainConfig
-
-    page = (ROOT / path).read_text(encoding="utf-8")
-    if not hasattr(TrainConfig, "run_dir"):  # which sets the folder of checkpoints, in the run's
-        page = re.sub(r"--run_dir (\S+)", r"--checkpoint_dir \1/checkpoints", page)
-        page = re.sub(r"--resume (runs/\S+)", r"--resume \1/checkpoints", page)
-    return page
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def train_options(**options: object):
