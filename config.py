@@ -16,7 +16,6 @@ from model.config import SIZES, GPTConfig
 from model.recipes import Recipe, ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
-from utils.logger import CONFIG
 from utils.ranges import BelowOne, Count, Natural, NonNegative
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
@@ -67,14 +66,9 @@ class RunOptions:
 
     @property
     def resumes(self) -> bool:
-        """True if `resume` is a checkpoint: training/options.py puts its path there, or that of the
-        config.json of a run without one, and leaves "auto" where there is no run to continue."""
-        return self.resume not in (None, "auto") and Path(self.resume).name != CONFIG
-
-    @property
-    def begins_again(self) -> bool:
-        """True if the run ended in its folders before its first checkpoint: it keeps id and log."""
-        return self.resume == str(self.log_dir / CONFIG)
+        """True if `resume` is a checkpoint: training/options.py puts its path there, and leaves
+        "auto" where there is none to continue."""
+        return self.resume not in (None, "auto")
 
     @property
     def is_branch(self) -> bool:

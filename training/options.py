@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from config import DERIVED, Options, TrainConfig, log_folder, resolve_from_recipe
+from config import DERIVED, Options, TrainConfig, resolve_from_recipe
 from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
@@ -22,7 +22,6 @@ from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import has_c_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
 from utils.errors import UserError
-from utils.logger import CONFIG, logged_run
 from utils.throughput import NAMED_GPUS
 
 
@@ -33,9 +32,8 @@ def read_options(
     and the checkpoint that is resumed, None for a new run. The second maps the name of an option to
     what was given for it: None, or "auto".
 
-    --resume becomes the path of that checkpoint; of config.json for a run that ended before its
-    first one; "auto" where there is none to continue. Raises UserError for options that cannot be
-    used together.
+    --resume becomes the path of that checkpoint; "auto" where there is none to continue. Raises
+    UserError for options that cannot be used together.
     """
     # Of equal flags the parser takes the last one: so those of the command line stand last, those
     # of --config before them, and those of the run that is resumed first.
@@ -47,12 +45,6 @@ def read_options(
     checkpoint = None
     resume = flag_value(flags, "resume")
     path = find_resumed(config_class, resume, flags)  # None: a new run
-    if path is not None and path.name == CONFIG:
-        record = logged_run(path.parent)
-        flags = to_flags(given_options(record)) + flags
-        resume = str(path)
-        # the checkpoint of another run from which a branch begins
-        path = record["branch_of"] and Path(record["branch_of"])
     if path is not None:
         checkpoint = load_checkpoint(path)  # mapped from disk: the tensors are read later
         if checkpoint["script"] != script:
@@ -125,8 +117,7 @@ def read_file(path: Path) -> dict:
 
 
 def find_resumed(config_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:
-    """Return what --resume names: a checkpoint, of a folder its newest, or the config.json of a run
-    that ended before its first checkpoint. None for a new run."""
+    """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
     if resume is None:
         return None
     path = Path(resume)
@@ -138,25 +129,12 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
     else:
         return path
     newest = find_newest(folder)
-    if newest is not None:
-        return newest
-
-    # without a checkpoint: X/checkpoints of a run's folder X is empty
-    if resume != "auto" and (path / "checkpoints").is_dir():
-        folder = path / "checkpoints"
-    log_dir = Path(flag_value(flags, "log_dir") or log_folder(folder))
-    record = logged_run(log_dir) or {}
-    message = "a new run"
-    config_file = None
-    if record.get("config", {}).get("checkpoint_dir") == str(folder):
-        config_file = log_dir / CONFIG
-        message = f"the run of {config_file} begins again, with its options"
-    elif resume != "auto":
+    if newest is None and resume != "auto":
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
     # a misspelt folder would begin anew without a word
-    if launched("RANK") == 0:
-        print(f"no checkpoint in {folder}: {message}", flush=True)
-    return config_file
+    if newest is None and launched("RANK") == 0:
+        print(f"no checkpoint in {folder}: a new run", flush=True)
+    return newest
 
 
 def resolve_options(

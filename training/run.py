@@ -221,8 +221,6 @@ def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
     if checkpoint is not None and not options.is_branch:
         run_id = checkpoint["run_id"]
         step = checkpoint["step"]
-    if options.begins_again:
-        run_id = logged_run(options.log_dir)["run_id"]
 
     # checkpoints first: they are worth more than a log
     folder = options.checkpoint_dir
@@ -236,9 +234,10 @@ def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
     log = logged_run(options.log_dir)  # its config.json
     if log is None or log.get("run_id", "") == run_id:
         return
-    # A branch that ended before its first checkpoint begins anew, in its folder.
+    # A run that was killed in its first seconds, before its first checkpoint, begins anew.
     its_checkpoints = Path(log.get("config", {}).get("checkpoint_dir", ""))
-    if not (options.is_branch and its_checkpoints == folder):
+    is_restart = options.resume == "auto" or options.is_branch
+    if not (is_restart and its_checkpoints == folder):
         reason = f"{options.log_dir} holds the log of another run"
         raise UserError(refusal(reason, "log_dir", log, its_checkpoints, options.log_dir))
 
@@ -346,9 +345,6 @@ class Run:
         if options.is_branch:
             state.run_id = uuid.uuid4().hex  # the parent goes on under its own
         earlier_log = find_log(options, checkpoint) if checkpoint else None
-        if options.begins_again:
-            state.run_id = logged_run(options.log_dir)["run_id"]
-            earlier_log = options.log_dir
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
         warmup_steps = warmup_length(options)  # at most half of all steps
@@ -401,7 +397,6 @@ class Run:
                 **entries,
                 "tokenizer": tokenizer_identity(entries["tokenizer"]),  # not its megabytes of JSON
                 "config": options.to_dict(),
-                "branch_of": options.resume if options.is_branch else None,
                 "model_config": asdict(model.config),
                 "versions": describe(self.process.device),
             }

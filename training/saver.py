@@ -54,7 +54,8 @@ class Saver:
     entries: dict
     """Further entries of the file: script, tokenizer, ..."""
     last_step: int = field(init=False)
-    """Step of model_last.pt on the disk; 0 without one. Only the main process knows."""
+    """Step of model_last.pt on the disk, -1 without one: so the first save is due before the first
+    step, and a run that is killed early can be continued. Only the main process knows."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     error_of_file: dict[str, Exception] = field(init=False, default_factory=dict)
     """Errors of failed writes, by the name of the file; a later write that succeeds removes its."""
@@ -63,7 +64,7 @@ class Saver:
         # a run that goes on from the last checkpoint of its folder, and ends without a new step,
         # saves nothing
         last = self.run.config.checkpoint_dir / LAST
-        self.last_step = self.run.start_step if self.run.config.resume == str(last) else 0
+        self.last_step = self.run.start_step if self.run.config.resume == str(last) else -1
 
     # State follows the files. What lies on the disk is known after `wait`, and to the main process
     # alone, which decides for all.
@@ -117,7 +118,7 @@ class Saver:
             names.append(LAST)
         # The name LAST comes last: a run that is killed before resumes an earlier step, and saves
         # this one again.
-        if LAST in names and keep > 0:
+        if LAST in names and keep > 0 and step > 0:
             names.insert(-1, NUMBERED.format(step))
         try:
             save_checkpoint(folder / names[0], assemble(weights, moments, **entries))
