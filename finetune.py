@@ -155,9 +155,11 @@ def main() -> None:
     run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 
-def resolve_paths_and_compile(options: FinetuneConfig, derived: tuple[str, ...]) -> FinetuneConfig:
+def resolve_paths_and_compile(
+    options: FinetuneConfig, derived: dict[str, str | None]
+) -> FinetuneConfig:
     """Return the options with the folder of the log, the file of --init_from, and whether the step
-    is compiled; `derived` are the names of options that nobody gave."""
+    is compiled; `derived` has the options that nobody gave."""
     options = resolve_compile(options, derived)
     # the completions of grpo have too many lengths to compile each
     is_compiled = options.use_torch_compile and options.method != "grpo"

@@ -239,7 +239,7 @@ def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
     is_restart = options.resume == "auto" or options.is_branch
     if not (is_restart and its_checkpoints == folder):
         reason = f"{options.log_dir} holds the log of another run"
-        raise UserError(refusal(reason, "log_dir", log, its_checkpoints, options.log_dir))
+        raise UserError(refusal(reason, "log_dir", log, its_checkpoints))
 
 
 def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
@@ -260,13 +260,11 @@ def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
     return contents
 
 
-def refusal(
-    reason: str, option: str, content: dict, checkpoint_dir: Path, log_dir: Path | None = None
-) -> str:
+def refusal(reason: str, option: str, content: dict, checkpoint_dir: Path) -> str:
     """Return the sentence that refuses to write over a run. `content` is that of its checkpoint or
     config.json, {} of a file that is none."""
     if content:
-        command = resume_command(content["command"][0], checkpoint_dir, log_dir)
+        command = resume_command(content["command"][0], checkpoint_dir)
         reason += f"; continue it with `{command}`"
     return f"{reason}; give another --{option}, or --overwrite it"
 
@@ -279,12 +277,9 @@ def run_folder(checkpoint_dir: Path) -> str:
     return shlex.quote(str(folder))
 
 
-def resume_command(script: str, checkpoint_dir: Path, log_dir: Path | None) -> str:
-    """Return the command line that continues a run; `log_dir` where its log may lie elsewhere."""
-    command = f"python {script} --resume {run_folder(checkpoint_dir)}"
-    if log_dir not in (None, log_folder(checkpoint_dir)):
-        command += f" --log_dir {shlex.quote(str(log_dir))}"
-    return command
+def resume_command(script: str, checkpoint_dir: Path) -> str:
+    """Return the command line that continues a run."""
+    return f"python {script} --resume {run_folder(checkpoint_dir)}"
 
 
 def remove_checkpoints(folder: Path, state: TrainState) -> None:
@@ -439,7 +434,7 @@ class Run:
             message = f"stopped at step {step}, before a new checkpoint"
             if step > self.start_step:
                 message = f"stopped; saved at step {step}"
-            command = resume_command(sys.argv[0], folder, log_dir)
+            command = resume_command(sys.argv[0], folder)
             self.logger.print(f"{message}: continue with {command}")
         elif self.process.is_main:
             self.logger.print(f"done{self.best_validation()}; checkpoints: {folder}")
