@@ -6,8 +6,8 @@ overwrites; to do without them in the backward pass, the forward pass computes t
 
 Three functions compute the loss of a chunk, and a change of the loss goes into each of them:
 `HeadCrossEntropy.loss_of_chunk`, by F.cross_entropy, for few logits and for losses of single
-targets; for the mean over many logits, with their gradient, `cross_entropy_` on GPUs and
-`cross_entropy_on_cpu_` on CPUs.
+targets; for the mean over many logits, with their gradient, `cross_entropy_` where it is compiled,
+on GPUs, and `cross_entropy_by_rows_` elsewhere.
 
 Shapes: N tokens of a batch, n of a chunk, C channels, V vocabulary, "padded V" with its padding.
 """
@@ -26,7 +26,8 @@ PLAIN_BYTES = 2**22
 # Largest float32 logits of a chunk.
 LOGITS_BYTES = 2**30
 LOGITS_BYTES_ON_CPU = 2**26
-# Float32 logits that a CPU works on at a time: they stay in its caches.
+# Float32 logits that cross_entropy_by_rows_ works on at a time. On a CPU they stay in its caches.
+SOFTMAX_BYTES = 2**28
 SOFTMAX_BYTES_ON_CPU = 2**22
 # Largest product that is added to the gradient of the head's weight.
 MATMUL_BYTES = 2**29
@@ -70,6 +71,8 @@ def cross_entropy_(
 
     The gradient of token i is multiplied by `grad_scale[i]`, which is 0 for a target of -1; the
     cross-entropy of such a token is undefined. Without `grad_scale` the logits stay.
+
+    It is written for the compiler, which makes two loops of it.
     """
     # The target is found by comparison with the index of each column: a scatter would end the fused
     # loop of the compiler, and torch 2.11 gathers the target's logit after overwriting it.
@@ -87,12 +90,14 @@ def cross_entropy_(
     return nats
 
 
-def cross_entropy_on_cpu_(
+def cross_entropy_by_rows_(
     logits: Tensor, targets: Tensor, grad_scale: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """Do what cross_entropy_ does, faster on a CPU: a few rows at a time, which stay in its caches,
-    and by gather and scatter instead of a comparison of each target with every column."""
-    num_rows = rows_within(SOFTMAX_BYTES_ON_CPU, 4 * logits.size(1))
+    """Do what cross_entropy_ does, faster on a CPU and without the compiler: some rows at a time,
+    in few operations, and by gather and scatter instead of a comparison of each target with every
+    column."""
+    max_bytes = SOFTMAX_BYTES_ON_CPU if logits.device.type == "cpu" else SOFTMAX_BYTES
+    num_rows = rows_within(max_bytes, 4 * logits.size(1))
     nats = []
     for start in range(0, len(logits), num_rows):
         rows = slice(start, start + num_rows)
@@ -151,11 +156,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 inputs = low_x[chunk]  # (n, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
                 grad_scale = scale[chunk] if needs_grad else None
-                if device == "cpu":
-                    loss_of_logits = cross_entropy_on_cpu_
+                if device == "cpu":  # also where the blocks are compiled
+                    cross_entropy = cross_entropy_by_rows_
                 else:
-                    loss_of_logits = head.cross_entropy_
-                nats = loss_of_logits(logits, targets[chunk], grad_scale, head.vocab_size)
+                    cross_entropy = head.cross_entropy_
+                nats = cross_entropy(logits, targets[chunk], grad_scale, head.vocab_size)
                 total += (nats * scale[chunk]).sum()
                 if needs_grad:
                     # the logits now hold their gradient
@@ -192,8 +197,10 @@ class HeadCrossEntropy(nn.Module):
     def __init__(self, vocab_size: int, compiled: bool = False) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        # for GPUs; on a CPU the compiled function would be slower than cross_entropy_on_cpu_
-        self.cross_entropy_ = compile_static(cross_entropy_) if compiled else cross_entropy_
+        # for GPUs; on a CPU the compiled function would be slower
+        self.cross_entropy_ = cross_entropy_by_rows_
+        if compiled:
+            self.cross_entropy_ = compile_static(cross_entropy_)
 
     def forward(
         self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"

@@ -114,14 +114,13 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
     if itemsize < FLOAT32_BYTES:
         # of hidden states, of their gradient and of the weight, for the matmuls
         copies = itemsize * (2 * tokens * C + V * C)
-    # One chunk of logits in the dtype of matmuls. On a GPU without the compiler, which stores no
-    # intermediate results, also three in float32: a copy of the logits, its difference from their
-    # maximum, and the exponential of that. A CPU works on a few rows of them at a time.
-    logit_bytes = itemsize
-    if not compiled and hardware.device.type != "cpu":
-        logit_bytes += 3 * FLOAT32_BYTES
+    # One chunk of logits in the dtype of matmuls. Without the compiler, which stores no
+    # intermediate results, also a copy of some of its rows in float32, and their softmax. A CPU
+    # works on too few rows at a time to count.
     max_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
-    logits = logit_bytes * loss.chunk_rows(tokens, max_rows) * V
+    logits = itemsize * loss.chunk_rows(tokens, max_rows) * V
+    if not compiled and hardware.device.type != "cpu":
+        logits += 2 * loss.SOFTMAX_BYTES
     return hidden + gradients + copies + logits
 
 

@@ -24,7 +24,7 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     x, weight, targets = torch.randn(100, 32), torch.randn(320, 32), torch.randint(300, (100,))
     targets[::7] = -1
     if variant == "gpu":  # the loss of GPUs takes the place of that of CPUs
-        monkeypatch.setattr(loss_module, "cross_entropy_on_cpu_", cross_entropy_)
+        monkeypatch.setattr(loss_module, "cross_entropy_by_rows_", cross_entropy_)
     monkeypatch.setattr(loss_module, "SOFTMAX_BYTES_ON_CPU", 4 * 320 * 5)
     monkeypatch.setattr(loss_module, "MATMUL_BYTES_ON_CPU", 4 * 32 * 100)
 
