@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parents[1])
 CONTEXT = multiprocessing.get_context("forkserver")
+# with it PyTorch looks for GPUs without starting CUDA, which a fork could not use
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # none of them starts a thread, which a fork would lack; nothing of this project
 CONTEXT.set_forkserver_preload(
     [
