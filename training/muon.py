@@ -5,17 +5,20 @@ about the same size in every direction. The orthogonal matrix is found by five N
 iterations, which are matmuls. Embeddings, heads and vectors are AdamW's: training/optim.py divides
 them.
 
-An iteration needs a whole matrix. Where parameters are sharded by rows, every process gathers the
-momentum of one matrix after another, orthogonalizes it, and keeps the rows of its own parameter.
+Matrices of one shape, those of the layers, are stacked and go through each operation together: a
+GPU would wait longer for the launches of single ones than it computes. An iteration needs whole
+matrices. Where parameters are sharded by rows, every process gathers the momenta of one stack after
+another, orthogonalizes them, and keeps the rows of its own parameters.
 
-Shapes: a matrix has R rows and C columns, and this process holds r rows of it: R without sharding.
+Shapes: a stack has n matrices of R rows and C columns, and this process holds r rows of each: R
+without sharding.
 """
 
 import math
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from model.gpt import GPT
 from model.recipes import Recipe
@@ -25,34 +28,40 @@ from model.recipes import Recipe
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_ITERATIONS = 5
 
+# Largest number of entries of a stack, unless one matrix has more: all of a shape in GPT-2 124M.
+# Temporary copies of a stack, in float32 and in the dtype of matmuls, are the price of stacking.
+STACK_ENTRIES = 2**26
+
 
 def matrix_groups(model: GPT) -> list[dict]:
-    """Return the blocks' matrices, each a group of its own.
+    """Return the blocks' matrices, in groups of one shape that are updated together.
 
     "split_sizes" of a group are the row counts of the matrices that a weight stacks: queries, keys
     and values in c_attn, gate and value of SwiGLU in c_fc.
     """
     config = model.config
     kv_rows = config.kv_heads * config.head_size
-    stacked = {"c_attn": (config.n_embd, kv_rows, kv_rows)}
+    stacked = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
     if config.is_gated:
-        stacked["c_fc"] = (config.inner, config.inner)
+        stacked["mlp.c_fc"] = (config.inner, config.inner)
 
     groups: list[dict] = []
-    for name, p in model.transformer.h.named_parameters():
-        if p.dim() >= 2:
-            layer_name = name.split(".")[-2]  # "c_attn" of "0.attn.c_attn.weight"
-            split_sizes = stacked.get(layer_name, (p.size(0),))
-            groups.append({"params": [p], "lr_scale": 1.0, "split_sizes": split_sizes})
+    for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        weights = [block.get_submodule(layer_name).weight for block in model.transformer.h]
+        split_sizes = stacked.get(layer_name, (weights[0].size(0),))
+        num_stacked = max(1, STACK_ENTRIES // weights[0].numel())
+        for start in range(0, len(weights), num_stacked):
+            stack = weights[start : start + num_stacked]
+            groups.append({"params": stack, "lr_scale": 1.0, "split_sizes": split_sizes})
     return groups
 
 
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
-    A group has one parameter. Its "split_sizes" are the row counts of the matrices that the
-    parameter stacks, as queries, keys and values do: each of these is orthogonalized alone. The
-    caller sets the "lr" of every group before a step. The recipe gives the momentum, cautious
+    The parameters of a group have one shape. Its "split_sizes" are the row counts of the matrices
+    that each of them stacks, as queries, keys and values do: each of these is orthogonalized alone.
+    The caller sets the "lr" of every group before a step. The recipe gives the momentum, cautious
     weight decay and NorMuon. Newton-Schulz runs in `dtype`.
     """
 
@@ -71,96 +80,125 @@ class Muon(torch.optim.Optimizer):
         Every process must call it: where parameters are sharded it gathers matrices.
         """
         for group in self.param_groups:
-            [p] = group["params"]
-            self.add_momentum(p)  # in float32, to the rows of this process
-            momentum = p.grad.to(self.dtype)
-            if isinstance(momentum, DTensor):
-                momentum = momentum.full_tensor()  # (R, C) from the rows of all processes
-            update = orthogonalize(momentum, group["split_sizes"])  # (R, C)
-            if isinstance(p, DTensor):
-                # src_data_rank=None: each process takes its rows of the matrix that it has itself
-                update = distribute_tensor(
-                    update, p.device_mesh, p.placements, src_data_rank=None
-                ).to_local()  # (r, C)
+            parameters = group["params"]
+            self.add_momentum(parameters)  # in float32, to the rows of this process
+            momenta = torch.stack([local_shard(p.grad).to(self.dtype) for p in parameters])
+            momenta = gather(momenta, like=parameters[0])  # (n, r, C) -> (n, R, C)
+            update = orthogonalize(momenta, group["split_sizes"])  # (n, R, C)
+            update = scatter(update, like=parameters[0])  # (n, r, C)
             if self.recipe.normuon > 0:
-                update = self.normalize_rows(p, update)
-            self.update_weight(p, update, group["lr"], group["weight_decay"])
+                update = self.normalize_rows(parameters, update)
+            self.update_weights(parameters, update, group["lr"], group["weight_decay"])
 
-    def add_momentum(self, parameter: Tensor) -> None:
-        """Add the gradient to the momentum, and overwrite it with Nesterov's momentum: a tensor of
-        its own would need the memory a second time."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            # a DTensor where the parameter is one, as checkpoints gather it like the parameter
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer = local_shard(state["momentum_buffer"])
-        gradient = local_shard(parameter.grad)
-        buffer.lerp_(gradient, 1 - self.recipe.momentum)
-        gradient.lerp_(buffer, self.recipe.momentum)
+    def add_momentum(self, parameters: list[Tensor]) -> None:
+        """Add the gradients to the momenta, and overwrite them with Nesterov's momenta: tensors of
+        their own would need the memory a second time."""
+        for p in parameters:
+            if "momentum_buffer" not in self.state[p]:
+                # a DTensor where the parameter is one, as checkpoints gather it like the parameter
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
+        gradients = [local_shard(p.grad) for p in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - self.recipe.momentum)
+        torch._foreach_lerp_(gradients, buffers, self.recipe.momentum)
 
-    def normalize_rows(self, parameter: Tensor, update: Tensor) -> Tensor:
-        """Divide each row of the update (r, C) by the root of the running mean of its square norm.
+    def normalize_rows(self, parameters: list[Tensor], update: Tensor) -> Tensor:
+        """Divide each row of the update (n, r, C) by the root of the running mean of its square
+        norm.
 
         This is NorMuon (Li et al. 2025) without its rescaling of the whole matrix. All neurons then
         learn at about the same rate.
         """
-        state = self.state[parameter]
-        if "row_squares" not in state:
-            # Rows of an orthogonalized matrix have a square norm of about 1. The sum gives the
-            # shape (R, 1), sharded as the parameter is.
-            state["row_squares"] = torch.ones_like(parameter.sum(1, keepdim=True))
-        row_squares = local_shard(state["row_squares"])  # (r, 1)
-        square_norms = update.float().square().sum(1, keepdim=True)
-        row_squares.lerp_(square_norms, 1 - self.recipe.normuon)
-        return update * row_squares.rsqrt()
+        for p in parameters:
+            if "row_squares" not in self.state[p]:
+                # Rows of an orthogonalized matrix have a square norm of about 1. The sum gives the
+                # shape (R, 1), sharded as the parameter is.
+                self.state[p]["row_squares"] = torch.ones_like(p.sum(1, keepdim=True))
+        row_squares = [local_shard(self.state[p]["row_squares"]) for p in parameters]  # (r, 1) each
+        square_norms = update.float().square().sum(2, keepdim=True)  # (n, r, 1)
+        torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
+        return update * torch.stack(row_squares).rsqrt()
 
-    def update_weight(
-        self, parameter: Tensor, update: Tensor, lr: float, weight_decay: float
+    def update_weights(
+        self, parameters: list[Tensor], update: Tensor, lr: float, weight_decay: float
     ) -> None:
-        """Decay a weight, then subtract lr times the update (r, C)."""
-        weight = local_shard(parameter)
+        """Decay weights, then subtract lr times the update (n, r, C)."""
+        weights = [local_shard(p) for p in parameters]
         if self.recipe.cautious:
             # Chen et al. 2025: decay only the entries that the update makes smaller anyway
-            shrinking = weight * update > 0
-            weight.sub_(weight * shrinking, alpha=lr * weight_decay)
+            stack = torch.stack(weights)
+            shrinking = stack * update > 0
+            torch._foreach_sub_(weights, (stack * shrinking).unbind(), alpha=lr * weight_decay)
         else:
-            weight.mul_(1 - lr * weight_decay)
-        weight.sub_(update, alpha=lr)
+            torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        torch._foreach_sub_(weights, update.unbind(), alpha=lr)
 
 
-def orthogonalize(matrix: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
-    """Orthogonalize each of the matrices of `split_sizes` rows that a matrix (R, C) stacks.
+def orthogonalize(stack: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
+    """Orthogonalize each of the matrices of `split_sizes` rows that the matrices of a stack
+    (n, R, C) are made of.
 
     Tall ones are scaled by sqrt(rows / columns), so that an update changes the output of a layer by
     about as much for any shape (Jordan et al. 2024).
     """
     orthogonalized: list[Tensor] = []
-    for x in matrix.split(split_sizes):  # (rows, C)
-        num_rows, num_columns = x.shape
+    for x in stack.split(split_sizes, dim=1):  # (n, rows, C)
+        _, num_rows, num_columns = x.shape
         if num_rows > num_columns:
             # X X^T of the transpose is the smaller of the two Gram matrices
             tall = newton_schulz(x.mT).mT
             orthogonalized.append(tall * math.sqrt(num_rows / num_columns))
         else:
             orthogonalized.append(newton_schulz(x))
-    return torch.cat(orthogonalized)
+    return torch.cat(orthogonalized, dim=1)
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Return a matrix (rows <= columns) made nearly orthogonal.
+    """Return matrices (n, rows, columns), rows <= columns, made nearly orthogonal.
 
-    With x = U S V^T the result is U S' V^T, where all of S' lies between about 0.7 and 1.2.
+    With a matrix U S V^T the result is U S' V^T, where all of S' lies between about 0.7 and 1.2.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     # The iteration converges for singular values up to 1; none is larger than the Frobenius norm.
-    x = x / (x.norm() + 1e-7)
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
-        gram = x @ x.mT  # A = X X^T, (rows, rows)
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # B = b A + c A A
-        x = torch.addmm(x, polynomial, x, beta=a)  # X = a X + B X
+        gram = x @ x.mT  # A = X X^T, (n, rows, rows)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # B = b A + c A A
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # X = a X + B X
     return x
 
 
 def local_shard(x: Tensor) -> Tensor:
     """Return this process's rows of a sharded tensor; a plain tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def gather(stack: Tensor, like: Tensor) -> Tensor:
+    """Return the stack (n, R, C) of whole matrices that all processes have rows (n, r, C) of,
+    sharded as the parameter `like` (R, C) is; where that is whole, the stack itself."""
+    if not isinstance(like, DTensor):
+        return stack
+    n = len(stack)
+    shape = torch.Size((n, *like.shape))
+    stride = (like.numel(), *like.stride())
+    sharded = DTensor.from_local(
+        stack, like.device_mesh, stack_placements(like), shape=shape, stride=stride
+    )
+    return sharded.full_tensor()
+
+
+def scatter(stack: Tensor, like: Tensor) -> Tensor:
+    """Return this process's rows (n, r, C) of a stack of whole matrices (n, R, C): the inverse of
+    `gather`."""
+    if not isinstance(like, DTensor):
+        return stack
+    # src_data_rank=None: each process takes its rows of the stack that it has itself
+    placements = stack_placements(like)
+    sharded = distribute_tensor(stack, like.device_mesh, placements, src_data_rank=None)
+    return sharded.to_local()
+
+
+def stack_placements(parameter: DTensor) -> list:
+    """Return how a stack of parameters is divided among processes: by rows, its second dimension,
+    where the parameter is divided by rows."""
+    return [Shard(1) if p.is_shard() else p for p in parameter.placements]
