@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 call=${1:-} out=logs/bench_gpu.jsonl run=runs/bench_gpu code=0
 shift "$(($# > 0))"
 mkdir -p logs && : >"$out"
-bench() { python scripts/bench.py --device cuda "$@" | tail -n 1 >>"$out"; }
+bench() { python scripts/bench.py --device cuda --repeats 2 "$@" | tail -n 1 >>"$out"; }
 case $call in
   correctness)
     summary=$(python -m pytest -n 0 --device cuda -m "not slow" tests/model/test_gpt.py \
