@@ -46,7 +46,7 @@ class RunOptions:
 
     run_dir: Path | None = None
     """Folder of the run: short for --checkpoint_dir RUN_DIR/checkpoints, where that is not given;
-    the log goes to RUN_DIR/logs. Default: the current folder."""
+    the log goes to RUN_DIR/logs. Without it the two flags below name the folders."""
     checkpoint_dir: Path = Path("checkpoints")
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path | None = None

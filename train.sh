@@ -4,8 +4,8 @@
 # bash train.sh chat_demo  teaches a small model sums, then to answer questions, by fine-tuning and by
 #                        rewards: offline, any machine, minutes
 # bash train.sh [FLAGS]  FineWeb-Edu sample-10BT, sharded if it is not yet, then GPT-2 124M on every
-#                        visible GPU; FLAGS go to train.py (with another --data_dir it shards
-#                        nothing). NPROC=2 chooses the number of processes. It streams 28 GB of
+#                        visible GPU; FLAGS go to train.py, whose --help lists them (with another
+#                        --data_dir it shards nothing). NPROC=2 chooses the number of processes. It streams 28 GB of
 #                        text and keeps 20 GB of shards and 3 GB of checkpoints; without a CUDA
 #                        GPU, where it would take months, it begins only with --yes.
 #
@@ -23,11 +23,11 @@ case ${1:-} in
   *) echo "error: there is no \"$1\": type bash train.sh demo, bash train.sh chat_demo, or flags" >&2
     exit 2 ;;
 esac
-. scripts/env.sh requirements.txt
 case " $* " in *" --help "* | *" -h "*)
   sed -n '1d; /^set/q; s/^# \{0,1\}//p' train.sh  # the comment above
-  exec python train.py --help ;;
+  exit ;;
 esac
+. scripts/env.sh requirements.txt
 [ . -ef "$called_from" ] || echo "note: relative paths begin at $PWD"
 for flag in "$@"; do
   if [ "$flag" = --yes ]; then yes=yes; else flags+=("$flag"); fi
@@ -43,6 +43,7 @@ if [ "$demo" ]; then
     exit 2 ;;
   esac
   run=runs/demo
+  trap 'echo "the whole demo continues with: bash train.sh demo"' INT
   set -- --data_dir data/stdlib --checkpoint_dir $run/checkpoints \
     --recipe speedrun --n_layer 4 --n_head 4 --n_embd 192 --block_size 128 --micro_batch_size 16 \
     --total_batch_size 2048 --max_steps 1100 --warmup_steps 50 --beta2 0.99 \

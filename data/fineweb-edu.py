@@ -82,7 +82,8 @@ class DataConfig:
     format: Literal["npy", "bin"] = "npy"
     """npy: numpy.load reads it; bin: llm.c's format."""
     val_fraction: BelowOne = 0.01
-    """Share of documents for validation, chosen by a hash of their text."""
+    """Share of documents for validation, chosen by a hash of their text; where it chooses none, as
+    of one book, a tenth of the last text."""
     num_workers: Count = os.cpu_count() or 1
     """Tokenizer threads; the shards do not depend on it."""
     worker_index: Natural = 0
@@ -197,11 +198,11 @@ def write_shards(
 
 def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
+    files = tuple(list_files(config.input)) if config.input else ()  # of all workers
     spec = config.tokenizer
     if spec not in TOKENIZERS:  # the path of a tokenizer.json
         spec = read_tokenizer(Path(spec), config.end_of_text)
     tokenizer = load_tokenizer(spec)
-    files = tuple(list_files(config.input)) if config.input else ()  # of all workers
     source = Source(
         files=files,  # without any, the dataset is read
         dataset=config.dataset,

@@ -24,6 +24,7 @@ from utils.ranges import check_ranges
 FLAGS_BY_NANOGPT_NAME = {
     "learning_rate": "max_lr",
     "max_iters": "max_steps",
+    "lr_decay_iters": "max_steps",
     "warmup_iters": "warmup_steps",
     "batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "total_batch_size",
@@ -41,7 +42,8 @@ Config = TypeVar("Config")
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """Parse flags, by default the command line, into a dataclass; exit with code 2 if one is wrong.
-    Raises UserError for a number out of its range, and for a flag that nanoGPT alone calls so.
+    Raises UserError for a number out of its range, a flag that nanoGPT alone calls so, a boolean
+    flag with a value, and a word without a flag.
 
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
     it without "Options"; the last one comes first.
@@ -52,10 +54,19 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {field.name: field.default for field in fields(config_class)}
-    for name, _ in named_flags(args):
-        flag = FLAGS_BY_NANOGPT_NAME.get(name)
+    types = {field.name: str(field.type) for field in fields(config_class)}
+    if args and not args[0].startswith("-"):
+        raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
+    corrections: list[str] = []
+    for name, value in named_flags(args):
+        flag = FLAGS_BY_NANOGPT_NAME.get(name, name)
         if name not in defaults and flag in defaults:
-            raise UserError(f"there is no --{name}, but --{flag}; --help says what it takes")
+            corrections.append(f"there is no --{name}, but --{flag}")
+        # nanoGPT writes --compile=False; the type is bool, or bool | None
+        if value in ("True", "False") and "bool" in types.get(flag, ""):
+            corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
+    if corrections:
+        raise UserError("; ".join(corrections) + "; --help says more")
     settings = {
         "use_underscores": True,
         "args": args,
@@ -161,6 +172,7 @@ def call_and_exit(
     its traceback; 128 + the number of a signal.
     """
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # PyTorch warns of its own use
+    warnings.filterwarnings("ignore", "\nOnline softmax is disabled")  # of a choice of its compiler
     message = None
     exit_code = 0
     try:
