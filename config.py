@@ -50,7 +50,7 @@ class RunOptions:
     checkpoint_dir: Path = Path("checkpoints")
     """Folder for model_last.pt, model_best.pt and numbered checkpoints."""
     log_dir: Path | None = None
-    """Folder for metrics.jsonl, samples.txt, config.json and log_plot.png; default: logs, beside a
+    """Folder for metrics.jsonl, samples.txt and config.json; default: logs, beside a
     --checkpoint_dir named checkpoints, else in it."""
     config: Path | None = None
     """Options from a .toml file (see configs/) or a run's config.json, behind those of the command

@@ -25,7 +25,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tqdm import tqdm
 
-from data.mixture import Mixture
+from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.evaluator import read_on_all

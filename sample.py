@@ -19,7 +19,8 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 import torch
 
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.named_tokenizer import Tokenizer
+from data.tokenizer import load_tokenizer
 from finetuning.chat import Messages, encode_prompt, fit_history, is_chat
 from model.generate import Sampling, generate
 from model.gpt import GPT

@@ -27,8 +27,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from config import TrainConfig
-from data.loader import Slicing, TokenStream, prefetch, train_batches
-from data.mixture import Mixture
+from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
 from evaluation.evaluator import Evaluator, is_due
 from model.execution import Execution
 from model.gpt import GPT, rebuild

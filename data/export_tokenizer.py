@@ -15,7 +15,7 @@ from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
 from data.file_tokenizer import FileTokenizer, byte_characters
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.named_tokenizer import TOKENIZER_FILE, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's name
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"

@@ -9,7 +9,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tokenizers import processors
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from data.chat_template import compile_template, template_message
-from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
+from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from utils.errors import UserError
 
 MERGES_FILE = "merges.txt"
@@ -209,6 +209,13 @@ class FileTokenizer(Tokenizer):
         return "".join(lost_counts.elements())
 
 
+@cache  # building the tables of a large tokenizer.json takes a second
+def load_file_tokenizer(spec: str) -> FileTokenizer:
+    """Return the tokenizer of a spec that holds a tokenizer.json. Raise what FileTokenizer raises
+    for one that cannot be used."""
+    return FileTokenizer(spec)
+
+
 def make_engine(tokenizer_json: str) -> Engine:
     """Return the tokenizer of a tokenizer.json, without the truncation and padding that it may ask
     for, and with special tokens in a text read as text."""
@@ -307,7 +314,7 @@ def read_tokenizer(
                 return name
             spec_fields["name"] = name
         spec = json.dumps(spec_fields)
-        load_tokenizer(spec)  # raises for a vocabulary or a chat template that cannot be used
+        load_file_tokenizer(spec)  # raises for a vocabulary or a chat template that cannot be used
     except Exception as error:
         raise UserError(f"{path} is no tokenizer that can be used: {error}") from error
     return spec

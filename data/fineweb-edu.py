@@ -31,10 +31,11 @@ from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer
 from data.ledger import Skipped, join_reasons
+from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.shards import read_manifest
 from data.source import Batch, Source, list_files
-from data.tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer, load_tokenizer
+from data.tokenizer import load_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.foreign import bin_header
 from data.ledger import sum_skipped
-from data.shards import read_manifest, shard_paths, write_manifest
+from data.shards import bin_header, read_manifest, shard_paths, write_manifest
 from data.source import Source
 from utils.errors import UserError
 from utils.files import atomic_write, sync_folder

@@ -3,9 +3,15 @@
     train_000000.npy  val_000000.npy  ...  manifest.json
 
 A .npy shard is a 1-D array that numpy.load reads: uint16, or uint32 for a vocabulary of more than
-65,536 tokens. data/foreign.py has llm.c's .bin and datatrove's .ds. Folders of build-nanogpt,
-llm.c, modded-nanogpt and datatrove work without conversion: a file name contains its split, and a
-folder without a manifest or tokenizer.json holds GPT-2 tokens.
+65,536 tokens. Folders of build-nanogpt, llm.c, modded-nanogpt and datatrove work without
+conversion: a file name contains its split, and a folder without a manifest or tokenizer.json holds
+GPT-2 tokens. Their layouts:
+
+    NAME.bin           256 little-endian int32 (magic, version, token count, zeros), then the tokens
+                       (llm.c, dev/data/data_common.py)
+    NAME.ds            the tokens alone, little-endian (datatrove, pipeline/tokens/tokenizer.py)
+    NAME.ds.metadata   lines of text: the tokenizer, "|" and the bytes of a token; number of tokens
+    NAME.ds.index      ends of the documents, which training does not need
 
 This file reads folders, as the one TokenStream that all of their tokens are. Which tokens make a
 batch is decided in data/loader.py; data/sharder.py writes shards.
@@ -13,26 +19,26 @@ batch is decided in data/loader.py; data/sharder.py writes shards.
 
 import json
 import re
+import struct
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import (
-    TOKENIZER_FILE,
-    TOKENIZERS,
-    count_tokens,
-    load_tokenizer,
-    tokenizer_identity,
-)
-from utils.errors import UserError, is_of_machine
+from data.file_tokenizer import read_tokenizer
+from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS
+from data.tokenizer import count_tokens, load_tokenizer, tokenizer_identity
+from utils.errors import UserError, reading
 from utils.files import atomic_write
 
 SUFFIXES = (".npy", ".bin", ".ds")
 MANIFEST = "manifest.json"  # data/sharder.py writes it, docs/FORMATS.md has its keys
+BIN_HEADER = struct.Struct("<3i1012x")  # magic, version, token count, and zeros up to 1,024 bytes
+# magic and version by the dtype of the tokens: llm.c writes GPT-2's as uint16, Llama 3's as uint32
+BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
+GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # on the Hugging Face hub, where datatrove looks
 
 
 @dataclass(frozen=True)
@@ -58,41 +64,61 @@ class Shard:
 
 def inspect_shard(path: Path) -> Shard:
     """Return a shard; raise UserError if its header is wrong or contradicts the file's size."""
-    try:
+    with reading(path, "a shard of tokens"):
         if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r")  # reads the header only
             if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
                 raise ValueError(f"{array.dtype} {array.shape} instead of 1-D uint16 or uint32")
             shard = Shard(path, array.offset, len(array), array.dtype)
+        elif path.suffix == ".bin":
+            shard = inspect_bin(path)
         else:
-            foreign = import_module("data.foreign")  # on demand: most shards are .npy
-            inspect = foreign.inspect_bin if path.suffix == ".bin" else foreign.inspect_datatrove
-            shard = inspect(path)
+            shard = inspect_datatrove(path)
         expected_size = shard.offset + shard.num_tokens * shard.dtype.itemsize
         size = path.stat().st_size
         if size != expected_size:
             raise ValueError(f"{size:,} bytes instead of {expected_size:,}")
-    except UserError:  # names the file already
-        raise
-    except Exception as error:  # numpy and struct have several classes for a damaged file
-        if is_of_machine(error):  # as rights: the file may be in order
-            raise
-        raise UserError(f"{path} is damaged or not a shard of tokens: {error}") from error
     return shard
+
+
+def bin_header(dtype: str, num_tokens: int) -> bytes:
+    """Return the header of a .bin shard."""
+    return BIN_HEADER.pack(*BIN_VERSIONS[dtype], num_tokens)
+
+
+def inspect_bin(path: Path) -> Shard:
+    """Return the shard that a .bin file says it is; raise ValueError if llm.c does not know it."""
+    with open(path, "rb") as file:
+        magic, version, num_tokens = BIN_HEADER.unpack(file.read(BIN_HEADER.size))
+    for dtype, known in BIN_VERSIONS.items():
+        if known == (magic, version):
+            return Shard(path, BIN_HEADER.size, num_tokens, np.dtype(dtype))
+    # a file of tokens alone
+    raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
+
+
+def inspect_datatrove(path: Path) -> Shard:
+    """Return the shard that the metadata of a .ds file say it is. Raise UserError if they name
+    another tokenizer than GPT-2's, and no tokenizer.json stands in the folder."""
+    metadata = path.with_name(path.name + ".metadata").read_text(encoding="utf-8")
+    first_line, num_tokens = metadata.splitlines()[:2]
+    tokenizer, _, token_size = first_line.rpartition("|")
+    # The file of a local path, as datatrove takes it, is not looked for there: this may be another
+    # machine. Without the name, a vocabulary of about the size of GPT-2's would be taken for it.
+    if tokenizer not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
+        raise UserError(f"{path} holds tokens of {tokenizer}: put its {TOKENIZER_FILE} beside it")
+    return Shard(path, 0, int(num_tokens), np.dtype(f"<u{token_size}"))
 
 
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a folder (docs/FORMATS.md has its keys), {} if it has none, as folders
     of other projects. Raises UserError if it is damaged."""
     path = folder / MANIFEST
-    try:
+    if not path.exists():
+        return {}
+    with reading(path, "a manifest of shards"):
         manifest = json.loads(path.read_text(encoding="utf-8"))
         assert {"tokenizer", "vocab_size", "shards"} <= manifest.keys(), "a value is missing"
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    # no JSON; not these keys; JSON of a list, which has no keys
-    except (ValueError, AssertionError, AttributeError) as error:
-        raise UserError(f"{path} is damaged or not a manifest of shards: {error}") from error
     return manifest
 
 
@@ -208,8 +234,7 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[ShardEntry]) -> st
     path = folder / TOKENIZER_FILE
     name = manifest.get("tokenizer")  # None in a folder of others
     if path.exists():  # data/fineweb-edu.py copies it there
-        file_tokenizer = import_module("data.file_tokenizer")  # on demand: most folders lack one
-        spec = file_tokenizer.read_tokenizer(path, manifest.get("end_of_text"))
+        spec = read_tokenizer(path, manifest.get("end_of_text"))
         if name is not None and name != load_tokenizer(spec).name:
             raise UserError(
                 f"{path} is not the tokenizer of these shards, which have {name} tokens"

@@ -1,130 +1,20 @@
-"""Tokenizers: text to token ids and back, with GPT-2's byte pairs, plain bytes or a tokenizer.json.
+"""Tokenizers by their spec: text to token ids and back.
 
 A tokenizer travels in manifests and checkpoints as a text, its spec: a key of TOKENIZERS, or JSON
-that holds a whole tokenizer.json, so that no other file is needed. `load_tokenizer` makes a
-Tokenizer of a spec. This file reads and writes no tokenizer.json: data/file_tokenizer.py reads it,
+that holds a whole tokenizer.json, so that no other file is needed. data/named_tokenizer.py has the
+interface and the tokenizers with a name, data/file_tokenizer.py reads a tokenizer.json, and
 data/export_tokenizer.py writes one for other programs.
 """
 
-from abc import ABC, abstractmethod
-from functools import cache
-from importlib import import_module
-
-import numpy as np
-
-from utils.errors import UserError
-
-TOKENIZER_FILE = "tokenizer.json"  # file name of Hugging Face's format, and its key in a spec
+from data.file_tokenizer import load_file_tokenizer
+from data.named_tokenizer import TOKENIZERS, Tokenizer
 
 
-class Tokenizer(ABC):
-    """Interface of all tokenizers. "Special" tokens, as end of text, are ids of their own."""
-
-    name: str
-    """Name in manifests."""
-    identity: str
-    """Equal if and only if two tokenizers give the same tokens and the same end of text."""
-    vocab_size: int
-    """Number of ids: the highest one + 1."""
-    eot: int
-    """Id of the end-of-text token, which ends an answer or a completion."""
-    end_ids: frozenset[int]
-    """Ids that end a generated text: end of text, what begins the next text in the shards, and what
-    ends an answer of a chat model."""
-    bos_ids: tuple[int, ...] = ()
-    """Ids that the tokenizer itself writes before a text, as BOS of LLaMA; GPT-2's writes none.
-    Benchmarks put them before a context. All else uses start_ids."""
-    chat_template: str | None = None
-    """Jinja template of the dialogs of the model that the tokenizer came with."""
-
-    @abstractmethod
-    def encode(self, text: str) -> np.ndarray:
-        """Return token ids, uint32 (n,). A special token that is spelled out in the text is text:
-        documents about tokenizers must not be able to end a document."""
-
-    @property
-    def start_ids(self) -> tuple[int, ...]:
-        """Ids that stand before each text: BOS, or end of text if the tokenizer writes no BOS."""
-        if self.bos_ids:
-            return self.bos_ids
-        return (self.eot,)
-
-    def encode_document(self, text: str) -> np.ndarray:
-        """Return start_ids and the ids of a text, uint32 (n,): a document of the shards, or the
-        beginning of one, which a model continues."""
-        return np.concatenate([np.array(self.start_ids, np.uint32), self.encode(text)])
-
-    def encode_continuation(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text that follows another one: without the space, or the mark
-        for one, that some tokenizers put before a text."""
-        return self.encode(text)
-
-    @abstractmethod
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        """Return the UTF-8 bytes of token ids. Bytes, not a string, because one token may hold a
-        part of a character. End of text decodes to nothing."""
-
-    def lost_text(self, text: str, ids: np.ndarray) -> str:
-        """Return the characters of a text that its ids (n,) do not give back."""
-        return ""
-
-
-class ByteTokenizer(Tokenizer):
-    """One token for each byte of UTF-8, and id 256 for end of text."""
-
-    name = "bytes"
-    identity = "bytes"
-    vocab_size = 257
-    eot = 256
-    end_ids = frozenset([eot])
-
-    def encode(self, text: str) -> np.ndarray:
-        # a byte is its own id, as uint8
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        # bytes() raises ValueError for 256
-        return bytes(token for token in ids if token != self.eot)
-
-
-class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50,257 tokens. tiktoken downloads them once and keeps a copy."""
-
-    name = "gpt2"
-    identity = "gpt2"
-    vocab_size = 50257
-    eot = 50256
-    end_ids = frozenset([eot])
-
-    def __init__(self) -> None:
-        import tiktoken  # here, so that byte tokens work without it
-
-        try:
-            self.encoding = tiktoken.get_encoding("gpt2")
-        except OSError as error:  # the base class of the errors of requests, too
-            raise UserError(
-                f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}); go online "
-                "once, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's copy of it"
-            ) from error
-
-    def encode(self, text: str) -> np.ndarray:
-        # without disallowed_special=() tiktoken raises an error for "<|endoftext|>" in a text
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
-
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        return self.encoding.decode_bytes([token for token in ids if token != self.eot])
-
-
-TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
-
-
-@cache  # building the tables of a large tokenizer.json takes a second
 def load_tokenizer(spec: str) -> Tokenizer:
     """Return the tokenizer of a spec; raise UserError if that of GPT-2 cannot be downloaded."""
     if spec in TOKENIZERS:
         return TOKENIZERS[spec]()  # reads the vocabulary
-    # on demand: the library `tokenizers`, which only a tokenizer.json needs, is slow to import
-    return import_module("data.file_tokenizer").FileTokenizer(spec)
+    return load_file_tokenizer(spec)
 
 
 def tokenizer_identity(spec: str) -> str:

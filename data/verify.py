@@ -13,7 +13,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 import numpy as np
 
-from data.mixture import Mixture
+from data.loader import Mixture
 from data.sharder import sha256
 from data.shards import TokenStream
 from utils.cli import start_script

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from config import TrainConfig
-from data.mixture import Mixture
+from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import ItemScorer, pack

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
+from data.named_tokenizer import Tokenizer
 from evaluation.tasks import Item, Score
 from evaluation.validation import Scorer
 from model.loss import rows_within

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from data.loader import Sequences
-from data.tokenizer import Tokenizer
+from data.named_tokenizer import Tokenizer
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process

@@ -16,7 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
+from data.named_tokenizer import TOKENIZERS, Tokenizer
+from data.tokenizer import load_tokenizer
 
 Message = dict[str, Any]  # with "role" and "content", and what a chat template may read besides
 Messages = list[Message]

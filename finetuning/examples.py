@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
+from data.named_tokenizer import Tokenizer
 from finetuning.chat import Messages, as_messages, encode_dialog, encode_prompt
 from finetuning.template import check_messages, find_answer, is_learned
 from utils.distributed import Process

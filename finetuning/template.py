@@ -12,7 +12,7 @@ A row is refused if the template writes an answer in a way that cannot be learne
 write a field of a message.
 """
 
-from data.tokenizer import Tokenizer
+from data.named_tokenizer import Tokenizer
 from finetuning.chat import ROLES, Message, Messages, encode_dialog
 
 

@@ -7,7 +7,6 @@ In each function `hf` in a name stands for transformers' side, everything else i
 """
 
 import json
-import textwrap
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from model.config import SIZED, GPTConfig
 from model.gpt import GPT, build_without_weights
-from utils.errors import UserError, is_of_machine
+from utils.errors import UserError, reading
 
 # Fields of config.json, by the fields of GPTConfig that hold the same.
 GPT2_FIELDS = {
@@ -108,8 +107,8 @@ def has_gpt2_names(config: GPTConfig) -> bool:
 
 
 def config_from_hf(hf_config: dict) -> GPTConfig:
-    """Return the GPTConfig of a config.json; raise UserError naming a value that would give another
-    config.json if the model was exported again."""
+    """Return the GPTConfig of a config.json; raise ValueError naming a value that would give
+    another config.json if the model was exported again."""
     # transformers 5 writes fields of RoPE as one dict, transformers 4 beside the others
     rope = hf_config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
@@ -137,7 +136,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
         # the class and the context change no logits, and dropout is for training
         is_checked = hf_name not in ("architectures", "n_ctx") and "drop" not in hf_name
         if is_checked and hf_config.get(hf_name) not in (value, None):
-            raise UserError(
+            raise ValueError(
                 f"config.json has {hf_name} {hf_config[hf_name]!r}; only {value} is supported"
             )
     return config
@@ -336,14 +335,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def load_pretrained(name_or_folder: str | Path) -> GPT:
     """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
-    Qwen3 of a shape that save_pretrained writes; or that of a file of nanoGPT, build-nanogpt or
-    llm.c. Raise UserError naming what does not fit."""
+    Qwen3 of a shape that save_pretrained writes. Raise UserError naming what does not fit."""
     folder = find_folder(str(name_or_folder))
-    try:
-        if folder.is_file():
-            from model.peers import load_peer  # here, because that module imports this one
-
-            return load_peer(folder)
+    with reading(folder, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         weights = read_weights(folder)
         # a GPT2Model, as OpenAI's on the hub, lacks the prefix of a GPT2LMHeadModel
@@ -351,17 +345,6 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
         if has_gpt2_names(config) and not has_prefix:
             weights = {f"transformer.{name}": x for name, x in weights.items()}
         return model_from_hf(weights, config)
-    except Exception as error:
-        if is_of_machine(error):  # a lack of memory is no damage
-            raise
-        message = str(error)
-        if not isinstance(error, UserError):
-            message = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{name_or_folder} is damaged or not a GPT-2, LLaMA or Qwen3 of Hugging Face's format, "
-            "and no checkpoint of this project, nanoGPT, build-nanogpt or llm.c: "
-            f"{textwrap.shorten(message, 300)}"
-        ) from error
 
 
 def save_pretrained(

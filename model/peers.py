@@ -22,6 +22,7 @@ from torch.serialization import safe_globals
 from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
 from model.huggingface import EMBEDDING, model_from_hf
+from utils.errors import reading
 
 LLM_C_MAGIC = 20240326
 LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older ones had no padding
@@ -29,23 +30,24 @@ LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older ones h
 
 def load_peer(path: Path) -> GPT:
     """Return the float32 model of a file; of nanoGPT and build-nanogpt, its vocabulary includes any
-    rows of padding. Raises what torch raises for a file of another kind or a damaged one."""
-    data = torch.from_numpy(np.memmap(path, mode="c"))  # uint8, mapped from disk
-    if data[:4].view(torch.int32) == LLM_C_MAGIC:
-        config, weights = read_llm_c(data)
-    else:
-        # weights_only: no code of the file runs. An empty class stands in for build-nanogpt's
-        # GPTConfig, which torch.load would refuse; it was defined in the script, __main__.
-        with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        weights = content["model"]
-        if all(name.startswith("_orig_mod.") for name in weights):  # nanoGPT compiled the model
-            weights = {name.removeprefix("_orig_mod."): x for name, x in weights.items()}
-        if "model_args" in content:
-            config = GPTConfig(**content["model_args"], activation="gelu_exact")
+    rows of padding. Raises UserError for a file of another kind or a damaged one."""
+    with reading(path, "a checkpoint of this project, nanoGPT, build-nanogpt or llm.c"):
+        data = torch.from_numpy(np.memmap(path, mode="c"))  # uint8, mapped from disk
+        if data[:4].view(torch.int32) == LLM_C_MAGIC:
+            config, weights = read_llm_c(data)
         else:
-            config = GPTConfig(**vars(content["config"]))
-    return model_from_hf(weights, config, transposed=())
+            # weights_only: no code of the file runs. An empty class stands in for build-nanogpt's
+            # GPTConfig, which torch.load would refuse; it was defined in the script, __main__.
+            with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            weights = content["model"]
+            if all(name.startswith("_orig_mod.") for name in weights):  # nanoGPT compiled the model
+                weights = {name.removeprefix("_orig_mod."): x for name, x in weights.items()}
+            if "model_args" in content:
+                config = GPTConfig(**content["model_args"], activation="gelu_exact")
+            else:
+                config = GPTConfig(**vars(content["config"]))
+        return model_from_hf(weights, config, transposed=())
 
 
 def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:

@@ -18,7 +18,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import torch
 
 from config import MachineOptions, ModelOptions, OptimizerOptions
-from data.tokenizer import GPT2Tokenizer
+from data.named_tokenizer import GPT2Tokenizer
 from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, build_without_weights

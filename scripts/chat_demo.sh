@@ -48,6 +48,7 @@ score grpo held_out
 echo "
 Ten held-out questions and the model's answers:"
 head -n 10 "$out/grpo_held_out.jsonl"
+run plot.py --log "$out/grpo" --out "$out/grpo/logs/log_plot.png"
 echo "
 Held-out questions that are answered exactly: trained on sums, after 8 dialogs, after rewards
 $(grep -h "exact match" "$out"/{sums,sft,grpo}_held_out.txt)

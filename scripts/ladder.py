@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from config import OptimizerOptions
-from data.tokenizer import GPT2Tokenizer
+from data.named_tokenizer import GPT2Tokenizer
 from evaluation.figure import WIDTH, save
 from model.config import GPTConfig
 from model.execution import Execution

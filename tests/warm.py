@@ -49,9 +49,6 @@ class Script(CONTEXT.Process):
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.env)
-        name = os.path.basename(self.command[0])
-        if name in ("train.py", "finetune.py"):  # drawing takes longer than the run
-            sys.modules["matplotlib"] = None
         # the path of a new interpreter, without what pytest has added
         installed = [path for path in sys.path if "site-packages" in path or ROOT not in path]
         given = self.env.get("PYTHONPATH", "").split(os.pathsep)

@@ -13,12 +13,10 @@ that of the whole model: a file resumes on any number of processes. Writing stan
 training/saver.py.
 """
 
-import contextlib
 import os
 import sys
 import zlib
-from collections.abc import Iterator
-from importlib import import_module
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -26,7 +24,8 @@ from torch import Tensor
 
 from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
-from utils.errors import UserError, is_of_machine
+from training.pretrained import open_pretrained
+from utils.errors import UserError, reading
 
 FORMAT_VERSION = 5
 LAST = "model_last.pt"
@@ -100,34 +99,18 @@ def verify(checkpoint: dict, part: str) -> None:
         raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class if it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn what a damaged or foreign file raises into a UserError with its path; a lack of memory
-    and an error of the disk pass."""
-    try:
-        yield
-    except UserError:  # it has its sentence already
-        raise
-    except FileNotFoundError as error:
-        raise UserError(f"there is no checkpoint {path}; give another path") from error
-    except Exception as error:  # torch.load raises what its unpickler and zip reader raise
-        if is_of_machine(error):
-            raise
-        raise DamagedFile(
-            f"{path} is damaged or not a checkpoint of this project (a run begins from others by "
-            f"--init_from): {first_line(error)}"
-        ) from error
+def reading_checkpoint(path: Path) -> AbstractContextManager:
+    """Return a context in which whatever a damaged or foreign file raises becomes a DamagedFile."""
+    kind = "a checkpoint of this project (a run begins from others by --init_from)"
+    return reading(path, kind, DamagedFile)
 
 
 def load_checkpoint(path: Path) -> dict:
     """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
     UserError for a file that is absent, damaged or not a checkpoint of this project."""
-    with reading(path):
+    if not path.exists():
+        raise UserError(f"there is no checkpoint {path}; give another path")
+    with reading_checkpoint(path):
         # weights_only: pickled code is refused; mmap: tensors are read when they are used
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         version = checkpoint["format_version"]
@@ -162,7 +145,7 @@ def load_model(
     the file, `opened` where that is given: the path may hold another save by now. Raises UserError
     for a reward model unless `model_class` is one, and the other way round."""
     checkpoint = load_checkpoint(path) if opened is None else opened
-    with reading(path):
+    with reading_checkpoint(path):
         # finetune.py --method reward puts this head in the place of the logits
         is_reward_model = "reward_head.weight" in checkpoint["model"]
         if model_class is GPT and is_reward_model:
@@ -269,7 +252,5 @@ def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, di
         model, checkpoint = load_model(path, float32=float32)
         return model, checkpoint["tokenizer"], checkpoint
 
-    # on demand: most runs do without it, and the library `tokenizers` is slow to import
-    pretrained = import_module("training.pretrained")
-    model, tokenizer = pretrained.open_pretrained(name)
+    model, tokenizer = open_pretrained(name)
     return model.eval(), tokenizer, {}

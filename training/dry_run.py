@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from config import TrainConfig
-from data.mixture import Mixture
-from data.tokenizer import TOKENIZERS
+from data.loader import Mixture
+from data.named_tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import build_without_weights
 from model.recipes import Recipe

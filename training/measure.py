@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from data.tokenizer import GPT2Tokenizer
+from data.named_tokenizer import GPT2Tokenizer
 from utils.devices import autocast
 from utils.ranges import Count, NonNegative
 

@@ -12,6 +12,7 @@ from data.file_tokenizer import pretrained_tokenizer
 from data.tokenizer import count_tokens
 from model.gpt import GPT, rebuild
 from model.huggingface import find_folder, load_pretrained
+from model.peers import load_peer
 from utils.errors import UserError
 
 
@@ -19,9 +20,10 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     """Return the model of a file, or of a Hugging Face folder or name, and the spec of its
     tokenizer. Raises UserError for a model of another kind, or whose tokenizer does not fit or is
     not known."""
-    model = load_pretrained(name)
+    path = find_folder(str(name))
+    model = load_peer(path) if path.is_file() else load_pretrained(path)
     num_rows = model.config.vocab_size  # of the embedding, those of padding included
-    tokenizer = pretrained_tokenizer(find_folder(str(name)), num_rows)
+    tokenizer = pretrained_tokenizer(path, num_rows)
     num_tokens = count_tokens(tokenizer)
     if num_tokens > num_rows:
         raise UserError(

@@ -14,8 +14,6 @@ import sys
 import uuid
 import zlib
 from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -32,7 +30,7 @@ from training.checkpoint import (
     load_checkpoint,
     newest_first,
     open_model,
-    reading,
+    reading_checkpoint,
     verify,
 )
 from training.parallel import load_optimizer_state
@@ -360,7 +358,7 @@ class Run:
     ) -> None:
         """Load the optimizer state of the checkpoint that is resumed. Every process must call it;
         raises UserError for a damaged file."""
-        with reading(Path(self.config.resume)):
+        with reading_checkpoint(Path(self.config.resume)):
             verify(checkpoint, "optimizer")
         load_optimizer_state(model, optimizers, checkpoint["optimizer"])
 
@@ -425,7 +423,7 @@ class Run:
         return f": lowest validation loss {best_loss:.4f}, at step {best_steps[-1]:,}"
 
     def finish(self, next_commands: list[str]) -> None:
-        """Print how the run ended, draw its picture, and exit with 128 + the signal if one came.
+        """Print how the run ended, and exit with 128 + the signal if one came.
         To the commands that are printed, the folder of the run is added."""
         folder = self.config.checkpoint_dir
         log_dir = self.config.log_dir
@@ -440,15 +438,11 @@ class Run:
             self.logger.print(f"done{self.best_validation()}; checkpoints: {folder}")
         self.logger.close()
         if self.process.is_main and not self.stopping:
-            # a run without a step has nothing to draw
-            if find_spec("matplotlib") and "train" in read_metrics(log_dir):
-                figure = import_module("evaluation.figure")  # on demand: matplotlib takes a second
-                figure.draw([log_dir], log_dir / PICTURE)
-                print(f"picture: {log_dir / PICTURE}")
             print("next:")
             for command in next_commands:
                 print(f"  python {command} {run_folder(folder)}")
-            print(f"  python plot.py --log {shlex.quote(str(log_dir))}")
+            picture = shlex.quote(str(log_dir / PICTURE))
+            print(f"  python plot.py --log {shlex.quote(str(log_dir))} --out {picture}")
         distributed.stop()  # leaves the process group
         if self.stopping:
             sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))

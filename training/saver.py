@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from model.gpt import GPT
-from training.checkpoint import BEST, LAST, NUMBERED, assemble, first_line, numbered
+from training.checkpoint import BEST, LAST, NUMBERED, assemble, numbered
 from training.parallel import gather_state
 from training.run import PATIENCE, Run
 from utils.errors import UserError
@@ -30,7 +30,8 @@ def save_checkpoint(path: Path, content: dict) -> None:
         with atomic_write(path) as file:
             torch.save(content, file)
     except Exception as error:  # a full disk is a RuntimeError to torch
-        raise UserError(f"{path} could not be written: {first_line(error)}") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path} could not be written: {reason}") from error
 
 
 def finish_writing(seconds: float = 20) -> None:

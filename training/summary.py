@@ -1,8 +1,7 @@
 """What train.py tells the user before the first step: warnings, and a summary of the run."""
 
 from config import TrainConfig
-from data.loader import Slicing, TokenStream
-from data.mixture import Mixture
+from data.loader import Mixture, Slicing, TokenStream
 from data.tokenizer import tokenizer_identity
 from evaluation.validation import too_few_tokens
 from model.gpt import GPT

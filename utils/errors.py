@@ -1,6 +1,10 @@
 """Errors that a user can correct. utils/cli.py prints them and exits with code 2."""
 
 import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -18,3 +22,18 @@ def is_of_machine(error: Exception) -> bool:
     """Return whether reading failed for a reason other than the file's content: memory, rights, a
     disk. Such a file must not be called damaged."""
     return isinstance(error, OSError) or is_out_of_memory(error)
+
+
+@contextmanager
+def reading(
+    path: Path | str, kind: str, error_class: type[UserError] = UserError
+) -> Iterator[None]:
+    """Turn what Python, NumPy or torch raise for the content of a file into an `error_class` of one
+    sentence: PATH is damaged or not KIND: reason. A UserError has its sentence already."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or is_of_machine(error):
+            raise
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        raise error_class(f"{path} is damaged or not {kind}: {reason}") from error

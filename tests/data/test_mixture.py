@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_fineweb_edu import shard
 
 from data import verify
-from data.mixture import Corpus, Mixture, assign_places, parse_corpora
+from data.loader import Corpus, Mixture, assign_places, parse_corpora
 from data.shards import read_manifest, write_manifest
 from utils.logger import read_metrics
 

@@ -6,11 +6,11 @@ import pytest
 from conftest import user_error
 
 from data.export_tokenizer import save_tokenizer
-from data.foreign import bin_header
 from data.sharder import ShardWriter
 from data.shards import (
     ShardFolder,
     TokenStream,
+    bin_header,
     inspect_shard,
     open_folder,
     open_folders,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from config import TrainConfig
-from data.mixture import Mixture
+from data.loader import Mixture
 from evaluation import evaluator
 from evaluation.evaluator import Evaluator, read_on_all
 from model.config import GPTConfig

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from conftest import user_error
 
 from data.loader import Sequences, TokenStream
+from data.named_tokenizer import ByteTokenizer
 from data.shards import open_folder, read_manifest, write_manifest
-from data.tokenizer import ByteTokenizer, load_tokenizer
+from data.tokenizer import load_tokenizer
 from evaluation import scoring
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import ItemScorer, score_targets

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import write_rows
 
-from data.tokenizer import ByteTokenizer
+from data.named_tokenizer import ByteTokenizer
 from finetune import METHODS, train_step
 from finetuning.completions import Completion
 from finetuning.examples import TextEncoder

@@ -14,6 +14,7 @@ from model.config import SIZED, GPTConfig
 from model.gpt import GPT
 from model.huggingface import load_pretrained
 from model.layers import ACTIVATIONS
+from model.peers import load_peer
 from training.checkpoint import open_model
 
 LLM_C_KINDS = "ln_1 attn.c_attn attn.c_proj ln_2 mlp.c_fc mlp.c_proj".split()
@@ -87,7 +88,7 @@ def test_logits_are_those_of_the_weights_in_the_file(layout, fields, tmp_path):
     V = source.config.vocab_size
     write(layout, source, tmp_path / "file")
     idx = torch.randint(0, V, (2, 32))
-    assert load_pretrained(tmp_path / "file").eval()(idx).equal(source(idx))
+    assert load_peer(tmp_path / "file").eval()(idx).equal(source(idx))
     if "llm.c" in layout:  # by its header, the rows of padding are no tokens
         model, tokenizer, _ = open_model(tmp_path / "file")
         assert (tokenizer, model.config.vocab_size) == ({50_257: "gpt2", 257: "bytes"}[V], V)
@@ -102,7 +103,7 @@ def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_pa
     assert f"reading {own}" in sampled.stderr  # ckpt.pt is none of ours
     script("convert.py", "--checkpoint", own, "--out", tmp_path / "hf")
     idx = torch.randint(0, 257, (2, 32))
-    logits = load_pretrained(ckpt).eval()(idx)
+    logits = load_peer(ckpt).eval()(idx)
     torch.testing.assert_close(
         load_pretrained(tmp_path / "hf").eval()(idx), logits, rtol=0, atol=1e-5
     )
@@ -118,7 +119,7 @@ def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_pa
 def test_what_does_not_fit_is_a_sentence(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"hello")
-    bad(["sample.py", "--model", path], "no checkpoint of this project, nanoGPT, build-nanogpt or")
+    bad(["sample.py", "--model", path], "not a checkpoint of this project, nanoGPT, build-nanogpt")
     write("nanoGPT", random_gpt(65), path)
     with user_error("65 tokens, which are neither GPT-2's"):
         open_model(path)
@@ -129,7 +130,7 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
     content["model"]["transformer.ln_f.bias"] = torch.ones(8)  # beside that with the prefix
     torch.save(content, path)
     with user_error("it has no transformer.wte.weight"):
-        load_pretrained(path)
+        load_peer(path)
     whole = llm_c_file(random_gpt(), is_bfloat16=False)
     for content, message in (
         (whole + bytes(8), "2 values more"),
@@ -137,4 +138,4 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
     ):
         path.write_bytes(content)
         with user_error(message):
-            load_pretrained(path)
+            load_peer(path)
