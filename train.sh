@@ -88,11 +88,8 @@ data_dir: data/edu_fineweb10B
   echo "FineWeb-Edu sample-10BT: 28 GB to stream, 20 GB of shards to keep in data/edu_fineweb10B;" \
     "checkpoints: 1.5 GB each of 124M, two are kept"
   if [ "$gpus" = 0 ] && [ -z "$yes" ]; then
-    days=$(python -c "
-from utils.devices import pick_device, pick_dtype, seconds_on_cpu
-flops = $(sed -n 's/ FLOPs .*//p' <<<"$plan")
-print(round(seconds_on_cpu(flops, pick_dtype('auto', pick_device('cpu'))) / 86400))")
-    echo "error: PyTorch finds no CUDA GPU here, and this processor would train for about $days days:" \
+    hours=$(sed -n 's/.*: about \(.*\) on this processor$/\1/p' <<<"$plan")
+    echo "error: PyTorch finds no CUDA GPU here, and this processor would train for about $hours:" \
       "type \"bash train.sh demo\" for a run of minutes, or add --yes to begin all the same" >&2
     exit 2
   fi

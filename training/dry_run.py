@@ -11,6 +11,7 @@ from model.recipes import Recipe
 from training.checkpoint import open_model
 from training.options import model_shape
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
+from utils.devices import seconds_on_cpu
 from utils.distributed import launched
 from utils.errors import UserError
 from utils.throughput import peak_flops
@@ -68,8 +69,11 @@ def print_forecast(options: TrainConfig, recipe: Recipe, checkpoint: dict | None
 
 
 def describe_time(flops: float, hardware: Hardware) -> str:
-    """Return the time and the cost in which GPUs compute a number of FLOPs; "" where their peak is
-    not known, and on CPUs."""
+    """Return the time in which the devices compute a number of FLOPs, and the cost of GPUs; "" for
+    a GPU whose peak is not known."""
+    if hardware.device.type == "cpu":
+        hours = seconds_on_cpu(flops, hardware.dtype) / 3600
+        return f": about {hours:,.1f} hours ({hours / 24:,.0f} days) on this processor"
     if hardware.gpu is not None:
         peak = hardware.gpu.peak
     else:
@@ -78,7 +82,7 @@ def describe_time(flops: float, hardware: Hardware) -> str:
         return ""
     gpu_hours = flops / (peak * MFU) / 3600
     return (
-        f": {gpu_hours / hardware.world_size:,.2f} hours on {hardware.world_size} GPU and "
+        f": {gpu_hours / hardware.world_size:,.2f} hours on {hardware.world_size} GPUs and "
         f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "
         f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
     )
@@ -97,5 +101,5 @@ def planned_shape(options: TrainConfig, recipe: Recipe, checkpoint: dict | None)
         vocab_size = data.stream.vocab_size
         print(data.describe_epochs(options.max_steps * options.total_batch_size))
     except UserError as error:  # no shards
-        print(error)
+        print(f"note: {error}")
     return options.model_config(recipe, vocab_size)

@@ -63,7 +63,7 @@ def test_the_default_folder_is_sharded_once_the_settings_are_checked(train_sh):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", 'this processor would train for about 0 days: type "bash train.sh demo"'),
+        ("", ' days): type "bash train.sh demo"'),
         ("dmeo", 'error: there is no "dmeo": type bash train.sh demo, bash train.sh chat_demo, or'),
         ("chat_demo two", "error: two is no SEED, a number: bash train.sh chat_demo 2"),
     ],
