@@ -5,10 +5,11 @@ OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too; other s
 options themselves. This file is not about files, checkpoints or processes.
 
 Options are frozen, and go one way: flags -> options, in which None stands for what nobody gave ->
-resolved options, which training/options.py completes from the recipe and the machine.
+resolved options, without None, which training/options.py completes from the recipe and the machine.
 """
 
-from dataclasses import dataclass, fields, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -37,7 +38,7 @@ DERIVED = (
     "use_torch_compile",
 )
 
-Options = TypeVar("Options", bound="RunOptions")
+Resolved = TypeVar("Resolved", bound="ResolvedOptions")
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,20 @@ class RunOptions:
     """Replace the checkpoints and logs of another run, or of later steps."""
 
     @property
-    def resumes(self) -> bool:
-        """True if `resume` is a checkpoint: training/options.py puts its path there, and leaves
-        "auto" where there is none to continue."""
-        return self.resume not in (None, "auto")
+    def resumed(self) -> Path | None:
+        """The checkpoint that is resumed, None for a new run: training/options.py puts the path
+        into `resume`, and leaves "auto" where there is none to continue."""
+        if self.resume is None or self.resume == "auto":
+            return None
+        return Path(self.resume)
 
     @property
     def is_branch(self) -> bool:
         """True if the checkpoint that is resumed lies in another folder than --checkpoint_dir. The
         run there is another one from then on; a whole folder that was moved or copied is not."""
-        folder = self.checkpoint_dir.resolve()
-        return self.resumes and Path(self.resume).parent.resolve() != folder
+        if self.resumed is None:
+            return False
+        return self.resumed.parent.resolve() != self.checkpoint_dir.resolve()
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
@@ -106,6 +110,12 @@ class DataOptions:
     """Tokens per step over all processes; gradient accumulation follows from it."""
     micro_batch_size: Count | Literal["auto"] = 16
     """Sequences per forward pass of a process; auto, the default on CUDA: what should fit."""
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """The micro-batch, once training/options.py has found a number for "auto"."""
+        assert self.micro_batch_size != "auto"
+        return self.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -141,7 +151,7 @@ class ModelOptions:
 class OptimizerOptions:
     """Steps, learning rate and AdamW."""
 
-    max_steps: Count = 19_073
+    max_steps: Count | None = 19_073
     """Optimizer steps; 19,073 of 524,288 tokens are 10B."""
     max_lr: NonNegative | None = None
     """Learning rate after warmup; default: of the recipe, gpt2: 6e-4, modern: 0.012."""
@@ -238,14 +248,6 @@ class TrainConfig(
     needs --data_dir, --run_dir, --model_type (or sizes) and --max_steps, perhaps --micro_batch_size
     and --resume."""
 
-    def __post_init__(self) -> None:
-        check_run_options(self)
-
-    @property
-    def last_update(self) -> int:
-        """Update, counted from 0, at which the learning rate is --min_lr."""
-        return self.max_steps - 1
-
     @property
     def benchmarks(self) -> list[str]:
         """Benchmarks that can be scored during training: those with options NAME_data."""
@@ -253,7 +255,7 @@ class TrainConfig(
 
     def sequences_per_step(self, world_size: int) -> int:
         """Return the sequences in a global batch; UserError where the batch does not divide."""
-        tokens_together = self.micro_batch_size * self.block_size * world_size
+        tokens_together = self.sequences_per_pass * self.block_size * world_size
         if self.total_batch_size % tokens_together:
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
@@ -264,26 +266,58 @@ class TrainConfig(
         return self.total_batch_size // self.block_size
 
 
-def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions, ABC):
+    """Options of a run of train.py or finetune.py in which nothing is left to derive."""
+
+    log_dir: Path
+    max_steps: int
+    max_lr: float
+    min_lr: float
+    warmup_steps: int
+    schedule: ScheduleName
+    weight_decay: float
+
+    def __post_init__(self) -> None:
+        if self.min_lr > self.max_lr:
+            raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
+
+    @property
+    @abstractmethod
+    def last_update(self) -> int:
+        """Update, counted from 0, at which the learning rate is --min_lr."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTrainConfig(ResolvedOptions, TrainConfig):
+    """Options of a run of train.py; --micro_batch_size may be "auto" until the model is known."""
+
+    @property
+    def last_update(self) -> int:
+        return self.max_steps - 1
+
+
+def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainConfig:
     """Return the options with the learning rates, the schedule and the folder of the log, as far as
     nobody gave them, from the recipe and from other options."""
-    options = with_defaults(
+    assert options.max_steps is not None  # its default is a number
+    max_lr = recipe.max_lr if options.max_lr is None else options.max_lr
+    return resolve(
+        ResolvedTrainConfig,
         options,
         log_dir=log_folder(options.checkpoint_dir),
-        max_lr=recipe.max_lr,
+        max_lr=max_lr,
+        min_lr=0.0 if recipe.to_zero else max_lr / 10,
         weight_decay=recipe.weight_decay,
         schedule=recipe.schedule,
         warmup_steps=min(WARMUP_STEPS, options.max_steps // 10),
     )
-    # last, because it follows from --max_lr, which may have been given
-    min_lr = 0.0 if recipe.to_zero else options.max_lr / 10
-    return with_defaults(options, min_lr=min_lr)
 
 
-def with_defaults(options: Options, **defaults: object) -> Options:
-    """Return the options with these values in place of those that are None, checked anew."""
-    missing = {name: x for name, x in defaults.items() if getattr(options, name) is None}
-    return replace(options, **missing)
+def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: object) -> Resolved:
+    """Return the options as `resolved_class`, with these values in place of those that are None."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return resolved_class(**vars(options) | defaults | given)
 
 
 def log_folder(checkpoint_dir: Path) -> Path:
@@ -292,9 +326,3 @@ def log_folder(checkpoint_dir: Path) -> Path:
     if checkpoint_dir.name == "checkpoints":
         return checkpoint_dir.parent / "logs"
     return checkpoint_dir / "logs"
-
-
-def check_run_options(options: OptimizerOptions) -> None:
-    """Raise UserError for options of train.py and finetune.py that contradict each other."""
-    if None not in (options.max_lr, options.min_lr) and options.min_lr > options.max_lr:
-        raise UserError(f"--min_lr {options.min_lr} is above --max_lr {options.max_lr}")

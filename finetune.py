@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from config import log_folder, with_defaults
 from data.loader import step_sequences
 from data.tokenizer import load_tokenizer
 from evaluation.evaluator import is_due
@@ -35,7 +34,7 @@ from finetuning.methods import (
     RewardModeling,
     SupervisedTuning,
 )
-from finetuning.options import FinetuneConfig, resolve_options
+from finetuning.options import FinetuneConfig, ResolvedFinetuneConfig, resolve_options
 from finetuning.rewards import RewardError, RewardModel, load_reward_function
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
@@ -75,14 +74,15 @@ METHODS: dict[str, type[Method]] = {
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    options = resolve_paths_and_compile(options, derived)
+    options = resolve_source_and_compile(options, derived)
     process = distributed.start(options.device, catch_signals=True)
     options = resolve_dtype(options, process)
-    claim_folders(options, checkpoint, process)
     # the lengths of run and batches depend on what is read here
     model, entries = build_model(options, checkpoint)
+    assert options.data is not None  # FinetuneConfig demands it
     num_rows = len(read_lines(options.data))
     options = resolve_options(options, num_rows, model.num_parameters(), process.world_size)
+    claim_folders(options, checkpoint, process)
     # as in checkpoints of train.py: what nobody gave is derived again when a run is resumed
     entries |= {"derived": derived, "command": sys.argv, **data_entries(options)}
     compare_processes(options, checkpoint, entries, process)
@@ -109,9 +109,8 @@ def main() -> None:
         f"{options.method} of {options.init_from} on {options.data}: {len(method.examples):,} "
         f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
     )
-    timer = StepTimer(
-        model.flops_per_token(), peak_flops(process.device, run.dtype), process.world_size
-    )
+    peak = peak_flops(process.device, run.dtype)  # for MFU; None on a CPU
+    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
     try:
         while True:
@@ -130,8 +129,7 @@ def main() -> None:
             tokens_before = state.tokens  # how many a step has depends on its examples
             timer.start()
             # as in pre-training, the examples of a step are a pure function of seed and step
-            num_examples = len(method.examples)
-            example_ids = step_sequences(step, options.batch_size, num_examples, options.seed)
+            example_ids = step_sequences(step, options.batch_size, num_rows, options.seed)
             prepared = method.prepare(model, step, example_ids)  # with grpo, it samples completions
             result = train_step(run, wrapped, optimizers, method, prepared)
             speed = timer.stop(state.tokens - tokens_before)
@@ -155,22 +153,22 @@ def main() -> None:
     run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 
-def resolve_paths_and_compile(
+def resolve_source_and_compile(
     options: FinetuneConfig, derived: dict[str, str | None]
 ) -> FinetuneConfig:
-    """Return the options with the folder of the log, the file of --init_from, and whether the step
-    is compiled; `derived` has the options that nobody gave."""
+    """Return the options with the file of --init_from, and whether the step is compiled; `derived`
+    has the options that nobody gave."""
     options = resolve_compile(options, derived)
     # the completions of grpo have too many lengths to compile each
     is_compiled = options.use_torch_compile and options.method != "grpo"
+    assert options.init_from is not None
     # the path of a checkpoint: a resumed run reads the same one, not the best or newest by then
     init_from = str(find_checkpoint(options.init_from) or options.init_from)
-    options = replace(options, use_torch_compile=is_compiled, init_from=init_from)
-    return with_defaults(options, log_dir=log_folder(options.checkpoint_dir))
+    return replace(options, use_torch_compile=is_compiled, init_from=init_from)
 
 
 def train_step(
-    run: Run,
+    run: Run[ResolvedFinetuneConfig],
     wrapped: nn.Module,
     optimizers: list[Optimizer],
     method: Method,
@@ -211,7 +209,7 @@ def train_step(
     # Sum all numbers over processes at once. full_like fills a tensor on the device, without a copy
     # from the host.
     means["tokens"] = torch.full_like(grad_norm, num_tokens)
-    means["signals"] = torch.full_like(grad_norm, process.stop.signal != 0)
+    means["signals"] = torch.full_like(grad_norm, process.signal != 0)
     # `tolist` is the one time in a step at which the CPU waits for the GPU
     totals = process.sum(torch.stack(list(means.values()))).tolist()
     figures = dict(zip(means, totals, strict=True))
@@ -233,7 +231,9 @@ def train_step(
     return StepResult(figures, skip_reason, got_signal)
 
 
-def evaluate(run: Run, model: GPT, held_out_method: Method, saver: Saver) -> None:
+def evaluate(
+    run: Run[ResolvedFinetuneConfig], model: GPT, held_out_method: Method, saver: Saver
+) -> None:
     """Score the model on --eval_data, and save it if its loss there is the lowest one."""
     scores = held_out_method.evaluate(model)
     if "loss" not in scores:  # grpo has the reward instead, and no best model
@@ -247,19 +247,22 @@ def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, 
     """Return the model, resumed or of --init_from, on the CPU, and the entries of its checkpoints
     beside weights, options and progress."""
     is_reward = options.method == "reward"
+    name: Path | str
     if checkpoint is not None:
-        name = options.resume
+        assert options.resumed is not None
+        name = options.resumed
         model_class = RewardModel if is_reward else GPT
-        model, content = load_model(Path(name), model_class, float32=True, opened=checkpoint)
+        model, content = load_model(name, model_class, float32=True, opened=checkpoint)
         tokenizer = content["tokenizer"]
     else:
+        assert options.init_from is not None
         name = options.init_from
         model, tokenizer, content = open_model(name, float32=True)
 
     # its shape: a shorter context, and the dropout of fine-tuning
     longest = model.config.block_size
     T = options.block_size or longest  # of the model unless given
-    if T > longest or (options.resumes and T < longest):  # its optimizer state has that length
+    if T > longest or (options.resumed and T < longest):  # its optimizer state has that length
         raise UserError(f"--block_size {T}: {name} has a context of {longest}; give that, or none")
 
     # A chat model would rate or write plain text badly, and the other way round. sft may change it.
@@ -273,7 +276,7 @@ def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, 
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     model = rebuild(model, shape, execution)
     began_from = init_checksum(options, checkpoint, model)
-    if is_reward and not options.resumes:  # a resumed one has its head of rewards already
+    if is_reward and checkpoint is None:  # a resumed one has its head of rewards already
         model = RewardModel.from_gpt(model)
     entries = {
         "script": "finetune.py",
@@ -283,7 +286,7 @@ def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, 
     return model.train(), entries
 
 
-def data_entries(options: FinetuneConfig) -> dict:
+def data_entries(options: ResolvedFinetuneConfig) -> dict:
     """Return the entries of checkpoints that tell the rows of a run from others."""
     val_checksum = None
     if options.eval_data is not None:
@@ -300,7 +303,7 @@ def data_entries(options: FinetuneConfig) -> dict:
 
 
 def open_data(
-    run: Run, model: GPT, entries: dict, checkpoint: dict | None
+    run: Run[ResolvedFinetuneConfig], model: GPT, entries: dict, checkpoint: dict | None
 ) -> tuple[Method, Method | None]:
     """Read and encode the rows of a run, and open the models that its method needs beside `model`,
     the trained one.
@@ -330,6 +333,7 @@ def open_data(
     # examples, and the function that rates completions of theirs, tried on the first one
     reward_function = None
     if options.method == "grpo":
+        assert options.reward is not None  # FinetuneConfig demands it
         reward_function = load_reward_function(options.reward, encoder, process, run.dtype)
     open_examples = partial(
         METHODS[options.method], options, process, run.dtype, encoder, reference, reward_function

@@ -17,7 +17,6 @@ training/run.py.
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -26,7 +25,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from config import TrainConfig
+from config import ResolvedTrainConfig, TrainConfig
 from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
 from evaluation.evaluator import Evaluator, is_due
 from model.execution import Execution
@@ -101,7 +100,7 @@ def main() -> None:
 
     # batches, evaluation, log, checkpoints
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
-    slicing = Slicing(num_sequences, options.micro_batch_size, process.rank, process.world_size)
+    slicing = Slicing(num_sequences, options.sequences_per_pass, process.rank, process.world_size)
     peak = peak_flops(process.device, run.dtype)  # for MFU; None on a CPU
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
     batches = open_batches(run, slicing, train_data, val_data)
@@ -152,7 +151,7 @@ def main() -> None:
 
 
 def train_step(
-    run: Run,
+    run: Run[ResolvedTrainConfig],
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     batches: Iterator[tuple[Tensor, Tensor]],
@@ -187,7 +186,7 @@ def train_step(
     grad_norm = clip_grad_norm(model, options.grad_clip)
 
     # means over processes; `tolist` is the one time in a step at which the CPU waits for the GPU
-    signals = torch.full_like(loss_sum, float(process.stop.signal != 0))
+    signals = torch.full_like(loss_sum, float(process.signal != 0))
     sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
     mean_loss, mean_norm, share_of_signals = (sums / process.world_size).tolist()
 
@@ -207,7 +206,7 @@ def train_step(
 
 
 def build_model(
-    options: TrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: dict | None
+    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: dict | None
 ) -> GPT:
     """Return the model of the run on the CPU: that of the `checkpoint` that is resumed, that of
     --init_from, or a new one from the seed. Raises UserError for weights of another architecture or
@@ -215,8 +214,9 @@ def build_model(
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     if checkpoint is not None:
         # the file that is open already: its path may hold a later save by now
-        weights, _ = load_model(Path(options.resume), float32=True, opened=checkpoint)
-        check_tokenizer(stream, options.resume, checkpoint["tokenizer"])
+        assert options.resumed is not None
+        weights, _ = load_model(options.resumed, float32=True, opened=checkpoint)
+        check_tokenizer(stream, options.resumed, checkpoint["tokenizer"])
     elif options.init_from is not None:
         weights, tokenizer, content = open_model(options.init_from, float32=True)
         check_tokenizer(stream, options.init_from, tokenizer)
@@ -235,7 +235,7 @@ def build_model(
 
 
 def open_batches(
-    run: Run, slicing: Slicing, train_data: Mixture, val_data: Mixture
+    run: Run[ResolvedTrainConfig], slicing: Slicing, train_data: Mixture, val_data: Mixture
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the micro-batches (inputs, targets), (B, T) each, of this process from the current
     step on, read ahead by a thread. Raises UserError for data that cannot be read, before the run
@@ -251,7 +251,7 @@ def open_batches(
 
 
 def checkpoint_entries(
-    options: TrainConfig,
+    options: ResolvedTrainConfig,
     derived: dict[str, str | None],
     recipe: Recipe,
     train_data: Mixture,

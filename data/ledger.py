@@ -22,7 +22,7 @@ class Skipped:
 
 @dataclass
 class FileCounts:
-    """What a file, or a dataset of the hub, has given so far."""
+    """Counts of what a file, or a dataset of the hub, has given so far."""
 
     size: int
     """Bytes of the file; 0 for a dataset."""

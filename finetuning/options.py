@@ -9,22 +9,25 @@ from config import (
     WARMUP_STEPS,
     MachineOptions,
     OptimizerOptions,
+    ResolvedOptions,
     RunOptions,
     SaveOptions,
-    check_run_options,
-    with_defaults,
+    log_folder,
+    resolve,
 )
 from model.recipes import ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
 from utils.ranges import BelowOne, Count, Natural, NonNegative
 
+MethodName = Literal["sft", "dpo", "reward", "grpo"]
+
 
 @dataclass(frozen=True)
 class FileOptions(RunOptions):
     """Files and folders."""
 
-    method: Literal["sft", "dpo", "reward", "grpo"] | None = None
+    method: MethodName | None = None
     """sft: dialogs; dpo: preferences; reward: a reward model; grpo: rewards of its own text."""
     data: Path | None = None
     """Rows to learn from, .jsonl. sft: messages, or prompt and completion; dpo, reward: prompt,
@@ -34,8 +37,8 @@ class FileOptions(RunOptions):
     completions, is logged every --eval_every steps."""
     plain: bool = False
     """Train on plain text: prompts and completions without User: and Assistant:."""
-    checkpoint_dir: Path | None = None
-    """Folder for checkpoints; default: runs/METHOD/checkpoints."""
+    checkpoint_dir: Path = Path("runs/METHOD/checkpoints")
+    """Folder for checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,6 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
                 raise UserError(f"give --{name}; --help says what it takes")
         if self.method == "grpo" and self.reward is None:
             raise UserError("--method grpo needs --reward: exact, FILE.py:FUNCTION or a checkpoint")
-        check_run_options(self)
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
@@ -110,33 +112,46 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
         default = f"runs/{flag_value(flags, 'method')}/checkpoints"
         return Path(flag_value(flags, "checkpoint_dir") or default)
 
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedFinetuneConfig(ResolvedOptions, FinetuneConfig):
+    """Options of a run of finetune.py."""
+
+    method: MethodName
+    data: Path
+    init_from: str
+    batch_size: int
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
+        ResolvedOptions.__post_init__(self)
+
     @property
     def last_update(self) -> int:
-        """Update, counted from 0, at which the learning rate is --min_lr."""
         return self.max_steps  # one after the last: the last step still learns, as with trl
 
 
 def resolve_options(
     options: FinetuneConfig, num_rows: int, num_parameters: int, world_size: int
-) -> FinetuneConfig:
+) -> ResolvedFinetuneConfig:
     """Return the options with the defaults that follow from the rows of --data, the model's number
     of parameters and the number of processes. Raise UserError where a step does not divide into
     micro-batches."""
+    assert options.method is not None  # FinetuneConfig demands it
     # at least 16 steps an epoch, if that leaves an example for each process
     batch_size = 32  # halved, so that it divides among a power of 2 of processes
     while batch_size > max(4, world_size, num_rows // 16):
         batch_size //= 2
     batch_size = max(1, batch_size // world_size) * world_size  # as many for each of 3 processes
-    options = with_defaults(options, batch_size=batch_size)
+    batch_size = options.batch_size or batch_size
 
     # Micro-batches are of equal size: a forward pass of a sharded model waits for all processes.
-    num_examples = options.batch_size  # in a step: dialogs, pairs or completions
+    num_examples = batch_size  # in a step: dialogs, pairs or completions
     if options.method == "grpo":
         num_examples *= options.group_size
     # 8 if possible, else the largest power of 2 that divides a process's share
-    micro_batch_size = math.gcd(8, num_examples // world_size)
-    options = with_defaults(options, micro_batch_size=micro_batch_size)
-    num_together = options.micro_batch_size * world_size  # in one forward pass of all processes
+    micro_batch_size = options.micro_batch_size or math.gcd(8, num_examples // world_size)
+    num_together = micro_batch_size * world_size  # in one forward pass of all processes
     if num_examples % num_together:
         raise UserError(
             f"the {num_examples} examples of a step do not divide by {num_together}, "
@@ -145,15 +160,22 @@ def resolve_options(
 
     # steps; each completion of grpo costs a forward pass for each token, so one epoch has to do
     num_epochs = 1 if options.method == "grpo" else 3
-    max_steps = math.ceil(num_epochs * num_rows / options.batch_size)
+    max_steps = math.ceil(num_epochs * num_rows / batch_size)
     if options.method == "sft":
         max_steps = max(max_steps, 200)  # enough to learn a few dialogs
-    options = with_defaults(options, max_steps=max_steps)
+    max_steps = options.max_steps or max_steps
 
     # learning rate
     rates = {"dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # of trl 1.16
     # trl's 2e-5 suits models of 1B parameters; small models need more
     rates["sft"] = min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters))
-    # a tenth of the steps, as in pre-training
-    warmup_steps = min(WARMUP_STEPS, options.max_steps // 10)
-    return with_defaults(options, warmup_steps=warmup_steps, max_lr=rates[options.method])
+    return resolve(
+        ResolvedFinetuneConfig,
+        options,
+        log_dir=log_folder(options.checkpoint_dir),
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        max_steps=max_steps,
+        warmup_steps=min(WARMUP_STEPS, max_steps // 10),  # as in pre-training
+        max_lr=rates[options.method],
+    )

@@ -31,7 +31,6 @@ FORMAT_VERSION = 5
 LAST = "model_last.pt"
 BEST = "model_best.pt"
 NUMBERED = "model_step_{:06d}.pt"
-PARTS = ("model", "model_low", "optimizer")  # entries that hold tensors; each has a checksum
 
 
 class DamagedFile(UserError):
@@ -66,16 +65,14 @@ def assemble(weights: dict[str, Tensor], optimizer: dict, **entries: object) -> 
     model_low: dict[str, Tensor] = {}
     for name, weight in weights.items():
         model[name], model_low[name] = split_float32(weight)
-    content = {
+    parts: dict[str, dict] = {"model": model, "model_low": model_low, "optimizer": optimizer}
+    return {
         "format_version": FORMAT_VERSION,  # first, as find_checkpoint looks for it
         "versions": {"torch": str(torch.__version__)},
-        "model": model,
-        "model_low": model_low,
-        "optimizer": optimizer,
+        **parts,
         **entries,
+        "checksums": {part: checksum(tensors) for part, tensors in parts.items()},
     }
-    content["checksums"] = {part: checksum(content[part]) for part in PARTS}
-    return content
 
 
 def checksum(tensors: dict) -> int:
@@ -224,8 +221,8 @@ def find_checkpoint(name: str | Path) -> Path | None:
         # a .pt that is missing is a misspelt checkpoint, and no name of the hub
         return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
-    chosen = folder / BEST
-    if not chosen.exists():
+    chosen: Path | None = folder / BEST
+    if not (folder / BEST).exists():
         chosen = find_newest(folder)
     # a folder of Hugging Face's format has a config.json, and so has the log of a run
     is_log = (path / "metrics.jsonl").exists()

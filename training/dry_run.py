@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from config import TrainConfig
+from config import ResolvedTrainConfig
 from data.loader import Mixture
 from data.named_tokenizer import TOKENIZERS
 from model.config import GPTConfig
@@ -20,7 +20,7 @@ MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nano
 DOLLARS_PER_GPU_HOUR = 2.50
 
 
-def print_forecast(options: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> None:
+def print_forecast(options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dict | None) -> None:
     """Print what would be trained and its forecast; on the main process, for all."""
     if launched("RANK") > 0:
         return
@@ -35,7 +35,7 @@ def print_forecast(options: TrainConfig, recipe: Recipe, checkpoint: dict | None
     model = build_without_weights(shape)
     world_size = hardware.world_size
     sequences_per_process = options.sequences_per_step(world_size) // world_size
-    micro_steps = sequences_per_process // options.micro_batch_size
+    micro_steps = sequences_per_process // options.sequences_per_pass
     device_name = hardware.device.type
     if hardware.gpu is not None:
         device_name = hardware.gpu.name
@@ -58,7 +58,7 @@ def print_forecast(options: TrainConfig, recipe: Recipe, checkpoint: dict | None
     # time and cost, of the steps that are left
     steps_done = checkpoint["step"] if checkpoint else 0
     tokens = options.total_batch_size * (options.max_steps - steps_done)
-    flops = tokens * model.flops_per_token()
+    flops: float = tokens * model.flops_per_token()
     if options.activation_checkpointing == "block":
         flops *= 4 / 3  # forward, forward again and backward, which costs as much as two of them
     print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware)}")
@@ -74,6 +74,7 @@ def describe_time(flops: float, hardware: Hardware) -> str:
     if hardware.device.type == "cpu":
         hours = seconds_on_cpu(flops, hardware.dtype) / 3600
         return f": about {hours:,.1f} hours ({hours / 24:,.0f} days) on this processor"
+    peak: float | None
     if hardware.gpu is not None:
         peak = hardware.gpu.peak
     else:
@@ -88,7 +89,9 @@ def describe_time(flops: float, hardware: Hardware) -> str:
     )
 
 
-def planned_shape(options: TrainConfig, recipe: Recipe, checkpoint: dict | None) -> GPTConfig:
+def planned_shape(
+    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dict | None
+) -> GPTConfig:
     """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
     if checkpoint is not None:
         return model_shape(options, recipe, GPTConfig(**checkpoint["model_config"]))

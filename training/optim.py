@@ -41,6 +41,7 @@ def make_optimizers(
 
     # AdamW alone decays matrices and embeddings, as in nanoGPT and llm.c. Beside Muon, which decays
     # its matrices, it decays nothing. Vectors never decay.
+    assert options.weight_decay is not None  # resolved
     has_muon = recipe.optimizer == "muon"
     adamw_decay = 0.0 if has_muon else options.weight_decay
     adamw_groups = [
@@ -53,7 +54,9 @@ def make_optimizers(
     # without empty groups: a tied head is an embedding
     adamw_groups = [group for group in adamw_groups if group["params"]]
     betas = (options.beta1, options.beta2)
-    optimizers = [torch.optim.AdamW(adamw_groups, betas=betas, fused=True)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(adamw_groups, betas=betas, fused=True)
+    ]
     if has_muon:
         optimizers.append(Muon(matrix_groups(model), recipe, options.weight_decay, dtype))
     return optimizers

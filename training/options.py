@@ -12,8 +12,16 @@ import tomllib
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
-from config import DERIVED, Options, TrainConfig, resolve_from_recipe
+from config import (
+    DERIVED,
+    MachineOptions,
+    ResolvedTrainConfig,
+    RunOptions,
+    TrainConfig,
+    resolve_from_recipe,
+)
 from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
 from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
@@ -23,6 +31,9 @@ from utils.devices import has_c_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
+
+Options = TypeVar("Options", bound=RunOptions)
+Machine = TypeVar("Machine", bound=MachineOptions)
 
 
 def read_options(
@@ -72,10 +83,6 @@ def read_options(
             raise UserError(
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
             )
-    if checkpoint and checkpoint["step"] > options.max_steps:
-        raise UserError(
-            f"{path} is at step {checkpoint['step']}, after --max_steps {options.max_steps}"
-        )
 
     # --no_use_torch_compile is the flag of False for --use_torch_compile
     given = {name.removeprefix("no_"): value for name, value in named_flags(flags)}
@@ -139,16 +146,15 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
 
 def resolve_options(
     options: TrainConfig, derived: dict[str, str | None], checkpoint: dict | None
-) -> tuple[TrainConfig, Recipe]:
+) -> tuple[ResolvedTrainConfig, Recipe]:
     """Return the options of train.py with what follows from the recipe and the kind of device, and
     the recipe."""
     recipe = find_recipe(options, checkpoint)
-    options = resolve_from_recipe(options, recipe)
-    options = resolve_compile(options, derived)
+    resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
     # a GPU takes what fits its memory, see resolve_micro_batch; on CPUs the default is as fast
     if "micro_batch_size" in derived and is_on_gpu(options.device):
-        options = replace(options, micro_batch_size="auto")
-    return options, recipe
+        resolved = replace(resolved, micro_batch_size="auto")
+    return resolved, recipe
 
 
 def find_recipe(options: TrainConfig, checkpoint: dict | None) -> Recipe:
@@ -175,7 +181,7 @@ def is_on_gpu(device: str) -> bool:
     return device in NAMED_GPUS or pick_device(device).type == "cuda"
 
 
-def resolve_compile(options: Options, derived: dict[str, str | None]) -> Options:
+def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine:
     """Return the options with --use_torch_compile: by default on CUDA alone, and on GPUs only with
     a C compiler."""
     on_gpu = is_on_gpu(options.device)
@@ -188,20 +194,21 @@ def resolve_compile(options: Options, derived: dict[str, str | None]) -> Options
     return replace(options, use_torch_compile=compiled)
 
 
-def resolve_dtype(options: Options, process: Process) -> Options:
+def resolve_dtype(options: Machine, process: Process) -> Machine:
     """Return the options with a dtype for auto, the same on all processes: gradients of different
     dtypes could not be summed. Every process must call it. Raises UserError for a dtype that a GPU
     lacks."""
     dtype = pick_dtype(options.dtype, process.device, process.all_agree)
-    return replace(options, dtype=str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return replace(options, dtype=name)  # type: ignore[arg-type]  # PyTorch names them alike
 
 
 def resolve_micro_batch(
-    options: TrainConfig,
+    options: ResolvedTrainConfig,
     recipe: Recipe,
     shape: GPTConfig,
     process: Process,
-) -> TrainConfig:
+) -> ResolvedTrainConfig:
     """Return the options with a number for --micro_batch_size auto. Every process must call it."""
     if options.micro_batch_size != "auto":
         return options
@@ -217,7 +224,7 @@ def resolve_micro_batch(
 def model_shape(options: TrainConfig, recipe: Recipe, weights: GPTConfig) -> GPTConfig:
     """Return the architecture of a run that begins with `weights`, which are resumed or those of
     --init_from. Raises UserError for options that ask for another one."""
-    source = options.resume if options.resumes else options.init_from
+    source = options.resumed or options.init_from
     if options.block_size > weights.block_size:
         raise UserError(
             f"{source} has a context of {weights.block_size}: give that --block_size, or a smaller"
@@ -225,7 +232,7 @@ def model_shape(options: TrainConfig, recipe: Recipe, weights: GPTConfig) -> GPT
     # Dropout is no part of the weights, and fewer positions of a longer context can be trained; but
     # a resumed run has data and optimizer state of its context.
     shape = replace(weights, dropout=options.dropout)
-    if not options.resumes:
+    if options.resumed is None:
         shape = replace(shape, block_size=options.block_size)
 
     # Options that were not given ask for GPT-2's shape. With --init_from these say nothing: the

@@ -58,12 +58,11 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
     # there, and all-reduces the shards along the first one (HSDP): only these leave a machine.
     processes_per_node = process.world_size // process.nodes
+    shape: tuple[int, ...] = (processes_per_node,)
+    names: tuple[str, ...] = ("shard",)
     if process.nodes > 1:
         shape = (process.nodes, processes_per_node)
         names = ("replicate", "shard")
-    else:
-        shape = (processes_per_node,)
-        names = ("shard",)
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
 
     # FSDP2 casts the weights of a block when it gathers them, which sends half of the bytes. It
@@ -137,12 +136,13 @@ def gather_state(
     """
     # full_state_dict gathers the shards, one parameter after another, so that a GPU holds one whole
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
-    moments = {}
+    # torch declares values of state dicts as anything that they may hold
+    weights: dict[str, Tensor] = get_model_state_dict(model, options=options)  # type: ignore[assignment]
+    moments: dict[str, dict[str, Tensor]] = {}
     # Before the first step there is no state, and PyTorch would make some by a step of its own.
     if optimizers[0].state:
         optimizer_state = get_optimizer_state_dict(model, optimizers, options=options)
-        moments = optimizer_state.get("state", {})
+        moments = optimizer_state.get("state", {})  # type: ignore[assignment]
 
     # On a CPU these are the tensors that training goes on to change while a thread writes them.
     if next(model.parameters()).device.type == "cpu":
@@ -170,7 +170,7 @@ def load_optimizer_state(
     set_optimizer_state_dict(
         model,
         optimizers,
-        {"state": state, "param_groups": param_groups},
+        {"state": state, "param_groups": param_groups},  # type: ignore[dict-item]
         options=StateDictOptions(full_state_dict=True),
     )
     # The loaded tensors are views of the checkpoint, which is mapped from disk: copy them, so that

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from config import TrainConfig
+from config import ResolvedTrainConfig, TrainConfig
 from model import loss
 from model.config import GPTConfig
 from model.gpt import build_without_weights
@@ -66,7 +66,8 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     try:
         meminfo = Path("/proc/meminfo").read_text()
-        free = 1024 * int(re.search(r"MemAvailable:\s*(\d+) kB", meminfo)[1])
+        [kibibytes] = re.findall(r"MemAvailable:\s*(\d+) kB", meminfo)
+        free = 1024 * int(kibibytes)
     except OSError:  # not Linux: half of the memory that is there
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
@@ -141,7 +142,7 @@ def forecast_memory(
     num_moments = MOMENTS["adamw"] * num_other_weights
     num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
     sequences = options.sequences_per_step(world_size)
-    micro_steps = sequences // (options.micro_batch_size * world_size)
+    micro_steps = sequences // (options.sequences_per_pass * world_size)
     is_sharded = options.sharding != "none"
     # processes of a machine, among which sharding divides
     num_shards = world_size // hardware.nodes if is_sharded else 1
@@ -168,7 +169,7 @@ def forecast_memory(
     if num_shards > 1 and micro_steps > 1 and options.sharding != "zero1":
         held_buffer = FLOAT32_BYTES * num_other_weights
 
-    tokens = options.micro_batch_size * shape.block_size
+    tokens = options.sequences_per_pass * shape.block_size
     per_block = block_activations(shape, itemsize, options.activation_checkpointing)
     final_norm = FLOAT32_BYTES * shape.n_embd  # its input
     # One block's backward pass: its activations, where they are computed again, and three float32
@@ -193,7 +194,7 @@ def forecast_memory(
 
 
 def choose_micro_batch(
-    options: TrainConfig,
+    options: ResolvedTrainConfig,
     recipe: Recipe,
     shape: GPTConfig,
     hardware: Hardware,

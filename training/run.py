@@ -15,11 +15,12 @@ import uuid
 import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch.amp import GradScaler
 
-from config import RunOptions, log_folder
+from config import ResolvedOptions, RunOptions, log_folder
 from data.tokenizer import tokenizer_identity
 from model.gpt import GPT, rebuild
 from training.checkpoint import (
@@ -42,6 +43,8 @@ from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run, read_metrics
+
+Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 # Options that may differ between the machines of a run: their own folders, files and devices.
@@ -141,6 +144,7 @@ def init_checksum(options: RunOptions, checkpoint: dict | None, model: GPT) -> i
 def open_original(options: RunOptions, checkpoint: dict) -> GPT:
     """Return the model of --init_from for a resumed run, in the shape that is trained; raise
     UserError unless it has the weights that the run began from."""
+    assert options.init_from is not None  # that of the checkpoint, or another one that is given
     original, _, _ = open_model(options.init_from, float32=True)
     # a run with a shorter context began from the first positions alone
     block_size = min(original.config.block_size, checkpoint["model_config"]["block_size"])
@@ -191,7 +195,7 @@ def warn_of_order(process: Process, checkpoint: dict | None, data_order: dict) -
 # the folders of a run
 
 
-def claim_folders(options: RunOptions, checkpoint: dict | None, process: Process) -> None:
+def claim_folders(options: ResolvedOptions, checkpoint: dict | None, process: Process) -> None:
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
     every process if the folders hold another run. Every process must call it."""
     # The main process alone writes, so it alone looks; the others wait for what it finds.
@@ -208,7 +212,7 @@ def claim_folders(options: RunOptions, checkpoint: dict | None, process: Process
         raise problem or UserError("the main process cannot write to its folders")
 
 
-def check_folders(options: RunOptions, checkpoint: dict | None) -> None:
+def check_folders(options: ResolvedOptions, checkpoint: dict | None) -> None:
     """Raise UserError if the run would write over files that are not its own, or over its own later
     ones."""
     if options.overwrite:
@@ -292,11 +296,12 @@ def remove_checkpoints(folder: Path, state: TrainState) -> None:
             path.unlink()  # with --overwrite alone
 
 
-def find_log(options: RunOptions, checkpoint: dict) -> Path | None:
+def find_log(options: ResolvedOptions, checkpoint: dict) -> Path | None:
     """Return the folder with the log of the run that is resumed, None without one. It belongs to
     the folder of the checkpoint, unless that was moved alone or --log_dir was given."""
     # a run whose whole folder was moved or copied
-    beside_checkpoint = log_folder(Path(options.resume).parent)
+    assert options.resumed is not None  # it is the path of the checkpoint
+    beside_checkpoint = log_folder(options.resumed.parent)
     # a log in another place, by --log_dir of the earlier start
     where_it_was = Path(checkpoint["config"]["log_dir"])
     for folder in (options.log_dir, beside_checkpoint, where_it_was):
@@ -310,10 +315,10 @@ def find_log(options: RunOptions, checkpoint: dict) -> Path | None:
 
 
 @dataclass
-class Run:
+class Run(Generic[Config]):
     """State that all parts of a run share."""
 
-    config: RunOptions
+    config: Config
     """Resolved options."""
     process: Process
     dtype: torch.dtype
@@ -329,8 +334,14 @@ class Run:
     """Log of the run, once it is open."""
 
     @classmethod
-    def start(cls, options: RunOptions, checkpoint: dict | None, process: Process) -> "Run":
-        """Begin a run, or go on with that of a checkpoint, in the folders of claim_folders."""
+    def start(cls, options: Config, checkpoint: dict | None, process: Process) -> "Run[Config]":
+        """Begin a run, or go on with that of a checkpoint, in the folders of claim_folders. Raises
+        UserError for a checkpoint of a later step than --max_steps."""
+        if checkpoint and checkpoint["step"] > options.max_steps:
+            raise UserError(
+                f"{options.resume} is at step {checkpoint['step']}, after --max_steps "
+                f"{options.max_steps}"
+            )
         dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
         # disabled in other dtypes: scale(loss) is then the loss itself
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
@@ -358,7 +369,8 @@ class Run:
     ) -> None:
         """Load the optimizer state of the checkpoint that is resumed. Every process must call it;
         raises UserError for a damaged file."""
-        with reading_checkpoint(Path(self.config.resume)):
+        assert self.config.resumed is not None
+        with reading_checkpoint(self.config.resumed):
             verify(checkpoint, "optimizer")
         load_optimizer_state(model, optimizers, checkpoint["optimizer"])
 
@@ -445,4 +457,4 @@ class Run:
             print(f"  python plot.py --log {shlex.quote(str(log_dir))} --out {picture}")
         distributed.stop()  # leaves the process group
         if self.stopping:
-            sys.exit(128 + (self.process.stop.signal or signal.SIGTERM))
+            sys.exit(128 + (self.process.signal or signal.SIGTERM))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from config import OptimizerOptions
+from config import ResolvedOptions
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ SCHEDULES = {
 }
 
 
-def warmup_length(options: OptimizerOptions) -> int:
+def warmup_length(options: ResolvedOptions) -> int:
     """Return --warmup_steps, but at most half of all updates, so that some are left to decay."""
     num_updates = options.last_update + 1
     return min(options.warmup_steps, num_updates // 2)
 
 
-def learning_rate(step: int, options: OptimizerOptions) -> float:
+def learning_rate(step: int, options: ResolvedOptions) -> float:
     """Return the learning rate of update `step`, which counts from 0."""
     warmup_steps = warmup_length(options)
     if step < warmup_steps:
@@ -68,7 +68,7 @@ def learning_rate(step: int, options: OptimizerOptions) -> float:
 
 
 def set_rates(
-    optimizers: list[torch.optim.Optimizer], options: OptimizerOptions, step: int
+    optimizers: list[torch.optim.Optimizer], options: ResolvedOptions, step: int
 ) -> float:
     """Set the learning rate of every parameter group for update `step`; return it.
 

@@ -1,6 +1,8 @@
 """What train.py tells the user before the first step: warnings, and a summary of the run."""
 
-from config import TrainConfig
+from pathlib import Path
+
+from config import ResolvedTrainConfig
 from data.loader import Mixture, Slicing, TokenStream
 from data.tokenizer import tokenizer_identity
 from evaluation.validation import too_few_tokens
@@ -15,7 +17,7 @@ MANY_EPOCHS = 100  # a small text is learned by heart long before
 SLOW_RUN_SECONDS = 3600  # a run on a CPU that takes longer is announced
 
 
-def check_tokenizer(stream: TokenStream, weights_from: str, tokenizer: str) -> None:
+def check_tokenizer(stream: TokenStream, weights_from: Path | str, tokenizer: str) -> None:
     """Raise UserError unless the shards hold the tokens of a model; `tokenizer` is the spec of the
     model's. The shards' tokenizer takes over its chat template, which checkpoints save."""
     identity = tokenizer_identity(tokenizer)
@@ -27,7 +29,7 @@ def check_tokenizer(stream: TokenStream, weights_from: str, tokenizer: str) -> N
     stream.tokenizer = tokenizer  # equal tokens, but the spec may hold a chat template, too
 
 
-def announce_recipe(options: TrainConfig, recipe: Recipe, checkpoint: dict) -> None:
+def announce_recipe(options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dict) -> None:
     """Print, on the main process, that another recipe than this run's has trained the weights of
     --init_from, those of `checkpoint`."""
     # {} of a model of another project; finetune.py has no recipe
@@ -41,9 +43,9 @@ def announce_recipe(options: TrainConfig, recipe: Recipe, checkpoint: dict) -> N
         )
 
 
-def warn_of_data(run: Run, train_data: Mixture, val_data: Mixture) -> None:
+def warn_of_data(run: Run[ResolvedTrainConfig], train_data: Mixture, val_data: Mixture) -> None:
     """Warn where shards are unfinished, text is seen often, or validation is rough."""
-    options: TrainConfig = run.config
+    options = run.config
     warn = run.process.print
     # a sharding that was interrupted, or that still runs
     for folder in train_data.stream.unfinished:
@@ -58,7 +60,7 @@ def warn_of_data(run: Run, train_data: Mixture, val_data: Mixture) -> None:
         warn(f"warning: {train_data.describe_epochs(train_tokens)} are many: see {smaller}")
 
 
-def data_order(options: TrainConfig, train_data: Mixture) -> dict:
+def data_order(options: ResolvedTrainConfig, train_data: Mixture) -> dict:
     """Return what the batch of a step follows from, beside the step; checkpoints keep it."""
     return {
         "total_batch_size": options.total_batch_size,
@@ -68,9 +70,11 @@ def data_order(options: TrainConfig, train_data: Mixture) -> dict:
     }
 
 
-def print_summary(run: Run, model: GPT, train_data: Mixture, slicing: Slicing) -> None:
+def print_summary(
+    run: Run[ResolvedTrainConfig], model: GPT, train_data: Mixture, slicing: Slicing
+) -> None:
     """Print the size of model and data, the steps, and how a step is cut into micro-batches."""
-    options: TrainConfig = run.config
+    options = run.config
     tokens_per_step = options.total_batch_size
     epochs = train_data.describe_epochs(options.max_steps * tokens_per_step)
     text = (

@@ -89,6 +89,11 @@ class Process:
     """Signal handler of a run, which saves before it ends; None in scripts that just end."""
 
     @property
+    def signal(self) -> int:
+        """Number of the signal that told this process to stop; 0 without one."""
+        return self.stop.signal if self.stop is not None else 0
+
+    @property
     def is_main(self) -> bool:
         """True on the process that prints and writes files."""
         return self.rank == 0

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Logger:
         self.metrics.write(json.dumps({"step": step, **row}) + "\n")
         if self.wandb_run is None:
             return
-        values = {"step": step}
+        values: dict[str, float] = {"step": step}
         for name, value in row.items():
             if isinstance(value, int | float):
                 values[f"{row['split']}/{name}"] = value
@@ -115,7 +115,7 @@ class Logger:
             left = tqdm.format_interval((self.bar.total - step) * row["ms"] / 1000)
             self.print(f"step {step}/{self.bar.total}  {text}  {details}  {left} left")
 
-    def log_scores(self, split: str, scores: dict[str, float | None], step: int) -> None:
+    def log_scores(self, split: str, scores: Mapping[str, float | None], step: int) -> None:
         """Write and print the scores of a validation or a benchmark; None is an unknown score."""
         self.log({"split": split, **scores}, step)
         known = {name: score for name, score in scores.items() if score is not None}

@@ -14,7 +14,7 @@ from finetune import METHODS, train_step
 from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
 from finetuning.grpo import group_advantages
-from finetuning.options import FinetuneConfig
+from finetuning.options import FinetuneConfig, resolve_options
 from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -131,7 +131,8 @@ def test_steps_in_a_row_that_are_not_finite_count_and_change_no_weight(make):
     model, state = make_model(), TrainState()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "lr_scale": 1.0}])
     process = replace(CPU, stop=SimpleNamespace(signal=0))
-    run = SimpleNamespace(config=method.config, process=process, dtype=torch.float32, state=state)
+    config = resolve_options(method.config, 9, 9, 1)
+    run = SimpleNamespace(config=config, process=process, dtype=torch.float32, state=state)
     for divisor in (0, 100, 0, 0):
         prepared = replace(method.prepare(model, 0, np.arange(8)), divisor=divisor)
         before = model.head_weight.clone()
