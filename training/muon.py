@@ -18,7 +18,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
 from model.recipes import Recipe
@@ -82,10 +82,15 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = group["params"]
             self.add_momentum(parameters)  # in float32, to the rows of this process
-            momenta = torch.stack([local_shard(p.grad).to(self.dtype) for p in parameters])
-            momenta = gather(momenta, like=parameters[0])  # (n, r, C) -> (n, R, C)
-            update = orthogonalize(momenta, group["split_sizes"])  # (n, R, C)
-            update = scatter(update, like=parameters[0])  # (n, r, C)
+            momenta = torch.stack([p.grad.to(self.dtype) for p in parameters])  # (n, R, C)
+            if isinstance(momenta, DTensor):  # of which this process holds rows (n, r, C)
+                update = orthogonalize(momenta.full_tensor(), group["split_sizes"])
+                # src_data_rank=None: each process takes its rows of the stack that it has itself
+                update = distribute_tensor(
+                    update, momenta.device_mesh, momenta.placements, src_data_rank=None
+                ).to_local()
+            else:
+                update = orthogonalize(momenta, group["split_sizes"])
             if self.recipe.normuon > 0:
                 update = self.normalize_rows(parameters, update)
             self.update_weights(parameters, update, group["lr"], group["weight_decay"])
@@ -171,34 +176,3 @@ def newton_schulz(x: Tensor) -> Tensor:
 def local_shard(x: Tensor) -> Tensor:
     """Return this process's rows of a sharded tensor; a plain tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def gather(stack: Tensor, like: Tensor) -> Tensor:
-    """Return the stack (n, R, C) of whole matrices that all processes have rows (n, r, C) of,
-    sharded as the parameter `like` (R, C) is; where that is whole, the stack itself."""
-    if not isinstance(like, DTensor):
-        return stack
-    n = len(stack)
-    shape = torch.Size((n, *like.shape))
-    stride = (like.numel(), *like.stride())
-    sharded = DTensor.from_local(
-        stack, like.device_mesh, stack_placements(like), shape=shape, stride=stride
-    )
-    return sharded.full_tensor()
-
-
-def scatter(stack: Tensor, like: Tensor) -> Tensor:
-    """Return this process's rows (n, r, C) of a stack of whole matrices (n, R, C): the inverse of
-    `gather`."""
-    if not isinstance(like, DTensor):
-        return stack
-    # src_data_rank=None: each process takes its rows of the stack that it has itself
-    placements = stack_placements(like)
-    sharded = distribute_tensor(stack, like.device_mesh, placements, src_data_rank=None)
-    return sharded.to_local()
-
-
-def stack_placements(parameter: DTensor) -> list:
-    """Return how a stack of parameters is divided among processes: by rows, its second dimension,
-    where the parameter is divided by rows."""
-    return [Shard(1) if p.is_shard() else p for p in parameter.placements]
