@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 . scripts/env.sh requirements-dev.txt
 ruff check .
 ruff format --check .
+mypy .
 select="not slow"
 if [ "${1:-}" = --slow ]; then select="" && shift; fi
 exec python -m pytest -n 3 --dist worksteal -m "$select" "$@"
