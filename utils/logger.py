@@ -74,11 +74,12 @@ class Logger:
         self.metrics.write(json.dumps({"step": step, **row}) + "\n")
         if self.wandb_run is None:
             return
-        values = {"step": step}
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                values[f"{row['split']}/{name}"] = value
-        self.call_wandb(self.wandb_run.log, values)
+        numbers = {
+            f"{row['split']}/{name}": value
+            for name, value in row.items()
+            if isinstance(value, int | float)
+        }
+        self.call_wandb(self.wandb_run.log, {"step": step} | numbers)
 
     def call_wandb(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Return the result of a function of Weights & Biases. After an error, as without a login
