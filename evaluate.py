@@ -15,7 +15,6 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from evaluation.benchmarks import BENCHMARKS
 from evaluation.evaluator import read_on_all
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
-from evaluation.tasks import Result, TaskScores, evenly_spread
+from evaluation.tasks import Result, ScoreTask, TaskScores, evenly_spread
 from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
@@ -44,7 +43,6 @@ from utils.devices import pick_dtype
 from utils.errors import UserError
 from utils.ranges import Count
 
-ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
 ScoreTasks = dict[str, ScoreTask]  # by name of the task, in the order of --tasks
 EXPECTED_ROWS = 2048  # tokens in a matmul, for which the CPU's packed weights are laid out
 
@@ -257,8 +255,8 @@ def main(config: EvalConfig) -> None:
             print(format_table(task_results, openai_size(model.config)))
             print(f"wrote {outputs[task]}", flush=True)
     bar.close()
-    for task, error in errors.items():
-        process.print(f"{task} could not be scored: {error}")
+    for task, task_error in errors.items():
+        process.print(f"{task} could not be scored: {task_error}")
     distributed.stop()
     if errors:
         sys.exit(1)

@@ -16,8 +16,8 @@ from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import ItemScorer, pack
-from evaluation.tasks import Task, evenly_spread
-from evaluation.validation import weighted_mean
+from evaluation.tasks import ScoreTask, evenly_spread
+from evaluation.validation import Scorer, weighted_mean
 from model.execution import uncompiled
 from model.generate import Sampling, complete
 from model.gpt import GPT
@@ -43,7 +43,6 @@ def read_on_all(read: Callable[[], Content], process: Process) -> Content:
     The main process reads first, and the others after it, so that a download happens once and the
     others find it in the cache.
     """
-    content = None
     error = None  # of this process
     # first round: the main process reads; second round: all others
     for is_turn_of_main in (True, False):
@@ -68,18 +67,20 @@ class Evaluator:
     ) -> None:
         self.config = config
         self.val = val
+        batch_size = config.sequences_per_pass
+        self.score_tasks: list[tuple[str, ScoreTask]] = []
+        """Name of each benchmark, and what scores it: the same rows each time."""
         # GPT-2's vocabulary is downloaded once. Training itself needs ids alone, so a run on a
         # machine without network goes on.
-        tokenizer = None  # None: no samples and no benchmarks
         try:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-        self.scorer = ItemScorer(model, tokenizer, process, dtype, config.micro_batch_size)
-        self.rows_of_task: list[tuple[Task, list[dict]]] = []
-        """Each benchmark with the rows that are scored, the same ones each time."""
+            self.scorer = Scorer(model, None, process, dtype, batch_size)
+            return
+        self.scorer = ItemScorer(model, tokenizer, process, dtype, batch_size)
         for name in config.benchmarks:
-            if tokenizer and getattr(config, f"{name}_every") > 0:
+            if getattr(config, f"{name}_every") > 0:
                 task = BENCHMARKS[name]
                 path = getattr(config, f"{name}_data")  # None: from the hub
                 rows = read_on_all(partial(task.read, path), process)
@@ -89,7 +90,8 @@ class Evaluator:
                     pack(task.items(rows, task.protocols[0]), tokenizer, model.config.block_size)
                 except UserError as error:
                     raise UserError(f"--{name}_every cannot score {name}: {error}") from error
-                self.rows_of_task.append((task, rows))
+                score_task = partial(task.score, rows, self.scorer.score, task.protocols[:1])
+                self.score_tasks.append((name, score_task))
 
     @property
     def validation_id(self) -> str:
@@ -123,22 +125,22 @@ class Evaluator:
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the figures of each benchmark that is due after `step` steps; they are
         those of its first protocol."""
-        for task, rows in self.rows_of_task:
-            if not self.due(step, task.name):
+        for name, score_task in self.score_tasks:
+            if not self.due(step, name):
                 continue
             # Compiled blocks are of one shape: each length of a text would be compiled anew.
             with uncompiled(self.config.use_torch_compile):
-                results, _ = task.score(rows, self.scorer.score, task.protocols[:1])
+                results, _ = score_task()
             figures: dict[str, float] = {"n": results[0].n}  # examples; then each metric
             for result in results:
                 figures[result.metric] = result.value
-            yield task.name, figures
+            yield name, figures
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
         scorer = self.scorer
-        is_on = scorer.tokenizer is not None and self.config.sample_every > 0
-        if not (is_on and self.due(step, "sample")):
+        is_asked = self.config.sample_every > 0 and self.due(step, "sample")
+        if not (is_asked and isinstance(scorer, ItemScorer)):
             return None
         model = scorer.model
         num_tokens = min(SAMPLE_TOKENS, model.config.block_size)

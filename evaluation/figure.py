@@ -239,7 +239,7 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
         axes.grid(alpha=0.25)
         for line in axes.lines:
-            if len(line.get_xdata()) == 1:  # one point makes no line
+            if np.size(line.get_xdata()) == 1:  # one point makes no line
                 line.set_marker(".")
         _, labels = axes.get_legend_handles_labels()
         if labels:  # Matplotlib warns of a legend without entries

@@ -178,8 +178,12 @@ def score_targets(
     return torch.cat(logprobs), torch.cat(is_argmax), torch.cat(is_allowed_argmax)
 
 
+@dataclass
 class ItemScorer(Scorer):
-    """Scorer that gives the log-probabilities of continuations, too."""
+    """Scorer that gives the log-probabilities of continuations, too, for which it has a
+    tokenizer."""
+
+    tokenizer: Tokenizer
 
     @torch.no_grad()
     def score(self, items: list[Item], banned_words: Sequence[str] = ()) -> list[list[Score]]:

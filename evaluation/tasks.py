@@ -60,6 +60,7 @@ class Result:
 
 
 TaskScores = tuple[list[Result], list[dict]]  # results, and one row per example for --dump
+ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
 # ItemScorer.score: scores of each item's choices; takes `banned_words`, too
 ScoreItems = Callable[..., list[list[Score]]]
 
@@ -158,7 +159,7 @@ class Task(ABC):
         """Choose a continuation for each item by each metric, and compare it with the label."""
         examples: list[dict] = []
         credits = defaultdict(list)  # by metric: for each example the chance of a right choice
-        ties = Counter()  # by metric: examples with several best choices
+        ties = Counter[str]()  # by metric: examples with several best choices
         for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
             example = {"task": self.name, "protocol": protocol, "index": index, "label": item.label}
             # for each choice its value by metric

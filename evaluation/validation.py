@@ -50,7 +50,7 @@ class Scorer:
     the same figures. A signal ends a method between two batches: Process.share raises Stopped."""
 
     model: GPT
-    tokenizer: Tokenizer | None  # None where only the loss is needed
+    tokenizer: Tokenizer | None  # None: no text is scored, see ItemScorer
     process: Process
     dtype: torch.dtype  # autocast dtype of matmuls
     batch_size: int

@@ -19,6 +19,7 @@ from model.config import GPTConfig
 from model.execution import Execution, compile_static, configure_compiler, keep_matmuls
 from model.layers import (
     ACTIVATIONS,
+    Angles,
     KVCache,
     RMSNorm,
     ScaledDotProduct,
@@ -27,7 +28,7 @@ from model.layers import (
     rotate,
 )
 from model.loss import HeadCrossEntropy
-from model.ngrams import NgramEmbedding
+from model.ngrams import NgramEmbedding, ngram_rows
 
 
 class Attention(nn.Module):
@@ -49,11 +50,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
-        cache: KVCache | None,
-        mask: Tensor | None,
+        self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
         B, T, C = x.shape
         H, K = self.num_heads, self.num_kv_heads  # K = H in GPT-2
@@ -117,7 +114,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        angles: tuple[Tensor, Tensor] | None = None,
+        angles: Angles | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
@@ -128,28 +125,43 @@ class Block(nn.Module):
             return self.compiled_run(x, angles, cache, mask)
         return self.run(x, angles, cache, mask)
 
-    def run(self, *inputs: object) -> Tensor:
+    def run(
+        self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
+    ) -> Tensor:
         """Call `compute`, with what the backward pass needs of it kept or computed again."""
         checkpointing = self.execution.checkpointing
         # the compiler chooses by itself what "cheap" recomputes: configure_compiler
         if checkpointing == "none" or (checkpointing == "cheap" and self.execution.compiled):
-            return self.compute(*inputs)
+            return self.compute(x, angles, cache, mask)
         # Attention whose output is kept draws no random numbers again, and every dropout after it
         # would have another mask than in the forward pass: with dropout nothing is kept.
         if checkpointing == "block" or self.attn.attend.dropout > 0:
-            return checkpoint(self.compute, *inputs, use_reentrant=False)
-        return checkpoint(self.compute, *inputs, use_reentrant=False, context_fn=keep_matmuls)
+            return checkpoint(self.compute, x, angles, cache, mask, use_reentrant=False)
+        return checkpoint(
+            self.compute, x, angles, cache, mask, use_reentrant=False, context_fn=keep_matmuls
+        )
 
     def compute(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
-        cache: KVCache | None,
-        mask: Tensor | None,
+        self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
         x = x + self.attn(self.ln_1(x), angles, cache, mask)
         x = x + self.mlp(self.ln_2(x))
         return x
+
+
+class Transformer(nn.Module):
+    """Modules of a GPT below the head, under GPT-2's names; GPT.hidden calls them."""
+
+    def __init__(self, config: GPTConfig, execution: Execution) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        if config.ngrams > 1:
+            self.ngrams = NgramEmbedding(config.ngram_rows, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config, layer, execution) for layer in range(config.n_layer))
+        self.ln_f = make_norm(config)
 
 
 class GPT(nn.Module):
@@ -162,17 +174,7 @@ class GPT(nn.Module):
         if self.execution.compiled:
             configure_compiler(self.execution)
 
-        modules: dict[str, nn.Module] = {}
-        modules["wte"] = nn.Embedding(config.padded_vocab_size, config.n_embd)
-        if config.position == "learned":
-            modules["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        if config.ngrams > 1:
-            modules["ngrams"] = NgramEmbedding(config)
-        modules["drop"] = nn.Dropout(config.dropout)
-        blocks = [Block(config, layer, self.execution) for layer in range(config.n_layer)]
-        modules["h"] = nn.ModuleList(blocks)
-        modules["ln_f"] = make_norm(config)
-        self.transformer = nn.ModuleDict(modules)
+        self.transformer = Transformer(config, self.execution)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.loss = HeadCrossEntropy(config.vocab_size, self.execution.compiled)
@@ -248,7 +250,7 @@ class GPT(nn.Module):
         # embed tokens and positions
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngrams > 1:
-            x = x + self.transformer.ngrams(idx, cache, mask)
+            x = x + self.transformer.ngrams(ngram_rows(idx, cache, mask, self.config))
         angles = None
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)

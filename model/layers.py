@@ -52,6 +52,11 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def gelu_exact(x: Tensor) -> Tensor:
+    """Return GELU without approximation, as nanoGPT does."""
+    return F.gelu(x)
+
+
 def relu_squared(x: Tensor) -> Tensor:
     """Return relu(x)² (So et al. 2021)."""
     return F.relu(x).square()
@@ -63,13 +68,14 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * x
 
 
-# nanoGPT computes GELU exactly, "gelu_exact"
-ACTIVATIONS = {"gelu": gelu, "gelu_exact": F.gelu, "relu2": relu_squared, "swiglu": swiglu}
+ACTIVATIONS = {"gelu": gelu, "gelu_exact": gelu_exact, "relu2": relu_squared, "swiglu": swiglu}
 
 # rotary positions
 
+Angles = tuple[Tensor, Tensor]  # cosine and sine, which rotary_angles returns
 
-def rotary_angles(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+
+def rotary_angles(positions: Tensor, head_size: int, base: float) -> Angles:
     """Return cosine and sine of the angle by which `rotate` turns each pair of channels.
 
     Both are (T, 1, D / 2) for positions (T,), or (B, T, 1, D / 2) for positions (B, T).
@@ -80,7 +86,7 @@ def rotary_angles(positions: Tensor, head_size: int, base: float) -> tuple[Tenso
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotate the pairs of channels (i, i + D / 2) of x (B, T, heads, D) by the angles of their
     positions (RoPE, Su et al. 2021), so that q k depends on the distance of two tokens alone.
     GPT-NeoX and transformers pair channels in this way; the paper and Meta's LLaMA pair neighbours.

@@ -17,16 +17,13 @@ MULTIPLIER = 1_000_003  # a prime, as in Python's hash of a tuple
 
 
 class NgramEmbedding(nn.Embedding):
-    """Table of C channels for n-grams of up to N tokens; zeros at first, as if there were none."""
+    """Table (config.ngram_rows, C) for n-grams of up to N tokens; zeros at first, as if there were
+    none."""
 
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config.ngram_rows, config.n_embd)
-        self.config = config
-
-    def forward(self, idx: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        """Return the sum (B, T, C) of the embeddings of the n-grams that end at each id (B, T)."""
-        rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
-        return super().forward(rows).sum(-2)
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the sum (B, T, C) of the embeddings of the n-grams that end at each id, for their
+        rows (B, T, N - 1), which ngram_rows returns."""
+        return super().forward(input).sum(-2)
 
 
 def ngram_rows(

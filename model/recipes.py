@@ -103,12 +103,15 @@ def parse_recipe(text: str) -> Recipe:
     recipe = RECIPES[name]
     # values of the fields: parse_value takes their types
     recipe_fields = {f.name: getattr(recipe, f.name) for f in fields(Recipe) if f.name != "model"}
-    model_fields = {f.name: f.default for f in fields(GPTConfig) if f.name not in SIZED}
+    model_fields = {
+        f.name: getattr(GPTConfig, f.name) for f in fields(GPTConfig) if f.name not in SIZED
+    }
     for change in changes:
         key, _, value = change.strip().partition("=")  # "qk_norm", "=", "False"
         if key in recipe_fields:
             # a field of the training: max_lr, momentum, ...
-            recipe = replace(recipe, **{key: parse_value(key, value, recipe_fields[key])})
+            recipe_fields[key] = parse_value(key, value, recipe_fields[key])
+            recipe = replace(recipe, **recipe_fields)
         elif key in model_fields:
             # a field of the architecture: norm, n_kv_head, ...
             model = recipe.model | {key: parse_value(key, value, model_fields[key])}
@@ -119,7 +122,7 @@ def parse_recipe(text: str) -> Recipe:
     return recipe
 
 
-def parse_value(key: str, text: str, default: object) -> object:
+def parse_value(key: str, text: str, default: float | str | None) -> float | str:
     """Return the value of a field that a text stands for; it has the type of the field's default,
     int where that is None. Raises UserError for other text."""
     value_type = int if default is None else type(default)

@@ -8,6 +8,7 @@ training/measure.py says how. The last line of the output is the comparison as J
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib import util
 from pathlib import Path
 
@@ -61,10 +62,11 @@ def build_ours(config: BenchConfig) -> Program:
     return model, make_optimizers(model, options, recipe, dtype), dtype
 
 
-def build_nanogpt(config: BenchConfig) -> Program:
-    """Return nanoGPT's model and optimizer, as its train.py makes them."""
+def build_nanogpt(peer: Path, config: BenchConfig) -> Program:
+    """Return the model and optimizer of a checkout of nanoGPT, as its train.py makes them."""
     # Load its model.py under another name, as `model` is this project's package.
-    spec = util.spec_from_file_location("nanogpt", config.peer / "model.py")
+    spec = util.spec_from_file_location("nanogpt", peer / "model.py")
+    assert spec is not None and spec.loader is not None  # as of each file in .py
     nanogpt = util.module_from_spec(spec)
     sys.modules["nanogpt"] = nanogpt  # where torch.compile looks for the globals of its functions
     spec.loader.exec_module(nanogpt)
@@ -92,13 +94,14 @@ def build_nanogpt(config: BenchConfig) -> Program:
 
 def main(config: BenchConfig) -> None:
     programs = {"ours": build_ours}  # in the order in which they take turns
-    if config.peer is not None:
-        if not (config.peer / "model.py").is_file():
+    peer = config.peer
+    if peer is not None:
+        if not (peer / "model.py").is_file():
             raise UserError(
-                f"--peer {config.peer} holds no model.py: git clone "
-                f"https://github.com/karpathy/nanoGPT {config.peer}"
+                f"--peer {peer} holds no model.py: git clone "
+                f"https://github.com/karpathy/nanoGPT {peer}"
             )
-        programs["nanogpt"] = build_nanogpt
+        programs["nanogpt"] = partial(build_nanogpt, peer)
     medians = measure_in_turn(programs, config)
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
@@ -106,20 +109,25 @@ def main(config: BenchConfig) -> None:
     peak = peak_flops(device, pick_dtype(config.dtype, device))
     # of this project's model: nanoGPT's has the same matmuls
     flops_per_token = build_without_weights(config.shape).flops_per_token()
-    measured: dict[str, dict[str, float | None]] = {}
+    rates = {}
+    measured = {}
     for side, median in medians.items():
         rate = config.micro_batch_size * config.block_size / median.step_seconds
         mfu = None  # for CPUs, and GPUs whose peak is not known
         if peak is not None:
             mfu = rate * flops_per_token / peak
+        rates[side] = rate
         measured[side] = {"rate": rate, "peak_bytes": median.peak_bytes, "mfu": mfu}
 
-    row = {**describe(device), "unit": "tokens/s", "measured": measured, "options": vars(config)}
-    if config.peer is not None:
-        ours = measured["ours"]
-        theirs = measured["nanogpt"]
-        row["ratio"] = ours["rate"] / theirs["rate"]
-        row["memory_ratio"] = ours["peak_bytes"] / theirs["peak_bytes"]
+    row: dict[str, object] = {
+        **describe(device),
+        "unit": "tokens/s",
+        "measured": measured,
+        "options": vars(config),
+    }
+    if peer is not None:
+        row["ratio"] = rates["ours"] / rates["nanogpt"]
+        row["memory_ratio"] = medians["ours"].peak_bytes / medians["nanogpt"].peak_bytes
     print(json.dumps(row, default=str))  # default: writes a path as text
 
 

@@ -112,7 +112,7 @@ class PlainAdamW(torch.optim.Optimizer):
     """AdamW as in the paper (Loshchilov and Hutter 2019), one parameter after another."""
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # takes no closure
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
@@ -146,9 +146,9 @@ def build(rung: str, config: LadderConfig) -> Program:
         model = rebuild(model, UnpaddedConfig(**vars(shape)))
     if "fused attention" not in changes:
         for block in model.transformer.h:
-            block.attn.attend = PlainAttention()
+            block.set_submodule("attn.attend", PlainAttention())
     if "chunked loss" not in changes:
-        model.loss = PlainLoss()
+        model.set_submodule("loss", PlainLoss())
     model.to(pick_device(config.device))
 
     dtype = torch.bfloat16 if "bfloat16" in changes else torch.float32
@@ -162,7 +162,7 @@ def draw(step_ms: dict[str, float], out: Path) -> None:
     """Draw the milliseconds of a step of each rung as bars, from above, into the picture `out`."""
     picture = Figure(figsize=(WIDTH, 3), layout="constrained")
     axes = picture.subplots()
-    axes.bar_label(axes.barh(list(step_ms), step_ms.values()), fmt="%.0f")
+    axes.bar_label(axes.barh(list(step_ms), list(step_ms.values())), fmt="%.0f")
     axes.invert_yaxis()
     save(picture, out, "milliseconds per training step")
 

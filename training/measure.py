@@ -25,8 +25,14 @@ from utils.ranges import Count, NonNegative
 WARMUP_STEPS = 3  # the first one compiles
 
 
+class ModelSize:
+    """Size that every script has an option for, beside its others of the model."""
+
+    block_size: int
+
+
 @dataclass(frozen=True)
-class MeasureOptions:
+class MeasureOptions(ModelSize):
     """How to measure; a script adds the options of the model."""
 
     repeats: Count = 5

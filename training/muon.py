@@ -41,13 +41,13 @@ def matrix_groups(model: GPT) -> list[dict]:
     """
     config = model.config
     kv_rows = config.kv_heads * config.head_size
-    stacked = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
+    stacked: dict[str, tuple[int, ...]] = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
     if config.is_gated:
         stacked["mlp.c_fc"] = (config.inner, config.inner)
 
     groups: list[dict] = []
     for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-        weights = [block.get_submodule(layer_name).weight for block in model.transformer.h]
+        weights = [block.get_parameter(f"{layer_name}.weight") for block in model.transformer.h]
         split_sizes = stacked.get(layer_name, (weights[0].size(0),))
         num_stacked = max(1, STACK_ENTRIES // weights[0].numel())
         for start in range(0, len(weights), num_stacked):
@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = torch.float32 if dtype is torch.float16 else dtype
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update all parameters, and overwrite their gradients.
 
         Every process must call it: where parameters are sharded it gathers matrices.
@@ -98,12 +98,14 @@ class Muon(torch.optim.Optimizer):
     def add_momentum(self, parameters: list[Tensor]) -> None:
         """Add the gradients to the momenta, and overwrite them with Nesterov's momenta: tensors of
         their own would need the memory a second time."""
+        gradients = []
         for p in parameters:
+            assert p.grad is not None  # every step trains all matrices
+            gradients.append(local_shard(p.grad))
             if "momentum_buffer" not in self.state[p]:
                 # a DTensor where the parameter is one, as checkpoints gather it like the parameter
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
-        gradients = [local_shard(p.grad) for p in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - self.recipe.momentum)
         torch._foreach_lerp_(gradients, buffers, self.recipe.momentum)
 

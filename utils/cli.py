@@ -13,12 +13,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils.errors import UserError, is_out_of_memory
-from utils.ranges import check_ranges
+from utils.ranges import Dataclass, check_ranges
 
 # Flags by nanoGPT's names, for which the parser finds no similar one. docs/NANOGPT.md has them all.
 FLAGS_BY_NANOGPT_NAME = {
@@ -37,7 +37,7 @@ FLAGS_BY_NANOGPT_NAME = {
     "start": "prompt",
 }
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Dataclass)
 
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
@@ -48,13 +48,11 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
     it without "Options"; the last one comes first.
     """
-    import tyro  # here, as other users of this module do without it
-
     # examples: the first commands in the docstring of the script
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     args = expand_home(sys.argv[1:] if args is None else args)
-    defaults = {field.name: field.default for field in fields(config_class)}
-    types = {field.name: str(field.type) for field in fields(config_class)}
+    defaults = {option.name: option.default for option in fields(config_class)}
+    types = {option.name: str(option.type) for option in fields(config_class)}
     if args and not args[0].startswith("-"):
         raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
     corrections: list[str] = []
@@ -67,49 +65,46 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
             corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
-    settings = {
-        "use_underscores": True,
-        "args": args,
-        "config": (tyro.conf.DisallowNone,),  # INT, not {None}|INT
-        "description": "\n  ".join([config_class.__doc__] + commands[:2]),
-        "console_outputs": os.environ.get("RANK", "0") == "0",  # not once for each process
-    }
+    description = "\n  ".join([config_class.__doc__ or ""] + commands[:2])
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
-        options = call_tyro(config_class, **settings)
-        check_ranges(options, "--")
-        return options
-
-    # tyro makes a group of each field that is a dataclass itself: parse into a class with one such
-    # field for each group, and take them apart again
-    group_fields: list[tuple[str, type]] = []
-    group_defaults: list[object] = []
-    for group in groups:
-        label = group.__name__.removesuffix("Options").lower()
-        group_fields.append((label, tyro.conf.OmitArgPrefixes[group]))  # --lr, not --optimizer.lr
-        # `config_class` may have another default than the group it inherits from
-        group_defaults.append(
-            group(**{field.name: defaults[field.name] for field in fields(group)})
-        )
-    grouped_class = make_dataclass(config_class.__name__, group_fields)
-    grouped = call_tyro(grouped_class, default=grouped_class(*group_defaults), **settings)
-    values = {}
-    for group in vars(grouped).values():
-        values |= vars(group)
-    options = config_class(**values)
+        options = call_tyro(config_class, args, description)
+    else:
+        # tyro makes a group of each field that is a dataclass itself: parse into a class with one
+        # such field for each group, and take them apart again
+        group_fields = []
+        for group in groups:
+            label = group.__name__.removesuffix("Options").lower()
+            # `config_class` may have another default than the group it inherits from
+            default = group(**{option.name: defaults[option.name] for option in fields(group)})
+            group_fields.append((label, group, field(default=default)))
+        grouped_class = make_dataclass(config_class.__name__, group_fields)
+        grouped: object = call_tyro(grouped_class, args, description)
+        values: dict[str, object] = {}
+        for group in vars(grouped).values():
+            values |= vars(group)
+        options = config_class(**values)
     check_ranges(options, "--")
     return options
 
 
-def call_tyro(config_class: type[Config], **settings: object) -> Config:
+def call_tyro(config_class: type[Config], args: list[str], description: str) -> Config:
     """Return the options that tyro parses. The help leaves out "(default: None)": the text of such
     a flag says what happens without it."""
-    import tyro
+    import tyro  # here, as other users of this module do without it
 
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            return tyro.cli(config_class, **settings)
+            return tyro.cli(
+                config_class,
+                args=args,
+                description=description,
+                use_underscores=True,
+                # INT, not {None}|INT; --lr, not --optimizer.lr
+                config=(tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
+                console_outputs=os.environ.get("RANK", "0") == "0",  # not once for each process
+            )
     finally:
         print(re.sub(r"\s*\(default:\s+None\) *", "", printed.getvalue()), end="")
 
@@ -178,7 +173,7 @@ def call_and_exit(
     try:
         main()
     except SystemExit as end:
-        exit_code = end.code or 0  # None after sys.exit()
+        exit_code = int(end.code or 0)  # None after sys.exit()
     except BrokenPipeError:  # the reader of standard output has ended, as `head` does: SIGPIPE
         sys.stdout = open(os.devnull, "w")
         exit_code = 128 + 13

@@ -5,7 +5,7 @@
 
 import math
 from dataclasses import fields
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, ClassVar, Literal, Protocol, get_args, get_origin
 
 from utils.errors import UserError
 
@@ -23,7 +23,13 @@ NonNegative = Annotated[float, "at least 0"]
 BelowOne = Annotated[float, "at least 0 and below 1"]
 
 
-def check_ranges(options: object, prefix: str = "") -> None:
+class Dataclass(Protocol):
+    """Object of any dataclass, as `fields` takes it."""
+
+    __dataclass_fields__: ClassVar[dict]
+
+
+def check_ranges(options: Dataclass, prefix: str = "") -> None:
     """Raise UserError for the first field of a dataclass whose value its type does not allow.
     `prefix` stands before the field's name in the message: -- for flags."""
     for field in fields(options):
