@@ -226,8 +226,8 @@ def build_model(
         model = GPT(options.model_config(recipe, stream.vocab_size), execution)
         if recipe.zero_init:  # each block begins as the identity
             for block in model.transformer.h:
-                nn.init.zeros_(block.attn.c_proj.weight)
-                nn.init.zeros_(block.mlp.c_proj.weight)
+                nn.init.zeros_(block.get_parameter("attn.c_proj.weight"))
+                nn.init.zeros_(block.get_parameter("mlp.c_proj.weight"))
         return model
 
     # a smaller --block_size drops the last positions of the table
