@@ -165,7 +165,8 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def compiled_template(self) -> Template:
-        """The chat template, ready to render."""
+        """The chat template, ready to render; only for a tokenizer that has one."""
+        assert self.chat_template
         return compile_template(self.chat_template)
 
     def render(self, messages: list[dict[str, Any]], open_turn: bool = False) -> str:

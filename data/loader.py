@@ -346,9 +346,9 @@ def prefetch(items: Iterator) -> Iterator:
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        ready = deque()  # of futures, in the order of the items
-        for _ in range(4):  # enough for a slow read between fast ones; more only takes memory
-            ready.append(worker.submit(next, items, None))
+        # Futures in the order of the items. Four are enough for a slow read between fast ones; more
+        # only take memory.
+        ready = deque(worker.submit(next, items, None) for _ in range(4))
         while True:
             item = ready.popleft().result()
             if item is None:  # the end

@@ -130,7 +130,7 @@ class TextEncoder:
         """Encode the "messages" of a row, or its "prompt" and "completion"."""
         # plain text has no turns to write messages with: there, such a row needs a prompt
         if self.chat and "messages" in row:
-            messages = self.get_text(row, "messages")
+            messages = as_messages(self.get_text(row, "messages"))
             return self.cut(encode_messages(messages, self.tokenizer))
         return self.completion(row, "completion")
 

@@ -6,6 +6,7 @@ all of its targets, pairs or completions, whatever the number of micro-steps and
 method returns the sum over one batch, and finetune.py divides it by the step's `divisor`.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,12 +49,9 @@ class PreparedStep:
 
 
 @dataclass(eq=False)
-class Method:
+class Method(ABC):
     """Base of the methods: the examples of a file, their batches, and the loss of a batch. A file
     of held-out rows has a Method of its own.
-
-    A subclass adds encode(row), which returns the example of a row, or raises ValueError for a row
-    that it cannot learn from, and metric_sums(model, batch), the loss and further metrics.
     """
 
     unit = "pairs"  # the examples that --batch_size counts
@@ -72,6 +70,14 @@ class Method:
 
     def __post_init__(self) -> None:
         self.examples = read_jsonl(self.path, self.encode)
+
+    @abstractmethod
+    def encode(self, row: dict) -> object:
+        """Return the example of a row; raise ValueError for a row that it cannot learn from."""
+
+    @abstractmethod
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
+        """Return the loss of a batch, "loss", and further metrics."""
 
     def arrange(self, examples: list) -> list:
         """Return examples in the order in which micro-batches take them."""
@@ -109,7 +115,7 @@ class Method:
         )
         return slicing.rank_ids(np.arange(num_examples))
 
-    def batch(self, texts: list[Example]) -> Batch:
+    def batch(self, texts: list) -> Batch:
         """Return texts as a batch. A method with other examples overrides this."""
         return collate_padded(
             texts,
@@ -199,10 +205,11 @@ class RewardModeling(Method):
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
         batch = super().batch(chosen + rejected)
-        # None with a reward model, and with dpo while its reference rates the pairs
-        if pairs[0].ref_logprobs is not None:
+        # empty with a reward model, and with dpo while its reference rates the pairs
+        columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
+        if columns:
             # flattened as the texts are: all chosen ones, then all rejected ones
-            ref_logprobs = torch.stack([pair.ref_logprobs for pair in pairs], 1)  # (2, N)
+            ref_logprobs = torch.stack(columns, 1)  # (2, N)
             batch.ref_logprobs = self.process.copy(ref_logprobs.flatten())
         return batch
 
@@ -229,6 +236,7 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()
+        assert self.reference  # finetune.py gives dpo one
         num_pairs = len(self.examples)
         size = self.config.micro_batch_size
         starts = range(0, num_pairs, size)  # of the batches of pairs
@@ -248,6 +256,7 @@ class DirectPreference(RewardModeling):
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of texts
         # how much likelier the texts have become: beta times that is their implicit reward
+        assert batch.ref_logprobs is not None  # __post_init__ has computed them
         log_ratios = logprobs - batch.ref_logprobs
         chosen_ratios, rejected_ratios = log_ratios.chunk(2)  # (N,) each
         margin = self.config.beta * (chosen_ratios - rejected_ratios)

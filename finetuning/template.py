@@ -12,6 +12,7 @@ A row is refused if the template writes an answer in a way that cannot be learne
 write a field of a message.
 """
 
+from data.file_tokenizer import FileTokenizer
 from data.named_tokenizer import Tokenizer
 from finetuning.chat import ROLES, Message, Messages, encode_dialog
 
@@ -28,13 +29,14 @@ def find_answer(
     if the chat template does not let it be learned."""
     prompt_ids = encode_dialog(messages[:index], tokenizer, open_turn=True)
     start = len(prompt_ids)
-    if not tokenizer.chat_template:
+    if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
         return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
     prompt = tokenizer.render(messages[:index], open_turn=True)
     until_answer = tokenizer.render(messages[: index + 1])
     # what follows the end of an answer, as a line break, is not sampled
     turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # as "<|im_end|>"
+    assert turn_end
     answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
     if not end:
         raise ValueError(
@@ -59,7 +61,7 @@ def find_answer(
 def check_messages(messages: Messages, tokenizer: Tokenizer, is_prompt: bool) -> None:
     """Raise ValueError for a field of a message, or a role, that would be ignored."""
     dialog = None  # as text, if there is a chat template
-    if tokenizer.chat_template:
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
         dialog = tokenizer.render(messages, open_turn=is_prompt)
     for i, message in enumerate(messages):
         for name, value in message.items():
@@ -67,7 +69,7 @@ def check_messages(messages: Messages, tokenizer: Tokenizer, is_prompt: bool) ->
                 continue
             if name == "weight":
                 is_honoured = value == 1 and message["role"] == "assistant" and not is_prompt
-            elif dialog is None:
+            elif dialog is None or not isinstance(tokenizer, FileTokenizer):
                 is_honoured = name == "content" or (name == "role" and value in ROLES)
             elif name == "role":  # a template refuses what it does not know
                 is_honoured = True

@@ -60,8 +60,6 @@ LLAMA_CONSTANTS = {
     "use_sliding_window": False,
     "rope_scaling": None,
 }
-# fields of GPTConfig with the value that they have in every LLaMA
-LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "activation": "swiglu", "ngrams": 1}
 
 # Names of LLaMA's weights, by the names of ours. Three and two of them are stacked in ours.
 LLAMA_WEIGHTS = {
@@ -95,10 +93,15 @@ def differences(config: GPTConfig, other: GPTConfig) -> dict:
 def nearest_gpt2(config: GPTConfig) -> GPTConfig:
     """Return the GPT-2 of transformers that is most like an architecture, sizes aside: with its
     GELU, biases and head."""
-    activation = "gelu"
-    if config.activation in GPT2_ACTIVATIONS:
-        activation = config.activation
+    activation = config.activation
+    if activation not in GPT2_ACTIVATIONS:
+        activation = "gelu"
     return GPTConfig(activation=activation, bias=config.bias, tied=config.tied)
+
+
+def as_llama(config: GPTConfig) -> GPTConfig:
+    """Return an architecture with what is the same in every LLaMA."""
+    return replace(config, position="rotary", norm="rms", bias=False, activation="swiglu", ngrams=1)
 
 
 def has_gpt2_names(config: GPTConfig) -> bool:
@@ -116,20 +119,20 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 
     names = GPT2_FIELDS  # "model_type" of a GPT-2, and of anything that is refused below
     defaults = GPT2_DEFAULTS
-    fields = {}
-    if hf_config.get("activation_function") == GPT2_ACTIVATIONS["gelu_exact"]:
-        fields = {"activation": "gelu_exact"}
-    if hf_config["model_type"] in ("llama", "qwen3"):
+    is_llama = hf_config["model_type"] in ("llama", "qwen3")
+    if is_llama:
         names = LLAMA_FIELDS
         defaults = LLAMA_DEFAULTS | rope
-        # what config.json does not say, as it is the same in all of them
-        fields = LLAMA | {"qk_norm": hf_config["model_type"] == "qwen3"}
     # null stands for the default of transformers
     not_null = {name: value for name, value in hf_config.items() if value is not None}
     hf_config = defaults | not_null
-    for name, hf_name in names.items():
-        fields[name] = hf_config.get(hf_name)
+    fields: dict = {name: hf_config.get(hf_name) for name, hf_name in names.items()}
     config = GPTConfig(**fields)
+    if is_llama:
+        # what config.json does not say, as it is the same in all of them
+        config = replace(as_llama(config), qk_norm=hf_config["model_type"] == "qwen3")
+    elif hf_config.get("activation_function") == GPT2_ACTIVATIONS["gelu_exact"]:
+        config = replace(config, activation="gelu_exact")
 
     # Export the architecture again: a field that differs is one that this project ignores.
     for hf_name, value in config_to_hf(config).items():
@@ -159,7 +162,7 @@ def config_to_hf(config: GPTConfig) -> dict:
             "activation_function": GPT2_ACTIVATIONS[config.activation],
             **GPT2_CONSTANTS,
         }
-    llama_misfits = differences(config, replace(config, **LLAMA))
+    llama_misfits = differences(config, as_llama(config))
     if llama_misfits:
         misfits = min(gpt2_misfits, llama_misfits, key=len)  # the fewest to do without
         assignments = ", ".join(f"{name}={value}" for name, value in misfits.items())
@@ -368,7 +371,7 @@ def save_pretrained(
         eot = model.config.vocab_size - 1
     if bos is None:
         bos = eot
-    special_ids = {"bos_token_id": bos, "eos_token_id": eot}
+    special_ids: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eot}
     hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids
     generation = special_ids | {"pad_token_id": eot, "do_sample": True}
     other_ends = sorted(set(end_ids) - {eot})
