@@ -144,8 +144,7 @@ def read_documents(batches: Iterator[Batch], first_row: int) -> Iterator[Documen
     """Yield the documents of batches, from row `first_row` of the first batch on, with their
     position."""
     for batch in batches:
-        for index in range(first_row, len(batch.rows)):
-            row = batch.rows[index]
+        for index, row in enumerate(batch.rows[first_row:], first_row):
             if isinstance(row, Document):
                 row.position = {"source": batch.position, "documents": index}
                 yield row

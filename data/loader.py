@@ -284,19 +284,19 @@ class Mixture:
         """Names of the corpora; of several, with their shares."""
         if len(self.names) == 1:
             return self.names[0]
-        shares = []
-        for weight, name in zip(self.weights, self.names, strict=True):
-            shares.append(f"{100 * weight:.4g} % of {Path(name).name}")
-        return ", ".join(shares)
+        return ", ".join(
+            f"{100 * weight:.4g} % of {Path(name).name}"
+            for weight, name in zip(self.weights, self.names, strict=True)
+        )
 
     def epochs(self, tokens: int) -> tuple[float, str]:
         """Return how often `tokens` tokens of training see the corpus that they see most often, and
         its name."""
-        epochs_of_corpus = []
-        for weight, part, name in zip(self.weights, self.parts, self.names, strict=True):
-            # weight * tokens is the share of this corpus in the training
-            epochs_of_corpus.append((weight * tokens / len(part.stream), name))
-        return max(epochs_of_corpus)  # compares the epochs first
+        # weight * tokens is the share of a corpus in the training; max compares the epochs first
+        return max(
+            (weight * tokens / len(part.stream), name)
+            for weight, part, name in zip(self.weights, self.parts, self.names, strict=True)
+        )
 
     def describe_epochs(self, tokens: int) -> str:
         """Return `epochs` in words, with the name where there are several corpora."""

@@ -82,11 +82,11 @@ class ShardWriter:
         self.path = path
         self.dtype = np.dtype(dtype)
         self.split = split
-        self.temporary = self.path.with_name(self.path.name + ".tmp")
+        self.temporary = path.with_name(path.name + ".tmp")
         if start and not self.temporary.exists():
             # The earlier run ended before the shard was full, or was killed after the rename and
             # before the manifest. A copy: training may read the shard under its name meanwhile.
-            with open(self.path, "rb") as shard, atomic_write(self.temporary) as copy:
+            with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
         # Cuts off what the earlier run wrote after its last state. For a new file this adds zeros
@@ -292,11 +292,11 @@ class Sharder:
     def write(self, document: Document, start: int) -> bool:
         """Append a document's tokens from `start` on, those before being written by an earlier run;
         return False once the folder is full. Saves the manifest each time a shard gets full."""
-        may_move = start == 0 and document.num_train == len(document.tokens)
+        total = len(document.tokens)
+        may_move = start == 0 and document.num_train == total
         if start == 0:  # else an earlier run has counted it
             self.manifest["documents"] += 1
             self.manifest["lost_bytes"] += len(document.lost_text.encode())
-        total = len(document.tokens)
         while start < total:
             # tokens [0, num_train) are for train, [num_train, total) for validation
             split, split_end = "train", document.num_train

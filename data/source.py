@@ -311,7 +311,7 @@ class Source:
     def names(self) -> tuple[str, ...]:
         """Files of this worker in the order of reading; without any, the dataset."""
         if self.files:
-            return tuple(self.files[self.worker_index :: self.worker_count])
+            return self.files[self.worker_index :: self.worker_count]
         return (self.dataset,)
 
     def size(self, name: str) -> int:

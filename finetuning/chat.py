@@ -47,11 +47,7 @@ def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = Fa
     return ids
 
 
-def encode_prompt(
-    prompt: str | Messages,
-    tokenizer: Tokenizer,
-    chat: bool,
-) -> list[int]:
+def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> list[int]:
     """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
     `chat` false of the prompt's text as the beginning of a document."""
     if not chat:
@@ -68,10 +64,7 @@ def as_messages(prompt: str | Messages) -> Messages:
 
 
 def fit_history(
-    messages: Messages,
-    tokenizer: Tokenizer,
-    block_size: int,
-    max_new_tokens: int,
+    messages: Messages, tokenizer: Tokenizer, block_size: int, max_new_tokens: int
 ) -> list[int]:
     """Return the token ids that the assistant's next turn follows, for questions and answers in
     turn. The oldest questions are left out, each with its answer, until `max_new_tokens`, or half

@@ -29,7 +29,7 @@ class GroupRelativePolicy(Method):
     reference model, if there is one, adds a KL divergence to the loss."""
 
     unit = "prompts"
-    reward_function: RewardFunction  # never None
+    reward_function: RewardFunction  # never None: the options demand --reward
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,12 +47,7 @@ class GroupRelativePolicy(Method):
             has_answer=self.config.reward == "exact",  # a reward function may do without
         )
 
-    def prepare(
-        self,
-        model: GPT,
-        step: int,
-        example_ids: np.ndarray,
-    ) -> PreparedStep:
+    def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Sample and reward the completions of a step, and return those of this process."""
         group_size = self.config.group_size
         num_completions = len(example_ids) * group_size
@@ -108,8 +103,7 @@ class GroupRelativePolicy(Method):
     @torch.no_grad()
     def completion_batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
         """Return N completions and their advantages (N,) as a batch."""
-        texts = [completion.example for completion in completions]
-        batch = self.batch(texts)
+        batch = self.batch([completion.example for completion in completions])
         batch.advantages = self.process.copy(advantages)
         if self.reference is not None:  # None with --kl 0
             with autocast(self.process.device, self.dtype):

@@ -17,13 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import Slicing
-from finetuning.examples import (
-    Batch,
-    Example,
-    TextEncoder,
-    collate_padded,
-    read_jsonl,
-)
+from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
@@ -51,8 +45,7 @@ class PreparedStep:
 @dataclass(eq=False)
 class Method(ABC):
     """Base of the methods: the examples of a file, their batches, and the loss of a batch. A file
-    of held-out rows has a Method of its own.
-    """
+    of held-out rows has a Method of its own."""
 
     unit = "pairs"  # the examples that --batch_size counts
 
@@ -87,12 +80,7 @@ class Method(ABC):
         """Return the number that the metrics of these examples are a mean over."""
         return len(examples)
 
-    def prepare(
-        self,
-        model: GPT,
-        step: int,
-        example_ids: np.ndarray,
-    ) -> PreparedStep:
+    def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Return the data of step number `step`, which takes the examples with the indices
         `example_ids` (batch_size,)."""
         # every process has the examples of the whole step, and makes batches of its own share
@@ -108,20 +96,14 @@ class Method(ABC):
         int64 (micro-steps, --micro_batch_size)."""
         # as in pre-training: micro-step i of all processes takes consecutive places
         slicing = Slicing(
-            num_examples,
-            self.config.micro_batch_size,
-            self.process.rank,
-            self.process.world_size,
+            num_examples, self.config.micro_batch_size, self.process.rank, self.process.world_size
         )
         return slicing.rank_ids(np.arange(num_examples))
 
     def batch(self, texts: list) -> Batch:
         """Return texts as a batch. A method with other examples overrides this."""
         return collate_padded(
-            texts,
-            self.encoder.block_size,
-            self.process,
-            self.config.use_torch_compile,
+            texts, self.encoder.block_size, self.process, self.config.use_torch_compile
         )
 
     @torch.no_grad()
@@ -168,8 +150,7 @@ class SupervisedTuning(Method):
 
     def divisor(self, dialogs: list[Example]) -> int:
         # targets: the first token of a text follows nothing, so it is none
-        num_targets = [int(dialog.loss_mask[1:].sum()) for dialog in dialogs]
-        return sum(num_targets)
+        return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
         # The mean over the targets of this batch: for a mean, the model never holds the logits of
