@@ -91,10 +91,8 @@ class FileTokenizer(Tokenizer):
             self.template_tokens["bos_token"] = self.engine.id_to_token(self.start_ids[0])
             self.template_tokens.setdefault("eos_token", self.end_of_text)
 
-        self.turn_end = self.eot
+        self.turn_end = self.find_turn_end() if self.chat_template else self.eot
         """What ends an answer of a chat."""
-        if self.chat_template:
-            self.turn_end = self.find_turn_end()
         # the model has learned that a document ends where the next one begins
         ends = (self.eot, self.turn_end, self.start_ids[0])
         self.end_ids = frozenset([*ends, *spec_fields["end_ids"]])

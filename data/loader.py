@@ -119,8 +119,7 @@ class Sequences:
 
     def count_within(self, tokens: int) -> int:
         """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
-        num_sequences = max(1, tokens // self.block_size)
-        return min(len(self), num_sequences)
+        return min(len(self), max(1, tokens // self.block_size))
 
     def read(self, sequence_id: int) -> np.ndarray:
         """Return the tokens of a sequence, int64 (T + 1,)."""

@@ -169,13 +169,13 @@ class Sharder:
         """The last documents of the open train shard, from which `fill_validation` takes."""
         self.num_tokens = 0
         """Tokens in all shards, once they are reopened."""
-        self.manifest = read_manifest(folder)
+        manifest = read_manifest(folder)
         advice = "give another --local_dir or empty that one"
-        if not self.manifest and shard_paths(folder):
+        if not manifest and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
         # without a whole shard, an earlier run has left nothing to continue
-        if not self.manifest.get("shards"):
-            self.manifest = {
+        if not manifest.get("shards"):
+            manifest = {
                 **settings,
                 "complete": False,  # the source is read to its end
                 "stopped": False,  # max_shards are full
@@ -193,12 +193,13 @@ class Sharder:
                     "open": {},  # tokens of each shard that is not full, by split
                 },
             }
-            write_manifest(folder, self.manifest)
+            write_manifest(folder, manifest)
         # one folder is one sharding: with other settings the new shards would not follow the old
         for key, value in settings.items():
-            present = self.manifest.get(key)
+            present = manifest.get(key)
             if present != value:
                 raise UserError(f"{folder} holds shards of {key} {present!r:.99}; {advice}")
+        self.manifest = manifest
 
     def full_shards(self) -> list[dict]:
         """Return the manifest entries of the shards that have shard_size tokens."""

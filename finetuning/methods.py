@@ -189,9 +189,8 @@ class RewardModeling(Method):
         # empty with a reward model, and with dpo while its reference rates the pairs
         columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
         if columns:
-            # flattened as the texts are: all chosen ones, then all rejected ones
-            ref_logprobs = torch.stack(columns, 1)  # (2, N)
-            batch.ref_logprobs = self.process.copy(ref_logprobs.flatten())
+            # (2, N), flattened as the texts are: all chosen ones, then all rejected ones
+            batch.ref_logprobs = self.process.copy(torch.stack(columns, 1).flatten())
         return batch
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
