@@ -51,7 +51,7 @@ def complete_questions(
     completions: list[Completion] = []
     for question, text in zip(questions, texts, strict=True):
         # The end is part of what GRPO teaches: an answer has to end. A cut one has none to learn.
-        ids = text.tokens if text.end_id is None else [*text.tokens, text.end_id]
+        ids = text.tokens if text.end_id is None else text.tokens + [text.end_id]
         example = Example.of_completion(question.prompt_ids, ids)
         # without the end: <|im_end|> is no part of the text
         decoded = decode_completion(text.tokens, encoder)
