@@ -62,6 +62,8 @@ class Method(ABC):
     """File of rows."""
 
     def __post_init__(self) -> None:
+        assert self.config.micro_batch_size  # resolve_options has filled it in
+        self.micro_batch_size = self.config.micro_batch_size
         self.examples = read_jsonl(self.path, self.encode)
 
     @abstractmethod
@@ -96,7 +98,7 @@ class Method(ABC):
         int64 (micro-steps, --micro_batch_size)."""
         # as in pre-training: micro-step i of all processes takes consecutive places
         slicing = Slicing(
-            num_examples, self.config.micro_batch_size, self.process.rank, self.process.world_size
+            num_examples, self.micro_batch_size, self.process.rank, self.process.world_size
         )
         return slicing.rank_ids(np.arange(num_examples))
 
@@ -112,7 +114,7 @@ class Method(ABC):
         model.eval()  # without dropout
         examples = self.arrange(self.examples)
         divisor = self.divisor(examples)
-        size = self.config.micro_batch_size
+        size = self.micro_batch_size
         starts = range(0, len(examples), size)  # of the micro-batches
         means: dict[str, float] = {}  # parts of the means, those of this process, by metric
         # raises Stopped between two micro-batches after a signal
@@ -218,7 +220,7 @@ class DirectPreference(RewardModeling):
         super().__post_init__()
         assert self.reference  # finetune.py gives dpo one
         num_pairs = len(self.examples)
-        size = self.config.micro_batch_size
+        size = self.micro_batch_size
         starts = range(0, num_pairs, size)  # of the batches of pairs
         logprobs = torch.zeros(2, num_pairs, dtype=torch.float64)  # of chosen and rejected texts
         # each process computes some of the pairs and leaves zeros for the sum at the others
