@@ -57,6 +57,7 @@ class ConvertConfig:
 def export_checkpoint(config: ConvertConfig) -> None:
     """Write a checkpoint as a folder for transformers: weights, tokenizer and model card; or as a
     file for nanoGPT."""
+    assert config.checkpoint  # else main calls import_model
     path = find_checkpoint(config.checkpoint)
     if path is None:  # a model of another project
         raise UserError(
@@ -121,6 +122,7 @@ def to_nanogpt(model: GPT) -> dict:
 
 def import_model(config: ConvertConfig) -> None:
     """Write a model of another project as a checkpoint at step 0, without optimizer state."""
+    assert config.model is not None
     # float32: all bits also of a checkpoint; models of other projects always have them
     model, tokenizer_spec, _ = open_model(config.model, float32=True)
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights

@@ -53,7 +53,7 @@ def to_engine(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
         # tiktoken keeps tokens without the pairs that they are merged from, but the file that it
         # made them of lies in its cache: a line of version, then a pair in each
         lines = read_file_cached(GPT2_MERGES).decode().splitlines()
-        merges = [tuple(line.split()) for line in lines[1:]]
+        merges = [(left, right) for left, right in map(str.split, lines[1:])]
     engine = byte_level(models.BPE(vocab, merges))
     engine.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
     return engine

@@ -60,9 +60,10 @@ class FileTokenizer(Tokenizer):
     def __init__(self, spec: str) -> None:
         spec_fields = json.loads(spec)
         content = spec_fields[TOKENIZER_FILE]  # of the file, as a dict
-        self.engine = make_engine(json.dumps(content))
-        self.bos_ids = find_bos_ids(self.engine)
-        if self.engine.num_special_tokens_to_add(is_pair=False) > len(self.bos_ids):
+        engine = make_engine(json.dumps(content))
+        self.engine = engine
+        self.bos_ids = find_bos_ids(engine)
+        if engine.num_special_tokens_to_add(is_pair=False) > len(self.bos_ids):
             # The post-processor also writes tokens after a text, which the model never sees there.
             # An export must not have them, and is the same tokenizer when it is read again.
             content["post_processor"] = self.bos_processor()
@@ -78,17 +79,17 @@ class FileTokenizer(Tokenizer):
         if self.name not in TOKENIZERS:
             self.identity = f"{self.name} with {self.end_of_text}"
 
-        vocab = self.engine.get_vocab()  # ids by token, added tokens included
+        vocab = engine.get_vocab()  # ids by token, added tokens included
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.eot = vocab[self.end_of_text]
-        self.added_ids = set(self.engine.get_added_tokens_decoder())
+        self.added_ids = set(engine.get_added_tokens_decoder())
         """Ids beside the vocabulary of plain text: special tokens."""
 
         self.chat_template = spec_fields["chat_template"]
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
         """Strings that the chat template may insert, by the name of their variable."""
         if not self.chat_template:  # which needs the model's own; exports name those of training
-            self.template_tokens["bos_token"] = self.engine.id_to_token(self.start_ids[0])
+            self.template_tokens["bos_token"] = engine.id_to_token(self.start_ids[0])
             self.template_tokens.setdefault("eos_token", self.end_of_text)
 
         self.turn_end = self.eot
@@ -165,7 +166,8 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def compiled_template(self) -> Template:
-        """The chat template, ready to render."""
+        """The chat template, ready to render; only for a tokenizer that has one."""
+        assert self.chat_template
         return compile_template(self.chat_template)
 
     def render(self, messages: list[dict[str, Any]], open_turn: bool = False) -> str:
@@ -249,11 +251,12 @@ def find_bos_ids(engine: Engine) -> tuple[int, ...]:
 def without_prefix(component: dict) -> dict:
     """Return a component of a tokenizer.json (normalizer, pre-tokenizer, ...) without its option to
     put something before each text."""
-    if component.get("type") == "Prepend":  # of Llama 2's normalizer
+    component_type = component.get("type")
+    if component_type == "Prepend":  # of Llama 2's normalizer
         component["prepend"] = ""
-    if component.get("type") in ("ByteLevel", "Metaspace"):
+    if component_type in ("ByteLevel", "Metaspace"):
         component["add_prefix_space"] = False
-    if component.get("type") == "Metaspace":
+    if component_type == "Metaspace":
         component["prepend_scheme"] = "never"  # newer files have it instead of add_prefix_space
     return component
 
@@ -267,8 +270,9 @@ def byte_characters() -> list[str]:
     characters = []
     num_others = 0
     for byte in range(256):
-        if chr(byte).isprintable() and chr(byte) != " ":
-            characters.append(chr(byte))
+        character = chr(byte)
+        if character.isprintable() and character != " ":
+            characters.append(character)
         else:
             characters.append(chr(0x100 + num_others))
             num_others += 1

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -145,8 +144,7 @@ def read_documents(batches: Iterator[Batch], first_row: int) -> Iterator[Documen
     """Yield the documents of batches, from row `first_row` of the first batch on, with their
     position."""
     for batch in batches:
-        for index in range(first_row, len(batch.rows)):
-            row = batch.rows[index]
+        for index, row in enumerate(batch.rows[first_row:], first_row):
             if isinstance(row, Document):
                 row.position = {"source": batch.position, "documents": index}
                 yield row
@@ -171,8 +169,9 @@ def write_shards(
     )
     # tokens of the first document that are in the shards already
     num_written = state["tokens"]
-    # each document and the one after it; after the last one, None
-    for document, next_document in pairwise(chain(documents, [None])):
+    document = next(documents, None)
+    while document:
+        next_document = next(documents, None)  # None after the last one
         if document.lost_text and not config.allow_loss:
             characters = "".join(dict.fromkeys(document.lost_text))  # each one once
             raise UserError(
@@ -187,6 +186,7 @@ def write_shards(
         bar.update(len(document.tokens) - num_written)
         if not sharder.write(document, num_written):
             return False
+        document = next_document
         num_written = 0  # of the next document
     if config.val_fraction and config.worker_count == 1:
         sharder.fill_validation()

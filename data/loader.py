@@ -119,8 +119,7 @@ class Sequences:
 
     def count_within(self, tokens: int) -> int:
         """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
-        num_sequences = max(1, tokens // self.block_size)
-        return min(len(self), num_sequences)
+        return min(len(self), max(1, tokens // self.block_size))
 
     def read(self, sequence_id: int) -> np.ndarray:
         """Return the tokens of a sequence, int64 (T + 1,)."""
@@ -284,19 +283,19 @@ class Mixture:
         """Names of the corpora; of several, with their shares."""
         if len(self.names) == 1:
             return self.names[0]
-        shares = []
-        for weight, name in zip(self.weights, self.names, strict=True):
-            shares.append(f"{100 * weight:.4g} % of {Path(name).name}")
-        return ", ".join(shares)
+        return ", ".join(
+            f"{100 * weight:.4g} % of {Path(name).name}"
+            for weight, name in zip(self.weights, self.names, strict=True)
+        )
 
     def epochs(self, tokens: int) -> tuple[float, str]:
         """Return how often `tokens` tokens of training see the corpus that they see most often, and
         its name."""
-        epochs_of_corpus = []
-        for weight, part, name in zip(self.weights, self.parts, self.names, strict=True):
-            # weight * tokens is the share of this corpus in the training
-            epochs_of_corpus.append((weight * tokens / len(part.stream), name))
-        return max(epochs_of_corpus)  # compares the epochs first
+        # weight * tokens is the share of a corpus in the training; max compares the epochs first
+        return max(
+            (weight * tokens / len(part.stream), name)
+            for weight, part, name in zip(self.weights, self.parts, self.names, strict=True)
+        )
 
     def describe_epochs(self, tokens: int) -> str:
         """Return `epochs` in words, with the name where there are several corpora."""
@@ -346,9 +345,9 @@ def prefetch(items: Iterator) -> Iterator:
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        ready = deque()  # of futures, in the order of the items
-        for _ in range(4):  # enough for a slow read between fast ones; more only takes memory
-            ready.append(worker.submit(next, items, None))
+        # Futures in the order of the items. Four are enough for a slow read between fast ones; more
+        # only take memory.
+        ready = deque(worker.submit(next, items, None) for _ in range(4))
         while True:
             item = ready.popleft().result()
             if item is None:  # the end

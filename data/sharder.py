@@ -82,11 +82,11 @@ class ShardWriter:
         self.path = path
         self.dtype = np.dtype(dtype)
         self.split = split
-        self.temporary = self.path.with_name(self.path.name + ".tmp")
+        self.temporary = path.with_name(path.name + ".tmp")
         if start and not self.temporary.exists():
             # The earlier run ended before the shard was full, or was killed after the rename and
             # before the manifest. A copy: training may read the shard under its name meanwhile.
-            with open(self.path, "rb") as shard, atomic_write(self.temporary) as copy:
+            with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
         # Cuts off what the earlier run wrote after its last state. For a new file this adds zeros
@@ -169,13 +169,13 @@ class Sharder:
         """The last documents of the open train shard, from which `fill_validation` takes."""
         self.num_tokens = 0
         """Tokens in all shards, once they are reopened."""
-        self.manifest = read_manifest(folder)
+        manifest = read_manifest(folder)
         advice = "give another --local_dir or empty that one"
-        if not self.manifest and shard_paths(folder):
+        if not manifest and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
         # without a whole shard, an earlier run has left nothing to continue
-        if not self.manifest.get("shards"):
-            self.manifest = {
+        if not manifest.get("shards"):
+            manifest = {
                 **settings,
                 "complete": False,  # the source is read to its end
                 "stopped": False,  # max_shards are full
@@ -193,12 +193,13 @@ class Sharder:
                     "open": {},  # tokens of each shard that is not full, by split
                 },
             }
-            write_manifest(folder, self.manifest)
+            write_manifest(folder, manifest)
         # one folder is one sharding: with other settings the new shards would not follow the old
         for key, value in settings.items():
-            present = self.manifest.get(key)
+            present = manifest.get(key)
             if present != value:
                 raise UserError(f"{folder} holds shards of {key} {present!r:.99}; {advice}")
+        self.manifest = manifest
 
     def full_shards(self) -> list[dict]:
         """Return the manifest entries of the shards that have shard_size tokens."""
@@ -292,11 +293,11 @@ class Sharder:
     def write(self, document: Document, start: int) -> bool:
         """Append a document's tokens from `start` on, those before being written by an earlier run;
         return False once the folder is full. Saves the manifest each time a shard gets full."""
-        may_move = start == 0 and document.num_train == len(document.tokens)
+        total = len(document.tokens)
+        may_move = start == 0 and document.num_train == total
         if start == 0:  # else an earlier run has counted it
             self.manifest["documents"] += 1
             self.manifest["lost_bytes"] += len(document.lost_text.encode())
-        total = len(document.tokens)
         while start < total:
             # tokens [0, num_train) are for train, [num_train, total) for validation
             split, split_end = "train", document.num_train

@@ -193,7 +193,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             # the last of these words in a name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shard = inspect_shard(path)
-                checksum = zlib.crc32(shard.read(count=1000))
+                checksum = zlib.crc32(shard.read(count=1000).tobytes())
                 shards.append(ShardEntry(path, shard.num_tokens, f"{checksum}"))
     if not paths and not shards:  # a name that was mistyped
         raise missing_shards([folder], split)
@@ -241,14 +241,15 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[ShardEntry]) -> st
             )
         return spec
     if name is None:
-        # Other projects shard GPT-2's tokens. Any 1,000 of these hold an id above 2**15; the ids of
-        # a smaller vocabulary would train without an error, as another text.
-        first_ids = shards[0].shard.read(count=100_000) if shards else []
-        if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
-            raise UserError(
-                f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
-                f"their {TOKENIZER_FILE} beside it, or shard the text anew"
-            )
+        if shards:
+            # Other projects shard GPT-2's tokens. Any 1,000 of these hold an id above 2**15; the
+            # ids of a smaller vocabulary would train without an error, as another text.
+            first_ids = shards[0].shard.read(count=100_000)
+            if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
+                raise UserError(
+                    f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
+                    f"their {TOKENIZER_FILE} beside it, or shard the text anew"
+                )
         return "gpt2"
     if name not in TOKENIZERS:  # a checksum, which builds no tokenizer
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
@@ -283,8 +284,12 @@ class TokenStream:
             raise UserError(
                 f"the folders of --data_dir have several tokenizers: {sorted(identities)}"
             )
-        # the rule of other projects is not known: None
-        fractions = {folder.manifest.get("val_fraction") for folder in folders} - {None}
+        # the rule of other projects is not known
+        fractions = {
+            folder.manifest["val_fraction"]
+            for folder in folders
+            if "val_fraction" in folder.manifest
+        }
         if len(fractions) > 1:
             raise UserError(
                 f"the folders of --data_dir have several --val_fraction, {sorted(fractions)}: one "

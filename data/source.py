@@ -16,12 +16,12 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from data.ledger import FileCounts, Skipped
 from utils.errors import UserError
@@ -29,7 +29,7 @@ from utils.errors import UserError
 BATCH = 100  # rows; another number would change the positions in manifests
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
 DECODER = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
-SEPARATORS = re.compile(r"[\s,]*")  # between two values of JSON
+VALUE_START = re.compile(r"[^\s,]")  # white space and commas separate the values of JSON
 NOT_JSON = Skipped("not JSON")
 CUT_JSON = Skipped("cut off: JSON without its end")
 AFTER_VALUE = re.compile(r"[ \t]*([\r\n,\[\]{]|\Z)")  # what may follow a value of JSON
@@ -74,7 +74,12 @@ class GzipFile(gzip.GzipFile):
             return b""
 
 
-COMPRESSIONS = {".gz": GzipFile, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd}
+COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | GzipFile]] = {
+    ".gz": GzipFile,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": open_zstd,
+}
 
 
 def open_text(name: str) -> IO[str]:
@@ -156,8 +161,9 @@ def read_json(file: IO[str]) -> Iterator[object]:
 def read_values(text: str) -> Iterator[object]:
     """Yield the values of JSON in a text, as read_json does."""
     in_array = False
-    start = SEPARATORS.match(text).end()  # of the next value
-    while start < len(text):
+    first_character = VALUE_START.search(text)  # of the next value; None: there is none
+    while first_character:
+        start = first_character.start()
         if text[start] == ("]" if in_array else "["):
             in_array = not in_array
             end = start + 1
@@ -165,20 +171,20 @@ def read_values(text: str) -> Iterator[object]:
             try:
                 value, end = DECODER.raw_decode(text, start)
                 # else a word in quotes, or the key of a broken object
-                is_value = AFTER_VALUE.match(text, end)
+                is_value = AFTER_VALUE.match(text, end) is not None
             except json.JSONDecodeError as error:
                 is_value = False
                 end = error.pos
             if is_value:
                 yield value
-            elif SEPARATORS.match(text, end).end() == len(text):
+            elif not VALUE_START.search(text, end):
                 yield CUT_JSON
                 return
             else:
                 yield NOT_JSON
                 # in the line of the error, if the value began before it, else in the next line
                 end = text.rfind("\n", start, end) + 1 or text.find("\n", end) + 1 or len(text)
-        start = SEPARATORS.match(text, end).end()
+        first_character = VALUE_START.search(text, end)
     if in_array:
         yield CUT_JSON
 
@@ -198,7 +204,7 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
             yield dict(zip(header, cells, strict=False))  # a short row lacks its last columns
 
 
-READERS = {
+READERS: dict[str, Callable[[IO[str]], Iterator[object]]] = {
     ".jsonl": read_json,
     ".ndjson": read_json,
     ".json": read_json,
@@ -305,7 +311,7 @@ class Source:
     def names(self) -> tuple[str, ...]:
         """Files of this worker in the order of reading; without any, the dataset."""
         if self.files:
-            return tuple(self.files[self.worker_index :: self.worker_count])
+            return self.files[self.worker_index :: self.worker_count]
         return (self.dataset,)
 
     def size(self, name: str) -> int:

@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data.file_tokenizer import FileTokenizer
 from data.named_tokenizer import TOKENIZERS, Tokenizer
 from data.tokenizer import load_tokenizer
 
@@ -30,7 +31,7 @@ ROLES = {  # by role: its name in a text
 
 def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = False) -> list[int]:
     """Return the token ids of a dialog; `open_turn` begins an answer after it."""
-    if tokenizer.chat_template:
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
         # all at once, as transformers does: many tokenizers begin a text otherwise than a part
         return tokenizer.encode_dialog(tokenizer.render(messages, open_turn))
     ids = list(tokenizer.start_ids)  # before the first turn
@@ -46,14 +47,11 @@ def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = Fa
     return ids
 
 
-def encode_prompt(
-    prompt: str | Messages,
-    tokenizer: Tokenizer,
-    chat: bool,
-) -> list[int]:
+def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> list[int]:
     """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
     `chat` false of the prompt's text as the beginning of a document."""
     if not chat:
+        assert isinstance(prompt, str)  # plain text has no turns
         return tokenizer.encode_document(prompt).tolist()
     return encode_dialog(as_messages(prompt), tokenizer, open_turn=True)
 
@@ -66,10 +64,7 @@ def as_messages(prompt: str | Messages) -> Messages:
 
 
 def fit_history(
-    messages: Messages,
-    tokenizer: Tokenizer,
-    block_size: int,
-    max_new_tokens: int,
+    messages: Messages, tokenizer: Tokenizer, block_size: int, max_new_tokens: int
 ) -> list[int]:
     """Return the token ids that the assistant's next turn follows, for questions and answers in
     turn. The oldest questions are left out, each with its answer, until `max_new_tokens`, or half

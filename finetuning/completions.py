@@ -50,13 +50,13 @@ def complete_questions(
     model.train()  # as it was: a training step may follow
     completions: list[Completion] = []
     for question, text in zip(questions, texts, strict=True):
-        is_cut = text.end_id is None  # nothing ended it before --max_new_tokens
         # The end is part of what GRPO teaches: an answer has to end. A cut one has none to learn.
-        ids = text.tokens if is_cut else [*text.tokens, text.end_id]
+        ids = text.tokens if text.end_id is None else text.tokens + [text.end_id]
         example = Example.of_completion(question.prompt_ids, ids)
         # without the end: <|im_end|> is no part of the text
         decoded = decode_completion(text.tokens, encoder)
-        completions.append(Completion(question.row, decoded, example, is_cut))
+        # without an end, --max_new_tokens has cut it
+        completions.append(Completion(question.row, decoded, example, text.end_id is None))
     return completions
 
 

@@ -54,10 +54,7 @@ def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
 
 
 def encode_completion(
-    prompt: str | Messages,
-    completion: str,
-    tokenizer: Tokenizer,
-    chat: bool,
+    prompt: str | Messages, completion: str, tokenizer: Tokenizer, chat: bool
 ) -> Example:
     """Encode a prompt, which does not count in the loss, and a completion with the token that ends
     it, which do. Nothing of what a chat template writes after that token is part of it."""
@@ -130,7 +127,7 @@ class TextEncoder:
         """Encode the "messages" of a row, or its "prompt" and "completion"."""
         # plain text has no turns to write messages with: there, such a row needs a prompt
         if self.chat and "messages" in row:
-            messages = self.get_text(row, "messages")
+            messages = as_messages(self.get_text(row, "messages"))
             return self.cut(encode_messages(messages, self.tokenizer))
         return self.completion(row, "completion")
 
@@ -200,10 +197,7 @@ class Batch:
 
 
 def collate_padded(
-    texts: list[Example],
-    block_size: int,
-    process: Process,
-    compiled: bool = False,
+    texts: list[Example], block_size: int, process: Process, compiled: bool = False
 ) -> Batch:
     """Return a batch of texts, each of at most `block_size` tokens, for a model that is `compiled`.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from finetuning.completions import Completion, complete_questions
 from finetuning.examples import Batch, Example, Question
 from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
+from finetuning.rewards import RewardFunction
 from model.generate import Sampling
 from model.gpt import GPT
 from utils.devices import autocast
@@ -28,6 +29,7 @@ class GroupRelativePolicy(Method):
     reference model, if there is one, adds a KL divergence to the loss."""
 
     unit = "prompts"
+    reward_function: RewardFunction  # never None: the options demand --reward
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,12 +47,7 @@ class GroupRelativePolicy(Method):
             has_answer=self.config.reward == "exact",  # a reward function may do without
         )
 
-    def prepare(
-        self,
-        model: GPT,
-        step: int,
-        example_ids: np.ndarray,
-    ) -> PreparedStep:
+    def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Sample and reward the completions of a step, and return those of this process."""
         group_size = self.config.group_size
         num_completions = len(example_ids) * group_size
@@ -88,7 +85,7 @@ class GroupRelativePolicy(Method):
 
         batches = []
         for micro_places, micro_completions in zip(places, completions, strict=True):
-            batches.append(self.batch(micro_completions, advantages[micro_places]))
+            batches.append(self.completion_batch(micro_completions, advantages[micro_places]))
 
         # for samples.txt, the first group of the main process, as far as it is in one micro-batch
         sample = f"prompt: {completions[0][0].row['prompt']!r}"
@@ -104,10 +101,9 @@ class GroupRelativePolicy(Method):
         return PreparedStep(batches, num_completions, metrics, sample)
 
     @torch.no_grad()
-    def batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
+    def completion_batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
         """Return N completions and their advantages (N,) as a batch."""
-        texts = [completion.example for completion in completions]
-        batch = super().batch(texts)
+        batch = self.batch([completion.example for completion in completions])
         batch.advantages = self.process.copy(advantages)
         if self.reference is not None:  # None with --kl 0
             with autocast(self.process.device, self.dtype):
@@ -117,6 +113,7 @@ class GroupRelativePolicy(Method):
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
         is_target = batch.targets >= 0  # (N, T): the completion's tokens
         logprobs = token_logprobs(model, batch)  # (N, T), 0 at the prompt and at padding
+        assert batch.advantages is not None  # of completion_batch
         losses = policy_losses(logprobs, batch.advantages)  # (N, T)
         sums: Sums = {}
         if batch.ref_logprobs is not None:

@@ -6,6 +6,7 @@ all of its targets, pairs or completions, whatever the number of micro-steps and
 method returns the sum over one batch, and finetune.py divides it by the step's `divisor`.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,13 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import Slicing
-from finetuning.examples import (
-    Batch,
-    Example,
-    TextEncoder,
-    collate_padded,
-    read_jsonl,
-)
+from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
 from finetuning.options import FinetuneConfig
 from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
@@ -48,13 +43,9 @@ class PreparedStep:
 
 
 @dataclass(eq=False)
-class Method:
+class Method(ABC):
     """Base of the methods: the examples of a file, their batches, and the loss of a batch. A file
-    of held-out rows has a Method of its own.
-
-    A subclass adds encode(row), which returns the example of a row, or raises ValueError for a row
-    that it cannot learn from, and metric_sums(model, batch), the loss and further metrics.
-    """
+    of held-out rows has a Method of its own."""
 
     unit = "pairs"  # the examples that --batch_size counts
 
@@ -71,7 +62,17 @@ class Method:
     """File of rows."""
 
     def __post_init__(self) -> None:
+        assert self.config.micro_batch_size  # resolve_options has filled it in
+        self.micro_batch_size = self.config.micro_batch_size
         self.examples = read_jsonl(self.path, self.encode)
+
+    @abstractmethod
+    def encode(self, row: dict) -> object:
+        """Return the example of a row; raise ValueError for a row that it cannot learn from."""
+
+    @abstractmethod
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
+        """Return the loss of a batch, "loss", and further metrics."""
 
     def arrange(self, examples: list) -> list:
         """Return examples in the order in which micro-batches take them."""
@@ -81,12 +82,7 @@ class Method:
         """Return the number that the metrics of these examples are a mean over."""
         return len(examples)
 
-    def prepare(
-        self,
-        model: GPT,
-        step: int,
-        example_ids: np.ndarray,
-    ) -> PreparedStep:
+    def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Return the data of step number `step`, which takes the examples with the indices
         `example_ids` (batch_size,)."""
         # every process has the examples of the whole step, and makes batches of its own share
@@ -102,20 +98,14 @@ class Method:
         int64 (micro-steps, --micro_batch_size)."""
         # as in pre-training: micro-step i of all processes takes consecutive places
         slicing = Slicing(
-            num_examples,
-            self.config.micro_batch_size,
-            self.process.rank,
-            self.process.world_size,
+            num_examples, self.micro_batch_size, self.process.rank, self.process.world_size
         )
         return slicing.rank_ids(np.arange(num_examples))
 
-    def batch(self, texts: list[Example]) -> Batch:
+    def batch(self, texts: list) -> Batch:
         """Return texts as a batch. A method with other examples overrides this."""
         return collate_padded(
-            texts,
-            self.encoder.block_size,
-            self.process,
-            self.config.use_torch_compile,
+            texts, self.encoder.block_size, self.process, self.config.use_torch_compile
         )
 
     @torch.no_grad()
@@ -124,7 +114,7 @@ class Method:
         model.eval()  # without dropout
         examples = self.arrange(self.examples)
         divisor = self.divisor(examples)
-        size = self.config.micro_batch_size
+        size = self.micro_batch_size
         starts = range(0, len(examples), size)  # of the micro-batches
         means: dict[str, float] = {}  # parts of the means, those of this process, by metric
         # raises Stopped between two micro-batches after a signal
@@ -162,8 +152,7 @@ class SupervisedTuning(Method):
 
     def divisor(self, dialogs: list[Example]) -> int:
         # targets: the first token of a text follows nothing, so it is none
-        num_targets = [int(dialog.loss_mask[1:].sum()) for dialog in dialogs]
-        return sum(num_targets)
+        return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
         # The mean over the targets of this batch: for a mean, the model never holds the logits of
@@ -199,11 +188,11 @@ class RewardModeling(Method):
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
         batch = super().batch(chosen + rejected)
-        # None with a reward model, and with dpo while its reference rates the pairs
-        if pairs[0].ref_logprobs is not None:
-            # flattened as the texts are: all chosen ones, then all rejected ones
-            ref_logprobs = torch.stack([pair.ref_logprobs for pair in pairs], 1)  # (2, N)
-            batch.ref_logprobs = self.process.copy(ref_logprobs.flatten())
+        # empty with a reward model, and with dpo while its reference rates the pairs
+        columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
+        if columns:
+            # (2, N), flattened as the texts are: all chosen ones, then all rejected ones
+            batch.ref_logprobs = self.process.copy(torch.stack(columns, 1).flatten())
         return batch
 
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -229,8 +218,9 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()
+        assert self.reference  # finetune.py gives dpo one
         num_pairs = len(self.examples)
-        size = self.config.micro_batch_size
+        size = self.micro_batch_size
         starts = range(0, num_pairs, size)  # of the batches of pairs
         logprobs = torch.zeros(2, num_pairs, dtype=torch.float64)  # of chosen and rejected texts
         # each process computes some of the pairs and leaves zeros for the sum at the others
@@ -248,6 +238,7 @@ class DirectPreference(RewardModeling):
     def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of texts
         # how much likelier the texts have become: beta times that is their implicit reward
+        assert batch.ref_logprobs is not None  # __post_init__ has computed them
         log_ratios = logprobs - batch.ref_logprobs
         chosen_ratios, rejected_ratios = log_ratios.chunk(2)  # (N,) each
         margin = self.config.beta * (chosen_ratios - rejected_ratios)

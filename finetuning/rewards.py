@@ -128,7 +128,7 @@ def rate_by_function(
 
 @torch.no_grad()
 def rate(
-    model: RewardModel, process: Process, dtype: torch.dtype, completions: list[Completion]
+    model: GPT, process: Process, dtype: torch.dtype, completions: list[Completion]
 ) -> list[float]:
     """Return the rewards of completions by a reward model."""
     examples = [completion.example for completion in completions]

@@ -12,6 +12,9 @@ A row is refused if the template writes an answer in a way that cannot be learne
 write a field of a message.
 """
 
+from functools import partial
+
+from data.file_tokenizer import FileTokenizer
 from data.named_tokenizer import Tokenizer
 from finetuning.chat import ROLES, Message, Messages, encode_dialog
 
@@ -28,13 +31,14 @@ def find_answer(
     if the chat template does not let it be learned."""
     prompt_ids = encode_dialog(messages[:index], tokenizer, open_turn=True)
     start = len(prompt_ids)
-    if not tokenizer.chat_template:
+    if not (isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template):
         return slice(start, dialog_ids.index(tokenizer.eot, start) + 1)
 
     prompt = tokenizer.render(messages[:index], open_turn=True)
     until_answer = tokenizer.render(messages[: index + 1])
     # what follows the end of an answer, as a line break, is not sampled
     turn_end = tokenizer.engine.id_to_token(tokenizer.turn_end)  # as "<|im_end|>"
+    assert turn_end  # an id of the vocabulary
     answer, end, _ = until_answer[len(prompt) :].partition(turn_end)
     if not end:
         raise ValueError(
@@ -58,22 +62,23 @@ def find_answer(
 
 def check_messages(messages: Messages, tokenizer: Tokenizer, is_prompt: bool) -> None:
     """Raise ValueError for a field of a message, or a role, that would be ignored."""
-    dialog = None  # as text, if there is a chat template
-    if tokenizer.chat_template:
-        dialog = tokenizer.render(messages, open_turn=is_prompt)
+    render = None  # writes a dialog as text, if there is a chat template
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
+        render = partial(tokenizer.render, open_turn=is_prompt)
+        dialog = render(messages)
     for i, message in enumerate(messages):
         for name, value in message.items():
             if not value:  # as "tool_calls": null
                 continue
             if name == "weight":
                 is_honoured = value == 1 and message["role"] == "assistant" and not is_prompt
-            elif dialog is None:
+            elif render is None:
                 is_honoured = name == "content" or (name == "role" and value in ROLES)
             elif name == "role":  # a template refuses what it does not know
                 is_honoured = True
             else:
                 without_field = [*messages[:i], message | {name: ""}, *messages[i + 1 :]]
-                is_honoured = dialog != tokenizer.render(without_field, open_turn=is_prompt)
+                is_honoured = dialog != render(without_field)
             if not is_honoured:
                 field = f'"{name}": {value!r:.40}'
                 raise ValueError(f"message {i + 1} has {field}, which would be ignored")

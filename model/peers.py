@@ -60,7 +60,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     # embeddings, each kind of weight of a layer for all layers, final norm
     model = build_without_weights(config)
     names = [EMBEDDING, "transformer.wpe.weight"]
-    for kind in model.transformer.h[0].state_dict():
+    for kind in model.get_submodule("transformer.h.0").state_dict():
         names += [f"transformer.h.{layer}.{kind}" for layer in range(config.n_layer)]
     names += ["transformer.ln_f.weight", "transformer.ln_f.bias"]
     weights: dict[str, Tensor] = {}
