@@ -110,4 +110,7 @@ class GPT2Tokenizer(Tokenizer):
         return self.encoding.decode_bytes([token for token in ids if token != self.eot])
 
 
-TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
+TOKENIZERS: dict[str, type[GPT2Tokenizer] | type[ByteTokenizer]] = {
+    "gpt2": GPT2Tokenizer,
+    "bytes": ByteTokenizer,
+}
