@@ -407,7 +407,7 @@ class Run(Generic[Config]):
             }
             with atomic_write(options.log_dir / CONFIG) as file:
                 file.write(json.dumps(content, indent=1).encode())
-            if self.earlier_log not in (None, options.log_dir):
+            if self.earlier_log is not None and self.earlier_log != options.log_dir:
                 copy_log(self.earlier_log, options.log_dir, state.step)
         self.logger = Logger(
             options.log_dir,
