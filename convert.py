@@ -82,7 +82,7 @@ def export_checkpoint(config: ConvertConfig) -> None:
 
     options = checkpoint["config"]
     origin = Path(options["init_from"] or "random weights")
-    if origin.suffix == ".pt":  # RUN/checkpoints/model_best.pt: the name of the run says more
+    if origin.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt: the run says more
         origin = origin.resolve().parent.parent
     card = CARD.read_text(encoding="utf-8").format(
         name=config.out.name,
@@ -94,8 +94,8 @@ def export_checkpoint(config: ConvertConfig) -> None:
         method=options.get("method") or options["recipe"],
         origin=origin.name,  # without its folder, which the readers of the card have not got
         # train.py names its corpus, which may be a mixture; finetune.py reads one file
-        data=checkpoint.get("corpus") or Path(options.get("data", "")).name,
-        best_loss=f"{checkpoint['best_loss']:.4f}",  # inf before the first validation
+        data=checkpoint.get("corpus") or Path(options.get("data", "not recorded")).name,
+        best_loss=f"{checkpoint['best_loss']:.4f}".replace("inf", "none yet"),
         inputs=TEXT_INPUTS if chat_template is None else CHAT_INPUTS,
     )
     (config.out / "README.md").write_text(card, encoding="utf-8")
