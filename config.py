@@ -5,7 +5,7 @@ OptimizerOptions, SaveOptions and MachineOptions are finetune.py's, too; other s
 options themselves. This file is not about files, checkpoints or processes.
 
 Options are frozen, and go one way: flags -> options, in which None stands for what nobody gave ->
-resolved options, without None, which training/options.py completes from the recipe and the machine.
+resolved options, which training/options.py completes from the recipe and the machine.
 """
 
 from abc import ABC, abstractmethod
@@ -268,7 +268,7 @@ class TrainConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions, ABC):
-    """Options of a run of train.py or finetune.py in which nothing is left to derive."""
+    """Options of a run of train.py or finetune.py, with what was derived in place of None."""
 
     log_dir: Path
     max_steps: int

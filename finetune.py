@@ -109,7 +109,7 @@ def main() -> None:
         f"{options.method} of {options.init_from} on {options.data}: {len(method.examples):,} "
         f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
     )
-    peak = peak_flops(process.device, run.dtype)  # for MFU; None on a CPU
+    peak = peak_flops(process.device, run.dtype)  # for MFU; None where it is not known
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
 
     try:
@@ -210,7 +210,7 @@ def train_step(
     # from the host.
     means["tokens"] = torch.full_like(grad_norm, num_tokens)
     means["signals"] = torch.full_like(grad_norm, process.signal != 0)
-    # `tolist` is the one time in a step at which the CPU waits for the GPU
+    # at `tolist` the CPU waits for the GPU, in float16 at get_scale again
     totals = process.sum(torch.stack(list(means.values()))).tolist()
     figures = dict(zip(means, totals, strict=True))
     got_signal = figures.pop("signals") > 0
@@ -226,8 +226,8 @@ def train_step(
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
-    state.advance(round(figures["tokens"]), skip_reason)
-    figures["tokens"] = state.tokens  # of all steps
+    state.advance(round(figures["tokens"]), skip_reason)  # round: it was summed as a float
+    figures["tokens"] = state.tokens  # of all steps so far, skipped ones included
     return StepResult(figures, skip_reason, got_signal)
 
 

@@ -69,7 +69,7 @@ from utils.throughput import StepTimer, peak_flops
 
 
 def main() -> None:
-    # options: flags, completed here from recipe, device and memory; nothing below changes them
+    # options: flags, then what follows from recipe and device, and below from the model's memory
     options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
     options, recipe = resolve_options(options, derived, checkpoint)
     if options.dry_run:
@@ -87,6 +87,7 @@ def main() -> None:
     began_from = init_checksum(options, checkpoint, model)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     compare_processes(options, checkpoint, entries, process)
+    # the memory that "auto" divides is known only with the shape of the model
     options = resolve_micro_batch(options, recipe, model.config, process)
     run = Run.start(options, checkpoint, process)
     state = run.state
@@ -101,7 +102,7 @@ def main() -> None:
     # batches, evaluation, log, checkpoints
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
     slicing = Slicing(num_sequences, options.sequences_per_pass, process.rank, process.world_size)
-    peak = peak_flops(process.device, run.dtype)  # for MFU; None on a CPU
+    peak = peak_flops(process.device, run.dtype)  # for MFU; None where it is not known
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
     batches = open_batches(run, slicing, train_data, val_data)
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
@@ -131,14 +132,14 @@ def main() -> None:
             # one step, then its log
             timer.start()
             result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
+            # loss, lr, grad_norm, tokens; tokens_per_s, mfu, ms
             figures = result.figures | timer.stop(options.total_batch_size)
             if result.skip_reason is None:
                 run.logger.log_train(figures, state.step)
             else:
                 # which data did it: to look at, or to leave out
-                positions = step * num_sequences + np.arange(num_sequences)
-                sequences = train_data.order(positions, options.seed).tolist()
-                run.logger.log_skip(result.skip_reason, sequences, state.step)
+                ids = train_data.step_ids(step, num_sequences, options.seed)
+                run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
             saver.end_after_patience()
             if result.got_signal:
                 raise Stopped
@@ -152,7 +153,7 @@ def main() -> None:
 
 def train_step(
     run: Run[ResolvedTrainConfig],
-    model: nn.Module,
+    wrapped: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     batches: Iterator[tuple[Tensor, Tensor]],
     micro_steps: int,
@@ -166,26 +167,26 @@ def train_step(
     seed_step(options.seed, state.step, process.rank)  # of dropout
 
     # forward and backward, micro-batch by micro-batch: the gradients add up
-    loss_sum = torch.zeros((), device=process.device)
+    loss_sum = torch.zeros((), device=process.device)  # of shares: in the end this process's mean
     for micro_step in range(micro_steps):
         if process.world_size == 1:
             process.end_if_stopped()  # with more processes one alone must not leave the step
         idx, targets = next(batches)  # (B, T) each
         is_last = micro_step == micro_steps - 1
-        with sync_gradients(model, options.sharding, last=is_last):
+        with sync_gradients(wrapped, options.sharding, last=is_last):
             # cast weights are kept for one forward pass only: the next one sees the new weights
             with autocast(process.device, run.dtype, keep_weights=False):
                 # divided, so that the sum of the gradients is that of the mean over the step
-                loss = model(idx, targets) / micro_steps
+                loss = wrapped(idx, targets) / micro_steps
             state.scaler.scale(loss).backward()
         loss_sum += loss.detach()  # stays on the device: no wait for a GPU
 
     # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
         state.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
-    grad_norm = clip_grad_norm(model, options.grad_clip)
+    grad_norm = clip_grad_norm(wrapped, options.grad_clip)
 
-    # means over processes; `tolist` is the one time in a step at which the CPU waits for the GPU
+    # means over processes; at `tolist` the CPU waits for the GPU, in float16 at get_scale again
     signals = torch.full_like(loss_sum, float(process.signal != 0))
     sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
     mean_loss, mean_norm, share_of_signals = (sums / process.world_size).tolist()

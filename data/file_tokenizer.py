@@ -88,7 +88,8 @@ class FileTokenizer(Tokenizer):
         self.chat_template = spec_fields["chat_template"]
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
         """Strings that the chat template may insert, by the name of their variable."""
-        if not self.chat_template:  # which needs the model's own; exports name those of training
+        # A chat template needs the model's own strings. Without one, exports alone read these.
+        if not self.chat_template:
             self.template_tokens["bos_token"] = engine.id_to_token(self.start_ids[0])
             self.template_tokens.setdefault("eos_token", self.end_of_text)
 
@@ -327,10 +328,10 @@ def read_tokenizer(
 def find_end_of_text(vocab: dict[str, int], end_of_text: str | int | None) -> str:
     """Return the end-of-text token of a vocabulary; raise ValueError if it has none.
 
-    An id that the vocabulary lacks does not count: transformers writes GPT-2's 50256 as the default
-    into the config.json of any model.
+    An id that the vocabulary lacks does not count: transformers writes GPT-2's 50256 as a default
+    into the config.json of GPT-2s of any vocabulary.
     """
-    for token, token_id in vocab.items():  # it may be either of them
+    for token, token_id in vocab.items():  # `end_of_text` may be a token or an id
         if end_of_text in (token, token_id):
             return token
     if not isinstance(end_of_text, str):  # a name that the user gave has to be there

@@ -122,7 +122,7 @@ class Sequences:
         return min(len(self), max(1, tokens // self.block_size))
 
     def read(self, sequence_id: int) -> np.ndarray:
-        """Return the tokens of a sequence, int64 (T + 1,)."""
+        """Return the tokens of a sequence, int64 (T + 1,), T = block_size."""
         start = int(sequence_id) * self.block_size
         return self.stream.tokens(start, self.block_size + 1)  # and the target of the last one
 
@@ -268,6 +268,10 @@ class Mixture:
             ids[chosen] = self.starts[i] + part_ids
         return ids
 
+    def step_ids(self, step: int, batch: int, seed: int) -> np.ndarray:
+        """Return the ids (G,) of the sequences in a step with G = `batch`."""
+        return self.order(step * batch + np.arange(batch), seed)
+
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
         rows: list[np.ndarray] = []  # (T + 1,) each
@@ -333,14 +337,13 @@ def train_batches(
     """Yield this rank's micro-batches, inputs and targets (B, T), micro_steps of them for each
     step."""
     for step in steps:
-        positions = step * slicing.batch + np.arange(slicing.batch)
         # every rank computes the order of the whole step, and reads only its own sequences
-        for ids in slicing.rank_ids(data.order(positions, seed)):
+        for ids in slicing.rank_ids(data.step_ids(step, slicing.batch, seed)):
             yield data.batch(ids)
 
 
 def prefetch(items: Iterator) -> Iterator:
-    """Yield items, none of them None, that a background thread computes some steps ahead, so that
+    """Yield items, none of them None, that a background thread computes four items ahead, so that
     training does not wait for the disk. An error is raised where its item would come."""
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")

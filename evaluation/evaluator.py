@@ -80,7 +80,7 @@ class Evaluator:
             return
         self.scorer = ItemScorer(model, tokenizer, process, dtype, batch_size)
         for name in config.benchmarks:
-            if getattr(config, f"{name}_every") > 0:
+            if getattr(config, f"{name}_every") > 0:  # hellaswag_every, lambada_every
                 task = BENCHMARKS[name]
                 path = getattr(config, f"{name}_data")  # None: from the hub
                 rows = read_on_all(partial(task.read, path), process)

@@ -148,11 +148,11 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
     with its best value in the legend."""
     split = "val"
     best = min
-    words = "lowest validation loss"
+    best_label = "lowest validation loss"
     if metric == "reward":
         split = "held_out"
         best = max
-        words = "highest held-out reward"
+        best_label = "highest held-out reward"
     training = curve(run, "train", metric)  # empty for bits per byte
     validation = curve(run, split, metric)
     if metric != "reward":
@@ -160,12 +160,12 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
         validation = without_start(*validation)
     [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
     label = run.label
-    # without a loss that is NaN, of a run that diverged
+    # without rows that lack the metric, or have a NaN or infinity of a run that diverged
     rows = [row for row in run.log.get(split, []) if math.isfinite(row.get(metric, math.nan))]
     if rows:
         [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
         best_row = best(rows, key=lambda row: row[metric])
-        label += f": {words} {best_row[metric]:.3f}, at step {best_row['step']:,}"
+        label += f": {best_label} {best_row[metric]:.3f}, at step {best_row['step']:,}"
     line.set_label(label)
 
 

@@ -40,14 +40,14 @@ def complete_questions(
     dtype: torch.dtype,
 ) -> list[Completion]:
     """Return a completion of each question; `dtype` is the autocast dtype of matmuls. Every
-    process must call it with equally many questions. Raises Stopped after a signal."""
+    process must call it, with as many questions as the others. Raises Stopped after a signal."""
     tokenizer = encoder.tokenizer
     prompts = [question.prompt_ids for question in questions]  # of different lengths
     model.eval()  # without dropout
     # every few tokens all_done looks for a signal, which ends the run within seconds
     with autocast(process.device, dtype):
         texts = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
-    model.train()  # as it was: a training step may follow
+    model.train()  # a training step may follow
     completions: list[Completion] = []
     for question, text in zip(questions, texts, strict=True):
         # The end is part of what GRPO teaches: an answer has to end. A cut one has none to learn.

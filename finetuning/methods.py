@@ -24,7 +24,7 @@ from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
 
-# The sum of each metric over a batch, () on the device, by its name. "loss" is one of them.
+# The sum of each metric over a batch, () on the device, by its name; in training "loss" is one.
 Sums = dict[str, Tensor]
 
 
@@ -62,7 +62,8 @@ class Method(ABC):
     """File of rows."""
 
     def __post_init__(self) -> None:
-        assert self.config.micro_batch_size  # resolve_options has filled it in
+        # examples in a forward pass, a pair being two texts; resolve_options has filled it in
+        assert self.config.micro_batch_size
         self.micro_batch_size = self.config.micro_batch_size
         self.examples = read_jsonl(self.path, self.encode)
 

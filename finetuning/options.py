@@ -138,7 +138,7 @@ def resolve_options(
     of parameters and the number of processes. Raise UserError where a step does not divide into
     micro-batches."""
     assert options.method is not None  # FinetuneConfig demands it
-    # at least 16 steps an epoch, if that leaves an example for each process
+    # at least 16 steps an epoch, if that leaves four examples, and one for each process
     batch_size = 32  # halved, so that it divides among a power of 2 of processes
     while batch_size > max(4, world_size, num_rows // 16):
         batch_size //= 2

@@ -1,7 +1,8 @@
 """How the blocks of a model run in training: activation checkpointing and torch.compile.
 
-Both trade memory for speed and leave the results alone. `Block` of model/gpt.py has the
-`if` statements that choose between them by an Execution; this file has what PyTorch needs.
+One trades speed for memory, the other start-up for speed; neither changes the results. `Block` of
+model/gpt.py has the `if` statements that choose between them by an Execution; this file has what
+PyTorch needs.
 """
 
 from collections.abc import Callable

@@ -64,7 +64,7 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
     """Yield the next token ids (B,) of B prompts, each of one token or more, on the model's device.
 
     Where the context is full, its older half is dropped and the newer one read again; a prompt
-    longer than the context keeps its end. Nothing here waits for the GPU.
+    longer than the context keeps its end. The loop does not wait for the GPU to finish a token.
     """
     T = model.config.block_size
     device = model.transformer.wte.weight.device

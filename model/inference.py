@@ -22,7 +22,7 @@ class OneDNNLinear(nn.Module):
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, num_rows: int
     ) -> None:
         """Copy a weight (out, in) and a bias (out,); oneDNN chooses the layout for inputs of about
-        `num_rows` tokens."""
+        `num_rows` rows, which are tokens."""
         super().__init__()
         self.dtype = dtype
         # a copy: oneDNN alone can read its layout

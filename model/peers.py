@@ -52,6 +52,7 @@ def load_peer(path: Path) -> GPT:
 
 def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     """Return architecture and weights from the bytes of llm.c's file, uint8 (n,)."""
+    # sizes: layers, heads, channels
     _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     values = data[1024:].view(LLM_C_DTYPES[version])  # (number of weights,)

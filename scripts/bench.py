@@ -57,7 +57,7 @@ def build_ours(config: BenchConfig) -> Program:
     recipe = parse_recipe(config.recipe)
     execution = Execution(config.activation_checkpointing, config.use_torch_compile)
     model = GPT(config.shape, execution).to(device)
-    # The learning rates stay those of PyTorch: they do not change the time of a step.
+    # The learning rates stay the optimizers' own: they do not change the time of a step.
     options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, options, recipe, dtype), dtype
 

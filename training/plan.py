@@ -135,7 +135,7 @@ def forecast_memory(
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     world_size = hardware.world_size
     model = build_without_weights(shape)
-    # numbers of values; of the blocks' matrices, which a recipe's optimizer trains, apart
+    # counts of weights: all, matrices of the blocks (trained by a recipe's optimizer), all others
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
     num_other_weights = num_weights - num_matrix_weights
@@ -159,7 +159,8 @@ def forecast_memory(
         if options.sharding == "zero3":
             # the current block, the next, and a buffer to receive it
             gathered = int(itemsize * min(1, 3 / shape.n_layer) * num_matrix_weights)
-        # embeddings, norms and head are gathered in float32
+        # embeddings, final norm and head are gathered in float32, and the blocks' small vectors
+        # are counted with them
         compute_weights = gathered + FLOAT32_BYTES * num_other_weights
     elif itemsize < FLOAT32_BYTES and options.activation_checkpointing == "none":
         compute_weights = itemsize * num_matrix_weights  # autocast's copies, which autograd keeps

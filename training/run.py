@@ -429,7 +429,7 @@ class Run(Generic[Config]):
         best_steps = [row["step"] for row in rows if row["loss"] == best_loss]
         if not best_steps:
             return ""
-        first_loss = rows[0]["loss"]  # of the untrained model
+        first_loss = rows[0]["loss"]  # of the weights that the run began with
         if first_loss < best_loss:
             return f": the validation loss rose from {first_loss:.4f} to {rows[-1]['loss']:.4f}"
         return f": lowest validation loss {best_loss:.4f}, at step {best_steps[-1]:,}"

@@ -76,8 +76,8 @@ class Saver:
         self.save(LAST, self.last_step != self.run.state.step)
 
     def save_if_best(self, loss: float) -> None:
-        """Save model_best.pt if the loss of a validation is the lowest one so far; an untrained
-        model is never the best. Every process must call it."""
+        """Save model_best.pt if the loss of a validation is the lowest one so far; the weights that
+        a run begins with are never the best. Every process must call it."""
         self.wait()
         state = self.run.state
         self.save(BEST, loss < state.best_loss and state.step > 0, best_loss=loss)

@@ -1,8 +1,8 @@
 """Learning rate as a pure function of the step.
 
 A run warms up linearly to max_lr, keeps it until the decay begins, and decays to exactly min_lr at
-its last update. A schedule is an entry of SCHEDULES. There is no state: a resumed run computes the
-same.
+`last_update` of its options. A schedule is an entry of SCHEDULES. There is no state: a resumed run
+computes the same.
 """
 
 import math

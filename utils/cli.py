@@ -117,7 +117,8 @@ def expand_home(words: list[str]) -> list[str]:
 
 
 def to_flags(values: dict[str, object]) -> list[str]:
-    """Return the flags that parse to these options; an option that is None gets no flag."""
+    """Return the flags that parse to these options; an option that is None or
+    empty gets no flag."""
     flags: list[str] = []
     for name, value in values.items():
         if value in (None, [], ()):
