@@ -69,7 +69,8 @@ from utils.throughput import StepTimer, peak_flops
 
 
 def main() -> None:
-    # options: flags, then what follows from recipe and device, and below from the model's memory
+    # options: flags, then what follows from recipe and device; below, from the model's memory, the
+    # micro-batch
     options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
     options, recipe = resolve_options(options, derived, checkpoint)
     if options.dry_run:
@@ -87,7 +88,6 @@ def main() -> None:
     began_from = init_checksum(options, checkpoint, model)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     compare_processes(options, checkpoint, entries, process)
-    # the memory that "auto" divides is known only with the shape of the model
     options = resolve_micro_batch(options, recipe, model.config, process)
     run = Run.start(options, checkpoint, process)
     state = run.state
@@ -132,8 +132,7 @@ def main() -> None:
             # one step, then its log
             timer.start()
             result = train_step(run, wrapped, optimizers, batches, slicing.micro_steps)
-            # loss, lr, grad_norm, tokens; tokens_per_s, mfu, ms
-            figures = result.figures | timer.stop(options.total_batch_size)
+            figures = result.figures | timer.stop(options.total_batch_size)  # adds mfu, ms, ...
             if result.skip_reason is None:
                 run.logger.log_train(figures, state.step)
             else:
