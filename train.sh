@@ -89,7 +89,7 @@ data_dir: data/edu_fineweb10B
     "checkpoints: 1.5 GB each of 124M, two are kept"
   if [ "$gpus" = 0 ] && [ -z "$yes" ]; then
     hours=$(sed -n 's/.*: about \(.*\) on this processor$/\1/p' <<<"$plan")
-    echo "error: PyTorch finds no CUDA GPU here, and this processor would train for about $hours:" \
+    echo "error: PyTorch finds no CUDA GPU here${hours:+, and this processor would train for about $hours}:" \
       "type \"bash train.sh demo\" for a run of minutes, or add --yes to begin all the same" >&2
     exit 2
   fi

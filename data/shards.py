@@ -288,7 +288,7 @@ class TokenStream:
         fractions = {
             folder.manifest["val_fraction"]
             for folder in folders
-            if "val_fraction" in folder.manifest
+            if folder.manifest.get("val_fraction") is not None
         }
         if len(fractions) > 1:
             raise UserError(

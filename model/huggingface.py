@@ -340,7 +340,7 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
     """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
     Qwen3 of a shape that save_pretrained writes. Raise UserError naming what does not fit."""
     folder = find_folder(str(name_or_folder))
-    with reading(folder, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
+    with reading(name_or_folder, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         weights = read_weights(folder)
         # a GPT2Model, as OpenAI's on the hub, lacks the prefix of a GPT2LMHeadModel

@@ -84,6 +84,11 @@ def read_options(
                 "--overwrite would remove the weights of --init_from: give another --checkpoint_dir"
             )
 
+    # the number of a resumed run is among the flags: the parser has checked it
+    max_steps = flag_value(flags, "max_steps")
+    if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
+        raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
+
     # --no_use_torch_compile is the flag of False for --use_torch_compile
     given = {name.removeprefix("no_"): value for name, value in named_flags(flags)}
     derived: dict[str, str | None] = {}

@@ -21,7 +21,7 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     tokenizer. Raises UserError for a model of another kind, or whose tokenizer does not fit or is
     not known."""
     path = find_folder(str(name))
-    model = load_peer(path) if path.is_file() else load_pretrained(path)
+    model = load_peer(path) if path.is_file() else load_pretrained(name)
     num_rows = model.config.vocab_size  # of the embedding, those of padding included
     tokenizer = pretrained_tokenizer(path, num_rows)
     num_tokens = count_tokens(tokenizer)

@@ -335,13 +335,7 @@ class Run(Generic[Config]):
 
     @classmethod
     def start(cls, options: Config, checkpoint: dict | None, process: Process) -> "Run[Config]":
-        """Begin a run, or go on with that of a checkpoint, in the folders of claim_folders. Raises
-        UserError for a checkpoint of a later step than --max_steps."""
-        if checkpoint and checkpoint["step"] > options.max_steps:
-            raise UserError(
-                f"{options.resume} is at step {checkpoint['step']}, after --max_steps "
-                f"{options.max_steps}"
-            )
+        """Begin a run, or go on with that of a checkpoint, in the folders of claim_folders."""
         dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
         # disabled in other dtypes: scale(loss) is then the loss itself
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)

@@ -29,11 +29,15 @@ def reading(
     path: Path | str, kind: str, error_class: type[UserError] = UserError
 ) -> Iterator[None]:
     """Turn what Python, NumPy or torch raise for the content of a file into an `error_class` of one
-    sentence: PATH is damaged or not KIND: reason. A UserError has its sentence already."""
+    sentence: PATH is damaged or not KIND: reason. A UserError that names the path has its sentence
+    already."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError) or is_of_machine(error):
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, UserError):
+            reason = str(error)
+        if is_of_machine(error) or (isinstance(error, UserError) and str(path) in reason):
             raise
-        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        reason = textwrap.shorten(reason, 300)
         raise error_class(f"{path} is damaged or not {kind}: {reason}") from error
