@@ -41,8 +41,9 @@ def hidden(self, *args, **options):
 
 
 def write_slowly(path, content):
-    time.sleep(3)
-    os.kill(os.getpid(), signal.SIGTERM)
+    if calls > CALL:  # not the checkpoint before the first step
+        time.sleep(3)
+        os.kill(os.getpid(), signal.SIGTERM)
     write(path, content)
 
 

@@ -74,6 +74,10 @@ class Saver:
         """Save model_last.pt, unless it is of this step already. Every process must call it."""
         self.wait()
         self.save(LAST, self.last_step != self.run.state.step)
+        # Training goes on while a file is written, but not before the first one is there: a run
+        # that is killed could not be continued.
+        if self.run.state.step == self.run.start_step:
+            self.wait()
 
     def save_if_best(self, loss: float) -> None:
         """Save model_best.pt if the loss of a validation is the lowest one so far; the weights that

@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -61,6 +62,15 @@ def test_a_save_comes_back_before_the_file_is_written(saver, tmp_path, monkeypat
     for name, high in state["model"].items():
         assert torch.equal(ckpt.join_float32(high, state["model_low"][name]), before[name])
     assert state["step"] == 1 and state["tokenizer"] == "gpt2"
+
+
+def test_no_step_is_taken_before_the_first_checkpoint_is_written(saver, tmp_path, monkeypatch):
+    """From the first step on, a killed run can be continued."""
+    write = saver_module.save_checkpoint
+    slow_write = lambda *args: time.sleep(1) or write(*args)  # noqa: E731
+    monkeypatch.setattr(saver_module, "save_checkpoint", slow_write)
+    save(saver, 0)
+    assert (tmp_path / LAST).exists()
 
 
 def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
