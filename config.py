@@ -196,12 +196,16 @@ class EvaluationOptions:
     """Steps between HellaSwag scores; 0: none."""
     lambada_every: Natural = 0
     """Steps between LAMBADA scores; 0: none."""
+    core_every: Natural = 0
+    """Steps between CORE scores, of 22 tasks; 0: none."""
     eval_full: bool = False
-    """Score all examples of a benchmark, not an evenly spaced subset of 500."""
+    """Score all examples of a benchmark, not a fixed subset of 500 (of CORE, 500 a task)."""
     hellaswag_data: Path | None = None
     """HellaSwag .jsonl in the original format; default: from the hub."""
     lambada_data: Path | None = None
     """LAMBADA .jsonl in OpenAI's format; default: from the hub."""
+    core_data: Path | None = None
+    """Folder of CORE in the layout of nanochat's eval_bundle; default: downloaded, 160 MB."""
     wandb: bool = False
     """Log to Weights & Biases as well; WANDB_PROJECT and WANDB_NAME name project and run."""
 

@@ -27,10 +27,11 @@ from tqdm import tqdm
 from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
+from evaluation.core import FewShotTasks
 from evaluation.evaluator import read_on_all
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
-from evaluation.tasks import Result, ScoreTask, TaskScores, evenly_spread
+from evaluation.tasks import Benchmark, Result, ScoreTask, TaskScores, evenly_spread
 from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import Questions
 from finetuning.chat import is_chat
@@ -97,8 +98,9 @@ def check(config: EvalConfig) -> None:
     for task in config.tasks:
         if task in BENCHMARKS:
             num_benchmarks += 1
-        elif task != "val" and not task.endswith(".jsonl"):
-            raise UserError(f"--tasks has no {task}: val, {', '.join(BENCHMARKS)} or FILE.jsonl")
+        elif task != "val" and not task.endswith(".jsonl") and not Path(task).is_dir():
+            names = ", ".join(["val", *BENCHMARKS, "FILE.jsonl"])
+            raise UserError(f"--tasks has no {task}: {names} or the FOLDER of tasks")
     if config.data and len(config.data) != num_benchmarks:
         raise UserError(f"--data has {len(config.data)} files for {num_benchmarks} benchmarks")
 
@@ -152,12 +154,12 @@ def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> Tas
 
 
 def open_benchmark(
-    name: str, path: Path | None, config: EvalConfig, scorer: ItemScorer
+    benchmark: Benchmark, path: Path | None, config: EvalConfig, scorer: ItemScorer
 ) -> ScoreTask:
     """Read a benchmark's file, or download it, and return the function that scores it."""
-    task = BENCHMARKS[name]
-    rows = read_on_all(partial(task.read, path), scorer.process)  # one process downloads
-    return partial(task.score, evenly_spread(rows, config.limit), scorer.score, task.protocols)
+    # one process downloads
+    rows = read_on_all(partial(benchmark.read, path, config.limit), scorer.process)
+    return partial(benchmark.score, rows, scorer.score, benchmark.protocols)
 
 
 def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
@@ -186,7 +188,10 @@ def open_tasks(
             if task == "val":
                 score_tasks[task] = open_validation(config, scorer, trained_on)
             elif task in BENCHMARKS:
-                score_tasks[task] = open_benchmark(task, path, config, scorer)
+                score_tasks[task] = open_benchmark(BENCHMARKS[task], path, config, scorer)
+            elif Path(task).is_dir():  # the user's own tasks
+                own_tasks = FewShotTasks(Path(task).resolve().name)
+                score_tasks[task] = open_benchmark(own_tasks, Path(task), config, scorer)
             else:
                 score_tasks[task] = open_questions(Path(task), config, scorer)
         except UserError as error:  # such as no network

@@ -1,6 +1,6 @@
-"""The benchmarks: HellaSwag, LAMBADA, and the Children's Book Test.
+"""The benchmarks: HellaSwag, LAMBADA, the Children's Book Test, and CORE (evaluation/core.py).
 
-To add one, write a subclass of Task here and put an instance into TASKS. train.py scores it, too,
+To add one, write a subclass of Task here and put an instance into ALL. train.py scores it, too,
 if config.py has the options NAME_every and NAME_data. docs/EVALUATION.md says what each
 protocol can be compared with. Figures of OpenAI's GPT-2 are in evaluation/table.py.
 """
@@ -11,7 +11,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from evaluation.tasks import Item, Result, Score, ScoreItems, Task, TaskScores, mean_result
+from evaluation.core import FewShotTasks
+from evaluation.tasks import (
+    Benchmark,
+    Item,
+    Result,
+    Score,
+    ScoreItems,
+    Task,
+    TaskScores,
+    mean_result,
+)
 
 
 def clean_wikihow(text: str) -> str:
@@ -108,8 +118,8 @@ class Lambada(Task):
     ) -> TaskScores:
         """Score the last words; there is nothing to choose from, so ties cannot occur."""
         items = self.items(rows, protocols[0])  # the same for all protocols
-        # each item has one choice, the word
-        scores = [choices[0] for choices in score_items(items, banned_words=STOP_WORDS)]
+        scores_of_items = score_items(items, self.encode, banned_words=STOP_WORDS)
+        scores = [choices[0] for choices in scores_of_items]  # each item has one choice, the word
         hits_by_protocol = {
             "lm-eval": [score.is_greedy for score in scores],
             "last token": [score.is_last_greedy for score in scores],
@@ -188,10 +198,12 @@ class ChildrensBookTest(Task):
         return items
 
 
-TASKS = (
+ALL = (
     HellaSwag(),
     Lambada(),
     ChildrensBookTest("cbt_cn", "CN"),
     ChildrensBookTest("cbt_ne", "NE"),
+    FewShotTasks("core"),
 )
-BENCHMARKS = {task.name: task for task in TASKS}  # in the order of lists and pictures
+# in the order of lists and pictures
+BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in ALL}

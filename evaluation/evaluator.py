@@ -15,8 +15,8 @@ from config import TrainConfig
 from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
-from evaluation.scoring import ItemScorer, pack
-from evaluation.tasks import ScoreTask, evenly_spread
+from evaluation.scoring import ItemScorer
+from evaluation.tasks import ScoreTask
 from evaluation.validation import Scorer, weighted_mean
 from model.execution import uncompiled
 from model.generate import Sampling, complete
@@ -81,16 +81,17 @@ class Evaluator:
         self.scorer = ItemScorer(model, tokenizer, process, dtype, batch_size)
         for name in config.benchmarks:
             if getattr(config, f"{name}_every") > 0:  # hellaswag_every, lambada_every
-                task = BENCHMARKS[name]
-                path = getattr(config, f"{name}_data")  # None: from the hub
-                rows = read_on_all(partial(task.read, path), process)
+                benchmark = BENCHMARKS[name]
+                path = getattr(config, f"{name}_data")  # None: downloaded
                 limit = None if config.eval_full else SUBSET_EXAMPLES
-                rows = evenly_spread(rows, limit)
+                rows = read_on_all(partial(benchmark.read, path, limit), process)
                 try:  # now, and not after the first thousand steps
-                    pack(task.items(rows, task.protocols[0]), tokenizer, model.config.block_size)
+                    benchmark.check(rows, tokenizer, model.config.block_size)
                 except UserError as error:
                     raise UserError(f"--{name}_every cannot score {name}: {error}") from error
-                score_task = partial(task.score, rows, self.scorer.score, task.protocols[:1])
+                score_task = partial(
+                    benchmark.score, rows, self.scorer.score, benchmark.protocols[:1]
+                )
                 self.score_tasks.append((name, score_task))
 
     @property
@@ -131,9 +132,10 @@ class Evaluator:
             # Compiled blocks are of one shape: each length of a text would be compiled anew.
             with uncompiled(self.config.use_torch_compile):
                 results, _ = score_task()
-            figures: dict[str, float] = {"n": results[0].n}  # examples; then each metric
+            figures: dict[str, float] = {"n": results[-1].n}  # examples; then each metric
             for result in results:
-                figures[result.metric] = result.value
+                if result.task == name:  # not those of a task of CORE
+                    figures[result.metric] = result.value
             yield name, figures
 
     def sample(self, step: int) -> str | None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
-from evaluation.tasks import Item, Score
+from evaluation.tasks import Continuation, EncodeItem, Item, Score
 from evaluation.validation import Scorer
 from model.loss import rows_within
 from utils.devices import autocast
@@ -47,44 +47,18 @@ class PackedItem:
         return -(-num_inputs // 8) * 8
 
 
-def pack(items: list[Item], tokenizer: Tokenizer, block_size: int) -> list[PackedItem]:
-    """Return the tokenised items as rows, in order.
-
-    If a context and a continuation together exceed the block size, the context loses its start, as
-    in lm-evaluation-harness, and each continuation gets a row of its own with as much of the
-    context as fits. Raise UserError if a continuation alone exceeds it, or has no token.
-    """
+def pack(items: list[list[Continuation]]) -> list[PackedItem]:
+    """Return the continuations of all items as rows, in order: those of an item that follow the
+    same context share a row."""
     rows: list[PackedItem] = []
-    first_score = 0
-    for item in items:
-        # White space at the end of a context belongs to the continuation, as in the harness.
-        # Context and continuation are encoded together, as a merge can reach across the seam:
-        # what follows the context's tokens counts as the continuation's.
-        context = tokenizer.encode(item.context.rstrip()).tolist()
-        wholes = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
-        # Where nothing follows, as one token spans the two, that token is the continuation's, and
-        # the item's other ones begin at the same place. The harness fails on such an item.
-        seam = min(len(context), min(len(whole) for whole in wholes) - 1)
-        choices = [whole[seam:] for whole in wholes]
-        # The harness, too, puts only BOS before a context: GPT-2's published scores have no end of
-        # text there. But the first token needs something to be predicted from.
-        context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
-        lengths = [len(choice) for choice in choices]
-        longest = max(lengths)
-        if not 0 < min(lengths) <= longest <= block_size:  # 0: no token for any of the characters
-            raise UserError(
-                f"the continuations of an item have {lengths} tokens; they need at least 1, and at "
-                f"most the model's context, --block_size {block_size}"
-            )
-
-        # Inputs are all tokens but the last: block_size + 1 tokens fit.
-        if len(context) + longest <= block_size + 1:
-            rows.append(PackedItem(first_score, context, choices))
-        else:
-            for i, choice in enumerate(choices):
-                room = block_size + 1 - len(choice)
-                rows.append(PackedItem(first_score + i, context[-room:], [choice]))
-        first_score += len(choices)
+    place = 0  # among all continuations
+    for continuations in items:
+        for i, continuation in enumerate(continuations):
+            if i > 0 and continuation.context == rows[-1].context:
+                rows[-1].choices.append(continuation.ids)
+            else:
+                rows.append(PackedItem(place, continuation.context, [continuation.ids]))
+            place += 1
     return rows
 
 
@@ -186,9 +160,11 @@ class ItemScorer(Scorer):
     tokenizer: Tokenizer
 
     @torch.no_grad()
-    def score(self, items: list[Item], banned_words: Sequence[str] = ()) -> list[list[Score]]:
-        """Return a Score for each continuation of each item. `banned_words` may not come first in
-        is_greedy_filtered. Raise UserError for NaN."""
+    def score(
+        self, items: list[Item], encode: EncodeItem, banned_words: Sequence[str] = ()
+    ) -> list[list[Score]]:
+        """Return a Score for each continuation of each item. `encode` is Task.encode, and
+        `banned_words` may not come first in is_greedy_filtered. Raise UserError for NaN."""
         self.model.eval()
         # Only a word that is one token can be banned as a first token.
         encoded_words = [
@@ -198,7 +174,8 @@ class ItemScorer(Scorer):
 
         # Batches of rows of equal length, the longest first: if memory runs out, it does so at
         # once and not after an hour.
-        rows = pack(items, self.tokenizer, self.model.config.block_size)
+        block_size = self.model.config.block_size
+        rows = pack([encode(item, self.tokenizer, block_size) for item in items])
         rows.sort(key=lambda row: row.length, reverse=True)
         batches: list[list[PackedItem]] = []
         for row in rows:

@@ -11,6 +11,9 @@ PAPER = "Radford et al. 2019, table 3"
 NANOGPT = "build-nanogpt's hellaswag.py and play.ipynb"
 HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
 TRANSFORMERS = "transformers issue 13761"
+NANOCHAT = "nanochat's estimate_gpt3_core.ipynb"
+CORE_OF_GPT2 = {"gpt2": 0.1139, "gpt2-medium": 0.1849, "gpt2-large": 0.2146, "gpt2-xl": 0.2565}
+CORE_OF_GPT3 = {"125M": 0.1484, "1.3B": 0.2914, "175B": 0.4272}  # estimated there from its tasks
 ALIGNMENT = "<<<>><<"  # of the table's columns: n and value at the right
 
 
@@ -43,6 +46,21 @@ PUBLISHED = {  # by task, protocol and metric; the protocol of "val" is the corp
     ("lambada", "stop words", "acc"): from_paper(0.4599, 0.5548, 0.6012, 0.6324),
     ("cbt_cn", "from the blank", "acc"): from_paper(0.8765, 0.9235, 0.9345, 0.9330),
     ("cbt_ne", "from the blank", "acc"): from_paper(0.834, 0.871, 0.880, 0.8905),
+    ("core", "22 tasks", "centered"): Published(NANOCHAT, CORE_OF_GPT2),
+}
+
+# Validation loss by step of a public run of 124M with build-nanogpt's recipe, the default here, on
+# FineWeb-Edu: gpt-2/log/log.txt of github.com/garg-aayush/building-from-scratch
+TOKENS_OF_PUBLIC_STEP = 524_288
+PUBLIC_RUN = {
+    250: 6.167,
+    500: 5.313,
+    1_000: 4.168,
+    2_000: 3.666,
+    5_000: 3.352,
+    10_000: 3.185,
+    15_000: 3.101,
+    19_072: 3.066,
 }
 
 
@@ -55,15 +73,22 @@ def openai_size(config: GPTConfig) -> str:
     return "gpt2"
 
 
+def listed(values: dict[str, float]) -> str:
+    """Return figures by size as one line."""
+    return ", ".join(f"{size} {value}" for size, value in values.items())
+
+
 def format_table(results: list[Result], size: str) -> str:
     """Format results as an aligned table, beside those published for a size of OpenAI's GPT-2, with
     the sources of these below it."""
     rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
     marks: dict[str, str] = {}  # "[1]", "[2]", ... by source
     for result in results:
-        stderr = ""
+        spread = ""
         if result.stderr is not None:
-            stderr = f"± {result.stderr:.4f}"
+            spread = f"± {result.stderr:.4f}"
+        if result.centered is not None:
+            spread += f", centered {result.centered:.4f}"
         openai = ""  # no figure was published
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and size in published.values:
@@ -72,7 +97,7 @@ def format_table(results: list[Result], size: str) -> str:
         unit = " tokens" if result.task == "val" else ""  # else examples
         number = f"{result.n:,}{unit}"
         value = f"{result.value:.4f}"
-        rows.append([result.task, result.protocol, result.metric, number, value, stderr, openai])
+        rows.append([result.task, result.protocol, result.metric, number, value, spread, openai])
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # of the columns
     lines = []
@@ -81,4 +106,7 @@ def format_table(results: list[Result], size: str) -> str:
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
         lines.append(line.rstrip())
     lines += [f"{mark} {source}" for source, mark in marks.items()]
+    if results and results[-1].task == "core":
+        lines.append(f"CORE of GPT-2, all 22 tasks: {listed(CORE_OF_GPT2)} ({NANOCHAT})")
+        lines.append(f"CORE of GPT-3, estimated there: {listed(CORE_OF_GPT3)}")
     return "\n".join(lines)

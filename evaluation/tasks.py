@@ -1,9 +1,10 @@
 """Task: the base class of the benchmarks, with the items that go in and the results that come out.
 
 A benchmark turns each row of its data file into an Item: a context with several possible
-continuations. evaluation/scoring.py computes a Score for each continuation; the Task picks the best
-one by its rules. This file runs no model and imports no PyTorch, so that plot.py can name the
-benchmarks without it. The benchmarks themselves are in evaluation/benchmarks.py.
+continuations, and encodes these as token ids. evaluation/scoring.py computes a Score for each
+continuation; the Task picks the best one by its rules. This file runs no model and imports no
+PyTorch, so that plot.py can name the benchmarks without it. The benchmarks themselves are in
+evaluation/benchmarks.py and core.py.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.named_tokenizer import Tokenizer
 from utils.errors import UserError
 
 
@@ -26,6 +28,14 @@ class Item:
     choices: tuple[str, ...]
     """Each begins with the white space that separates it from the context."""
     label: int = 0
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Token ids of a continuation, and of the context that it follows; none of both is empty."""
+
+    context: list[int]
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -57,11 +67,15 @@ class Result:
     stderr: float | None = None
     ties: int = 0
     """Examples with several best choices."""
+    centered: float | None = None
+    """Accuracy between that of guessing, 0, and 1: the scale of CORE."""
 
 
 TaskScores = tuple[list[Result], list[dict]]  # results, and one row per example for --dump
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
-# ItemScorer.score: scores of each item's choices; takes `banned_words`, too
+EncodeItem = Callable[[Item, Tokenizer, int], list[Continuation]]  # Task.encode
+# ItemScorer.score: from items and Task.encode the scores of each item's choices; takes
+# `banned_words`, too
 ScoreItems = Callable[..., list[list[Score]]]
 
 
@@ -85,22 +99,93 @@ def evenly_spread(rows: list, limit: int | None) -> list:
     return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]
 
 
-class Task(ABC):
-    """A benchmark. A subclass sets the attributes and defines `items`; it overrides `values` if a
-    continuation is not chosen by its log-probability, `parse` if its file is not JSON lines."""
+def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
+    """Return the continuation that begins at place `start` of the ids of a whole text. The context
+    loses its start where both together have more than `max_tokens`. Raise UserError if no token of
+    it is left, or the continuation has none."""
+    num_scored = len(ids) - start
+    if not 0 < num_scored < max_tokens:
+        raise UserError(
+            f"a continuation has {num_scored} tokens; it needs at least 1, and at most "
+            f"{max_tokens - 1} fit in the model's context (--block_size)"
+        )
+    return Continuation(ids[:start][num_scored - max_tokens :], ids[start:])
+
+
+class Benchmark(ABC):
+    """What evaluate.py and train.py score: a Task, or the several ones of CORE."""
 
     name: str
     """Name for --tasks, in logs and in file names."""
-    hub: dict[str, str]
-    """Arguments of datasets.load_dataset."""
     protocols: tuple[str, ...]
     """Ways to prepare and score the same examples; train.py logs the first one."""
-    metric = "acc"
+    metric: str
     """Metric of the first protocol that plot.py draws."""
+    hub: dict[str, str]
+    """Where the data comes from without a path: "path" and more for datasets.load_dataset."""
+    layout = "a file in the original format"
+    """What --data takes."""
+
+    def read(self, path: Path | None, limit: int | None) -> list:
+        """Return what `score` takes, with at most `limit` examples of each task: from a path, or
+        downloaded. Raise UserError if it cannot be read or used."""
+        try:
+            return self.load(path, limit)
+        except Exception as error:
+            source = path or self.hub["path"]
+            raise UserError(
+                f"{self.name} could not be read from {source} ({type(error).__name__}: {error}); "
+                f"--data, in train.py --NAME_data, takes {self.layout}"
+            ) from error
+
+    @abstractmethod
+    def load(self, path: Path | None, limit: int | None) -> list:
+        """Read as `read` does, and raise any error."""
+
+    @abstractmethod
+    def check(self, rows: list, tokenizer: Tokenizer, block_size: int) -> None:
+        """Raise UserError for an example that a model of this context length cannot score."""
+
+    @abstractmethod
+    def score(self, rows: list, score_items: ScoreItems, protocols: Sequence[str]) -> TaskScores:
+        """Score what `read` returned; `score_items` is ItemScorer.score. The last Result is that
+        of the whole benchmark."""
+
+
+class Task(Benchmark):
+    """A benchmark of one file. A subclass sets the attributes and defines `items`; it overrides
+    `values` if a continuation is not chosen by its log-probability, `parse` if its file is not JSON
+    lines."""
+
+    metric = "acc"
 
     @abstractmethod
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return an Item for each row."""
+
+    def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
+        """Return the continuations of an item as lm-evaluation-harness encodes them."""
+        # White space at the end of a context belongs to the continuation, as in the harness.
+        # Context and continuation are encoded together, as a merge can reach across the seam:
+        # what follows the context's tokens counts as the continuation's.
+        context = tokenizer.encode(item.context.rstrip()).tolist()
+        wholes = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
+        # Where nothing follows, as one token spans the two, that token is the continuation's, and
+        # the item's other ones begin at the same place. The harness fails on such an item.
+        seam = min(len(context), min(len(whole) for whole in wholes) - 1)
+        # The harness, too, puts only BOS before a context: GPT-2's published scores have no end of
+        # text there. But the first token needs something to be predicted from.
+        context = [*tokenizer.bos_ids, *context[:seam]] or [tokenizer.eot]
+        continuations = []
+        for whole in wholes:
+            ids = context + whole[seam:]
+            # inputs are all tokens but the last: block_size + 1 tokens fit
+            continuations.append(split_ids(ids, len(context), block_size + 1))
+        return continuations
+
+    def check(self, rows: list[dict], tokenizer: Tokenizer, block_size: int) -> None:
+        for item in self.items(rows, self.protocols[0]):
+            self.encode(item, tokenizer, block_size)
 
     def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
         """Return the value of a continuation by metric: the highest value is the model's choice."""
@@ -110,35 +195,27 @@ class Task(ABC):
         """Return the rows of a data file from its text: JSON lines."""
         return [json.loads(line) for line in text.split("\n") if line.strip()]
 
-    def read(self, path: Path | None = None) -> list[dict]:
+    def load(self, path: Path | None, limit: int | None) -> list[dict]:
         """Return the rows of a file in the original format; without a path, download them from the
-        Hugging Face hub. Raise UserError for rows that cannot be read or used."""
-        try:
-            if path:
-                # the original format, as its authors publish it
-                rows = self.parse(path.read_text(encoding="utf-8"))
-            else:
-                from datasets import load_dataset  # imports for seconds, and files do without
+        Hugging Face hub."""
+        if path:
+            # the original format, as its authors publish it
+            rows = self.parse(path.read_text(encoding="utf-8"))
+        else:
+            from datasets import load_dataset  # imports for seconds, and files do without
 
-                rows = list(load_dataset(**self.hub))
-            assert rows, "no items"  # becomes a part of the message below
-            # A row that lacks a field fails here, not in the middle of the scoring.
-            for protocol in self.protocols:
-                for item in self.items(rows, protocol):
-                    assert item.choices[item.label]
-            return rows
-        except Exception as error:
-            source = path or self.hub["path"]
-            raise UserError(
-                f"{self.name} could not be read from {source} ({type(error).__name__}: {error}); "
-                "--data, in train.py --NAME_data, takes a file in the original format"
-            ) from error
+            rows = list(load_dataset(**self.hub))
+        assert rows, "no items"  # becomes a part of the message of `read`
+        # A row that lacks a field fails here, not in the middle of the scoring.
+        for protocol in self.protocols:
+            for item in self.items(rows, protocol):
+                assert item.choices[item.label]
+        return evenly_spread(rows, limit)
 
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
     ) -> TaskScores:
-        """Score the rows under each protocol; `score_items` is ItemScorer.score. There is a Result
-        for each protocol and metric."""
+        """Return a Result for each protocol and metric."""
         results: list[Result] = []
         examples: list[dict] = []
         scored_items: list[Item] = []
@@ -148,7 +225,7 @@ class Task(ABC):
             # Protocols with the same texts differ only in how they choose. They share one pass of
             # the model.
             if items != scored_items:
-                scores = score_items(items)
+                scores = score_items(items, self.encode)
                 scored_items = items  # of the newest forward pass
             protocol_results, protocol_examples = self.choose(protocol, items, scores)
             results += protocol_results

@@ -10,7 +10,7 @@ from pathlib import Path
 
 VENV = Path(__file__).resolve().parents[1] / ".venv"  # which train.sh makes
 
-for package in ("torch", "numpy", "tyro"):
+for package in ("torch", "numpy", "tyro", "yaml"):
     if find_spec(package) is None:
         command = "python -m pip install -r requirements.txt"
         if VENV.exists() and Path(sys.prefix) != VENV:

@@ -23,6 +23,7 @@ from data.file_tokenizer import CHAT_TEMPLATE, byte_characters, pretrained_token
 from data.sharder import hold_out
 from data.shards import TokenStream, open_folder
 from data.tokenizer import load_tokenizer
+from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import pack
 from evaluation.tasks import Item
 from finetuning.examples import TextEncoder, encode_completion, encode_messages
@@ -228,10 +229,11 @@ def test_a_continuation_has_the_tokens_after_its_context_as_in_the_harness(
     )
     engine.save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(read_tokenizer(tmp_path / "t.json"))
-    (packed,) = pack([Item(context, choices)], tokenizer, 32)
+    encode = BENCHMARKS["hellaswag"].encode
+    (packed,) = pack([encode(Item(context, choices), tokenizer, 32)])
     assert (packed.context, packed.choices) == row
-    with user_error(r"have \[0\] tokens"):  # before anything is scored
-        pack([Item("", ("",))], tokenizer, 32)
+    with user_error("has 0 tokens"):  # before anything is scored
+        encode(Item("", ("",)), tokenizer, 32)
 
 
 def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path, corpus):

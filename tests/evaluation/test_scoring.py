@@ -22,6 +22,7 @@ from model.gpt import GPT
 from model.recipes import parse_recipe
 from utils.distributed import Process
 
+LAMBADA = BENCHMARKS["lambada"]
 ALONE = Process(0, 1, torch.device("cpu"))
 ITEMS = [
     Item("The cat sat", (" down.", " on the mat.", " x"), 1),
@@ -64,7 +65,7 @@ def likeliest_two(model, ids):
 
 @pytest.mark.parametrize("scorer", ["gpt2", "modern", "llama,n_kv_head=1"], indirect=True)
 def test_each_continuation_scores_as_if_it_stood_alone(scorer):
-    for item, scores in zip(ITEMS, scorer.score(ITEMS), strict=True):
+    for item, scores in zip(ITEMS, scorer.score(ITEMS, LAMBADA.encode), strict=True):
         # white space at the end of a context belongs to the continuation, as in the harness
         context = item.context.rstrip()
         for choice, score in zip(item.choices, scores, strict=True):
@@ -97,7 +98,7 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer):
         ((first, second), [chr(first)], (True, False, True)),
     ):
         item = Item("The cat sat", (bytes(ids).decode("latin-1"),))
-        ((score,),) = raw_scorer.score([item], banned_words=banned)
+        ((score,),) = raw_scorer.score([item], LAMBADA.encode, banned_words=banned)
         assert (score.is_greedy, score.is_greedy_filtered, score.is_last_greedy) == flags
 
 
@@ -123,7 +124,7 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
 
 def test_a_model_of_nan_is_an_error(scorer):
     with user_error("gives NaN"):
-        with_weights(scorer, math.nan).score(ITEMS)
+        with_weights(scorer, math.nan).score(ITEMS, LAMBADA.encode)
 
 
 def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():

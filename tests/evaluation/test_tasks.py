@@ -40,7 +40,7 @@ def test_lambada_asks_for_the_last_word():
 def test_lambada_has_three_accuracies_a_perplexity_and_their_errors():
     scores = [[Score(-1.0, 1, True, False, True)], [Score(-3.0, 1, False, False, True)]]
     rows = [{"text": "a b"}] * 2
-    results, _ = LAMBADA.score(rows, lambda items, banned_words: scores, LAMBADA.protocols)
+    results, _ = LAMBADA.score(rows, lambda *_, banned_words: scores, LAMBADA.protocols)
     perplexity = pytest.approx(math.exp(2))  # a mean of 2 nats, with an error of 1
     assert [(result.value, result.stderr) for result in results] == [
         *((0.5, 0.5), (perplexity, perplexity), (1.0, 0.0), (0.0, 0.0))
@@ -49,7 +49,7 @@ def test_lambada_has_three_accuracies_a_perplexity_and_their_errors():
 
 def test_cbt_asks_for_the_word_in_the_blank(tmp_path):
     (tmp_path / "cbt.txt").write_text(BOOK * 2)
-    item, _ = CBT.items(CBT.read(tmp_path / "cbt.txt"), "from the blank")
+    item, _ = CBT.items(CBT.read(tmp_path / "cbt.txt", None), "from the blank")
     assert item.context == "Tom had a dog . The dog ran to Ann . `` Where is the"
     assert item.choices[1] == " dog ? '' said Ann ." and item.label == 1
 
@@ -61,12 +61,13 @@ def test_benchmarks_come_from_the_hub_or_name_the_option_of_a_file(monkeypatch):
         return [{"text": f"{path} {split}"}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert LAMBADA.read() == [{"text": "EleutherAI/lambada_openai test"}]
+    assert LAMBADA.read(None, None) == [{"text": "EleutherAI/lambada_openai test"}]
     with user_error(r"\(ConnectionError.*; --data, in train.py --NAME"):
-        CBT.read()
+        CBT.read(None, None)
 
 
 def test_published_figures_are_those_of_a_benchmark_and_protocol():
     assert PUBLISHED["hellaswag", "lm-eval", "acc_norm"].values["gpt2-xl"] == 0.5089
-    for task, protocol, _ in PUBLISHED.keys() - {("val", "FineWeb-Edu", "loss")}:
+    others = {("val", "FineWeb-Edu", "loss"), ("core", "22 tasks", "centered")}
+    for task, protocol, _ in PUBLISHED.keys() - others:
         assert protocol in BENCHMARKS[task].protocols

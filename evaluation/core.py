@@ -1,0 +1,254 @@
+"""CORE: the mean over 22 tasks of their centered accuracies (DCLM, Li et al. 2024, arXiv
+2406.11794), by the protocol of nanochat (core_eval.py and base_eval.py), item by item.
+
+The tasks come as a folder in the layout of nanochat's eval_bundle, or of the user's own tasks:
+
+    core.yaml               for each task: label, dataset_uri, icl_task_type, and where they differ
+                            from the defaults num_fewshot (0) and continuation_delimiter (" ")
+    eval_data/**.jsonl      the items, one a line, at each dataset_uri
+    eval_meta_data.csv      accuracy of guessing by label, in percent, as "Random baseline"
+
+An item is shown after num_fewshot others with their answers. Three types of tasks differ in what
+an item holds (FewShotTask.prompts) and in which tokens count (FewShotTask.encode).
+"""
+
+import csv
+import os
+import random
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+from urllib.request import urlopen
+
+import yaml
+from tqdm import tqdm
+
+from data.named_tokenizer import Tokenizer
+from evaluation.tasks import (
+    Benchmark,
+    Continuation,
+    Item,
+    Result,
+    ScoreItems,
+    Task,
+    TaskScores,
+    mean_result,
+    split_ids,
+)
+from utils.errors import UserError
+
+BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+BUNDLE = Path("data/eval_bundle")  # where it is kept
+
+TaskType = Literal["multiple_choice", "schema", "language_modeling"]
+
+
+def common_prefix(sequences: list[list[int]]) -> int:
+    """Return how many first ids all sequences share."""
+    length = 0
+    for ids in zip(*sequences, strict=False):  # up to the end of the shortest
+        if len(set(ids)) > 1:
+            break
+        length += 1
+    return length
+
+
+@dataclass
+class FewShotTask(Task):
+    """One task of a folder."""
+
+    protocols = ("nanochat",)
+
+    name: str
+    type: TaskType
+    num_shots: int
+    delimiter: str
+    """Stands between a question and its answer."""
+    baseline: float = 0.0
+    """Accuracy of guessing, from 0 to 1."""
+
+    def load(self, path: Path | None, limit: int | None) -> list[dict]:
+        """Return the items in nanochat's order: shuffled, and then cut. The examples before an item
+        come from the same rows."""
+        rows = super().load(path, None)
+        random.Random(1337).shuffle(rows)
+        return rows[:limit]
+
+    def prompts(self, row: dict) -> list[str]:
+        """Return question, delimiter and answer as one text, for each choice of an item."""
+        if self.type == "multiple_choice":  # one question, several answers
+            return [f"{row['query']}{self.delimiter}{choice}" for choice in row["choices"]]
+        answer = f"{self.delimiter}{row['continuation']}"
+        if self.type == "schema":  # several questions, one answer
+            return [f"{question}{answer}" for question in row["context_options"]]
+        return [f"{row['context'].strip()}{answer}"]
+
+    def items(self, rows: list[dict], protocol: str) -> list[Item]:
+        """Return an Item for each row: its context are the examples, its choices the row's prompts.
+        Where there is nothing to choose from, the question stands in the context, too."""
+        assert self.num_shots < len(rows), f"{len(rows)} items, and {self.num_shots} before each"
+        items = []
+        for index, row in enumerate(rows):
+            # places among the other rows
+            places = random.Random(1234 + index).sample(range(len(rows) - 1), self.num_shots)
+            context = ""
+            for place in places:
+                example = rows[place if place < index else place + 1]
+                context += self.prompts(example)[example.get("gold", 0)] + "\n\n"
+            choices = self.prompts(row)
+            if self.type == "language_modeling":
+                prompt = context + choices[0]
+                # without the white space that the first token of the answer begins with
+                context = prompt.removesuffix(row["continuation"]).strip()
+                choices = [prompt.removeprefix(context)]
+            items.append(Item(context, tuple(choices), row.get("gold", 0)))
+        return items
+
+    def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
+        """Return the tokens that count of each prompt, after all others: what follows the longest
+        common start of the choices, or of question and prompt; of a schema the longest common end.
+        """
+        start_ids = list(tokenizer.start_ids)  # end of text stands before a prompt
+        wholes = []
+        for choice in item.choices:
+            wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
+        if self.type == "schema":
+            num_counted = common_prefix([ids[::-1] for ids in wholes])
+            starts = [len(ids) - num_counted for ids in wholes]
+        else:
+            compared = wholes
+            if self.type == "language_modeling":
+                compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
+            starts = [common_prefix(compared)] * len(wholes)
+        continuations = []
+        # Where one prompt is the start or the end of another, nothing would be left of it, and its
+        # mean loss is NaN in nanochat; here its last token counts, and that of the others.
+        shortest = min(len(ids) for ids in wholes)
+        for ids, start in zip(wholes, starts, strict=True):
+            start = max(min(start, shortest - 1), 1)
+            # block_size tokens, and not one more: nanochat feeds the last one, too
+            continuations.append(split_ids(ids, start, block_size))
+        return continuations
+
+    def score(
+        self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
+    ) -> TaskScores:
+        """Return the accuracy: of the choice with the lowest mean loss, the first of equal ones, or
+        of answers that greedy decoding writes."""
+        items = self.items(rows, protocols[0])
+        hits = []
+        ties = 0
+        examples = []
+        scores_of_items = score_items(items, self.encode)
+        for index, (item, scores) in enumerate(zip(items, scores_of_items, strict=True)):
+            means = [score.logprob / score.num_tokens for score in scores]
+            pick = means.index(max(means))
+            hit = pick == item.label
+            if self.type == "language_modeling":
+                hit = scores[0].is_greedy
+            elif means.count(max(means)) > 1:
+                ties += 1
+            hits.append(hit)
+            example = {"task": self.name, "index": index, "label": item.label, "pick": pick}
+            examples.append({**example, "correct": hit, "mean_logprobs": means})
+        result = mean_result(self.name, f"{self.num_shots} examples", "acc", hits, ties)
+        centered = (result.value - self.baseline) / (1 - self.baseline)
+        return [replace(result, centered=centered)], examples
+
+
+LoadedTask = tuple[FewShotTask, list[dict]]  # a task and its rows
+
+
+class FewShotTasks(Benchmark):
+    """All tasks of a folder: CORE, or the user's own."""
+
+    protocols = ("nanochat",)
+    metric = "centered"
+    hub = {"path": BUNDLE_URL}
+    layout = "a folder in the layout of nanochat's eval_bundle, see docs/EVALUATION.md"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def load(self, path: Path | None, limit: int | None) -> list[LoadedTask]:
+        """Return each task of core.yaml with its rows."""
+        folder = path or download_bundle()
+        baselines = {}  # by label, from 0 to 1; an own folder needs no such file
+        if (folder / "eval_meta_data.csv").exists():
+            lines = (folder / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
+            for row in csv.DictReader(lines):
+                baselines[row["Eval Task"]] = float(row["Random baseline"]) / 100
+        tasks = []
+        for entry in yaml.safe_load((folder / "core.yaml").read_bytes())["icl_tasks"]:
+            label = entry["label"]
+            [num_shots] = entry.get("num_fewshot", [0])
+            delimiter = entry.get("continuation_delimiter", " ")
+            task_type = entry["icl_task_type"]
+            task = FewShotTask(label, task_type, num_shots, delimiter)
+            try:
+                rows = task.load(folder / "eval_data" / entry["dataset_uri"], limit)
+            except Exception as error:
+                raise UserError(f"task {label}: {type(error).__name__}: {error}") from error
+            if label in baselines:
+                task.baseline = baselines[label]
+            elif task.type != "language_modeling":  # there nothing is right by guessing
+                chances = [1 / len(task.prompts(row)) for row in rows]
+                task.baseline = sum(chances) / len(chances)
+            tasks.append((task, rows))
+        return tasks
+
+    def check(self, rows: list[LoadedTask], tokenizer: Tokenizer, block_size: int) -> None:
+        for task, task_rows in rows:
+            task.check(task_rows, tokenizer, block_size)
+
+    def score(
+        self, rows: list[LoadedTask], score_items: ScoreItems, protocols: Sequence[str]
+    ) -> TaskScores:
+        """Return the accuracy of each task, and last the mean of the centered ones."""
+        results: list[Result] = []
+        examples: list[dict] = []
+        centered_sum = 0.0
+        variance_sum = 0.0  # of the centered accuracies, from their standard errors
+        for task, task_rows in rows:
+            [result], task_examples = task.score(task_rows, score_items, protocols)
+            results.append(result)
+            examples += task_examples
+            assert result.centered is not None
+            centered_sum += result.centered
+            if result.stderr is not None:
+                variance_sum += (result.stderr / (1 - task.baseline)) ** 2
+        num_tasks = len(rows)
+        mean = Result(
+            self.name,
+            f"{num_tasks} tasks",
+            self.metric,
+            sum(result.n for result in results),
+            centered_sum / num_tasks,
+            variance_sum**0.5 / num_tasks,
+        )
+        return [*results, mean], examples
+
+
+def download_bundle() -> Path:
+    """Return the folder of CORE's 22 tasks; download it at the first call."""
+    if BUNDLE.exists():
+        return BUNDLE
+    BUNDLE.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUNDLE.parent) as temporary:
+        archive = Path(temporary, "bundle.zip")
+        with urlopen(BUNDLE_URL, timeout=60) as response, open(archive, "wb") as file:
+            size = int(response.headers["Content-Length"])
+            progress = tqdm.wrapattr(response, "read", total=size, desc=BUNDLE_URL)
+            with progress as reader:
+                shutil.copyfileobj(reader, file)
+        # a connection that breaks off ends the file without an error
+        assert archive.stat().st_size == size, "the download is incomplete"
+        with zipfile.ZipFile(archive) as zipped:
+            zipped.extractall(temporary)
+        # last, so that the folder is there when it is whole
+        os.rename(Path(temporary, "eval_bundle"), BUNDLE)
+    return BUNDLE
