@@ -18,6 +18,7 @@ from utils.throughput import peak_flops
 
 MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
 DOLLARS_PER_GPU_HOUR = 2.50
+FEWEST_FITTED_TOKENS = 100_000_000  # of the runs that fitted_loss follows
 
 
 def print_forecast(options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dict | None) -> None:
@@ -62,6 +63,10 @@ def print_forecast(options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dic
     if options.activation_checkpointing == "block":
         flops *= 4 / 3  # forward, forward again and backward, which costs as much as two of them
     print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware)}")
+
+    # loss, of a new model that reads GPT-2's tokens
+    if options.init_from is None and shape.vocab_size == TOKENIZERS["gpt2"].vocab_size:
+        print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     if hardware.gpu is None:  # else train.sh makes the shards, on the machine of that GPU
         for folder in options.data_dir:
             print(f"data_dir: {folder}")
@@ -87,6 +92,37 @@ def describe_time(flops: float, hardware: Hardware) -> str:
         f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "
         f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
     )
+
+
+def fitted_loss(parameters: float, tokens: float) -> float:
+    """Return the loss in nats per token of GPT-2's that a model reaches after so many tokens of C4,
+    each read once, by the fit of Muennighoff et al. 2023 (github.com/huggingface/datablations)."""
+    return 1.87 + 521 / parameters**0.3527 + 1488 / tokens**0.3527
+
+
+def describe_loss(parameters: int, tokens: int) -> str:
+    """Return the sentence about the loss to expect, and about a better size for the same compute,
+    which is about 6 x parameters x tokens."""
+    fit = "the fit of Muennighoff et al. 2023"
+    if tokens < FEWEST_FITTED_TOKENS:
+        return (
+            f"loss to expect: {fit} knows no runs of under {FEWEST_FITTED_TOKENS / 1e6:.0f}M tokens"
+        )
+    loss = fitted_loss(parameters, tokens)
+    text = (
+        f"loss to expect: about {loss:.2f}, by {fit}; it knows C4 and AdamW, and neither other "
+        "text nor tokens that are read twice"
+    )
+    # Where the product is fixed, the loss is lowest where both terms of the fit are equal.
+    best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (parameters * tokens) ** 0.5
+    best_tokens = parameters * tokens / best_parameters
+    best_loss = fitted_loss(best_parameters, best_tokens)
+    if loss - best_loss > 0.02:
+        text += (
+            f"; for the same compute it is lowest, {best_loss:.2f}, with "
+            f"{best_parameters / 1e6:,.0f}M parameters and {best_tokens / 1e9:,.2f}B tokens"
+        )
+    return text
 
 
 def planned_shape(

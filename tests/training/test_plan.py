@@ -85,6 +85,27 @@ def test_a_dry_run_says_what_would_be_and_needs_no_data(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            (),
+            "about 3.04, .*; for the same compute it is lowest, 3.00, with 252M parameters",
+        ),
+        (("--model_type", "gpt2-xl"), "about 2.61, .* are read twice$"),
+        (
+            ("--config", "configs/five_minutes.toml"),
+            "the fit of .* knows no runs of under 100M tokens$",
+        ),
+        (("--data_dir", "BYTES"), None),
+    ],
+)
+def test_a_dry_run_says_which_loss_a_published_fit_expects_of_gpt2s_tokens(shards, flags, expected):
+    flags = [shards if flag == "BYTES" else flag for flag in flags]
+    said = re.search("^loss to expect: (.*)$", dry_run("--device", "h100", *flags), re.M)
+    assert said is None if expected is None else re.search(expected, said[1])
+
+
+@pytest.mark.parametrize(
     "device, dtype, memory, peak, fits",
     [
         ("h100", "bfloat16", 80, 989, "fits"),
