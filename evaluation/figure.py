@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from evaluation.benchmarks import BENCHMARKS
-from evaluation.table import PUBLISHED
+from evaluation.table import PUBLIC_RUN, PUBLISHED, TOKENS_OF_PUBLIC_STEP
 from utils.errors import UserError
 from utils.logger import SAMPLES, logged_run, read_metrics
 
@@ -196,6 +196,11 @@ def draw_published_loss(axes: Axes, runs: list[Run], size: str) -> None:
     texts = {(run.record.get("tokenizer"), run.record.get("corpus")) for run in runs}
     if texts == {("gpt2", "FineWeb-Edu")}:
         draw_published(axes, ("val", "FineWeb-Edu", "loss"), size, "black")
+        if size == "gpt2":
+            tokens = [step * TOKENS_OF_PUBLIC_STEP for step in PUBLIC_RUN]
+            losses = list(PUBLIC_RUN.values())
+            label = f"a public run of 124M, 10B tokens: {losses[-1]:.3f}"
+            axes.plot(tokens, losses, color="black", ls=":", lw=1, label=label)
     else:
         print("OpenAI's validation loss is not drawn: it is per GPT-2 token of FineWeb-Edu")
 
