@@ -113,7 +113,7 @@ def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
 
 
 class Benchmark(ABC):
-    """What evaluate.py and train.py score: a Task, or the several ones of CORE."""
+    """A benchmark of evaluate.py and train.py: one Task, or the several ones of CORE."""
 
     name: str
     """Name for --tasks, in logs and in file names."""

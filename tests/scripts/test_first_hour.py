@@ -9,7 +9,7 @@ from scripts import first_hour
 def test_a_small_model_reaches_its_stored_loss_and_resumes_exactly(tmp_path):
     said = script("scripts/first_hour.py", "--small", "--out", tmp_path).stdout
     assert "ok    validation loss at step 50" in said
-    assert "ok    loss after a resume, difference: 0," in said
+    assert "ok    difference after a resume: 0," in said
 
 
 @pytest.mark.parametrize(
