@@ -46,7 +46,7 @@ PUBLISHED = {  # by task, protocol and metric; the protocol of "val" is the corp
     ("lambada", "stop words", "acc"): from_paper(0.4599, 0.5548, 0.6012, 0.6324),
     ("cbt_cn", "from the blank", "acc"): from_paper(0.8765, 0.9235, 0.9345, 0.9330),
     ("cbt_ne", "from the blank", "acc"): from_paper(0.834, 0.871, 0.880, 0.8905),
-    ("core", "22 tasks", "centered"): Published(NANOCHAT, CORE_OF_GPT2),
+    ("core", "nanochat", "centered"): Published(NANOCHAT, CORE_OF_GPT2),
 }
 
 # Validation loss by step of a public run of 124M with build-nanogpt's recipe, the default here, on
