@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.amp import GradScaler
 
-from config import ResolvedOptions, RunOptions, log_folder
+from config import ResolvedOptions, RunOptions
 from data.tokenizer import tokenizer_identity
 from model.gpt import GPT, rebuild
 from training.checkpoint import (
@@ -35,14 +35,13 @@ from training.checkpoint import (
     verify,
 )
 from training.parallel import load_optimizer_state
-from training.schedule import warmup_length
 from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run, read_metrics
+from utils.logger import CONFIG, Logger, logged_run
 
 Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
 
@@ -296,21 +295,6 @@ def remove_checkpoints(folder: Path, state: TrainState) -> None:
             path.unlink()  # with --overwrite alone
 
 
-def find_log(options: ResolvedOptions, checkpoint: dict) -> Path | None:
-    """Return the folder with the log of the run that is resumed, None without one. It belongs to
-    the folder of the checkpoint, unless that was moved alone or --log_dir was given."""
-    # a run whose whole folder was moved or copied
-    assert options.resumed is not None  # it is the path of the checkpoint
-    beside_checkpoint = log_folder(options.resumed.parent)
-    # a log in another place, by --log_dir of the earlier start
-    where_it_was = Path(checkpoint["config"]["log_dir"])
-    for folder in (options.log_dir, beside_checkpoint, where_it_was):
-        log = logged_run(folder)
-        if log and log.get("run_id") == checkpoint["run_id"]:
-            return folder
-    return None
-
-
 # a run
 
 
@@ -326,8 +310,6 @@ class Run(Generic[Config]):
     state: TrainState
     start_step: int
     """Step at which this start of the run begins."""
-    earlier_log: Path | None
-    """Folder with the log of the run that is resumed; None without one, or for a new run."""
     stopping: bool = False
     """True once a process was told to stop."""
     logger: Logger = field(init=False)
@@ -342,16 +324,9 @@ class Run(Generic[Config]):
         state = TrainState.start(checkpoint, scaler)
         if options.is_branch:
             state.run_id = uuid.uuid4().hex  # the parent goes on under its own
-        earlier_log = find_log(options, checkpoint) if checkpoint else None
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
-        warmup_steps = warmup_length(options)  # at most half of all steps
-        if warmup_steps < options.warmup_steps:
-            process.print(
-                f"warning: --warmup_steps {options.warmup_steps} is more than half of the "
-                f"{options.max_steps} steps: the learning rate rises for {warmup_steps}"
-            )
-        return cls(options, process, dtype, state, state.step, earlier_log)
+        return cls(options, process, dtype, state, state.step)
 
     @property
     def ended(self) -> bool:
@@ -380,13 +355,13 @@ class Run(Generic[Config]):
         self.state.best_of = text_id
 
     def open_log(self, model: GPT, entries: dict) -> None:
-        """Open the log and write config.json, with the entries that checkpoints hold, too.
-
-        Before, the checkpoints that --overwrite replaces are removed. In another folder a resumed
-        run begins with a copy of its log up to its step.
-        """
+        """Open the log and write config.json, with the entries that checkpoints hold, too. Before,
+        the checkpoints that --overwrite replaces are removed."""
         options = self.config
         state = self.state
+        # the config.json there; a log goes on only if it is that of this very run
+        log = logged_run(options.log_dir)
+        begins_empty = log is None or log.get("run_id") != state.run_id
         if self.process.is_main:
             if options.overwrite:
                 remove_checkpoints(options.checkpoint_dir, state)
@@ -401,38 +376,22 @@ class Run(Generic[Config]):
             }
             with atomic_write(options.log_dir / CONFIG) as file:
                 file.write(json.dumps(content, indent=1).encode())
-            if self.earlier_log is not None and self.earlier_log != options.log_dir:
-                copy_log(self.earlier_log, options.log_dir, state.step)
         self.logger = Logger(
             options.log_dir,
             start=state.step,
             total=options.max_steps,
             is_main=self.process.is_main,
-            begins_empty=self.earlier_log is None,  # check_folders has refused another run's log
+            begins_empty=begins_empty,
         )
         # finetune.py has no such option
         if self.process.is_main and getattr(options, "wandb", False):
             logger = self.logger
             logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
 
-    def best_validation(self) -> str:
-        """Return the words for the lowest validation loss of the run, or for a loss that rose; ""
-        without one."""
-        rows = read_metrics(self.config.log_dir).get("val", [])
-        best_loss = self.state.best_loss
-        best_steps = [row["step"] for row in rows if row["loss"] == best_loss]
-        if not best_steps:
-            return ""
-        first_loss = rows[0]["loss"]  # of the weights that the run began with
-        if first_loss < best_loss:
-            return f": the validation loss rose from {first_loss:.4f} to {rows[-1]['loss']:.4f}"
-        return f": lowest validation loss {best_loss:.4f}, at step {best_steps[-1]:,}"
-
     def finish(self, next_commands: list[str]) -> None:
         """Print how the run ended, and exit with 128 + the signal if one came.
         To the commands that are printed, the folder of the run is added."""
         folder = self.config.checkpoint_dir
-        log_dir = self.config.log_dir
         if self.stopping:
             step = self.state.step
             message = f"stopped at step {step}, before a new checkpoint"
@@ -440,15 +399,17 @@ class Run(Generic[Config]):
                 message = f"stopped; saved at step {step}"
             command = resume_command(sys.argv[0], folder)
             self.logger.print(f"{message}: continue with {command}")
-        elif self.process.is_main:
-            self.logger.print(f"done{self.best_validation()}; checkpoints: {folder}")
+        else:
+            best = ""
+            if math.isfinite(self.state.best_loss):  # else no model_best.pt was written
+                best = f", the best with a validation loss of {self.state.best_loss:.4f}"
+            self.logger.print(f"done; checkpoints: {folder}{best}")
         self.logger.close()
         if self.process.is_main and not self.stopping:
             print("next:")
             for command in next_commands:
                 print(f"  python {command} {run_folder(folder)}")
-            picture = shlex.quote(str(log_dir / PICTURE))
-            print(f"  python plot.py --log {shlex.quote(str(log_dir))} --out {picture}")
+            print(f"  python plot.py --log {shlex.quote(str(self.config.log_dir))}")
         distributed.stop()  # leaves the process group
         if self.stopping:
             sys.exit(128 + (self.process.signal or signal.SIGTERM))

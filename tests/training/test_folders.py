@@ -100,7 +100,7 @@ def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
 
 
 def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
-    """They go on in their own place, with all rows up to the step at which they begin."""
+    """They go on in their own place, with a log that begins there."""
     run, copy = tmp_path / "run", tmp_path / "copy"
     script(*train_args(shards, run, 12, "--save_every", 4, "--keep_last", 9))
     middle = run / "checkpoints/model_step_000008.pt"
@@ -110,8 +110,8 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
     for begin, goes_on in ((copy, copy), (middle, tmp_path / "branch")):
         flags = ["--checkpoint_dir", goes_on / "checkpoints", "--max_steps", 10]
         script("train.py", "--resume", begin, *flags)
-        assert sorted(losses(goes_on)) == list(range(1, 11))
-        assert sorted(losses(goes_on, "val")) == [0, 10]
+        assert sorted(losses(goes_on)) == [9, 10]
+        assert sorted(losses(goes_on, "val")) == [10]
         logged = json.loads((goes_on / "logs/config.json").read_text())
         assert logged["config"]["max_steps"] == 10
         branches = goes_on.name == "branch"
@@ -142,8 +142,7 @@ def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards
     command = f"python train.py --resume '{run}' --log_dir {log}"
     bad(args, f"of another run (model_last.pt); continue it with `python train.py --resume '{run}'")
     bad(["train.py", "--resume", "auto", *folders(branch)[:2], "--log_dir", log], "of another run")
-    done = script(*shlex.split(command)[1:], "--max_steps", 2).stdout
-    assert "--warmup_steps 5 is more than half of the 2 steps" in done
+    script(*shlex.split(command)[1:], "--max_steps", 2)
     again = json.loads((log / "config.json").read_text())
     assert again["run_id"] == before["run_id"]
     assert again["config"] == before["config"] | {"max_steps": 2, "min_lr": pytest.approx(3e-4)}

@@ -36,7 +36,7 @@ def saver(tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     entries = {"script": "train.py", "tokenizer": "gpt2"}
     optimizers = make_optimizers(model, config, Recipe())
-    run = Run(config, ALONE, torch.float32, TrainState(), 0, None)
+    run = Run(config, ALONE, torch.float32, TrainState(), 0)
     run.logger = SimpleNamespace(print=print)
     return Saver(run, model, optimizers, entries)
 
