@@ -33,10 +33,6 @@ BEST = "model_best.pt"
 NUMBERED = "model_step_{:06d}.pt"
 
 
-class DamagedFile(UserError):
-    """A file that cannot be read as a checkpoint of any format."""
-
-
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into bfloat16, the upper half of its bits, and an int16 that restores the rest.
 
@@ -97,25 +93,19 @@ def verify(checkpoint: dict, part: str) -> None:
 
 
 def reading_checkpoint(path: Path) -> AbstractContextManager:
-    """Return a context in which whatever a damaged or foreign file raises becomes a DamagedFile."""
-    kind = "a checkpoint of this project (a run begins from others by --init_from)"
-    return reading(path, kind, DamagedFile)
+    """Return a context in which whatever a damaged or foreign file raises becomes a UserError."""
+    return reading(path, "a checkpoint of this project (a run begins from others by --init_from)")
 
 
 def load_checkpoint(path: Path) -> dict:
     """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
-    UserError for a file that is absent, damaged or not a checkpoint of this project."""
-    if not path.exists():
-        raise UserError(f"there is no checkpoint {path}; give another path")
+    OSError for a file that is absent, UserError for one that is damaged or not a checkpoint of this
+    project."""
     with reading_checkpoint(path):
         # weights_only: pickled code is refused; mmap: tensors are read when they are used
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        version = checkpoint["format_version"]
-        if version != FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format {version}, and this code reads {FORMAT_VERSION}: use the code "
-                "that wrote it, or train anew in another --checkpoint_dir"
-            )
+        if checkpoint["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"its format is {checkpoint['format_version']}, not {FORMAT_VERSION}")
     return checkpoint
 
 
@@ -174,15 +164,8 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Return a folder's checkpoint to resume: the newest that is not damaged, as one may be after a
-    power cut. None without a checkpoint; the newest of all where all of them are damaged."""
+    """Return a folder's checkpoint to resume, None without one."""
     paths = newest_first(folder)
-    for path in paths:
-        try:
-            load_checkpoint(path)
-            return path
-        except DamagedFile as error:
-            print(f"warning: {error}; looking for an older one", file=sys.stderr)
     return paths[0] if paths else None
 
 
@@ -199,12 +182,11 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def is_own(path: Path) -> bool:
-    """Return True for a file that begins as a checkpoint of this project, or with zeros."""
+    """Return True for a file that begins as a checkpoint of this project."""
     with open(path, "rb") as file:
         head = file.read(1024)
-    is_empty = not head.strip(b"\0")  # what a power cut may leave of one
     # a zip file that begins with the pickled dict; its first key is this text of 14 bytes
-    return is_empty or b"X\x0e\0\0\0format_version" in head
+    return b"X\x0e\0\0\0format_version" in head
 
 
 def find_checkpoint(name: str | Path) -> Path | None:
@@ -224,9 +206,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
     chosen: Path | None = folder / BEST
     if not (folder / BEST).exists():
         chosen = find_newest(folder)
-    # a folder of Hugging Face's format has a config.json, and so has the log of a run
-    is_log = (path / "metrics.jsonl").exists()
-    if chosen is None and (is_log or not (path / "config.json").exists()):
+    if chosen is None and not (path / "config.json").exists():  # of Hugging Face's format
         own = [other for other in folder.glob("*.pt") if is_own(other)]
         if not own:
             raise UserError(

@@ -25,9 +25,7 @@ from data.tokenizer import tokenizer_identity
 from model.gpt import GPT, rebuild
 from training.checkpoint import (
     BEST,
-    DamagedFile,
     checksum,
-    find_checkpoint,
     load_checkpoint,
     newest_first,
     open_model,
@@ -245,19 +243,12 @@ def check_folders(options: ResolvedOptions, checkpoint: dict | None) -> None:
 
 def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
     """Return the content of a folder's checkpoints, the newest first. Raises UserError if one is
-    that of another run than `run_id`, of another format, or of another program."""
-    contents: list[dict] = []
-    for path in newest_first(folder):
-        try:
-            contents.append(load_checkpoint(path))
-            is_of_run = contents[-1]["run_id"] == run_id
-        except DamagedFile:
-            # what is left of a checkpoint after a power cut: a run in its own folder replaces it
-            is_of_run = run_id is not None and find_checkpoint(path) is not None
-        if not is_of_run:
-            reason = f"{folder} holds the checkpoints of another run ({path.name})"
-            newest = contents[0] if contents else {}  # {} of another program
-            raise UserError(refusal(reason, "checkpoint_dir", newest, folder))
+    that of another run than `run_id`, damaged, or of another program."""
+    contents = [load_checkpoint(path) for path in newest_first(folder)]
+    for content in contents:
+        if content["run_id"] != run_id:
+            reason = f"{folder} holds the checkpoints of another run"
+            raise UserError(refusal(reason, "checkpoint_dir", contents[0], folder))
     return contents
 
 
