@@ -40,19 +40,15 @@ from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
 from training.checkpoint import find_checkpoint, load_model, open_model
-from training.optim import make_optimizers
 from training.options import read_options, resolve_compile, resolve_dtype
-from training.parallel import clip_grad_norm, sync_gradients, wrap
+from training.parallel import clip_grad_norm, sync_gradients
 from training.run import (
     Run,
     StepResult,
-    claim_folders,
-    compare_processes,
     init_checksum,
     open_original,
     reason_to_skip,
     seed_step,
-    warn_of_order,
 )
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
@@ -73,37 +69,31 @@ METHODS: dict[str, type[Method]] = {
 
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
-    options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    options = resolve_source_and_compile(options, derived)
-    process = distributed.start(options.device, catch_signals=True)
-    options = resolve_dtype(options, process)
+    given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
+    given_options = resolve_source_and_compile(given_options, derived)
+    process = distributed.start(given_options.device, catch_signals=True)
+    given_options = resolve_dtype(given_options, process)
     # the lengths of run and batches depend on what is read here
-    model, entries = build_model(options, checkpoint)
-    assert options.data is not None  # FinetuneConfig demands it
-    num_rows = len(read_lines(options.data))
-    options = resolve_options(options, num_rows, model.num_parameters(), process.world_size)
-    claim_folders(options, checkpoint, process)
+    model, entries = build_model(given_options, checkpoint)
+    assert given_options.data is not None  # FinetuneConfig demands it
+    num_rows = len(read_lines(given_options.data))
+    options = resolve_options(given_options, num_rows, model.num_parameters(), process.world_size)
     # as in checkpoints of train.py: what nobody gave is derived again when a run is resumed
     entries |= {"derived": derived, "command": sys.argv, **data_entries(options)}
-    compare_processes(options, checkpoint, entries, process)
-    warn_of_order(process, checkpoint, entries["data_order"])
+    run = Run.start(options, checkpoint, process, entries)
+    state = run.state  # step, tokens, lowest loss, ...
 
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
-    run = Run.start(options, checkpoint, process)
-    state = run.state
-    method, held_out_method = open_data(run, model, entries, checkpoint)
-    wrapped = wrap(model, process, options.sharding, run.dtype)
+    method, held_out_method = open_data(run, model, checkpoint)
     # the default recipe is AdamW for all weights, also of a model that was trained with Muon
-    optimizers = make_optimizers(model, options, Recipe(), run.dtype)
-    if checkpoint is not None:
-        run.resume_optimizers(model, optimizers, checkpoint)
+    wrapped, optimizers = run.distribute(model, Recipe(), checkpoint)
     checkpoint = None  # closes the file, from which its tensors are mapped
 
     # log and checkpoints: whatever is wrong above has removed and written nothing
-    run.open_log(model, entries)
+    run.open_log(model.config)
     if options.eval_data:
         run.validate_on(str(entries["val_checksum"]))
-    saver = Saver(run, model, optimizers, entries)
+    saver = Saver(run, model, optimizers)
     resumed = f"; resumed at step {run.start_step}" if run.start_step else ""
     process.print(
         f"{options.method} of {options.init_from} on {options.data}: {len(method.examples):,} "
@@ -303,7 +293,7 @@ def data_entries(options: ResolvedFinetuneConfig) -> dict:
 
 
 def open_data(
-    run: Run[ResolvedFinetuneConfig], model: GPT, entries: dict, checkpoint: dict | None
+    run: Run[ResolvedFinetuneConfig], model: GPT, checkpoint: dict | None
 ) -> tuple[Method, Method | None]:
     """Read and encode the rows of a run, and open the models that its method needs beside `model`,
     the trained one.
@@ -312,7 +302,7 @@ def open_data(
     without them. Raise UserError if the reference model of a resumed run has changed.
     """
     options, process = run.config, run.process
-    tokenizer = load_tokenizer(entries["tokenizer"])
+    tokenizer = load_tokenizer(run.entries["tokenizer"])
     block_size = model.config.block_size
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 

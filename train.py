@@ -20,7 +20,6 @@ from dataclasses import asdict
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -33,34 +32,12 @@ from model.gpt import GPT, rebuild
 from model.recipes import Recipe
 from training.checkpoint import load_model, open_model
 from training.dry_run import print_forecast
-from training.optim import make_optimizers
-from training.options import (
-    model_shape,
-    read_options,
-    resolve_dtype,
-    resolve_micro_batch,
-    resolve_options,
-)
-from training.parallel import clip_grad_norm, sync_gradients, wrap
-from training.run import (
-    Run,
-    StepResult,
-    claim_folders,
-    compare_processes,
-    init_checksum,
-    reason_to_skip,
-    seed_step,
-    warn_of_order,
-)
+from training.options import model_shape, read_options, resolve_on_device, resolve_options
+from training.parallel import clip_grad_norm, sync_gradients
+from training.run import Run, StepResult, init_checksum, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.summary import (
-    announce_recipe,
-    check_tokenizer,
-    data_order,
-    print_summary,
-    warn_of_data,
-)
+from training.summary import check_tokenizer, print_summary
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -69,15 +46,12 @@ from utils.throughput import StepTimer, peak_flops
 
 
 def main() -> None:
-    # options: flags, then what follows from recipe and device; below, from the model's memory, the
-    # micro-batch
-    options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
-    options, recipe = resolve_options(options, derived, checkpoint)
+    # options: flags, then what follows from recipe and device and, with the model, from its memory
+    given_options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
+    options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
     process = distributed.start(options.device, catch_signals=True)
-    options = resolve_dtype(options, process)
-    claim_folders(options, checkpoint, process)
 
     # data: the batch of a step is a pure function of (seed, step)
     train_data = Mixture(options.data_dir, "train", options.block_size)
@@ -85,30 +59,26 @@ def main() -> None:
 
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
     model = build_model(options, recipe, train_data.stream, checkpoint)
-    began_from = init_checksum(options, checkpoint, model)
-    entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
-    compare_processes(options, checkpoint, entries, process)
-    options = resolve_micro_batch(options, recipe, model.config, process)
-    run = Run.start(options, checkpoint, process)
-    state = run.state
-    wrapped = wrap(model, process, options.sharding, run.dtype)
-    optimizers = make_optimizers(model, options, recipe, run.dtype)
-    if checkpoint is not None:
-        run.resume_optimizers(model, optimizers, checkpoint)
-    warn_of_data(run, train_data, val_data)
-    warn_of_order(process, checkpoint, entries["data_order"])
+    options = resolve_on_device(options, recipe, model.config, process)
+    entries = checkpoint_entries(options, derived, recipe, train_data, val_data)
+    entries["init_checksum"] = init_checksum(options, checkpoint, model)
+    run = Run.start(options, checkpoint, process, entries)
+    state = run.state  # step, tokens, lowest loss, ...
+    wrapped, optimizers = run.distribute(model, recipe, checkpoint)
     checkpoint = None  # closes the file, from which its tensors are mapped
 
-    # batches, evaluation, log, checkpoints
+    # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
     slicing = Slicing(num_sequences, options.sequences_per_pass, process.rank, process.world_size)
+    steps = range(state.step, options.max_steps)
+    micro_batches = train_batches(train_data, slicing, options.seed, steps)
+    batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
+    evaluator = Evaluator(options, model, val_data, process, run.dtype)
     peak = peak_flops(process.device, run.dtype)  # for MFU; None where it is not known
     timer = StepTimer(model.flops_per_token(), peak, process.world_size)
-    batches = open_batches(run, slicing, train_data, val_data)
-    evaluator = Evaluator(options, model, val_data, process, run.dtype)
-    run.open_log(model, entries)
+    run.open_log(model.config)
     run.validate_on(evaluator.validation_id)
-    saver = Saver(run, model, optimizers, entries)
+    saver = Saver(run, model, optimizers)
     print_summary(run, model, train_data, slicing)
 
     try:
@@ -218,9 +188,8 @@ def build_model(
         weights, _ = load_model(options.resumed, float32=True, opened=checkpoint)
         check_tokenizer(stream, options.resumed, checkpoint["tokenizer"])
     elif options.init_from is not None:
-        weights, tokenizer, content = open_model(options.init_from, float32=True)
+        weights, tokenizer, _ = open_model(options.init_from, float32=True)
         check_tokenizer(stream, options.init_from, tokenizer)
-        announce_recipe(options, recipe, content)
     else:
         torch.manual_seed(options.seed)
         model = GPT(options.model_config(recipe, stream.vocab_size), execution)
@@ -234,29 +203,12 @@ def build_model(
     return rebuild(weights, model_shape(options, recipe, weights.config), execution).train()
 
 
-def open_batches(
-    run: Run[ResolvedTrainConfig], slicing: Slicing, train_data: Mixture, val_data: Mixture
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the micro-batches (inputs, targets), (B, T) each, of this process from the current
-    step on, read ahead by a thread. Raises UserError for data that cannot be read, before the run
-    has written anything."""
-    seed = run.config.seed
-    # a resumed run goes on with the data of the step that comes next
-    steps = range(run.state.step, run.config.max_steps)
-    # reads one sequence and one batch: data that cannot be read ends the run here
-    val_data.batch(np.arange(1))
-    next(train_batches(train_data, slicing, seed, steps), None)
-    batches = train_batches(train_data, slicing, seed, steps)
-    return prefetch(run.process.to_device(batches))
-
-
 def checkpoint_entries(
     options: ResolvedTrainConfig,
     derived: dict[str, str | None],
     recipe: Recipe,
     train_data: Mixture,
     val_data: Mixture,
-    began_from: int | None,
 ) -> dict:
     """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     return {
@@ -266,9 +218,14 @@ def checkpoint_entries(
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,
-        "data_order": data_order(options, train_data),
+        # what the batch of a step follows from, beside the step
+        "data_order": {
+            "total_batch_size": options.total_batch_size,
+            "seed": options.seed,
+            "weights of --data_dir": train_data.weights,
+            "checksum of --data_dir": train_data.stream.digest,
+        },
         "val_checksum": val_data.stream.digest,
-        "init_checksum": began_from,
     }
 
 

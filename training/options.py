@@ -10,7 +10,6 @@ This file is not about single options (config.py) or about a run's files (traini
 import json
 import tomllib
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,9 +73,6 @@ def read_options(
     # finetune.py names its folder after --method if no --checkpoint_dir is given
     folder = config_class.checkpoint_folder(flags)
     options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
-    # found here, and not after the data has been read
-    if getattr(options, "wandb", False) and find_spec("wandb") is None:
-        raise UserError("--wandb needs a package: pip install wandb")
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
@@ -208,13 +204,12 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
     return replace(options, dtype=name)  # type: ignore[arg-type]  # PyTorch names them alike
 
 
-def resolve_micro_batch(
-    options: ResolvedTrainConfig,
-    recipe: Recipe,
-    shape: GPTConfig,
-    process: Process,
+def resolve_on_device(
+    options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, process: Process
 ) -> ResolvedTrainConfig:
-    """Return the options with a number for --micro_batch_size auto. Every process must call it."""
+    """Return the options with a dtype, and with a number for --micro_batch_size auto, for a model
+    of this shape. Every process must call it."""
+    options = resolve_dtype(options, process)
     if options.micro_batch_size != "auto":
         return options
     # what is free on the device of this process

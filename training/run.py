@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 
 from config import ResolvedOptions, RunOptions
 from data.tokenizer import tokenizer_identity
+from model.config import GPTConfig
 from model.gpt import GPT, rebuild
+from model.recipes import Recipe
 from training.checkpoint import (
     BEST,
     checksum,
@@ -32,7 +35,8 @@ from training.checkpoint import (
     reading_checkpoint,
     verify,
 )
-from training.parallel import load_optimizer_state
+from training.optim import make_optimizers
+from training.parallel import load_optimizer_state, wrap
 from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe
@@ -301,14 +305,22 @@ class Run(Generic[Config]):
     state: TrainState
     start_step: int
     """Step at which this start of the run begins."""
+    entries: dict
+    """What checkpoints and config.json hold of the run beside options, model and progress."""
     stopping: bool = False
     """True once a process was told to stop."""
     logger: Logger = field(init=False)
     """Log of the run, once it is open."""
 
     @classmethod
-    def start(cls, options: Config, checkpoint: dict | None, process: Process) -> "Run[Config]":
-        """Begin a run, or go on with that of a checkpoint, in the folders of claim_folders."""
+    def start(
+        cls, options: Config, checkpoint: dict | None, process: Process, entries: dict
+    ) -> "Run[Config]":
+        """Begin a run, or go on with that of a checkpoint, without writing anything yet. Raises
+        UserError on all processes if the folders hold another run, or if the processes differ."""
+        claim_folders(options, checkpoint, process)
+        compare_processes(options, checkpoint, entries, process)
+        warn_of_order(process, checkpoint, entries["data_order"])
         dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
         # disabled in other dtypes: scale(loss) is then the loss itself
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
@@ -317,22 +329,28 @@ class Run(Generic[Config]):
             state.run_id = uuid.uuid4().hex  # the parent goes on under its own
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
-        return cls(options, process, dtype, state, state.step)
+        return cls(options, process, dtype, state, state.step, entries)
 
     @property
     def ended(self) -> bool:
         """True after the last step."""
         return self.state.step == self.config.max_steps
 
-    def resume_optimizers(
-        self, model: GPT, optimizers: list[torch.optim.Optimizer], checkpoint: dict
-    ) -> None:
-        """Load the optimizer state of the checkpoint that is resumed. Every process must call it;
-        raises UserError for a damaged file."""
-        assert self.config.resumed is not None
-        with reading_checkpoint(self.config.resumed):
-            verify(checkpoint, "optimizer")
-        load_optimizer_state(model, optimizers, checkpoint["optimizer"])
+    def distribute(
+        self, model: GPT, recipe: Recipe, checkpoint: dict | None
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        """Return the module to train, which shares the weights of `model` and synchronizes
+        gradients, and its optimizers, with the state in the checkpoint that is resumed. Every
+        process must call it; raises UserError for a damaged file."""
+        wrapped = wrap(model, self.process, self.config.sharding, self.dtype)
+        # after it: sharding replaces the parameters
+        optimizers = make_optimizers(model, self.config, recipe, self.dtype)
+        if checkpoint is not None:
+            assert self.config.resumed is not None
+            with reading_checkpoint(self.config.resumed):
+                verify(checkpoint, "optimizer")
+            load_optimizer_state(model, optimizers, checkpoint["optimizer"])
+        return wrapped, optimizers
 
     def validate_on(self, text_id: str) -> None:
         """Name the validation text. If the lowest loss before is that of another one, forget it:
@@ -345,9 +363,9 @@ class Run(Generic[Config]):
             self.state.best_loss = math.inf
         self.state.best_of = text_id
 
-    def open_log(self, model: GPT, entries: dict) -> None:
-        """Open the log and write config.json, with the entries that checkpoints hold, too. Before,
-        the checkpoints that --overwrite replaces are removed."""
+    def open_log(self, shape: GPTConfig) -> None:
+        """Open the log of a model of this shape, and write config.json. Before, remove the
+        checkpoints that --overwrite replaces."""
         options = self.config
         state = self.state
         # the config.json there; a log goes on only if it is that of this very run
@@ -359,10 +377,11 @@ class Run(Generic[Config]):
             # config.json first: by its run_id a run that is killed here finds its log again
             content = {
                 "run_id": state.run_id,
-                **entries,
-                "tokenizer": tokenizer_identity(entries["tokenizer"]),  # not its megabytes of JSON
+                **self.entries,
+                # not its megabytes of JSON
+                "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
                 "config": options.to_dict(),
-                "model_config": asdict(model.config),
+                "model_config": asdict(shape),
                 "versions": describe(self.process.device),
             }
             with atomic_write(options.log_dir / CONFIG) as file:
@@ -384,12 +403,8 @@ class Run(Generic[Config]):
         To the commands that are printed, the folder of the run is added."""
         folder = self.config.checkpoint_dir
         if self.stopping:
-            step = self.state.step
-            message = f"stopped at step {step}, before a new checkpoint"
-            if step > self.start_step:
-                message = f"stopped; saved at step {step}"
             command = resume_command(sys.argv[0], folder)
-            self.logger.print(f"{message}: continue with {command}")
+            self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         else:
             best = ""
             if math.isfinite(self.state.best_loss):  # else no model_best.pt was written

@@ -52,8 +52,6 @@ class Saver:
     run: Run
     model: GPT
     optimizers: list[torch.optim.Optimizer]
-    entries: dict
-    """Further entries of the file: script, tokenizer, ..."""
     last_step: int = field(init=False)
     """Step of model_last.pt on the disk, -1 without one: so the first save is due before the first
     step, and a run that is killed early can be continued. Only the main process knows."""
@@ -96,7 +94,7 @@ class Saver:
         entries = {
             "config": self.run.config.to_dict(),
             "model_config": asdict(self.model.config),
-            **self.entries,
+            **self.run.entries,
             **self.run.state.to_checkpoint(),
             **changes,
         }

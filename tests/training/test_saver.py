@@ -36,9 +36,9 @@ def saver(tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     entries = {"script": "train.py", "tokenizer": "gpt2"}
     optimizers = make_optimizers(model, config, Recipe())
-    run = Run(config, ALONE, torch.float32, TrainState(), 0)
+    run = Run(config, ALONE, torch.float32, TrainState(), 0, entries)
     run.logger = SimpleNamespace(print=print)
-    return Saver(run, model, optimizers, entries)
+    return Saver(run, model, optimizers)
 
 
 def save(saver, step):
@@ -135,7 +135,7 @@ def run_to_end(like, folder, losses):
     run = replace(like.run, config=config, state=state, start_step=state.step)
     run.logger = SimpleNamespace(print=lambda text: None)
     run.validate_on("a text")
-    saver = Saver(run, like.model, like.optimizers, like.entries)
+    saver = Saver(run, like.model, like.optimizers)
     while True:
         if state.step % 2 == 0 or state.step == len(losses):
             saver.save_last()
