@@ -35,7 +35,7 @@ from finetuning.methods import (
     SupervisedTuning,
 )
 from finetuning.options import FinetuneConfig, ResolvedFinetuneConfig, resolve_options
-from finetuning.rewards import RewardError, RewardModel, load_reward_function
+from finetuning.rewards import RewardModel, load_reward_function
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
@@ -135,8 +135,6 @@ def main() -> None:
     except Stopped:  # a resumed run does the evaluation or the roll-out of this step again
         run.stopping = True
         saver.save_last()
-    except RewardError as error:
-        saver.end(error)
 
     saver.finish()
     chat = "" if options.plain else "--chat "
@@ -320,7 +318,7 @@ def open_data(
         # eval: without the dropout that it shares with the trained model's shape
         reference = reference.eval().requires_grad_(False).to(process.device)
 
-    # examples, and the function that rates completions of theirs, tried on the first one
+    # examples, and the function that rates completions of theirs
     reward_function = None
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneConfig demands it

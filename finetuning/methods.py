@@ -196,20 +196,19 @@ class RewardModeling(Method):
             batch.ref_logprobs = self.process.copy(torch.stack(columns, 1).flatten())
         return batch
 
-    def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return "margin" (N,), by how much the model prefers the chosen text of each pair, and
-        further metrics (N,)."""
-        rewards = rewards_at_end(model, batch)  # (2 N,)
-        chosen, rejected = rewards.chunk(2)  # (N,) each
-        return {"margin": chosen - rejected}
+    def margin(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return by how much the model prefers the chosen text of each pair, (N,)."""
+        chosen, rejected = rewards_at_end(model, batch).chunk(2)  # (N,) each
+        return chosen - rejected
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        metrics = self.compare(model, batch)
-        margin = metrics["margin"]  # (N,)
-        # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
-        metrics["loss"] = -F.logsigmoid(margin)
-        metrics["accuracy"] = (margin > 0).float()  # a tie is wrong
-        return {name: values.sum() for name, values in metrics.items()}
+        margin = self.margin(model, batch)  # (N,)
+        return {
+            "margin": margin.sum(),
+            # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
+            "loss": -F.logsigmoid(margin).sum(),
+            "accuracy": (margin > 0).float().sum(),  # a tie is wrong
+        }
 
 
 class DirectPreference(RewardModeling):
@@ -236,16 +235,12 @@ class DirectPreference(RewardModeling):
             pair.ref_logprobs = logprobs[:, i]
         self.reference = None  # frees its memory
 
-    def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of texts
-        # how much likelier the texts have become: beta times that is their implicit reward
         assert batch.ref_logprobs is not None  # __post_init__ has computed them
-        log_ratios = logprobs - batch.ref_logprobs
-        chosen_ratios, rejected_ratios = log_ratios.chunk(2)  # (N,) each
-        margin = self.config.beta * (chosen_ratios - rejected_ratios)
-        # preferred: likelier as such; accuracy, of the margin: likelier than under the reference
-        chosen, rejected = logprobs.chunk(2)
-        return {"margin": margin, "preferred": (chosen > rejected).float()}
+        # how much likelier the texts have become: beta times that is their implicit reward
+        chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each
+        return self.config.beta * (chosen - rejected)
 
 
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:

@@ -8,7 +8,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -152,18 +151,12 @@ class Saver:
         if state.bad_steps < PATIENCE:
             return
         state.bad_steps = 0  # a run that resumes this checkpoint has its patience again
-        self.end(
-            UserError(
-                f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
-                "resume an earlier checkpoint with a lower --max_lr and --overwrite"
-            )
-        )
-
-    def end(self, error: UserError) -> NoReturn:
-        """Save the run and raise an error that all processes have met."""
         self.save_last()
         self.finish()
-        raise error
+        raise UserError(
+            f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
+            "resume an earlier checkpoint with a lower --max_lr and --overwrite"
+        )
 
     def finish(self) -> None:
         """Wait on all processes for the last write; raise UserError for a file that failed."""
