@@ -74,12 +74,11 @@ def main() -> None:
     process = distributed.start(given_options.device, catch_signals=True)
     given_options = resolve_dtype(given_options, process)
     # the lengths of run and batches depend on what is read here
-    model, entries = build_model(given_options, checkpoint)
+    model, tokenizer, began_from = build_model(given_options, checkpoint)
     assert given_options.data is not None  # FinetuneConfig demands it
     num_rows = len(read_lines(given_options.data))
     options = resolve_options(given_options, num_rows, model.num_parameters(), process.world_size)
-    # as in checkpoints of train.py: what nobody gave is derived again when a run is resumed
-    entries |= {"derived": derived, "command": sys.argv, **data_entries(options)}
+    entries = checkpoint_entries(options, derived, tokenizer, began_from)
     run = Run.start(options, checkpoint, process, entries)
     state = run.state  # step, tokens, lowest loss, ...
 
@@ -111,7 +110,12 @@ def main() -> None:
             if held_out_method and (run.ended or is_due(options.eval_every, step)):
                 # batches of other shapes than those of training
                 with uncompiled(options.use_torch_compile):
-                    evaluate(run, model, held_out_method, saver)
+                    scores = held_out_method.evaluate(model)
+                if "loss" in scores:
+                    run.logger.log_scores("val", scores, step)
+                    saver.save_if_best(scores["loss"])
+                else:  # grpo has the reward instead, and no best model
+                    run.logger.log_scores("held_out", scores, step)
             if run.ended:
                 break
 
@@ -181,7 +185,7 @@ def train_step(
                 sums = method.metric_sums(wrapped, batch)
             loss = sums["loss"] / prepared.divisor
             # DDP and FSDP2 average gradients over processes; these losses are to be added
-            state.scaler.scale(loss * process.world_size).backward()
+            run.scaler.scale(loss * process.world_size).backward()
         for name, value in sums.items():
             mean = value.detach() / prepared.divisor
             means[name] = means.get(name, 0.0) + mean.float()  # stays on the device
@@ -190,7 +194,7 @@ def train_step(
 
     # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
-        state.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
+        run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)
     means["grad_norm"] = grad_norm / process.world_size  # each process has the norm of the whole
 
@@ -207,33 +211,21 @@ def train_step(
     skip_reason = reason_to_skip(figures["loss"], figures["grad_norm"])
     figures |= prepared.metrics
     figures["lr"] = lr
-    if state.scaler.is_enabled():
-        figures["scale"] = state.scaler.get_scale()
+    if run.scaler.is_enabled():
+        figures["scale"] = run.scaler.get_scale()
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    state.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
+    run.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
     state.advance(round(figures["tokens"]), skip_reason)  # round: it was summed as a float
     figures["tokens"] = state.tokens  # of all steps so far, skipped ones included
     return StepResult(figures, skip_reason, got_signal)
 
 
-def evaluate(
-    run: Run[ResolvedFinetuneConfig], model: GPT, held_out_method: Method, saver: Saver
-) -> None:
-    """Score the model on --eval_data, and save it if its loss there is the lowest one."""
-    scores = held_out_method.evaluate(model)
-    if "loss" not in scores:  # grpo has the reward instead, and no best model
-        run.logger.log_scores("held_out", scores, run.state.step)
-        return
-    run.logger.log_scores("val", scores, run.state.step)
-    saver.save_if_best(scores["loss"])
-
-
-def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, dict]:
-    """Return the model, resumed or of --init_from, on the CPU, and the entries of its checkpoints
-    beside weights, options and progress."""
+def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, str, int | None]:
+    """Return the model, resumed or of --init_from, on the CPU, the spec of its tokenizer, and the
+    checksum of the weights that the run began from."""
     is_reward = options.method == "reward"
     name: Path | str
     if checkpoint is not None:
@@ -266,20 +258,25 @@ def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, 
     began_from = init_checksum(options, checkpoint, model)
     if is_reward and checkpoint is None:  # a resumed one has its head of rewards already
         model = RewardModel.from_gpt(model)
-    entries = {
-        "script": "finetune.py",
-        "tokenizer": tokenizer,
-        "init_checksum": began_from,
-    }
-    return model.train(), entries
+    return model.train(), tokenizer, began_from
 
 
-def data_entries(options: ResolvedFinetuneConfig) -> dict:
-    """Return the entries of checkpoints that tell the rows of a run from others."""
+def checkpoint_entries(
+    options: ResolvedFinetuneConfig,
+    derived: dict[str, str | None],
+    tokenizer: str,
+    began_from: int | None,
+) -> dict:
+    """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     val_checksum = None
     if options.eval_data is not None:
         val_checksum = zlib.crc32(options.eval_data.read_bytes())
     return {
+        "script": "finetune.py",
+        "command": sys.argv,
+        "derived": derived,  # options that follow from others: a resumed run derives them again
+        "tokenizer": tokenizer,
+        "init_checksum": began_from,
         # what the examples of a step follow from, beside the step
         "data_order": {
             "batch_size": options.batch_size,

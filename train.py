@@ -60,8 +60,8 @@ def main() -> None:
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
     model = build_model(options, recipe, train_data.stream, checkpoint)
     options = resolve_on_device(options, recipe, model.config, process)
-    entries = checkpoint_entries(options, derived, recipe, train_data, val_data)
-    entries["init_checksum"] = init_checksum(options, checkpoint, model)
+    began_from = init_checksum(options, checkpoint, model)
+    entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     run = Run.start(options, checkpoint, process, entries)
     state = run.state  # step, tokens, lowest loss, ...
     wrapped, optimizers = run.distribute(model, recipe, checkpoint)
@@ -147,12 +147,12 @@ def train_step(
             with autocast(process.device, run.dtype, keep_weights=False):
                 # divided, so that the sum of the gradients is that of the mean over the step
                 loss = wrapped(idx, targets) / micro_steps
-            state.scaler.scale(loss).backward()
+            run.scaler.scale(loss).backward()
         loss_sum += loss.detach()  # stays on the device: no wait for a GPU
 
     # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
-        state.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
+        run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)
 
     # means over processes; at `tolist` the CPU waits for the GPU, in float16 at get_scale again
@@ -163,13 +163,13 @@ def train_step(
     # update, unless a loss or gradient is not finite: then no process updates
     skip_reason = reason_to_skip(mean_loss, mean_norm)
     figures = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
-    if state.scaler.is_enabled():
-        figures["scale"] = state.scaler.get_scale()
+    if run.scaler.is_enabled():
+        figures["scale"] = run.scaler.get_scale()
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    state.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
+    run.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
     state.advance(options.total_batch_size, skip_reason)
     figures["tokens"] = state.tokens
     return StepResult(figures, skip_reason, got_signal=share_of_signals > 0)
@@ -209,6 +209,7 @@ def checkpoint_entries(
     recipe: Recipe,
     train_data: Mixture,
     val_data: Mixture,
+    began_from: int | None,
 ) -> dict:
     """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     return {
@@ -226,6 +227,7 @@ def checkpoint_entries(
             "checksum of --data_dir": train_data.stream.digest,
         },
         "val_checksum": val_data.stream.digest,
+        "init_checksum": began_from,
     }
 
 

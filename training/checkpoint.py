@@ -170,15 +170,9 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return `path` if checkpoints lie in it, else the folder in it that holds them, as in that of
-    a run; `path` again if there are none."""
-    # a folder of checkpoints, that of a run, or the first folder in it that holds some
-    folders = (path, path / "checkpoints", *sorted(path.glob("*/")))
-    for names in ("model_*.pt", "*.pt"):  # those of a run before one that convert.py has written
-        for folder in folders:
-            if list(folder.glob(names)):
-                return folder
-    return path
+    """Return the folder of checkpoints in the folder of a run; of another folder itself."""
+    folder = path / "checkpoints"
+    return folder if folder.is_dir() else path
 
 
 def is_own(path: Path) -> bool:
@@ -193,8 +187,8 @@ def find_checkpoint(name: str | Path) -> Path | None:
     """Return the checkpoint of this project that a name stands for; None for a model of another
     project: a file, a Hugging Face folder, or the name of a model on the hub.
 
-    Of a folder that is the best, else the newest, else the newest file of another name, as
-    convert.py writes it.
+    Of a folder that is the best, else the newest, else a file of another name, as convert.py writes
+    it.
     """
     path = Path(name)
     if path.is_file():
@@ -203,20 +197,18 @@ def find_checkpoint(name: str | Path) -> Path | None:
         # a .pt that is missing is a misspelt checkpoint, and no name of the hub
         return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
-    chosen: Path | None = folder / BEST
-    if not (folder / BEST).exists():
-        chosen = find_newest(folder)
-    if chosen is None and not (path / "config.json").exists():  # of Hugging Face's format
-        own = [other for other in folder.glob("*.pt") if is_own(other)]
-        if not own:
-            raise UserError(
-                f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
-                "build-nanogpt and llm.c give the file"
-            )
-        chosen = max(own, key=lambda other: other.stat().st_mtime)
-    if chosen is not None and os.environ.get("RANK", "0") == "0":
-        print(f"reading {chosen}", file=sys.stderr)
-    return chosen
+    files = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
+    for file in files:
+        if file.exists() and is_own(file):
+            if os.environ.get("RANK", "0") == "0":
+                print(f"reading {file}", file=sys.stderr)
+            return file
+    if (path / "config.json").exists():  # a folder of Hugging Face's format
+        return None
+    raise UserError(
+        f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
+        "build-nanogpt and llm.c give the file"
+    )
 
 
 def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, dict]:

@@ -117,11 +117,8 @@ def read_file(path: Path) -> dict:
         if path.suffix == ".toml":
             return tomllib.loads(text)
         return given_options(json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"--config {path} is no .toml and no run's config.json: {reason}"
-        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--config {path} is no .toml and no run's config.json: {error}") from error
 
 
 def find_resumed(config_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import uuid
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -51,8 +51,9 @@ PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 # Options that may differ between the machines of a run: their own folders, files and devices.
 # Checksums of what these hold are compared instead.
 PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")  # ends of their names
-# In float16 small gradients become 0, so the loss is scaled up. Other dtypes need no scaling.
-NO_SCALING = GradScaler("cpu", enabled=False)
+# ends the sentences that refuse to write over another run
+REMEDY = "continue that one by --resume, give another --run_dir, or --overwrite it"
+# In float16 small gradients become 0, so the loss is scaled up.
 FIRST_LOSS_SCALE = 2.0**10  # low: from PyTorch's 2^16 the first steps overflow, and are skipped
 
 
@@ -86,26 +87,13 @@ class TrainState:
     """Name of the run, which a resumed run keeps."""
     bad_steps: int = 0
     """Newest steps in a row without finite loss and gradient."""
-    scaler: GradScaler = NO_SCALING
-    """Scales the loss up in float16, and gradients down again."""
-
-    # names of the fields that a checkpoint holds as they are
-    SAVED = ("step", "tokens", "best_loss", "best_of", "run_id", "bad_steps")
 
     @classmethod
-    def start(cls, checkpoint: dict | None, scaler: GradScaler = NO_SCALING) -> "TrainState":
+    def start(cls, checkpoint: dict | None) -> "TrainState":
         """Return the state of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
-            return cls(scaler=scaler)
-        if checkpoint["scaler"]:  # {} unless the run trained in float16
-            scaler.load_state_dict(checkpoint["scaler"])
-        progress = {name: checkpoint[name] for name in cls.SAVED}
-        return cls(**progress, scaler=scaler)
-
-    def to_checkpoint(self) -> dict:
-        """Return plain values for a checkpoint."""
-        progress = {name: getattr(self, name) for name in self.SAVED}
-        return progress | {"scaler": self.scaler.state_dict()}
+            return cls()
+        return cls(**{progress.name: checkpoint[progress.name] for progress in fields(cls)})
 
     def advance(self, tokens: int, skip_reason: str | None) -> None:
         """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
@@ -225,57 +213,28 @@ def check_folders(options: ResolvedOptions, checkpoint: dict | None) -> None:
         run_id = checkpoint["run_id"]
         step = checkpoint["step"]
 
-    # checkpoints first: they are worth more than a log
-    folder = options.checkpoint_dir
-    earlier = own_checkpoints(folder, run_id)
+    # checkpoints first: they are worth more than a log; the newest one comes first
+    saved = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
+    for content in saved:
+        if content["run_id"] != run_id:
+            raise UserError(
+                f"{options.checkpoint_dir} holds the checkpoints of another run; {REMEDY}"
+            )
     # Resumed from an earlier file: the later ones would be mixed with new ones. model_best.pt alone
     # is later after a kill; the run comes to its step again.
-    if earlier and earlier[0]["step"] > step:
-        later = f"{folder} holds a checkpoint of step {earlier[0]['step']}, after step {step}"
-        raise UserError(refusal(later, "checkpoint_dir", earlier[0], folder))
+    if saved and saved[0]["step"] > step:
+        raise UserError(
+            f"{options.checkpoint_dir} holds a checkpoint of step {saved[0]['step']}, after step "
+            f"{step}; {REMEDY}"
+        )
 
     log = logged_run(options.log_dir)  # its config.json
     if log is None or log.get("run_id", "") == run_id:
         return
     # A run that was killed in its first seconds, before its first checkpoint, begins anew.
     its_checkpoints = Path(log.get("config", {}).get("checkpoint_dir", ""))
-    is_restart = options.resume == "auto" or options.is_branch
-    if not (is_restart and its_checkpoints == folder):
-        reason = f"{options.log_dir} holds the log of another run"
-        raise UserError(refusal(reason, "log_dir", log, its_checkpoints))
-
-
-def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
-    """Return the content of a folder's checkpoints, the newest first. Raises UserError if one is
-    that of another run than `run_id`, damaged, or of another program."""
-    contents = [load_checkpoint(path) for path in newest_first(folder)]
-    for content in contents:
-        if content["run_id"] != run_id:
-            reason = f"{folder} holds the checkpoints of another run"
-            raise UserError(refusal(reason, "checkpoint_dir", contents[0], folder))
-    return contents
-
-
-def refusal(reason: str, option: str, content: dict, checkpoint_dir: Path) -> str:
-    """Return the sentence that refuses to write over a run. `content` is that of its checkpoint or
-    config.json, {} of a file that is none."""
-    if content:
-        command = resume_command(content["command"][0], checkpoint_dir)
-        reason += f"; continue it with `{command}`"
-    return f"{reason}; give another --{option}, or --overwrite it"
-
-
-def run_folder(checkpoint_dir: Path) -> str:
-    """Return the folder by which scripts find a run, quoted for a shell: X of X/checkpoints."""
-    folder = checkpoint_dir
-    if folder.name == "checkpoints" and folder.parent.name:  # not "." of the default
-        folder = folder.parent
-    return shlex.quote(str(folder))
-
-
-def resume_command(script: str, checkpoint_dir: Path) -> str:
-    """Return the command line that continues a run."""
-    return f"python {script} --resume {run_folder(checkpoint_dir)}"
+    if options.resume != "auto" or its_checkpoints != options.checkpoint_dir:
+        raise UserError(f"{options.log_dir} holds the log of another run; {REMEDY}")
 
 
 def remove_checkpoints(folder: Path, state: TrainState) -> None:
@@ -302,6 +261,8 @@ class Run(Generic[Config]):
     process: Process
     dtype: torch.dtype
     """Dtype of matmuls."""
+    scaler: GradScaler
+    """Scales the loss up in float16, and gradients down again."""
     state: TrainState
     start_step: int
     """Step at which this start of the run begins."""
@@ -324,12 +285,14 @@ class Run(Generic[Config]):
         dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
         # disabled in other dtypes: scale(loss) is then the loss itself
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
-        state = TrainState.start(checkpoint, scaler)
+        if checkpoint is not None and checkpoint["scaler"]:  # {} unless it trained in float16
+            scaler.load_state_dict(checkpoint["scaler"])
+        state = TrainState.start(checkpoint)
         if options.is_branch:
             state.run_id = uuid.uuid4().hex  # the parent goes on under its own
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
-        return cls(options, process, dtype, state, state.step, entries)
+        return cls(options, process, dtype, scaler, state, state.step, entries)
 
     @property
     def ended(self) -> bool:
@@ -401,9 +364,9 @@ class Run(Generic[Config]):
     def finish(self, next_commands: list[str]) -> None:
         """Print how the run ended, and exit with 128 + the signal if one came.
         To the commands that are printed, the folder of the run is added."""
-        folder = self.config.checkpoint_dir
+        folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
-            command = resume_command(sys.argv[0], folder)
+            command = f"python {sys.argv[0]} --resume {folder}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         else:
             best = ""
@@ -414,7 +377,7 @@ class Run(Generic[Config]):
         if self.process.is_main and not self.stopping:
             print("next:")
             for command in next_commands:
-                print(f"  python {command} {run_folder(folder)}")
+                print(f"  python {command} {folder}")
             print(f"  python plot.py --log {shlex.quote(str(self.config.log_dir))}")
         distributed.stop()  # leaves the process group
         if self.stopping:

@@ -55,8 +55,8 @@ class Saver:
     """Step of model_last.pt on the disk, -1 without one: so the first save is due before the first
     step, and a run that is killed early can be continued. Only the main process knows."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
-    error_of_file: dict[str, Exception] = field(init=False, default_factory=dict)
-    """Errors of failed writes, by the name of the file; a later write that succeeds removes its."""
+    error: Exception | None = None
+    """Why a write failed that no later model_last.pt has made up for."""
 
     def __post_init__(self) -> None:
         # a run that goes on from the last checkpoint of its folder, and ends without a new step,
@@ -94,7 +94,8 @@ class Saver:
             "config": self.run.config.to_dict(),
             "model_config": asdict(self.model.config),
             **self.run.entries,
-            **self.run.state.to_checkpoint(),
+            **asdict(self.run.state),
+            "scaler": self.run.scaler.state_dict(),  # {} unless in float16
             **changes,
         }
         # daemon: a process that ends on an error does not wait for it without end, see THREAD
@@ -131,10 +132,10 @@ class Saver:
                 for path in numbered(folder)[keep:]:
                     path.unlink()
             sync_folder(folder)
-            for written_name in names:
-                self.error_of_file.pop(written_name, None)  # an earlier failure is made up for
+            if LAST in names:
+                self.error = None  # an earlier failure is made up for
         except Exception as error:  # an exception of a thread would get lost
-            self.error_of_file[names[-1]] = error
+            self.error = error
             self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:
@@ -159,9 +160,7 @@ class Saver:
         )
 
     def finish(self) -> None:
-        """Wait on all processes for the last write; raise UserError for a file that failed."""
+        """Wait on all processes for the last write; raise UserError if it failed."""
         self.wait()
-        # None if the newest write of every file succeeded
-        problem = next(iter(self.error_of_file.values()), None)
-        if not self.run.process.all_agree(problem is None):
-            raise UserError(str(problem or "the main process could not save")) from problem
+        if not self.run.process.all_agree(self.error is None):
+            raise UserError(str(self.error or "the main process could not save")) from self.error

@@ -140,7 +140,7 @@ def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards
     before = json.loads((log / "config.json").read_text())
     rows = (log / "metrics.jsonl").read_bytes()
     command = f"python train.py --resume '{run}' --log_dir {log}"
-    bad(args, f"of another run; continue it with `python train.py --resume '{run}'")
+    bad(args, "of another run; continue that one by --resume")
     elsewhere = [*folders(branch)[:2], "--log_dir", log]
     bad([*args, "--resume", "auto", *elsewhere], "of another run")
     script(*shlex.split(command)[1:], "--max_steps", 2)

@@ -13,6 +13,7 @@ import torch
 from conftest import train_options
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.amp import GradScaler
 
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -36,7 +37,7 @@ def saver(tmp_path):
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     entries = {"script": "train.py", "tokenizer": "gpt2"}
     optimizers = make_optimizers(model, config, Recipe())
-    run = Run(config, ALONE, torch.float32, TrainState(), 0, entries)
+    run = Run(config, ALONE, torch.float32, GradScaler("cpu"), TrainState(), 0, entries)
     run.logger = SimpleNamespace(print=print)
     return Saver(run, model, optimizers)
 

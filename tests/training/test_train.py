@@ -110,8 +110,8 @@ def test_a_run_says_how_it_ended_and_what_comes_next(shards, tmp_path):
     assert f"step 2: validation loss {loss:.4f} of 4,096 tokens, " in said
     assert " ms  00:00 left\n" in said
     best = f"the best with a validation loss of {loss:.4f}"
-    assert f"done; checkpoints: {run / 'checkpoints'}, {best}\n" in said
-    assert f"  python sample.py --checkpoint '{run}'\n" in said
+    assert f"done; checkpoints: '{run}/checkpoints', {best}\n" in said
+    assert f"  python sample.py --checkpoint '{run}/checkpoints'\n" in said
 
 
 def test_rows_tell_what_happened(trained):
