@@ -14,7 +14,6 @@ import sys
 import zlib
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -39,7 +38,7 @@ from finetuning.rewards import RewardModel, load_reward_function
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.checkpoint import find_checkpoint, load_model, open_model
+from training.checkpoint import Checkpoint, find_checkpoint
 from training.options import read_options, resolve_compile, resolve_dtype
 from training.parallel import clip_grad_norm, sync_gradients
 from training.run import (
@@ -47,6 +46,7 @@ from training.run import (
     StepResult,
     init_checksum,
     open_original,
+    open_start,
     reason_to_skip,
     seed_step,
 )
@@ -55,9 +55,9 @@ from training.schedule import set_rates
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
-from utils.distributed import Stopped
+from utils.distributed import Process, Stopped
 from utils.errors import UserError
-from utils.throughput import StepTimer, peak_flops
+from utils.throughput import StepTimer
 
 METHODS: dict[str, type[Method]] = {
     "sft": SupervisedTuning,
@@ -70,14 +70,13 @@ METHODS: dict[str, type[Method]] = {
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    given_options = resolve_source_and_compile(given_options, derived)
     process = distributed.start(given_options.device, catch_signals=True)
-    given_options = resolve_dtype(given_options, process)
+    model_options = resolve_on_device(given_options, derived, process)
     # the lengths of run and batches depend on what is read here
-    model, tokenizer, began_from = build_model(given_options, checkpoint)
-    assert given_options.data is not None  # FinetuneConfig demands it
-    num_rows = len(read_lines(given_options.data))
-    options = resolve_options(given_options, num_rows, model.num_parameters(), process.world_size)
+    model, tokenizer, began_from = build_model(model_options, checkpoint)
+    assert model_options.data is not None  # FinetuneConfig demands it
+    num_rows = len(read_lines(model_options.data))
+    options = resolve_options(model_options, num_rows, model.num_parameters(), process.world_size)
     entries = checkpoint_entries(options, derived, tokenizer, began_from)
     run = Run.start(options, checkpoint, process, entries)
     state = run.state  # step, tokens, lowest loss, ...
@@ -93,13 +92,12 @@ def main() -> None:
     if options.eval_data:
         run.validate_on(str(entries["val_checksum"]))
     saver = Saver(run, model, optimizers)
-    resumed = f"; resumed at step {run.start_step}" if run.start_step else ""
+    resumed = f"; resumed at step {state.step}" if state.step else ""
     process.print(
-        f"{options.method} of {options.init_from} on {options.data}: {len(method.examples):,} "
-        f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
+        f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
+        f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
     )
-    peak = peak_flops(process.device, run.dtype)  # for MFU; None where it is not known
-    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
+    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
 
     try:
         while True:
@@ -145,12 +143,12 @@ def main() -> None:
     run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 
-def resolve_source_and_compile(
-    options: FinetuneConfig, derived: dict[str, str | None]
+def resolve_on_device(
+    options: FinetuneConfig, derived: dict[str, str | None], process: Process
 ) -> FinetuneConfig:
-    """Return the options with the file of --init_from, and whether the step is compiled; `derived`
-    has the options that nobody gave."""
-    options = resolve_compile(options, derived)
+    """Return the options with the file of --init_from, whether the step is compiled, and a dtype;
+    `derived` has the options that nobody gave. Every process must call it."""
+    options = resolve_dtype(resolve_compile(options, derived), process)
     # the completions of grpo have too many lengths to compile each
     is_compiled = options.use_torch_compile and options.method != "grpo"
     assert options.init_from is not None
@@ -223,32 +221,27 @@ def train_step(
     return StepResult(figures, skip_reason, got_signal)
 
 
-def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, str, int | None]:
+def build_model(
+    options: FinetuneConfig, checkpoint: Checkpoint | None
+) -> tuple[GPT, str, int | None]:
     """Return the model, resumed or of --init_from, on the CPU, the spec of its tokenizer, and the
     checksum of the weights that the run began from."""
     is_reward = options.method == "reward"
-    name: Path | str
-    if checkpoint is not None:
-        assert options.resumed is not None
-        name = options.resumed
-        model_class = RewardModel if is_reward else GPT
-        model, content = load_model(name, model_class, float32=True, opened=checkpoint)
-        tokenizer = content["tokenizer"]
-    else:
-        assert options.init_from is not None
-        name = options.init_from
-        model, tokenizer, content = open_model(name, float32=True)
+    model_class = RewardModel if is_reward else GPT
+    model, tokenizer, content = open_start(options, checkpoint, model_class)
 
     # its shape: a shorter context, and the dropout of fine-tuning
     longest = model.config.block_size
     T = options.block_size or longest  # of the model unless given
     if T > longest or (options.resumed and T < longest):  # its optimizer state has that length
-        raise UserError(f"--block_size {T}: {name} has a context of {longest}; give that, or none")
+        raise UserError(
+            f"--block_size {T}: {options.source} has a context of {longest}; give that, or none"
+        )
 
     # A chat model would rate or write plain text badly, and the other way round. sft may change it.
     learned_plain = content.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
-        raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
+        raise UserError(f"{options.source} was fine-tuned on another kind of text: change --plain")
     # a shorter context drops the last rows of the table of positions
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
@@ -266,7 +259,7 @@ def checkpoint_entries(
     derived: dict[str, str | None],
     tokenizer: str,
     began_from: int | None,
-) -> dict:
+) -> Checkpoint:
     """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     val_checksum = None
     if options.eval_data is not None:
@@ -288,7 +281,7 @@ def checkpoint_entries(
 
 
 def open_data(
-    run: Run[ResolvedFinetuneConfig], model: GPT, checkpoint: dict | None
+    run: Run[ResolvedFinetuneConfig], model: GPT, checkpoint: Checkpoint | None
 ) -> tuple[Method, Method | None]:
     """Read and encode the rows of a run, and open the models that its method needs beside `model`,
     the trained one.

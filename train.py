@@ -30,11 +30,11 @@ from evaluation.evaluator import Evaluator, is_due
 from model.execution import Execution
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.checkpoint import load_model, open_model
+from training.checkpoint import Checkpoint
 from training.dry_run import print_forecast
 from training.options import model_shape, read_options, resolve_on_device, resolve_options
 from training.parallel import clip_grad_norm, sync_gradients
-from training.run import Run, StepResult, init_checksum, reason_to_skip, seed_step
+from training.run import Run, StepResult, init_checksum, open_start, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.summary import check_tokenizer, print_summary
@@ -42,7 +42,7 @@ from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
 from utils.distributed import Stopped
-from utils.throughput import StepTimer, peak_flops
+from utils.throughput import StepTimer
 
 
 def main() -> None:
@@ -74,8 +74,7 @@ def main() -> None:
     micro_batches = train_batches(train_data, slicing, options.seed, steps)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
-    peak = peak_flops(process.device, run.dtype)  # for MFU; None where it is not known
-    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
+    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
     run.open_log(model.config)
     run.validate_on(evaluator.validation_id)
     saver = Saver(run, model, optimizers)
@@ -176,21 +175,13 @@ def train_step(
 
 
 def build_model(
-    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: dict | None
+    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: Checkpoint | None
 ) -> GPT:
     """Return the model of the run on the CPU: that of the `checkpoint` that is resumed, that of
     --init_from, or a new one from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    if checkpoint is not None:
-        # the file that is open already: its path may hold a later save by now
-        assert options.resumed is not None
-        weights, _ = load_model(options.resumed, float32=True, opened=checkpoint)
-        check_tokenizer(stream, options.resumed, checkpoint["tokenizer"])
-    elif options.init_from is not None:
-        weights, tokenizer, _ = open_model(options.init_from, float32=True)
-        check_tokenizer(stream, options.init_from, tokenizer)
-    else:
+    if checkpoint is None and options.init_from is None:
         torch.manual_seed(options.seed)
         model = GPT(options.model_config(recipe, stream.vocab_size), execution)
         if recipe.zero_init:  # each block begins as the identity
@@ -199,6 +190,8 @@ def build_model(
                 nn.init.zeros_(block.get_parameter("mlp.c_proj.weight"))
         return model
 
+    weights, tokenizer, _ = open_start(options, checkpoint)
+    check_tokenizer(stream, options.source, tokenizer)
     # a smaller --block_size drops the last positions of the table
     return rebuild(weights, model_shape(options, recipe, weights.config), execution).train()
 
@@ -210,7 +203,7 @@ def checkpoint_entries(
     train_data: Mixture,
     val_data: Mixture,
     began_from: int | None,
-) -> dict:
+) -> Checkpoint:
     """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     return {
         "script": "train.py",

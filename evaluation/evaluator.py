@@ -79,9 +79,9 @@ class Evaluator:
             self.scorer = Scorer(model, None, process, dtype, batch_size)
             return
         self.scorer = ItemScorer(model, tokenizer, process, dtype, batch_size)
-        for name in config.benchmarks:
-            if getattr(config, f"{name}_every") > 0:  # hellaswag_every, lambada_every
-                task = BENCHMARKS[name]
+        for name, task in BENCHMARKS.items():
+            # hellaswag_every, lambada_every; the others are not scored during training
+            if getattr(config, f"{name}_every", 0) > 0:
                 path = getattr(config, f"{name}_data")  # None: from the hub
                 rows = read_on_all(partial(task.read, path), process)
                 limit = None if config.eval_full else SUBSET_EXAMPLES

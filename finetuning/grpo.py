@@ -27,7 +27,6 @@ class GroupRelativePolicy(Method):
     """Completions become likelier the more their reward is above the mean of their group. The
     reference model, if there is one, adds a KL divergence to the loss."""
 
-    unit = "prompts"
     reward_function: RewardFunction  # never None: the options demand --reward
 
     def encode(self, row: dict) -> Question:

@@ -18,6 +18,7 @@ import sys
 import zlib
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -31,6 +32,37 @@ FORMAT_VERSION = 5
 LAST = "model_last.pt"
 BEST = "model_best.pt"
 NUMBERED = "model_step_{:06d}.pt"
+
+
+class Checkpoint(TypedDict, total=False):
+    """Content of a file, by the keys of docs/FORMATS.md; {} for a model of another project. Those
+    from `command` on are not in the files of convert.py, `recipe` and `corpus` are train.py's."""
+
+    format_version: int
+    versions: dict[str, str]
+    model: dict[str, Tensor]
+    model_low: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Tensor]]
+    """State by parameter name, then by its own name; empty before the first step."""
+    checksums: dict[str, int]
+    script: str
+    config: dict
+    derived: dict
+    model_config: dict
+    tokenizer: str
+    recipe: dict
+    init_checksum: int | None
+    run_id: str
+    step: int
+    tokens: int
+    best_loss: float
+    best_of: str | None
+    bad_steps: int
+    scaler: dict
+    command: list[str]
+    data_order: dict
+    val_checksum: str | int | None
+    corpus: str
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +118,7 @@ def checksum(tensors: dict) -> int:
     return crc
 
 
-def verify(checkpoint: dict, part: str) -> None:
+def verify(checkpoint: Checkpoint, part: Literal["model", "model_low", "optimizer"]) -> None:
     """Raise ValueError if the tensors of a part are not those that were written."""
     if checkpoint["checksums"][part] != checksum(checkpoint[part]):
         raise ValueError(f"the tensors of {part!r} do not have their checksum")
@@ -97,28 +129,16 @@ def reading_checkpoint(path: Path) -> AbstractContextManager:
     return reading(path, "a checkpoint of this project (a run begins from others by --init_from)")
 
 
-def load_checkpoint(path: Path) -> dict:
-    """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Return the content of a file, with tensors mapped from disk; code in it is never run. Raises
     OSError for a file that is absent, UserError for one that is damaged or not a checkpoint of this
     project."""
     with reading_checkpoint(path):
         # weights_only: pickled code is refused; mmap: tensors are read when they are used
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["format_version"] != FORMAT_VERSION:
             raise ValueError(f"its format is {checkpoint['format_version']}, not {FORMAT_VERSION}")
     return checkpoint
-
-
-def load_weights(model: GPT, checkpoint: dict, *, float32: bool) -> None:
-    """Load the weights: all bits if `float32`, else their bfloat16 half, still mapped from disk."""
-    verify(checkpoint, "model")
-    weights = checkpoint["model"]
-    if float32:
-        verify(checkpoint, "model_low")
-        low = checkpoint["model_low"]
-        weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
-    # assign: the model is on the device "meta", and takes these tensors for its own
-    model.load_state_dict(weights, strict=True, assign=True)
 
 
 def load_model(
@@ -126,8 +146,8 @@ def load_model(
     model_class: type[GPT] = GPT,
     *,
     float32: bool = False,
-    opened: dict | None = None,
-) -> tuple[GPT, dict]:
+    opened: Checkpoint | None = None,
+) -> tuple[GPT, Checkpoint]:
     """Return the model of a checkpoint to evaluate, bfloat16 unless `float32`, and the content of
     the file, `opened` where that is given: the path may hold another save by now. Raises UserError
     for a reward model unless `model_class` is one, and the other way round."""
@@ -141,7 +161,15 @@ def load_model(
             raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
         shape = GPTConfig(**checkpoint["model_config"])  # UserError for a shape that cannot be
         model = build_without_weights(shape, model_class=model_class)
-        load_weights(model, checkpoint, float32=float32)
+        # all bits, or their bfloat16 half, still mapped from disk
+        verify(checkpoint, "model")
+        weights = checkpoint["model"]
+        if float32:
+            verify(checkpoint, "model_low")
+            low = checkpoint["model_low"]
+            weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
+        # assign: the model is on the device "meta", and takes these tensors for its own
+        model.load_state_dict(weights, strict=True, assign=True)
     return model.eval(), checkpoint  # eval: without dropout
 
 
@@ -149,10 +177,9 @@ def load_model(
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Return a folder's numbered checkpoints by step, the newest first."""
-    paths = folder.glob("model_step_*.pt")
-    # zeros fill the numbers up to six digits: a longer one is a larger one
-    return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
+    """Return a folder's numbered checkpoints, the newest first."""
+    # by name, as zeros fill the numbers up: for steps of up to six digits
+    return sorted(folder.glob("model_step_*.pt"), reverse=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -211,7 +238,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
     )
 
 
-def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, dict]:
+def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Checkpoint]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
     llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own.

@@ -8,7 +8,7 @@ from data.named_tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import build_without_weights
 from model.recipes import Recipe
-from training.checkpoint import open_model
+from training.checkpoint import Checkpoint, open_model
 from training.options import model_shape
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
 from utils.devices import seconds_on_cpu
@@ -20,7 +20,9 @@ MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nano
 DOLLARS_PER_GPU_HOUR = 2.50
 
 
-def print_forecast(options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dict | None) -> None:
+def print_forecast(
+    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: Checkpoint | None
+) -> None:
     """Print what would be trained and its forecast; on the main process, for all."""
     if launched("RANK") > 0:
         return
@@ -90,7 +92,7 @@ def describe_time(flops: float, hardware: Hardware) -> str:
 
 
 def planned_shape(
-    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dict | None
+    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: Checkpoint | None
 ) -> GPTConfig:
     """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
     if checkpoint is not None:

@@ -13,9 +13,10 @@ import signal
 import sys
 import uuid
 import zlib
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,8 +29,10 @@ from model.gpt import GPT, rebuild
 from model.recipes import Recipe
 from training.checkpoint import (
     BEST,
+    Checkpoint,
     checksum,
     load_checkpoint,
+    load_model,
     newest_first,
     open_model,
     reading_checkpoint,
@@ -89,11 +92,13 @@ class TrainState:
     """Newest steps in a row without finite loss and gradient."""
 
     @classmethod
-    def start(cls, checkpoint: dict | None) -> "TrainState":
+    def start(cls, checkpoint: Checkpoint | None) -> "TrainState":
         """Return the state of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
             return cls()
-        return cls(**{progress.name: checkpoint[progress.name] for progress in fields(cls)})
+        # its fields are keys of a checkpoint
+        progress: Mapping[str, Any] = checkpoint
+        return cls(**{name: progress[name] for name in asdict(cls())})
 
     def advance(self, tokens: int, skip_reason: str | None) -> None:
         """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
@@ -119,7 +124,22 @@ def reason_to_skip(loss: float, grad_norm: float) -> str | None:
 # what a run is made of
 
 
-def init_checksum(options: RunOptions, checkpoint: dict | None, model: GPT) -> int | None:
+def open_start(
+    options: RunOptions, checkpoint: Checkpoint | None, model_class: type[GPT] = GPT
+) -> tuple[GPT, str, Checkpoint]:
+    """Return the model that a run begins with, float32 on the CPU, the spec of its tokenizer, and
+    the content of its file: of the checkpoint that is resumed, a `model_class`, or of --init_from.
+    """
+    if checkpoint is None:
+        assert options.init_from is not None
+        return open_model(options.init_from, float32=True)
+    # the file that is open already: its path may hold a later save by now
+    assert options.resumed is not None
+    model, _ = load_model(options.resumed, model_class, float32=True, opened=checkpoint)
+    return model, checkpoint["tokenizer"], checkpoint
+
+
+def init_checksum(options: RunOptions, checkpoint: Checkpoint | None, model: GPT) -> int | None:
     """Return the checksum of the float32 weights that a run began from, None for random ones.
     `model`, in its shape of the run, holds them if the run is new. Raises UserError if a resumed
     run is given other weights by --init_from than it began from."""
@@ -130,7 +150,7 @@ def init_checksum(options: RunOptions, checkpoint: dict | None, model: GPT) -> i
     return checkpoint["init_checksum"]
 
 
-def open_original(options: RunOptions, checkpoint: dict) -> GPT:
+def open_original(options: RunOptions, checkpoint: Checkpoint) -> GPT:
     """Return the model of --init_from for a resumed run, in the shape that is trained; raise
     UserError unless it has the weights that the run began from."""
     assert options.init_from is not None  # that of the checkpoint, or another one that is given
@@ -147,16 +167,16 @@ def open_original(options: RunOptions, checkpoint: dict) -> GPT:
 
 
 def compare_processes(
-    options: RunOptions, checkpoint: dict | None, entries: dict, process: Process
+    options: RunOptions, checkpoint: Checkpoint | None, entries: Checkpoint, process: Process
 ) -> None:
     """Raise UserError on every process if they differ in their options, in the checkpoint that they
     resume, or in what the run is made of, the `entries` of its own checkpoints.
 
     They would average gradients of different models, or wait for each other for ever. Every process
-    must call it, before collectives that depend on these.
+    must call it, before the first exchange of gradients.
     """
     common: dict[str, object] = {}
-    for name, value in (entries | options.to_dict()).items():
+    for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(PER_MACHINE):
             common[name] = value
     if checkpoint is not None:
@@ -168,23 +188,23 @@ def compare_processes(
         )
 
 
-def warn_of_order(process: Process, checkpoint: dict | None, data_order: dict) -> None:
+def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
     """Warn where the batch of a step follows from other data or options than in the checkpoint that
     is resumed."""
     # a converted checkpoint has no optimizer state and no order of data to go on with
     if checkpoint is None or not checkpoint["optimizer"]:
         return
-    for name, value in data_order.items():
-        earlier_value = checkpoint["data_order"][name]
-        if value != earlier_value:
-            change = f"{name} was {earlier_value}, is {value}"
-            process.print(f"warning: {change}: the data order changes")
+    earlier_order = checkpoint["data_order"]
+    if data_order != earlier_order:
+        process.print(f"warning: the data order changes from {earlier_order} to {data_order}")
 
 
 # the folders of a run
 
 
-def claim_folders(options: ResolvedOptions, checkpoint: dict | None, process: Process) -> None:
+def claim_folders(
+    options: ResolvedOptions, checkpoint: Checkpoint | None, process: Process
+) -> None:
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
     every process if the folders hold another run. Every process must call it."""
     # The main process alone writes, so it alone looks; the others wait for what it finds.
@@ -201,7 +221,7 @@ def claim_folders(options: ResolvedOptions, checkpoint: dict | None, process: Pr
         raise problem or UserError("the main process cannot write to its folders")
 
 
-def check_folders(options: ResolvedOptions, checkpoint: dict | None) -> None:
+def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> None:
     """Raise UserError if the run would write over files that are not its own, or over its own later
     ones."""
     if options.overwrite:
@@ -264,10 +284,8 @@ class Run(Generic[Config]):
     scaler: GradScaler
     """Scales the loss up in float16, and gradients down again."""
     state: TrainState
-    start_step: int
-    """Step at which this start of the run begins."""
-    entries: dict
-    """What checkpoints and config.json hold of the run beside options, model and progress."""
+    entries: Checkpoint
+    """Entries of its checkpoints and config.json beside options, model and progress."""
     stopping: bool = False
     """True once a process was told to stop."""
     logger: Logger = field(init=False)
@@ -275,7 +293,7 @@ class Run(Generic[Config]):
 
     @classmethod
     def start(
-        cls, options: Config, checkpoint: dict | None, process: Process, entries: dict
+        cls, options: Config, checkpoint: Checkpoint | None, process: Process, entries: Checkpoint
     ) -> "Run[Config]":
         """Begin a run, or go on with that of a checkpoint, without writing anything yet. Raises
         UserError on all processes if the folders hold another run, or if the processes differ."""
@@ -292,7 +310,7 @@ class Run(Generic[Config]):
             state.run_id = uuid.uuid4().hex  # the parent goes on under its own
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
-        return cls(options, process, dtype, scaler, state, state.step, entries)
+        return cls(options, process, dtype, scaler, state, entries)
 
     @property
     def ended(self) -> bool:
@@ -300,7 +318,7 @@ class Run(Generic[Config]):
         return self.state.step == self.config.max_steps
 
     def distribute(
-        self, model: GPT, recipe: Recipe, checkpoint: dict | None
+        self, model: GPT, recipe: Recipe, checkpoint: Checkpoint | None
     ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         """Return the module to train, which shares the weights of `model` and synchronizes
         gradients, and its optimizers, with the state in the checkpoint that is resumed. Every
@@ -316,14 +334,11 @@ class Run(Generic[Config]):
         return wrapped, optimizers
 
     def validate_on(self, text_id: str) -> None:
-        """Name the validation text. If the lowest loss before is that of another one, forget it:
-        losses of different texts cannot be compared. Forget it, too, where its model is not in the
-        folder, as in that of a branch."""
-        if self.state.best_of not in (None, text_id):  # None: nothing was validated before
+        """Name the validation text. Forget the lowest loss before if it is that of another one, as
+        losses of different texts cannot be compared, or if its model is not in the folder, as in
+        that of a branch."""
+        if self.state.best_of != text_id or not (self.config.checkpoint_dir / BEST).exists():
             self.state.best_loss = math.inf  # so the next loss is the lowest one
-            self.logger.print("the validation text has changed: a new lowest loss begins")
-        if not (self.config.checkpoint_dir / BEST).exists():
-            self.state.best_loss = math.inf
         self.state.best_of = text_id
 
     def open_log(self, shape: GPTConfig) -> None:

@@ -51,18 +51,13 @@ class Saver:
     run: Run
     model: GPT
     optimizers: list[torch.optim.Optimizer]
-    last_step: int = field(init=False)
-    """Step of model_last.pt on the disk, -1 without one: so the first save is due before the first
-    step, and a run that is killed early can be continued. Only the main process knows."""
+    last_step: int = -1
+    """Step of the model_last.pt that this process has written, -1 before: so the first save is due
+    before the first step, and a run that is killed early can be continued. Only the main process
+    knows."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     error: Exception | None = None
     """Why a write failed that no later model_last.pt has made up for."""
-
-    def __post_init__(self) -> None:
-        # a run that goes on from the last checkpoint of its folder, and ends without a new step,
-        # saves nothing
-        last = self.run.config.checkpoint_dir / LAST
-        self.last_step = self.run.start_step if self.run.config.resume == str(last) else -1
 
     # State follows the files. What lies on the disk is known after `wait`, and to the main process
     # alone, which decides for all.

@@ -13,13 +13,13 @@ from utils.errors import UserError
 SLOW_RUN_SECONDS = 3600  # a run on a CPU that takes longer is announced
 
 
-def check_tokenizer(stream: TokenStream, weights_from: Path | str, tokenizer: str) -> None:
-    """Raise UserError unless the shards hold the tokens of a model; `tokenizer` is the spec of the
-    model's. The shards' tokenizer takes over its chat template, which checkpoints save."""
+def check_tokenizer(stream: TokenStream, source: Path | str | None, tokenizer: str) -> None:
+    """Raise UserError unless the shards hold the tokens of the model of `source`, whose tokenizer
+    has the spec `tokenizer`. The shards' takes over its chat template, which checkpoints save."""
     identity = tokenizer_identity(tokenizer)
     if identity != stream.tokenizer_identity:
         raise UserError(
-            f"{weights_from} takes tokens of {identity}, the shards hold those of "
+            f"{source} takes tokens of {identity}, the shards hold those of "
             f"{stream.tokenizer_identity}"
         )
     stream.tokenizer = tokenizer  # equal tokens, but the spec may hold a chat template, too
@@ -41,8 +41,8 @@ def print_summary(
         f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps "
         f"{slicing.micro_steps} x processes {run.process.world_size}"
     )
-    if run.start_step > 0:
-        text += f"; resumed at step {run.start_step}"
+    if run.state.step > 0:
+        text += f"; resumed at step {run.state.step}"
     if options.use_torch_compile:
         text += "; the first step compiles"
     run.logger.print(text)
@@ -50,7 +50,7 @@ def print_summary(
     if run.process.device.type == "cpu":
         # measured by one matmul: a progress bar shows nothing before the first step ends
         step_seconds = seconds_on_cpu(tokens_per_step * model.flops_per_token(), run.dtype)
-        run_seconds = step_seconds * (options.max_steps - run.start_step)
+        run_seconds = step_seconds * (options.max_steps - run.state.step)
         if run_seconds > SLOW_RUN_SECONDS:
             run.logger.print(
                 f"the run takes about {run_seconds / 3600:,.0f} hours on this processor, "

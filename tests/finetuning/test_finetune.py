@@ -12,7 +12,6 @@ from conftest import (
     ROOT,
     environment,
     folders,
-    run_ranks,
     script,
     slow,
     torchrun,
@@ -25,9 +24,8 @@ from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
 import finetune
 from data.tokenizer import load_tokenizer
-from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
-from finetuning.rewards import load_reward_function, rate_by_function
+from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -248,16 +246,6 @@ def test_a_mistake_gets_one_sentence(base, tmp_path, refuse, flags, problem):
     refuse(problem, *folders(tmp_path), *data, *SMALL.split(), *flags.format(base=base).split())
 
 
-@pytest.mark.parametrize("reward", [None, [1.0]])
-def test_a_reward_is_a_number(reward):
-    completions = [Completion({"prompt": "1?"}, text, None) for text in ("a", "b")]
-    rewards = {"a": True, "b": reward}
-    rate = functools.partial(rate_by_function, "f.py:f", lambda _, text, row: rewards[text])
-    with user_error("f.py:f fails for the prompt '1.' .* 'b'"):
-        rate(completions)
-    assert rate(completions[:1]) == [1.0]
-
-
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse, method):
     """Weights that were moved are no others."""
@@ -268,19 +256,12 @@ def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_pat
         ("--data", base / "reversed.jsonl", 1),
     ):
         done = script("finetune.py", *resumed, *folders(tmp_path / flag), flag, value)
-        assert done.stdout.count("checksum of --data was") == num_warnings
         assert done.stdout.count("data order changes") == num_warnings
     for flag, value, problem in (
         ("--init_from", base / "plain", "does not hold the weights that the run"),
         ("--block_size", 32, "--block_size 32: .* has a context of 64"),
     ):
         refuse(problem, *resumed, *folders(tmp_path / problem[:9]), flag, value)
-
-
-def test_two_processes_with_other_rows_do_not_begin(base, tmp_path):
-    ours = finetune_args(base, tmp_path, "sft", "--max_steps", 1)
-    for rank in run_ranks([ours, [*ours, "--data", base / "reversed.jsonl"]], code=2):
-        assert "the processes have different" in rank.stderr
 
 
 def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(tmp_path):

@@ -169,19 +169,15 @@ def test_a_damaged_checkpoint_is_named_and_overwritten_on_demand_alone(shards, r
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("changes", "message"),
     [
-        (b"of another program", "model_best.pt is damaged or not a checkpoint"),
         ({"run_id": "of another run"}, "holds the checkpoints of another run"),
         ({"format_version": 99}, "its format is 99"),
     ],
 )
-def test_files_of_others_are_kept_in_a_folder_that_is_resumed(shards, run, content, message):
-    best = run / "checkpoints/model_best.pt"
-    if isinstance(content, bytes):
-        best.write_bytes(content)
-    else:
-        torch.save(load_checkpoint(run / "checkpoints/model_last.pt") | content, best)
+def test_files_of_others_are_kept_in_a_folder_that_is_resumed(shards, run, changes, message):
+    content = load_checkpoint(run / "checkpoints/model_last.pt") | changes
+    torch.save(content, run / "checkpoints/model_best.pt")
     bad(train_args(shards, run, 22, "--resume", "auto"), message, run)
 
 
@@ -192,8 +188,7 @@ def test_the_lowest_loss_is_known_after_a_resume_and_belongs_to_its_text(shards,
     script(*args)
     assert losses(run, "val")[22] > losses(run, "val")[20]
     assert load_checkpoint(best)["step"] == 20
-    done = script(*args, "--max_steps", 23, "--val_tokens", 2048)
-    assert "the validation text has changed: a new lowest loss begins" in done.stdout
+    script(*args, "--max_steps", 23, "--val_tokens", 2048)
     assert load_checkpoint(best)["step"] == 23
 
 
@@ -220,8 +215,7 @@ def test_unfinished_data_and_another_order_are_warned_of(shards, tmp_path):
     assert "data order" not in same
     changes = ("--max_steps", 4, "--total_batch_size", 1024, "--seed", 8)
     other = script(*args, second, first, *changes).stdout
-    assert "checksum of --data_dir" in other
-    assert "total_batch_size was 512, is 1024: the data order changes" in other
-    assert "seed was 7, is 8" in other
+    assert "the data order changes from {'total_batch_size': 512, 'seed': 7," in other
+    assert "to {'total_batch_size': 1024, 'seed': 8," in other
     rows = read_metrics(tmp_path)["train"]
     assert [row["tokens"] for row in rows] == [512, 1024, 1536, 2560]
