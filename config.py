@@ -74,6 +74,11 @@ class RunOptions:
         return Path(self.resume)
 
     @property
+    def source(self) -> Path | str | None:
+        """Where the weights come from that this start of the run begins with, None for new ones."""
+        return self.resumed or self.init_from
+
+    @property
     def is_branch(self) -> bool:
         """True if the checkpoint that is resumed lies in another folder than --checkpoint_dir. The
         run there is another one from then on; a whole folder that was moved or copied is not."""
@@ -251,11 +256,6 @@ class TrainConfig(
     """Train a GPT-2. With --resume, options that are not given come from the checkpoint. Every run
     needs --data_dir, --run_dir, --model_type (or sizes) and --max_steps, perhaps --micro_batch_size
     and --resume."""
-
-    @property
-    def benchmarks(self) -> list[str]:
-        """Benchmarks that can be scored during training: those with options NAME_data."""
-        return [f.name.removesuffix("_data") for f in fields(self) if f.name.endswith("_data")]
 
     def sequences_per_step(self, world_size: int) -> int:
         """Return the sequences in a global batch; UserError where the batch does not divide."""

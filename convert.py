@@ -141,7 +141,8 @@ def import_model(config: ConvertConfig) -> None:
         model_config=asdict(model.config),
         tokenizer=tokenizer_spec,
         # step 0 of a new run
-        **TrainState.start(None).to_checkpoint(),
+        **asdict(TrainState()),
+        scaler={},
     )
     save_checkpoint(config.out, content)
 

@@ -14,7 +14,6 @@ import sys
 import zlib
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -35,33 +34,30 @@ from finetuning.methods import (
     SupervisedTuning,
 )
 from finetuning.options import FinetuneConfig, ResolvedFinetuneConfig, resolve_options
-from finetuning.rewards import RewardError, RewardModel, load_reward_function
+from finetuning.rewards import RewardModel, load_reward_function
 from model.execution import Execution, uncompiled
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.checkpoint import find_checkpoint, load_model, open_model
-from training.optim import make_optimizers
+from training.checkpoint import Checkpoint, find_checkpoint
 from training.options import read_options, resolve_compile, resolve_dtype
-from training.parallel import clip_grad_norm, sync_gradients, wrap
+from training.parallel import clip_grad_norm, sync_gradients
 from training.run import (
     Run,
     StepResult,
-    claim_folders,
-    compare_processes,
     init_checksum,
     open_original,
+    open_start,
     reason_to_skip,
     seed_step,
-    warn_of_order,
 )
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
-from utils.distributed import Stopped
+from utils.distributed import Process, Stopped
 from utils.errors import UserError
-from utils.throughput import StepTimer, peak_flops
+from utils.throughput import StepTimer
 
 METHODS: dict[str, type[Method]] = {
     "sft": SupervisedTuning,
@@ -73,44 +69,35 @@ METHODS: dict[str, type[Method]] = {
 
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
-    options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    options = resolve_source_and_compile(options, derived)
-    process = distributed.start(options.device, catch_signals=True)
-    options = resolve_dtype(options, process)
+    given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
+    process = distributed.start(given_options.device, catch_signals=True)
+    model_options = resolve_on_device(given_options, derived, process)
     # the lengths of run and batches depend on what is read here
-    model, entries = build_model(options, checkpoint)
-    assert options.data is not None  # FinetuneConfig demands it
-    num_rows = len(read_lines(options.data))
-    options = resolve_options(options, num_rows, model.num_parameters(), process.world_size)
-    claim_folders(options, checkpoint, process)
-    # as in checkpoints of train.py: what nobody gave is derived again when a run is resumed
-    entries |= {"derived": derived, "command": sys.argv, **data_entries(options)}
-    compare_processes(options, checkpoint, entries, process)
-    warn_of_order(process, checkpoint, entries["data_order"])
+    model, tokenizer, began_from = build_model(model_options, checkpoint)
+    assert model_options.data is not None  # FinetuneConfig demands it
+    num_rows = len(read_lines(model_options.data))
+    options = resolve_options(model_options, num_rows, model.num_parameters(), process.world_size)
+    entries = checkpoint_entries(options, derived, tokenizer, began_from)
+    run = Run.start(options, checkpoint, process, entries)
+    state = run.state  # step, tokens, lowest loss, ...
 
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
-    run = Run.start(options, checkpoint, process)
-    state = run.state
-    method, held_out_method = open_data(run, model, entries, checkpoint)
-    wrapped = wrap(model, process, options.sharding, run.dtype)
+    method, held_out_method = open_data(run, model, checkpoint)
     # the default recipe is AdamW for all weights, also of a model that was trained with Muon
-    optimizers = make_optimizers(model, options, Recipe(), run.dtype)
-    if checkpoint is not None:
-        run.resume_optimizers(model, optimizers, checkpoint)
+    wrapped, optimizers = run.distribute(model, Recipe(), checkpoint)
     checkpoint = None  # closes the file, from which its tensors are mapped
 
     # log and checkpoints: whatever is wrong above has removed and written nothing
-    run.open_log(model, entries)
+    run.open_log(model.config)
     if options.eval_data:
         run.validate_on(str(entries["val_checksum"]))
-    saver = Saver(run, model, optimizers, entries)
-    resumed = f"; resumed at step {run.start_step}" if run.start_step else ""
+    saver = Saver(run, model, optimizers)
+    resumed = f"; resumed at step {state.step}" if state.step else ""
     process.print(
-        f"{options.method} of {options.init_from} on {options.data}: {len(method.examples):,} "
-        f"{method.unit}, {options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
+        f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
+        f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
     )
-    peak = peak_flops(process.device, run.dtype)  # for MFU; None where it is not known
-    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
+    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
 
     try:
         while True:
@@ -121,7 +108,12 @@ def main() -> None:
             if held_out_method and (run.ended or is_due(options.eval_every, step)):
                 # batches of other shapes than those of training
                 with uncompiled(options.use_torch_compile):
-                    evaluate(run, model, held_out_method, saver)
+                    scores = held_out_method.evaluate(model)
+                if "loss" in scores:
+                    run.logger.log_scores("val", scores, step)
+                    saver.save_if_best(scores["loss"])
+                else:  # grpo has the reward instead, and no best model
+                    run.logger.log_scores("held_out", scores, step)
             if run.ended:
                 break
 
@@ -145,20 +137,18 @@ def main() -> None:
     except Stopped:  # a resumed run does the evaluation or the roll-out of this step again
         run.stopping = True
         saver.save_last()
-    except RewardError as error:
-        saver.end(error)
 
     saver.finish()
     chat = "" if options.plain else "--chat "
     run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 
-def resolve_source_and_compile(
-    options: FinetuneConfig, derived: dict[str, str | None]
+def resolve_on_device(
+    options: FinetuneConfig, derived: dict[str, str | None], process: Process
 ) -> FinetuneConfig:
-    """Return the options with the file of --init_from, and whether the step is compiled; `derived`
-    has the options that nobody gave."""
-    options = resolve_compile(options, derived)
+    """Return the options with the file of --init_from, whether the step is compiled, and a dtype;
+    `derived` has the options that nobody gave. Every process must call it."""
+    options = resolve_dtype(resolve_compile(options, derived), process)
     # the completions of grpo have too many lengths to compile each
     is_compiled = options.use_torch_compile and options.method != "grpo"
     assert options.init_from is not None
@@ -193,7 +183,7 @@ def train_step(
                 sums = method.metric_sums(wrapped, batch)
             loss = sums["loss"] / prepared.divisor
             # DDP and FSDP2 average gradients over processes; these losses are to be added
-            state.scaler.scale(loss * process.world_size).backward()
+            run.scaler.scale(loss * process.world_size).backward()
         for name, value in sums.items():
             mean = value.detach() / prepared.divisor
             means[name] = means.get(name, 0.0) + mean.float()  # stays on the device
@@ -202,7 +192,7 @@ def train_step(
 
     # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
-        state.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
+        run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)
     means["grad_norm"] = grad_norm / process.world_size  # each process has the norm of the whole
 
@@ -219,56 +209,39 @@ def train_step(
     skip_reason = reason_to_skip(figures["loss"], figures["grad_norm"])
     figures |= prepared.metrics
     figures["lr"] = lr
-    if state.scaler.is_enabled():
-        figures["scale"] = state.scaler.get_scale()
+    if run.scaler.is_enabled():
+        figures["scale"] = run.scaler.get_scale()
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    state.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
+    run.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
     state.advance(round(figures["tokens"]), skip_reason)  # round: it was summed as a float
     figures["tokens"] = state.tokens  # of all steps so far, skipped ones included
     return StepResult(figures, skip_reason, got_signal)
 
 
-def evaluate(
-    run: Run[ResolvedFinetuneConfig], model: GPT, held_out_method: Method, saver: Saver
-) -> None:
-    """Score the model on --eval_data, and save it if its loss there is the lowest one."""
-    scores = held_out_method.evaluate(model)
-    if "loss" not in scores:  # grpo has the reward instead, and no best model
-        run.logger.log_scores("held_out", scores, run.state.step)
-        return
-    run.logger.log_scores("val", scores, run.state.step)
-    saver.save_if_best(scores["loss"])
-
-
-def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, dict]:
-    """Return the model, resumed or of --init_from, on the CPU, and the entries of its checkpoints
-    beside weights, options and progress."""
+def build_model(
+    options: FinetuneConfig, checkpoint: Checkpoint | None
+) -> tuple[GPT, str, int | None]:
+    """Return the model, resumed or of --init_from, on the CPU, the spec of its tokenizer, and the
+    checksum of the weights that the run began from."""
     is_reward = options.method == "reward"
-    name: Path | str
-    if checkpoint is not None:
-        assert options.resumed is not None
-        name = options.resumed
-        model_class = RewardModel if is_reward else GPT
-        model, content = load_model(name, model_class, float32=True, opened=checkpoint)
-        tokenizer = content["tokenizer"]
-    else:
-        assert options.init_from is not None
-        name = options.init_from
-        model, tokenizer, content = open_model(name, float32=True)
+    model_class = RewardModel if is_reward else GPT
+    model, tokenizer, content = open_start(options, checkpoint, model_class)
 
     # its shape: a shorter context, and the dropout of fine-tuning
     longest = model.config.block_size
     T = options.block_size or longest  # of the model unless given
     if T > longest or (options.resumed and T < longest):  # its optimizer state has that length
-        raise UserError(f"--block_size {T}: {name} has a context of {longest}; give that, or none")
+        raise UserError(
+            f"--block_size {T}: {options.source} has a context of {longest}; give that, or none"
+        )
 
     # A chat model would rate or write plain text badly, and the other way round. sft may change it.
     learned_plain = content.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
-        raise UserError(f"{name} was fine-tuned on another kind of text: change --plain")
+        raise UserError(f"{options.source} was fine-tuned on another kind of text: change --plain")
     # a shorter context drops the last rows of the table of positions
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
@@ -278,20 +251,25 @@ def build_model(options: FinetuneConfig, checkpoint: dict | None) -> tuple[GPT, 
     began_from = init_checksum(options, checkpoint, model)
     if is_reward and checkpoint is None:  # a resumed one has its head of rewards already
         model = RewardModel.from_gpt(model)
-    entries = {
-        "script": "finetune.py",
-        "tokenizer": tokenizer,
-        "init_checksum": began_from,
-    }
-    return model.train(), entries
+    return model.train(), tokenizer, began_from
 
 
-def data_entries(options: ResolvedFinetuneConfig) -> dict:
-    """Return the entries of checkpoints that tell the rows of a run from others."""
+def checkpoint_entries(
+    options: ResolvedFinetuneConfig,
+    derived: dict[str, str | None],
+    tokenizer: str,
+    began_from: int | None,
+) -> Checkpoint:
+    """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     val_checksum = None
     if options.eval_data is not None:
         val_checksum = zlib.crc32(options.eval_data.read_bytes())
     return {
+        "script": "finetune.py",
+        "command": sys.argv,
+        "derived": derived,  # options that follow from others: a resumed run derives them again
+        "tokenizer": tokenizer,
+        "init_checksum": began_from,
         # what the examples of a step follow from, beside the step
         "data_order": {
             "batch_size": options.batch_size,
@@ -303,7 +281,7 @@ def data_entries(options: ResolvedFinetuneConfig) -> dict:
 
 
 def open_data(
-    run: Run[ResolvedFinetuneConfig], model: GPT, entries: dict, checkpoint: dict | None
+    run: Run[ResolvedFinetuneConfig], model: GPT, checkpoint: Checkpoint | None
 ) -> tuple[Method, Method | None]:
     """Read and encode the rows of a run, and open the models that its method needs beside `model`,
     the trained one.
@@ -312,7 +290,7 @@ def open_data(
     without them. Raise UserError if the reference model of a resumed run has changed.
     """
     options, process = run.config, run.process
-    tokenizer = load_tokenizer(entries["tokenizer"])
+    tokenizer = load_tokenizer(run.entries["tokenizer"])
     block_size = model.config.block_size
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)
 
@@ -330,7 +308,7 @@ def open_data(
         # eval: without the dropout that it shares with the trained model's shape
         reference = reference.eval().requires_grad_(False).to(process.device)
 
-    # examples, and the function that rates completions of theirs, tried on the first one
+    # examples, and the function that rates completions of theirs
     reward_function = None
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneConfig demands it

@@ -20,7 +20,6 @@ from dataclasses import asdict
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -31,53 +30,28 @@ from evaluation.evaluator import Evaluator, is_due
 from model.execution import Execution
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.checkpoint import load_model, open_model
+from training.checkpoint import Checkpoint
 from training.dry_run import print_forecast
-from training.optim import make_optimizers
-from training.options import (
-    model_shape,
-    read_options,
-    resolve_dtype,
-    resolve_micro_batch,
-    resolve_options,
-)
-from training.parallel import clip_grad_norm, sync_gradients, wrap
-from training.run import (
-    Run,
-    StepResult,
-    claim_folders,
-    compare_processes,
-    init_checksum,
-    reason_to_skip,
-    seed_step,
-    warn_of_order,
-)
+from training.options import model_shape, read_options, resolve_on_device, resolve_options
+from training.parallel import clip_grad_norm, sync_gradients
+from training.run import Run, StepResult, init_checksum, open_start, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
-from training.summary import (
-    announce_recipe,
-    check_tokenizer,
-    data_order,
-    print_summary,
-    warn_of_data,
-)
+from training.summary import check_tokenizer, print_summary
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
 from utils.distributed import Stopped
-from utils.throughput import StepTimer, peak_flops
+from utils.throughput import StepTimer
 
 
 def main() -> None:
-    # options: flags, then what follows from recipe and device; below, from the model's memory, the
-    # micro-batch
-    options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
-    options, recipe = resolve_options(options, derived, checkpoint)
+    # options: flags, then what follows from recipe and device and, with the model, from its memory
+    given_options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
+    options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
     process = distributed.start(options.device, catch_signals=True)
-    options = resolve_dtype(options, process)
-    claim_folders(options, checkpoint, process)
 
     # data: the batch of a step is a pure function of (seed, step)
     train_data = Mixture(options.data_dir, "train", options.block_size)
@@ -85,30 +59,25 @@ def main() -> None:
 
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
     model = build_model(options, recipe, train_data.stream, checkpoint)
+    options = resolve_on_device(options, recipe, model.config, process)
     began_from = init_checksum(options, checkpoint, model)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
-    compare_processes(options, checkpoint, entries, process)
-    options = resolve_micro_batch(options, recipe, model.config, process)
-    run = Run.start(options, checkpoint, process)
-    state = run.state
-    wrapped = wrap(model, process, options.sharding, run.dtype)
-    optimizers = make_optimizers(model, options, recipe, run.dtype)
-    if checkpoint is not None:
-        run.resume_optimizers(model, optimizers, checkpoint)
-    warn_of_data(run, train_data, val_data)
-    warn_of_order(process, checkpoint, entries["data_order"])
+    run = Run.start(options, checkpoint, process, entries)
+    state = run.state  # step, tokens, lowest loss, ...
+    wrapped, optimizers = run.distribute(model, recipe, checkpoint)
     checkpoint = None  # closes the file, from which its tensors are mapped
 
-    # batches, evaluation, log, checkpoints
+    # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
     slicing = Slicing(num_sequences, options.sequences_per_pass, process.rank, process.world_size)
-    peak = peak_flops(process.device, run.dtype)  # for MFU; None where it is not known
-    timer = StepTimer(model.flops_per_token(), peak, process.world_size)
-    batches = open_batches(run, slicing, train_data, val_data)
+    steps = range(state.step, options.max_steps)
+    micro_batches = train_batches(train_data, slicing, options.seed, steps)
+    batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
-    run.open_log(model, entries)
+    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
+    run.open_log(model.config)
     run.validate_on(evaluator.validation_id)
-    saver = Saver(run, model, optimizers, entries)
+    saver = Saver(run, model, optimizers)
     print_summary(run, model, train_data, slicing)
 
     try:
@@ -177,12 +146,12 @@ def train_step(
             with autocast(process.device, run.dtype, keep_weights=False):
                 # divided, so that the sum of the gradients is that of the mean over the step
                 loss = wrapped(idx, targets) / micro_steps
-            state.scaler.scale(loss).backward()
+            run.scaler.scale(loss).backward()
         loss_sum += loss.detach()  # stays on the device: no wait for a GPU
 
     # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
-        state.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
+        run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)
 
     # means over processes; at `tolist` the CPU waits for the GPU, in float16 at get_scale again
@@ -193,35 +162,26 @@ def train_step(
     # update, unless a loss or gradient is not finite: then no process updates
     skip_reason = reason_to_skip(mean_loss, mean_norm)
     figures = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
-    if state.scaler.is_enabled():
-        figures["scale"] = state.scaler.get_scale()
+    if run.scaler.is_enabled():
+        figures["scale"] = run.scaler.get_scale()
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    state.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
+    run.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
     state.advance(options.total_batch_size, skip_reason)
     figures["tokens"] = state.tokens
     return StepResult(figures, skip_reason, got_signal=share_of_signals > 0)
 
 
 def build_model(
-    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: dict | None
+    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: Checkpoint | None
 ) -> GPT:
     """Return the model of the run on the CPU: that of the `checkpoint` that is resumed, that of
     --init_from, or a new one from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    if checkpoint is not None:
-        # the file that is open already: its path may hold a later save by now
-        assert options.resumed is not None
-        weights, _ = load_model(options.resumed, float32=True, opened=checkpoint)
-        check_tokenizer(stream, options.resumed, checkpoint["tokenizer"])
-    elif options.init_from is not None:
-        weights, tokenizer, content = open_model(options.init_from, float32=True)
-        check_tokenizer(stream, options.init_from, tokenizer)
-        announce_recipe(options, recipe, content)
-    else:
+    if checkpoint is None and options.init_from is None:
         torch.manual_seed(options.seed)
         model = GPT(options.model_config(recipe, stream.vocab_size), execution)
         if recipe.zero_init:  # each block begins as the identity
@@ -230,24 +190,10 @@ def build_model(
                 nn.init.zeros_(block.get_parameter("mlp.c_proj.weight"))
         return model
 
+    weights, tokenizer, _ = open_start(options, checkpoint)
+    check_tokenizer(stream, options.source, tokenizer)
     # a smaller --block_size drops the last positions of the table
     return rebuild(weights, model_shape(options, recipe, weights.config), execution).train()
-
-
-def open_batches(
-    run: Run[ResolvedTrainConfig], slicing: Slicing, train_data: Mixture, val_data: Mixture
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the micro-batches (inputs, targets), (B, T) each, of this process from the current
-    step on, read ahead by a thread. Raises UserError for data that cannot be read, before the run
-    has written anything."""
-    seed = run.config.seed
-    # a resumed run goes on with the data of the step that comes next
-    steps = range(run.state.step, run.config.max_steps)
-    # reads one sequence and one batch: data that cannot be read ends the run here
-    val_data.batch(np.arange(1))
-    next(train_batches(train_data, slicing, seed, steps), None)
-    batches = train_batches(train_data, slicing, seed, steps)
-    return prefetch(run.process.to_device(batches))
 
 
 def checkpoint_entries(
@@ -257,7 +203,7 @@ def checkpoint_entries(
     train_data: Mixture,
     val_data: Mixture,
     began_from: int | None,
-) -> dict:
+) -> Checkpoint:
     """Return what checkpoints and config.json hold of a run beside options, model and progress."""
     return {
         "script": "train.py",
@@ -266,7 +212,13 @@ def checkpoint_entries(
         "recipe": asdict(recipe),
         "tokenizer": train_data.stream.tokenizer,  # its spec, see data/tokenizer.py
         "corpus": train_data.title,
-        "data_order": data_order(options, train_data),
+        # what the batch of a step follows from, beside the step
+        "data_order": {
+            "total_batch_size": options.total_batch_size,
+            "seed": options.seed,
+            "weights of --data_dir": train_data.weights,
+            "checksum of --data_dir": train_data.stream.digest,
+        },
         "val_checksum": val_data.stream.digest,
         "init_checksum": began_from,
     }

@@ -79,9 +79,9 @@ class Evaluator:
             self.scorer = Scorer(model, None, process, dtype, batch_size)
             return
         self.scorer = ItemScorer(model, tokenizer, process, dtype, batch_size)
-        for name in config.benchmarks:
-            if getattr(config, f"{name}_every") > 0:  # hellaswag_every, lambada_every
-                benchmark = BENCHMARKS[name]
+        for name, benchmark in BENCHMARKS.items():
+            # hellaswag_every, lambada_every, core_every; others are not scored during training
+            if getattr(config, f"{name}_every", 0) > 0:
                 path = getattr(config, f"{name}_data")  # None: downloaded
                 limit = None if config.eval_full else SUBSET_EXAMPLES
                 rows = read_on_all(partial(benchmark.read, path, limit), process)

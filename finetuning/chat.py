@@ -19,6 +19,7 @@ from typing import Any
 from data.file_tokenizer import FileTokenizer
 from data.named_tokenizer import TOKENIZERS, Tokenizer
 from data.tokenizer import load_tokenizer
+from training.checkpoint import Checkpoint
 
 Message = dict[str, Any]  # with "role" and "content", and what a chat template may read besides
 Messages = list[Message]
@@ -78,7 +79,7 @@ def fit_history(
     return prompt_ids
 
 
-def is_chat(checkpoint: dict, name: str | Path, tokenizer_spec: str) -> bool:
+def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bool:
     """Return True if a model has learned to chat.
 
     A checkpoint of finetune.py tells it. Else a chat template does: that of the tokenizer, or one

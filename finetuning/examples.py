@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
-from finetuning.chat import Messages, as_messages, encode_dialog, encode_prompt
-from finetuning.template import check_messages, find_answer, is_learned
+from finetuning.chat import ROLES, Message, Messages, as_messages, encode_dialog, encode_prompt
+from finetuning.template import find_answer, is_learned
 from utils.distributed import Process
 from utils.errors import UserError
 
@@ -104,6 +104,13 @@ def get_field(row: dict, name: str, *types: type) -> Any:
     return row[name]
 
 
+def check_message(message: Message) -> None:
+    """Raise ValueError for a message with a role or a field that the project's own format lacks."""
+    fields = [name for name, value in message.items() if value]  # without "tool_calls": null
+    if message["role"] not in ROLES or not set(fields) <= {"role", "content", "weight"}:
+        raise ValueError(f"a chat has no such role or field: {message!r:.200}")
+
+
 @dataclass
 class Question:
     """A row with a "prompt", and the token ids that a completion of it follows."""
@@ -174,7 +181,8 @@ class TextEncoder:
             for message in value:  # one turn of the dialog
                 get_field(message, "role", str)
                 get_field(message, "content", str)  # None would be written as "None"
-            check_messages(value, self.tokenizer, is_prompt=name == "prompt")
+                if not self.tokenizer.chat_template:  # a template writes what it knows
+                    check_message(message)
         return value
 
 

@@ -7,7 +7,6 @@ share the places, so that a group can be spread over several of them.
 Shapes: N completions of a batch, T tokens.
 """
 
-import time
 import zlib
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from finetuning.completions import Completion, complete_questions
-from finetuning.examples import Batch, Example, Question
+from finetuning.examples import Batch, Question
 from finetuning.methods import Method, PreparedStep, Sums, token_logprobs
 from finetuning.rewards import RewardFunction
 from model.generate import Sampling
@@ -28,17 +27,7 @@ class GroupRelativePolicy(Method):
     """Completions become likelier the more their reward is above the mean of their group. The
     reference model, if there is one, adds a KL divergence to the loss."""
 
-    unit = "prompts"
     reward_function: RewardFunction  # never None: the options demand --reward
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # A function that fails ends the run here, before --overwrite removes the checkpoints of
-        # another one. The completion is the row's answer, and to a reward model the prompt alone.
-        question = self.examples[0]
-        example = Example.of_completion(question.prompt_ids, [])
-        answer = str(question.row.get("answer", ""))
-        self.reward_function([Completion(question.row, answer, example)])
 
     def encode(self, row: dict) -> Question:
         return self.encoder.question(
@@ -56,7 +45,6 @@ class GroupRelativePolicy(Method):
         # Sample and reward the completions. The random numbers of one depend on seed, step and
         # place alone, so that any number of processes samples the same. Each process leaves zeros
         # at the places of others, for the sum below.
-        start_time = time.perf_counter()
         seed = zlib.crc32(f"{self.config.seed} {step}".encode())
         values = torch.zeros(3, num_completions, dtype=torch.float64)
         completions: list[list[Completion]] = []  # for each micro-step
@@ -76,7 +64,6 @@ class GroupRelativePolicy(Method):
                 [completion.is_cut for completion in micro_completions],
             ]
             values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
-        rollout_seconds = time.perf_counter() - start_time
 
         # a group can have completions of several processes: its mean needs the rewards of all
         rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
@@ -96,7 +83,6 @@ class GroupRelativePolicy(Method):
             "reward": rewards.mean().item(),
             "completion_tokens": lengths.mean().item(),
             "cut": are_cut.mean().item(),
-            "rollout_ms": 1000 * rollout_seconds,
         }
         return PreparedStep(batches, num_completions, metrics, sample)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.loader import Slicing
 from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
-from finetuning.options import FinetuneConfig
+from finetuning.options import ResolvedFinetuneConfig
 from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
 from utils.devices import autocast
@@ -47,9 +47,7 @@ class Method(ABC):
     """Base of the methods: the examples of a file, their batches, and the loss of a batch. A file
     of held-out rows has a Method of its own."""
 
-    unit = "pairs"  # the examples that --batch_size counts
-
-    config: FinetuneConfig
+    config: ResolvedFinetuneConfig
     process: Process
     dtype: torch.dtype
     """Autocast dtype of matmuls."""
@@ -62,9 +60,6 @@ class Method(ABC):
     """File of rows."""
 
     def __post_init__(self) -> None:
-        # examples in a forward pass, a pair being two texts; resolve_options has filled it in
-        assert self.config.micro_batch_size
-        self.micro_batch_size = self.config.micro_batch_size
         self.examples = read_jsonl(self.path, self.encode)
 
     @abstractmethod
@@ -99,7 +94,7 @@ class Method(ABC):
         int64 (micro-steps, --micro_batch_size)."""
         # as in pre-training: micro-step i of all processes takes consecutive places
         slicing = Slicing(
-            num_examples, self.micro_batch_size, self.process.rank, self.process.world_size
+            num_examples, self.config.micro_batch_size, self.process.rank, self.process.world_size
         )
         return slicing.rank_ids(np.arange(num_examples))
 
@@ -115,7 +110,7 @@ class Method(ABC):
         model.eval()  # without dropout
         examples = self.arrange(self.examples)
         divisor = self.divisor(examples)
-        size = self.micro_batch_size
+        size = self.config.micro_batch_size
         starts = range(0, len(examples), size)  # of the micro-batches
         means: dict[str, float] = {}  # parts of the means, those of this process, by metric
         # raises Stopped between two micro-batches after a signal
@@ -140,8 +135,6 @@ class Method(ABC):
 
 class SupervisedTuning(Method):
     """Mean cross-entropy of what the assistant says."""
-
-    unit = "dialogs"
 
     def encode(self, row: dict) -> Example:
         return self.encoder.dialog(row)
@@ -196,20 +189,19 @@ class RewardModeling(Method):
             batch.ref_logprobs = self.process.copy(torch.stack(columns, 1).flatten())
         return batch
 
-    def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return "margin" (N,), by how much the model prefers the chosen text of each pair, and
-        further metrics (N,)."""
-        rewards = rewards_at_end(model, batch)  # (2 N,)
-        chosen, rejected = rewards.chunk(2)  # (N,) each
-        return {"margin": chosen - rejected}
+    def margin(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return by how much the model prefers the chosen text of each pair, (N,)."""
+        chosen, rejected = rewards_at_end(model, batch).chunk(2)  # (N,) each
+        return chosen - rejected
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        metrics = self.compare(model, batch)
-        margin = metrics["margin"]  # (N,)
-        # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
-        metrics["loss"] = -F.logsigmoid(margin)
-        metrics["accuracy"] = (margin > 0).float()  # a tie is wrong
-        return {name: values.sum() for name, values in metrics.items()}
+        margin = self.margin(model, batch)  # (N,)
+        return {
+            "margin": margin.sum(),
+            # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
+            "loss": -F.logsigmoid(margin).sum(),
+            "accuracy": (margin > 0).float().sum(),  # a tie is wrong
+        }
 
 
 class DirectPreference(RewardModeling):
@@ -221,7 +213,7 @@ class DirectPreference(RewardModeling):
         super().__post_init__()
         assert self.reference  # finetune.py gives dpo one
         num_pairs = len(self.examples)
-        size = self.micro_batch_size
+        size = self.config.micro_batch_size
         starts = range(0, num_pairs, size)  # of the batches of pairs
         logprobs = torch.zeros(2, num_pairs, dtype=torch.float64)  # of chosen and rejected texts
         # each process computes some of the pairs and leaves zeros for the sum at the others
@@ -236,16 +228,12 @@ class DirectPreference(RewardModeling):
             pair.ref_logprobs = logprobs[:, i]
         self.reference = None  # frees its memory
 
-    def compare(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of texts
-        # how much likelier the texts have become: beta times that is their implicit reward
         assert batch.ref_logprobs is not None  # __post_init__ has computed them
-        log_ratios = logprobs - batch.ref_logprobs
-        chosen_ratios, rejected_ratios = log_ratios.chunk(2)  # (N,) each
-        margin = self.config.beta * (chosen_ratios - rejected_ratios)
-        # preferred: likelier as such; accuracy, of the margin: likelier than under the reference
-        chosen, rejected = logprobs.chunk(2)
-        return {"margin": margin, "preferred": (chosen > rejected).float()}
+        # how much likelier the texts have become: beta times that is their implicit reward
+        chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each
+        return self.config.beta * (chosen - rejected)
 
 
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:

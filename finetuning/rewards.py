@@ -1,6 +1,5 @@
 """Rewards of completions: by the row's answer, a function of the user's, or a reward model."""
 
-import math
 import runpy
 import sys
 from collections.abc import Callable
@@ -25,10 +24,6 @@ from utils.distributed import Process
 from utils.errors import UserError
 
 RewardFunction = Callable[[list[Completion]], list[float]]  # one number for each completion
-
-
-class RewardError(UserError):
-    """Raised on all processes where a reward function fails for a completion; the run is saved."""
 
 
 class RewardModel(GPT):
@@ -77,7 +72,7 @@ def load_reward_function(
             function = runpy.run_path(file)[function_name]  # the file's code runs here
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
-        return partial(rate_by_function, name, function, process)
+        return partial(rate_by_function, name, function)
     path = find_checkpoint(name)
     if path is None:
         raise UserError(
@@ -102,27 +97,19 @@ def load_reward_function(
     return partial(rate, model.to(process.device), process, dtype)
 
 
-def rate_by_function(
-    name: str, function: Callable, process: Process, completions: list[Completion]
-) -> list[float]:
-    """Return the rewards of completions by a function of the user's, --reward `name`. Raise
-    RewardError on every process if it raises on one, or returns what is no finite number. Every
-    process must call it."""
+def rate_by_function(name: str, function: Callable, completions: list[Completion]) -> list[float]:
+    """Return the rewards of completions by a function of the user's, --reward `name`; raise
+    UserError if it fails for one of them."""
     rewards: list[float] = []
-    problem = None
-    try:
-        for completion in completions:
-            reward = function(completion.row["prompt"], completion.text, completion.row)
-            rewards.append(float(reward))
-            if not math.isfinite(reward):  # TypeError for a text, which float has read
-                raise ValueError(f"it returned {reward}")
-    except Exception as error:
-        problem = (
-            f"--reward {name} fails for the prompt {completion.row['prompt']!r} and the "
-            f"completion {completion.text!r}: {error!r}"
-        )
-    if not process.all_agree(problem is None):
-        raise RewardError(problem or f"--reward {name} has failed on another process")
+    for completion in completions:
+        prompt = completion.row["prompt"]
+        try:
+            rewards.append(float(function(prompt, completion.text, completion.row)))
+        except Exception as error:
+            raise UserError(
+                f"--reward {name} fails for the prompt {prompt!r} and the completion "
+                f"{completion.text!r}: {error!r}"
+            ) from error
     return rewards
 
 

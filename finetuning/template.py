@@ -1,4 +1,4 @@
-"""Which tokens of a dialog are learned, and which fields of its messages would be ignored.
+"""Which tokens of a dialog are learned.
 
 An answer is learned from where sampling would begin it up to the token that ends it; underlined
 here, of the project's own format and of ChatML, a chat template:
@@ -8,20 +8,17 @@ here, of the project's own format and of ChatML, a chat template:
     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n
                                                            ~~~~~~~~~~~
 
-A row is refused if the template writes an answer in a way that cannot be learned so, or does not
-write a field of a message.
+A row is refused if the template writes an answer in a way that cannot be learned so.
 """
-
-from functools import partial
 
 from data.file_tokenizer import FileTokenizer
 from data.named_tokenizer import Tokenizer
-from finetuning.chat import ROLES, Message, Messages, encode_dialog
+from finetuning.chat import Message, Messages, encode_dialog
 
 
 def is_learned(message: Message) -> bool:
     """Return True for a turn of the assistant, unless its "weight" is 0."""
-    return message["role"] == "assistant" and message.get("weight") in (None, 1)
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def find_answer(
@@ -58,27 +55,3 @@ def find_answer(
             'leave it out of the loss by "weight": 0'
         )
     return slice(start, dialog_ids.index(tokenizer.turn_end, start) + 1)
-
-
-def check_messages(messages: Messages, tokenizer: Tokenizer, is_prompt: bool) -> None:
-    """Raise ValueError for a field of a message, or a role, that would be ignored."""
-    render = None  # writes a dialog as text, if there is a chat template
-    if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
-        render = partial(tokenizer.render, open_turn=is_prompt)
-        dialog = render(messages)
-    for i, message in enumerate(messages):
-        for name, value in message.items():
-            if not value:  # as "tool_calls": null
-                continue
-            if name == "weight":
-                is_honoured = value == 1 and message["role"] == "assistant" and not is_prompt
-            elif render is None:
-                is_honoured = name == "content" or (name == "role" and value in ROLES)
-            elif name == "role":  # a template refuses what it does not know
-                is_honoured = True
-            else:
-                without_field = [*messages[:i], message | {name: ""}, *messages[i + 1 :]]
-                is_honoured = dialog != render(without_field)
-            if not is_honoured:
-                field = f'"{name}": {value!r:.40}'
-                raise ValueError(f"message {i + 1} has {field}, which would be ignored")

@@ -18,6 +18,7 @@ import sys
 import zlib
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,8 +34,35 @@ BEST = "model_best.pt"
 NUMBERED = "model_step_{:06d}.pt"
 
 
-class DamagedFile(UserError):
-    """A file that cannot be read as a checkpoint of any format."""
+class Checkpoint(TypedDict, total=False):
+    """Content of a file, by the keys of docs/FORMATS.md; {} for a model of another project. Those
+    from `command` on are not in the files of convert.py, `recipe` and `corpus` are train.py's."""
+
+    format_version: int
+    versions: dict[str, str]
+    model: dict[str, Tensor]
+    model_low: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Tensor]]
+    """State by parameter name, then by its own name; empty before the first step."""
+    checksums: dict[str, int]
+    script: str
+    config: dict
+    derived: dict
+    model_config: dict
+    tokenizer: str
+    recipe: dict
+    init_checksum: int | None
+    run_id: str
+    step: int
+    tokens: int
+    best_loss: float
+    best_of: str | None
+    bad_steps: int
+    scaler: dict
+    command: list[str]
+    data_order: dict
+    val_checksum: str | int | None
+    corpus: str
 
 
 def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,45 +118,27 @@ def checksum(tensors: dict) -> int:
     return crc
 
 
-def verify(checkpoint: dict, part: str) -> None:
+def verify(checkpoint: Checkpoint, part: Literal["model", "model_low", "optimizer"]) -> None:
     """Raise ValueError if the tensors of a part are not those that were written."""
     if checkpoint["checksums"][part] != checksum(checkpoint[part]):
         raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
 
 def reading_checkpoint(path: Path) -> AbstractContextManager:
-    """Return a context in which whatever a damaged or foreign file raises becomes a DamagedFile."""
-    kind = "a checkpoint of this project (a run begins from others by --init_from)"
-    return reading(path, kind, DamagedFile)
+    """Return a context in which whatever a damaged or foreign file raises becomes a UserError."""
+    return reading(path, "a checkpoint of this project (a run begins from others by --init_from)")
 
 
-def load_checkpoint(path: Path) -> dict:
-    """Return the file as a dict with tensors mapped from disk; code in it is never run. Raises
-    UserError for a file that is absent, damaged or not a checkpoint of this project."""
-    if not path.exists():
-        raise UserError(f"there is no checkpoint {path}; give another path")
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Return the content of a file, with tensors mapped from disk; code in it is never run. Raises
+    OSError for a file that is absent, UserError for one that is damaged or not a checkpoint of this
+    project."""
     with reading_checkpoint(path):
         # weights_only: pickled code is refused; mmap: tensors are read when they are used
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        version = checkpoint["format_version"]
-        if version != FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format {version}, and this code reads {FORMAT_VERSION}: use the code "
-                "that wrote it, or train anew in another --checkpoint_dir"
-            )
+        checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if checkpoint["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"its format is {checkpoint['format_version']}, not {FORMAT_VERSION}")
     return checkpoint
-
-
-def load_weights(model: GPT, checkpoint: dict, *, float32: bool) -> None:
-    """Load the weights: all bits if `float32`, else their bfloat16 half, still mapped from disk."""
-    verify(checkpoint, "model")
-    weights = checkpoint["model"]
-    if float32:
-        verify(checkpoint, "model_low")
-        low = checkpoint["model_low"]
-        weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
-    # assign: the model is on the device "meta", and takes these tensors for its own
-    model.load_state_dict(weights, strict=True, assign=True)
 
 
 def load_model(
@@ -136,8 +146,8 @@ def load_model(
     model_class: type[GPT] = GPT,
     *,
     float32: bool = False,
-    opened: dict | None = None,
-) -> tuple[GPT, dict]:
+    opened: Checkpoint | None = None,
+) -> tuple[GPT, Checkpoint]:
     """Return the model of a checkpoint to evaluate, bfloat16 unless `float32`, and the content of
     the file, `opened` where that is given: the path may hold another save by now. Raises UserError
     for a reward model unless `model_class` is one, and the other way round."""
@@ -151,7 +161,15 @@ def load_model(
             raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
         shape = GPTConfig(**checkpoint["model_config"])  # UserError for a shape that cannot be
         model = build_without_weights(shape, model_class=model_class)
-        load_weights(model, checkpoint, float32=float32)
+        # all bits, or their bfloat16 half, still mapped from disk
+        verify(checkpoint, "model")
+        weights = checkpoint["model"]
+        if float32:
+            verify(checkpoint, "model_low")
+            low = checkpoint["model_low"]
+            weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
+        # assign: the model is on the device "meta", and takes these tensors for its own
+        model.load_state_dict(weights, strict=True, assign=True)
     return model.eval(), checkpoint  # eval: without dropout
 
 
@@ -159,10 +177,9 @@ def load_model(
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Return a folder's numbered checkpoints by step, the newest first."""
-    paths = folder.glob("model_step_*.pt")
-    # zeros fill the numbers up to six digits: a longer one is a larger one
-    return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
+    """Return a folder's numbered checkpoints, the newest first."""
+    # by name, as zeros fill the numbers up: for steps of up to six digits
+    return sorted(folder.glob("model_step_*.pt"), reverse=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -174,45 +191,31 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Return a folder's checkpoint to resume: the newest that is not damaged, as one may be after a
-    power cut. None without a checkpoint; the newest of all where all of them are damaged."""
+    """Return a folder's checkpoint to resume, None without one."""
     paths = newest_first(folder)
-    for path in paths:
-        try:
-            load_checkpoint(path)
-            return path
-        except DamagedFile as error:
-            print(f"warning: {error}; looking for an older one", file=sys.stderr)
     return paths[0] if paths else None
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return `path` if checkpoints lie in it, else the folder in it that holds them, as in that of
-    a run; `path` again if there are none."""
-    # a folder of checkpoints, that of a run, or the first folder in it that holds some
-    folders = (path, path / "checkpoints", *sorted(path.glob("*/")))
-    for names in ("model_*.pt", "*.pt"):  # those of a run before one that convert.py has written
-        for folder in folders:
-            if list(folder.glob(names)):
-                return folder
-    return path
+    """Return the folder of checkpoints in the folder of a run; of another folder itself."""
+    folder = path / "checkpoints"
+    return folder if folder.is_dir() else path
 
 
 def is_own(path: Path) -> bool:
-    """Return True for a file that begins as a checkpoint of this project, or with zeros."""
+    """Return True for a file that begins as a checkpoint of this project."""
     with open(path, "rb") as file:
         head = file.read(1024)
-    is_empty = not head.strip(b"\0")  # what a power cut may leave of one
     # a zip file that begins with the pickled dict; its first key is this text of 14 bytes
-    return is_empty or b"X\x0e\0\0\0format_version" in head
+    return b"X\x0e\0\0\0format_version" in head
 
 
 def find_checkpoint(name: str | Path) -> Path | None:
     """Return the checkpoint of this project that a name stands for; None for a model of another
     project: a file, a Hugging Face folder, or the name of a model on the hub.
 
-    Of a folder that is the best, else the newest, else the newest file of another name, as
-    convert.py writes it.
+    Of a folder that is the best, else the newest, else a file of another name, as convert.py writes
+    it.
     """
     path = Path(name)
     if path.is_file():
@@ -221,25 +224,21 @@ def find_checkpoint(name: str | Path) -> Path | None:
         # a .pt that is missing is a misspelt checkpoint, and no name of the hub
         return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
-    chosen: Path | None = folder / BEST
-    if not (folder / BEST).exists():
-        chosen = find_newest(folder)
-    # a folder of Hugging Face's format has a config.json, and so has the log of a run
-    is_log = (path / "metrics.jsonl").exists()
-    if chosen is None and (is_log or not (path / "config.json").exists()):
-        own = [other for other in folder.glob("*.pt") if is_own(other)]
-        if not own:
-            raise UserError(
-                f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
-                "build-nanogpt and llm.c give the file"
-            )
-        chosen = max(own, key=lambda other: other.stat().st_mtime)
-    if chosen is not None and os.environ.get("RANK", "0") == "0":
-        print(f"reading {chosen}", file=sys.stderr)
-    return chosen
+    files = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
+    for file in files:
+        if file.exists() and is_own(file):
+            if os.environ.get("RANK", "0") == "0":
+                print(f"reading {file}", file=sys.stderr)
+            return file
+    if (path / "config.json").exists():  # a folder of Hugging Face's format
+        return None
+    raise UserError(
+        f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "
+        "build-nanogpt and llm.c give the file"
+    )
 
 
-def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, dict]:
+def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Checkpoint]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
     llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own.

@@ -8,7 +8,7 @@ from data.named_tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import build_without_weights
 from model.recipes import Recipe
-from training.checkpoint import open_model
+from training.checkpoint import Checkpoint, open_model
 from training.options import model_shape
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
 from utils.devices import seconds_on_cpu
@@ -21,7 +21,9 @@ DOLLARS_PER_GPU_HOUR = 2.50
 FEWEST_FITTED_TOKENS = 100_000_000  # of the runs that fitted_loss follows
 
 
-def print_forecast(options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dict | None) -> None:
+def print_forecast(
+    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: Checkpoint | None
+) -> None:
     """Print what would be trained and its forecast; on the main process, for all."""
     if launched("RANK") > 0:
         return
@@ -126,7 +128,7 @@ def describe_loss(parameters: int, tokens: int) -> str:
 
 
 def planned_shape(
-    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: dict | None
+    options: ResolvedTrainConfig, recipe: Recipe, checkpoint: Checkpoint | None
 ) -> GPTConfig:
     """Return the architecture of the run, with GPT-2's vocabulary where there are no shards yet."""
     if checkpoint is not None:

@@ -10,7 +10,6 @@ This file is not about single options (config.py) or about a run's files (traini
 import json
 import tomllib
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ from config import (
 )
 from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
-from training.checkpoint import checkpoint_folder, find_newest, load_checkpoint
+from training.checkpoint import Checkpoint, checkpoint_folder, find_newest, load_checkpoint
 from training.plan import Hardware, choose_micro_batch
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import has_c_compiler, pick_device, pick_dtype
@@ -38,7 +37,7 @@ Machine = TypeVar("Machine", bound=MachineOptions)
 
 def read_options(
     config_class: type[Options], script: str, command_line: list[str]
-) -> tuple[Options, dict[str, str | None], dict | None]:
+) -> tuple[Options, dict[str, str | None], Checkpoint | None]:
     """Return what the flags of a script say: the options, those in DERIVED that follow from others,
     and the checkpoint that is resumed, None for a new run. The second maps the name of an option to
     what was given for it: None, or "auto".
@@ -63,7 +62,7 @@ def read_options(
                 f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
             )
         # without those that follow from others: they are derived anew, on this machine
-        saved_options = given_options(checkpoint)
+        saved_options = checkpoint["config"] | checkpoint["derived"]
         # the folders are those where the file lies now: it may have been copied or moved
         saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
         # a longer run does not fall back into warmup
@@ -74,9 +73,6 @@ def read_options(
     # finetune.py names its folder after --method if no --checkpoint_dir is given
     folder = config_class.checkpoint_folder(flags)
     options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
-    # found here, and not after the data has been read
-    if getattr(options, "wandb", False) and find_spec("wandb") is None:
-        raise UserError("--wandb needs a package: pip install wandb")
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
@@ -91,10 +87,8 @@ def read_options(
 
     # --no_use_torch_compile is the flag of False for --use_torch_compile
     given = {name.removeprefix("no_"): value for name, value in named_flags(flags)}
-    derived: dict[str, str | None] = {}
-    for name in DERIVED:
-        if name not in given or given[name] == "auto":
-            derived[name] = given.get(name)
+    # a boolean flag has no value: None, which is not "auto"
+    derived = {name: given.get(name) for name in DERIVED if given.get(name, "auto") == "auto"}
     return options, derived, checkpoint
 
 
@@ -108,61 +102,49 @@ def expand_run_dir(words: list[str]) -> list[str]:
     return ["--checkpoint_dir", f"{run_dir}/checkpoints"] + words
 
 
-def given_options(content: dict) -> dict:
-    """Return the options in a checkpoint or config.json as they were given: None or "auto" where
-    they are to be derived again."""
-    return content["config"] | content["derived"]
-
-
 def read_file(path: Path) -> dict:
     """Return the options in a .toml file, or those of a run in its config.json."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             return tomllib.loads(text)
-        return given_options(json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"--config {path} is no .toml and no run's config.json: {reason}"
-        ) from error
+        content = json.loads(text)
+        # None or "auto" where an option is to be derived again
+        return content["config"] | content["derived"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--config {path} is no .toml and no run's config.json: {error}") from error
 
 
 def find_resumed(config_class: type[Options], resume: str | None, flags: list[str]) -> Path | None:
     """Return the checkpoint that --resume names, of a folder its newest; None for a new run."""
     if resume is None:
         return None
-    path = Path(resume)
     if resume == "auto":
         # before the options are parsed, as the run brings options of its own
-        folder = config_class.checkpoint_folder(flags)
-    elif path.is_dir():
-        folder = checkpoint_folder(path)
-    else:
+        return find_newest(config_class.checkpoint_folder(flags))
+    path = Path(resume)
+    if not path.is_dir():
         return path
-    newest = find_newest(folder)
-    if newest is None and resume != "auto":
+    newest = find_newest(checkpoint_folder(path))
+    if newest is None:
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
-    # a misspelt folder would begin anew without a word
-    if newest is None and launched("RANK") == 0:
-        print(f"no checkpoint in {folder}: a new run", flush=True)
     return newest
 
 
 def resolve_options(
-    options: TrainConfig, derived: dict[str, str | None], checkpoint: dict | None
+    options: TrainConfig, derived: dict[str, str | None], checkpoint: Checkpoint | None
 ) -> tuple[ResolvedTrainConfig, Recipe]:
     """Return the options of train.py with what follows from the recipe and the kind of device, and
     the recipe."""
     recipe = find_recipe(options, checkpoint)
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
-    # a GPU takes what fits its memory, see resolve_micro_batch; on CPUs the default is as fast
+    # a GPU takes what fits its memory, see resolve_on_device; on CPUs the default is as fast
     if "micro_batch_size" in derived and is_on_gpu(options.device):
         resolved = replace(resolved, micro_batch_size="auto")
     return resolved, recipe
 
 
-def find_recipe(options: TrainConfig, checkpoint: dict | None) -> Recipe:
+def find_recipe(options: TrainConfig, checkpoint: Checkpoint | None) -> Recipe:
     """Return the recipe of a run. A resumed run keeps the one that it began with, also where its
     name stands for another one by now, unless --recipe is given anew. Raises UserError for one with
     another optimizer than that of the state in the checkpoint."""
@@ -208,13 +190,12 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
     return replace(options, dtype=name)  # type: ignore[arg-type]  # PyTorch names them alike
 
 
-def resolve_micro_batch(
-    options: ResolvedTrainConfig,
-    recipe: Recipe,
-    shape: GPTConfig,
-    process: Process,
+def resolve_on_device(
+    options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, process: Process
 ) -> ResolvedTrainConfig:
-    """Return the options with a number for --micro_batch_size auto. Every process must call it."""
+    """Return the options with a dtype, and with a number for --micro_batch_size auto, for a model
+    of this shape. Every process must call it."""
+    options = resolve_dtype(options, process)
     if options.micro_batch_size != "auto":
         return options
     # what is free on the device of this process
@@ -229,10 +210,10 @@ def resolve_micro_batch(
 def model_shape(options: TrainConfig, recipe: Recipe, weights: GPTConfig) -> GPTConfig:
     """Return the architecture of a run that begins with `weights`, which are resumed or those of
     --init_from. Raises UserError for options that ask for another one."""
-    source = options.resumed or options.init_from
     if options.block_size > weights.block_size:
         raise UserError(
-            f"{source} has a context of {weights.block_size}: give that --block_size, or a smaller"
+            f"{options.source} has a context of {weights.block_size}: give that --block_size, or a "
+            "smaller one"
         )
     # Dropout is no part of the weights, and fewer positions of a longer context can be trained; but
     # a resumed run has data and optimizer state of its context.
@@ -254,6 +235,6 @@ def model_shape(options: TrainConfig, recipe: Recipe, weights: GPTConfig) -> GPT
         if getattr(wanted_shape, name) != value:
             changes.append(f"{name} {value} (here {getattr(wanted_shape, name)})")
     raise UserError(
-        f"{source} holds a model of another shape: {', '.join(changes)}; leave out --recipe, "
-        "--model_type and the sizes, or begin a new model in another --checkpoint_dir"
+        f"{options.source} holds a model of another shape: {', '.join(changes)}; leave out "
+        "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"
     )

@@ -7,9 +7,7 @@ training/dry_run.py.
 """
 
 import os
-import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -64,12 +62,8 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that this process can allocate: on its GPU, or its share of the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        [kibibytes] = re.findall(r"MemAvailable:\s*(\d+) kB", meminfo)
-        free = 1024 * int(kibibytes)
-    except OSError:  # not Linux: half of the memory that is there
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    # half of the memory that is there: the system, other programs and cached files have the rest
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
     return free // processes_here
 

@@ -13,36 +13,40 @@ import signal
 import sys
 import uuid
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 
-from config import ResolvedOptions, RunOptions, log_folder
+from config import ResolvedOptions, RunOptions
 from data.tokenizer import tokenizer_identity
+from model.config import GPTConfig
 from model.gpt import GPT, rebuild
+from model.recipes import Recipe
 from training.checkpoint import (
     BEST,
-    DamagedFile,
+    Checkpoint,
     checksum,
-    find_checkpoint,
     load_checkpoint,
+    load_model,
     newest_first,
     open_model,
     reading_checkpoint,
     verify,
 )
-from training.parallel import load_optimizer_state
-from training.schedule import warmup_length
+from training.optim import make_optimizers
+from training.parallel import load_optimizer_state, wrap
 from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, PICTURE, Logger, copy_log, logged_run, read_metrics
+from utils.logger import CONFIG, Logger, logged_run
 
 Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
 
@@ -50,8 +54,9 @@ PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
 # Options that may differ between the machines of a run: their own folders, files and devices.
 # Checksums of what these hold are compared instead.
 PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")  # ends of their names
-# In float16 small gradients become 0, so the loss is scaled up. Other dtypes need no scaling.
-NO_SCALING = GradScaler("cpu", enabled=False)
+# ends the sentences that refuse to write over another run
+REMEDY = "continue that one by --resume, give another --run_dir, or --overwrite it"
+# In float16 small gradients become 0, so the loss is scaled up.
 FIRST_LOSS_SCALE = 2.0**10  # low: from PyTorch's 2^16 the first steps overflow, and are skipped
 
 
@@ -85,26 +90,15 @@ class TrainState:
     """Name of the run, which a resumed run keeps."""
     bad_steps: int = 0
     """Newest steps in a row without finite loss and gradient."""
-    scaler: GradScaler = NO_SCALING
-    """Scales the loss up in float16, and gradients down again."""
-
-    # names of the fields that a checkpoint holds as they are
-    SAVED = ("step", "tokens", "best_loss", "best_of", "run_id", "bad_steps")
 
     @classmethod
-    def start(cls, checkpoint: dict | None, scaler: GradScaler = NO_SCALING) -> "TrainState":
+    def start(cls, checkpoint: Checkpoint | None) -> "TrainState":
         """Return the state of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
-            return cls(scaler=scaler)
-        if checkpoint["scaler"]:  # {} unless the run trained in float16
-            scaler.load_state_dict(checkpoint["scaler"])
-        progress = {name: checkpoint[name] for name in cls.SAVED}
-        return cls(**progress, scaler=scaler)
-
-    def to_checkpoint(self) -> dict:
-        """Return plain values for a checkpoint."""
-        progress = {name: getattr(self, name) for name in self.SAVED}
-        return progress | {"scaler": self.scaler.state_dict()}
+            return cls()
+        # its fields are keys of a checkpoint
+        progress: Mapping[str, Any] = checkpoint
+        return cls(**{name: progress[name] for name in asdict(cls())})
 
     def advance(self, tokens: int, skip_reason: str | None) -> None:
         """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
@@ -130,7 +124,22 @@ def reason_to_skip(loss: float, grad_norm: float) -> str | None:
 # what a run is made of
 
 
-def init_checksum(options: RunOptions, checkpoint: dict | None, model: GPT) -> int | None:
+def open_start(
+    options: RunOptions, checkpoint: Checkpoint | None, model_class: type[GPT] = GPT
+) -> tuple[GPT, str, Checkpoint]:
+    """Return the model that a run begins with, float32 on the CPU, the spec of its tokenizer, and
+    the content of its file: of the checkpoint that is resumed, a `model_class`, or of --init_from.
+    """
+    if checkpoint is None:
+        assert options.init_from is not None
+        return open_model(options.init_from, float32=True)
+    # the file that is open already: its path may hold a later save by now
+    assert options.resumed is not None
+    model, _ = load_model(options.resumed, model_class, float32=True, opened=checkpoint)
+    return model, checkpoint["tokenizer"], checkpoint
+
+
+def init_checksum(options: RunOptions, checkpoint: Checkpoint | None, model: GPT) -> int | None:
     """Return the checksum of the float32 weights that a run began from, None for random ones.
     `model`, in its shape of the run, holds them if the run is new. Raises UserError if a resumed
     run is given other weights by --init_from than it began from."""
@@ -141,7 +150,7 @@ def init_checksum(options: RunOptions, checkpoint: dict | None, model: GPT) -> i
     return checkpoint["init_checksum"]
 
 
-def open_original(options: RunOptions, checkpoint: dict) -> GPT:
+def open_original(options: RunOptions, checkpoint: Checkpoint) -> GPT:
     """Return the model of --init_from for a resumed run, in the shape that is trained; raise
     UserError unless it has the weights that the run began from."""
     assert options.init_from is not None  # that of the checkpoint, or another one that is given
@@ -158,16 +167,16 @@ def open_original(options: RunOptions, checkpoint: dict) -> GPT:
 
 
 def compare_processes(
-    options: RunOptions, checkpoint: dict | None, entries: dict, process: Process
+    options: RunOptions, checkpoint: Checkpoint | None, entries: Checkpoint, process: Process
 ) -> None:
     """Raise UserError on every process if they differ in their options, in the checkpoint that they
     resume, or in what the run is made of, the `entries` of its own checkpoints.
 
     They would average gradients of different models, or wait for each other for ever. Every process
-    must call it, before collectives that depend on these.
+    must call it, before the first exchange of gradients.
     """
     common: dict[str, object] = {}
-    for name, value in (entries | options.to_dict()).items():
+    for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(PER_MACHINE):
             common[name] = value
     if checkpoint is not None:
@@ -179,23 +188,23 @@ def compare_processes(
         )
 
 
-def warn_of_order(process: Process, checkpoint: dict | None, data_order: dict) -> None:
+def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
     """Warn where the batch of a step follows from other data or options than in the checkpoint that
     is resumed."""
     # a converted checkpoint has no optimizer state and no order of data to go on with
     if checkpoint is None or not checkpoint["optimizer"]:
         return
-    for name, value in data_order.items():
-        earlier_value = checkpoint["data_order"][name]
-        if value != earlier_value:
-            change = f"{name} was {earlier_value}, is {value}"
-            process.print(f"warning: {change}: the data order changes")
+    earlier_order = checkpoint["data_order"]
+    if data_order != earlier_order:
+        process.print(f"warning: the data order changes from {earlier_order} to {data_order}")
 
 
 # the folders of a run
 
 
-def claim_folders(options: ResolvedOptions, checkpoint: dict | None, process: Process) -> None:
+def claim_folders(
+    options: ResolvedOptions, checkpoint: Checkpoint | None, process: Process
+) -> None:
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
     every process if the folders hold another run. Every process must call it."""
     # The main process alone writes, so it alone looks; the others wait for what it finds.
@@ -212,7 +221,7 @@ def claim_folders(options: ResolvedOptions, checkpoint: dict | None, process: Pr
         raise problem or UserError("the main process cannot write to its folders")
 
 
-def check_folders(options: ResolvedOptions, checkpoint: dict | None) -> None:
+def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> None:
     """Raise UserError if the run would write over files that are not its own, or over its own later
     ones."""
     if options.overwrite:
@@ -224,64 +233,28 @@ def check_folders(options: ResolvedOptions, checkpoint: dict | None) -> None:
         run_id = checkpoint["run_id"]
         step = checkpoint["step"]
 
-    # checkpoints first: they are worth more than a log
-    folder = options.checkpoint_dir
-    earlier = own_checkpoints(folder, run_id)
+    # checkpoints first: they are worth more than a log; the newest one comes first
+    saved = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
+    for content in saved:
+        if content["run_id"] != run_id:
+            raise UserError(
+                f"{options.checkpoint_dir} holds the checkpoints of another run; {REMEDY}"
+            )
     # Resumed from an earlier file: the later ones would be mixed with new ones. model_best.pt alone
     # is later after a kill; the run comes to its step again.
-    if earlier and earlier[0]["step"] > step:
-        later = f"{folder} holds a checkpoint of step {earlier[0]['step']}, after step {step}"
-        raise UserError(refusal(later, "checkpoint_dir", earlier[0], folder))
+    if saved and saved[0]["step"] > step:
+        raise UserError(
+            f"{options.checkpoint_dir} holds a checkpoint of step {saved[0]['step']}, after step "
+            f"{step}; {REMEDY}"
+        )
 
     log = logged_run(options.log_dir)  # its config.json
     if log is None or log.get("run_id", "") == run_id:
         return
     # A run that was killed in its first seconds, before its first checkpoint, begins anew.
     its_checkpoints = Path(log.get("config", {}).get("checkpoint_dir", ""))
-    is_restart = options.resume == "auto" or options.is_branch
-    if not (is_restart and its_checkpoints == folder):
-        reason = f"{options.log_dir} holds the log of another run"
-        raise UserError(refusal(reason, "log_dir", log, its_checkpoints))
-
-
-def own_checkpoints(folder: Path, run_id: str | None) -> list[dict]:
-    """Return the content of a folder's checkpoints, the newest first. Raises UserError if one is
-    that of another run than `run_id`, of another format, or of another program."""
-    contents: list[dict] = []
-    for path in newest_first(folder):
-        try:
-            contents.append(load_checkpoint(path))
-            is_of_run = contents[-1]["run_id"] == run_id
-        except DamagedFile:
-            # what is left of a checkpoint after a power cut: a run in its own folder replaces it
-            is_of_run = run_id is not None and find_checkpoint(path) is not None
-        if not is_of_run:
-            reason = f"{folder} holds the checkpoints of another run ({path.name})"
-            newest = contents[0] if contents else {}  # {} of another program
-            raise UserError(refusal(reason, "checkpoint_dir", newest, folder))
-    return contents
-
-
-def refusal(reason: str, option: str, content: dict, checkpoint_dir: Path) -> str:
-    """Return the sentence that refuses to write over a run. `content` is that of its checkpoint or
-    config.json, {} of a file that is none."""
-    if content:
-        command = resume_command(content["command"][0], checkpoint_dir)
-        reason += f"; continue it with `{command}`"
-    return f"{reason}; give another --{option}, or --overwrite it"
-
-
-def run_folder(checkpoint_dir: Path) -> str:
-    """Return the folder by which scripts find a run, quoted for a shell: X of X/checkpoints."""
-    folder = checkpoint_dir
-    if folder.name == "checkpoints" and folder.parent.name:  # not "." of the default
-        folder = folder.parent
-    return shlex.quote(str(folder))
-
-
-def resume_command(script: str, checkpoint_dir: Path) -> str:
-    """Return the command line that continues a run."""
-    return f"python {script} --resume {run_folder(checkpoint_dir)}"
+    if options.resume != "auto" or its_checkpoints != options.checkpoint_dir:
+        raise UserError(f"{options.log_dir} holds the log of another run; {REMEDY}")
 
 
 def remove_checkpoints(folder: Path, state: TrainState) -> None:
@@ -296,21 +269,6 @@ def remove_checkpoints(folder: Path, state: TrainState) -> None:
             path.unlink()  # with --overwrite alone
 
 
-def find_log(options: ResolvedOptions, checkpoint: dict) -> Path | None:
-    """Return the folder with the log of the run that is resumed, None without one. It belongs to
-    the folder of the checkpoint, unless that was moved alone or --log_dir was given."""
-    # a run whose whole folder was moved or copied
-    assert options.resumed is not None  # it is the path of the checkpoint
-    beside_checkpoint = log_folder(options.resumed.parent)
-    # a log in another place, by --log_dir of the earlier start
-    where_it_was = Path(checkpoint["config"]["log_dir"])
-    for folder in (options.log_dir, beside_checkpoint, where_it_was):
-        log = logged_run(folder)
-        if log and log.get("run_id") == checkpoint["run_id"]:
-            return folder
-    return None
-
-
 # a run
 
 
@@ -323,132 +281,119 @@ class Run(Generic[Config]):
     process: Process
     dtype: torch.dtype
     """Dtype of matmuls."""
+    scaler: GradScaler
+    """Scales the loss up in float16, and gradients down again."""
     state: TrainState
-    start_step: int
-    """Step at which this start of the run begins."""
-    earlier_log: Path | None
-    """Folder with the log of the run that is resumed; None without one, or for a new run."""
+    entries: Checkpoint
+    """Entries of its checkpoints and config.json beside options, model and progress."""
     stopping: bool = False
     """True once a process was told to stop."""
     logger: Logger = field(init=False)
     """Log of the run, once it is open."""
 
     @classmethod
-    def start(cls, options: Config, checkpoint: dict | None, process: Process) -> "Run[Config]":
-        """Begin a run, or go on with that of a checkpoint, in the folders of claim_folders."""
+    def start(
+        cls, options: Config, checkpoint: Checkpoint | None, process: Process, entries: Checkpoint
+    ) -> "Run[Config]":
+        """Begin a run, or go on with that of a checkpoint, without writing anything yet. Raises
+        UserError on all processes if the folders hold another run, or if the processes differ."""
+        claim_folders(options, checkpoint, process)
+        compare_processes(options, checkpoint, entries, process)
+        warn_of_order(process, checkpoint, entries["data_order"])
         dtype = getattr(torch, options.dtype)  # "bfloat16" to torch.bfloat16
         # disabled in other dtypes: scale(loss) is then the loss itself
         scaler = GradScaler(process.device.type, FIRST_LOSS_SCALE, enabled=dtype is torch.float16)
-        state = TrainState.start(checkpoint, scaler)
+        if checkpoint is not None and checkpoint["scaler"]:  # {} unless it trained in float16
+            scaler.load_state_dict(checkpoint["scaler"])
+        state = TrainState.start(checkpoint)
         if options.is_branch:
             state.run_id = uuid.uuid4().hex  # the parent goes on under its own
-        earlier_log = find_log(options, checkpoint) if checkpoint else None
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
-        warmup_steps = warmup_length(options)  # at most half of all steps
-        if warmup_steps < options.warmup_steps:
-            process.print(
-                f"warning: --warmup_steps {options.warmup_steps} is more than half of the "
-                f"{options.max_steps} steps: the learning rate rises for {warmup_steps}"
-            )
-        return cls(options, process, dtype, state, state.step, earlier_log)
+        return cls(options, process, dtype, scaler, state, entries)
 
     @property
     def ended(self) -> bool:
         """True after the last step."""
         return self.state.step == self.config.max_steps
 
-    def resume_optimizers(
-        self, model: GPT, optimizers: list[torch.optim.Optimizer], checkpoint: dict
-    ) -> None:
-        """Load the optimizer state of the checkpoint that is resumed. Every process must call it;
-        raises UserError for a damaged file."""
-        assert self.config.resumed is not None
-        with reading_checkpoint(self.config.resumed):
-            verify(checkpoint, "optimizer")
-        load_optimizer_state(model, optimizers, checkpoint["optimizer"])
+    def distribute(
+        self, model: GPT, recipe: Recipe, checkpoint: Checkpoint | None
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        """Return the module to train, which shares the weights of `model` and synchronizes
+        gradients, and its optimizers, with the state in the checkpoint that is resumed. Every
+        process must call it; raises UserError for a damaged file."""
+        wrapped = wrap(model, self.process, self.config.sharding, self.dtype)
+        # after it: sharding replaces the parameters
+        optimizers = make_optimizers(model, self.config, recipe, self.dtype)
+        if checkpoint is not None:
+            assert self.config.resumed is not None
+            with reading_checkpoint(self.config.resumed):
+                verify(checkpoint, "optimizer")
+            load_optimizer_state(model, optimizers, checkpoint["optimizer"])
+        return wrapped, optimizers
 
     def validate_on(self, text_id: str) -> None:
-        """Name the validation text. If the lowest loss before is that of another one, forget it:
-        losses of different texts cannot be compared. Forget it, too, where its model is not in the
-        folder, as in that of a branch."""
-        if self.state.best_of not in (None, text_id):  # None: nothing was validated before
+        """Name the validation text. Forget the lowest loss before if it is that of another one, as
+        losses of different texts cannot be compared, or if its model is not in the folder, as in
+        that of a branch."""
+        if self.state.best_of != text_id or not (self.config.checkpoint_dir / BEST).exists():
             self.state.best_loss = math.inf  # so the next loss is the lowest one
-            self.logger.print("the validation text has changed: a new lowest loss begins")
-        if not (self.config.checkpoint_dir / BEST).exists():
-            self.state.best_loss = math.inf
         self.state.best_of = text_id
 
-    def open_log(self, model: GPT, entries: dict) -> None:
-        """Open the log and write config.json, with the entries that checkpoints hold, too.
-
-        Before, the checkpoints that --overwrite replaces are removed. In another folder a resumed
-        run begins with a copy of its log up to its step.
-        """
+    def open_log(self, shape: GPTConfig) -> None:
+        """Open the log of a model of this shape, and write config.json. Before, remove the
+        checkpoints that --overwrite replaces."""
         options = self.config
         state = self.state
+        # the config.json there; a log goes on only if it is that of this very run
+        log = logged_run(options.log_dir)
+        begins_empty = log is None or log.get("run_id") != state.run_id
         if self.process.is_main:
             if options.overwrite:
                 remove_checkpoints(options.checkpoint_dir, state)
             # config.json first: by its run_id a run that is killed here finds its log again
             content = {
                 "run_id": state.run_id,
-                **entries,
-                "tokenizer": tokenizer_identity(entries["tokenizer"]),  # not its megabytes of JSON
+                **self.entries,
+                # not its megabytes of JSON
+                "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
                 "config": options.to_dict(),
-                "model_config": asdict(model.config),
+                "model_config": asdict(shape),
                 "versions": describe(self.process.device),
             }
             with atomic_write(options.log_dir / CONFIG) as file:
                 file.write(json.dumps(content, indent=1).encode())
-            if self.earlier_log is not None and self.earlier_log != options.log_dir:
-                copy_log(self.earlier_log, options.log_dir, state.step)
         self.logger = Logger(
             options.log_dir,
             start=state.step,
             total=options.max_steps,
             is_main=self.process.is_main,
-            begins_empty=self.earlier_log is None,  # check_folders has refused another run's log
+            begins_empty=begins_empty,
         )
         # finetune.py has no such option
         if self.process.is_main and getattr(options, "wandb", False):
             logger = self.logger
             logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
 
-    def best_validation(self) -> str:
-        """Return the words for the lowest validation loss of the run, or for a loss that rose; ""
-        without one."""
-        rows = read_metrics(self.config.log_dir).get("val", [])
-        best_loss = self.state.best_loss
-        best_steps = [row["step"] for row in rows if row["loss"] == best_loss]
-        if not best_steps:
-            return ""
-        first_loss = rows[0]["loss"]  # of the weights that the run began with
-        if first_loss < best_loss:
-            return f": the validation loss rose from {first_loss:.4f} to {rows[-1]['loss']:.4f}"
-        return f": lowest validation loss {best_loss:.4f}, at step {best_steps[-1]:,}"
-
     def finish(self, next_commands: list[str]) -> None:
         """Print how the run ended, and exit with 128 + the signal if one came.
         To the commands that are printed, the folder of the run is added."""
-        folder = self.config.checkpoint_dir
-        log_dir = self.config.log_dir
+        folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
-            step = self.state.step
-            message = f"stopped at step {step}, before a new checkpoint"
-            if step > self.start_step:
-                message = f"stopped; saved at step {step}"
-            command = resume_command(sys.argv[0], folder)
-            self.logger.print(f"{message}: continue with {command}")
-        elif self.process.is_main:
-            self.logger.print(f"done{self.best_validation()}; checkpoints: {folder}")
+            command = f"python {sys.argv[0]} --resume {folder}"
+            self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
+        else:
+            best = ""
+            if math.isfinite(self.state.best_loss):  # else no model_best.pt was written
+                best = f", the best with a validation loss of {self.state.best_loss:.4f}"
+            self.logger.print(f"done; checkpoints: {folder}{best}")
         self.logger.close()
         if self.process.is_main and not self.stopping:
             print("next:")
             for command in next_commands:
-                print(f"  python {command} {run_folder(folder)}")
-            picture = shlex.quote(str(log_dir / PICTURE))
-            print(f"  python plot.py --log {shlex.quote(str(log_dir))} --out {picture}")
+                print(f"  python {command} {folder}")
+            print(f"  python plot.py --log {shlex.quote(str(self.config.log_dir))}")
         distributed.stop()  # leaves the process group
         if self.stopping:
             sys.exit(128 + (self.process.signal or signal.SIGTERM))

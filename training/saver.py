@@ -8,7 +8,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -52,20 +51,13 @@ class Saver:
     run: Run
     model: GPT
     optimizers: list[torch.optim.Optimizer]
-    entries: dict
-    """Further entries of the file: script, tokenizer, ..."""
-    last_step: int = field(init=False)
-    """Step of model_last.pt on the disk, -1 without one: so the first save is due before the first
-    step, and a run that is killed early can be continued. Only the main process knows."""
+    last_step: int = -1
+    """Step of the model_last.pt that this process has written, -1 before: so the first save is due
+    before the first step, and a run that is killed early can be continued. Only the main process
+    knows."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
-    error_of_file: dict[str, Exception] = field(init=False, default_factory=dict)
-    """Errors of failed writes, by the name of the file; a later write that succeeds removes its."""
-
-    def __post_init__(self) -> None:
-        # a run that goes on from the last checkpoint of its folder, and ends without a new step,
-        # saves nothing
-        last = self.run.config.checkpoint_dir / LAST
-        self.last_step = self.run.start_step if self.run.config.resume == str(last) else -1
+    error: Exception | None = None
+    """Why a write failed that no later model_last.pt has made up for."""
 
     # State follows the files. What lies on the disk is known after `wait`, and to the main process
     # alone, which decides for all.
@@ -100,8 +92,9 @@ class Saver:
         entries = {
             "config": self.run.config.to_dict(),
             "model_config": asdict(self.model.config),
-            **self.entries,
-            **self.run.state.to_checkpoint(),
+            **self.run.entries,
+            **asdict(self.run.state),
+            "scaler": self.run.scaler.state_dict(),  # {} unless in float16
             **changes,
         }
         # daemon: a process that ends on an error does not wait for it without end, see THREAD
@@ -138,10 +131,10 @@ class Saver:
                 for path in numbered(folder)[keep:]:
                     path.unlink()
             sync_folder(folder)
-            for written_name in names:
-                self.error_of_file.pop(written_name, None)  # an earlier failure is made up for
+            if LAST in names:
+                self.error = None  # an earlier failure is made up for
         except Exception as error:  # an exception of a thread would get lost
-            self.error_of_file[names[-1]] = error
+            self.error = error
             self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:
@@ -158,23 +151,15 @@ class Saver:
         if state.bad_steps < PATIENCE:
             return
         state.bad_steps = 0  # a run that resumes this checkpoint has its patience again
-        self.end(
-            UserError(
-                f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
-                "resume an earlier checkpoint with a lower --max_lr and --overwrite"
-            )
-        )
-
-    def end(self, error: UserError) -> NoReturn:
-        """Save the run and raise an error that all processes have met."""
         self.save_last()
         self.finish()
-        raise error
+        raise UserError(
+            f"{PATIENCE} steps in a row had no finite loss and gradient, and were skipped; "
+            "resume an earlier checkpoint with a lower --max_lr and --overwrite"
+        )
 
     def finish(self) -> None:
-        """Wait on all processes for the last write; raise UserError for a file that failed."""
+        """Wait on all processes for the last write; raise UserError if it failed."""
         self.wait()
-        # None if the newest write of every file succeeded
-        problem = next(iter(self.error_of_file.values()), None)
-        if not self.run.process.all_agree(problem is None):
-            raise UserError(str(problem or "the main process could not save")) from problem
+        if not self.run.process.all_agree(self.error is None):
+            raise UserError(str(self.error or "the main process could not save")) from self.error

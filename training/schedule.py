@@ -41,21 +41,16 @@ SCHEDULES = {
 }
 
 
-def warmup_length(options: ResolvedOptions) -> int:
-    """Return --warmup_steps, but at most half of all updates, so that some are left to decay."""
-    num_updates = options.last_update + 1
-    return min(options.warmup_steps, num_updates // 2)
-
-
 def learning_rate(step: int, options: ResolvedOptions) -> float:
     """Return the learning rate of update `step`, which counts from 0."""
-    warmup_steps = warmup_length(options)
+    num_updates = options.last_update + 1
+    # at most half of all updates, so that some are left to decay
+    warmup_steps = min(options.warmup_steps, num_updates // 2)
     if step < warmup_steps:
         # not 0 at the first update, and max_lr at the first one after warmup
         return options.max_lr * (step + 1) / (warmup_steps + 1)
 
     schedule = SCHEDULES[options.schedule]
-    num_updates = options.last_update + 1
     # wsd: the last fifth of all updates, but two at least, as the first one still has max_lr;
     # others: all that follow warmup
     decay_updates = max(2, round(schedule.decay_share * num_updates))

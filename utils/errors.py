@@ -25,10 +25,8 @@ def is_of_machine(error: Exception) -> bool:
 
 
 @contextmanager
-def reading(
-    path: Path | str, kind: str, error_class: type[UserError] = UserError
-) -> Iterator[None]:
-    """Turn what Python, NumPy or torch raise for the content of a file into an `error_class` of one
+def reading(path: Path | str, kind: str) -> Iterator[None]:
+    """Turn what Python, NumPy or torch raise for the content of a file into a UserError of one
     sentence: PATH is damaged or not KIND: reason. A UserError that names the path has its sentence
     already."""
     try:
@@ -40,4 +38,4 @@ def reading(
         if is_of_machine(error) or (isinstance(error, UserError) and str(path) in reason):
             raise
         reason = textwrap.shorten(reason, 300)
-        raise error_class(f"{path} is damaged or not {kind}: {reason}") from error
+        raise UserError(f"{path} is damaged or not {kind}: {reason}") from error

@@ -17,13 +17,11 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import UserError
-from utils.files import atomic_write
 
 # files in the folder of a log
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.txt"
 CONFIG = "config.json"  # the options of the run, its tokenizer and versions: training/run.py
-PICTURE = "log_plot.png"
 
 SECONDS_PER_LINE = 10  # between two lines of training on a console without a progress bar
 
@@ -210,12 +208,3 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
                     del rows[later_step]
 
     return {split: [rows[step] for step in sorted(rows)] for split, rows in row_at_step.items()}
-
-
-def copy_log(source: Path, target: Path, step: int) -> None:
-    """Copy the rows of the log in one folder, up to a step, as the log in another folder."""
-    with open(source / METRICS, encoding="utf-8") as log, atomic_write(target / METRICS) as copy:
-        for line in log:
-            # without the half row that a killed writer leaves
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                copy.write(line.encode())

@@ -75,14 +75,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class StepTimer:
-    """Measure the time of training steps.
+    """Measure the time of training steps of `num_devices` equal devices; matmuls are in `dtype`."""
 
-    `peak_flops` is that of one device, None if unknown; `num_devices` train together.
-    """
-
-    def __init__(self, flops_per_token: int, peak_flops: float | None, num_devices: int) -> None:
+    def __init__(
+        self, flops_per_token: int, device: torch.device, dtype: torch.dtype, num_devices: int
+    ) -> None:
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
+        self.peak_flops = peak_flops(device, dtype)  # of one device, None if unknown
         self.num_devices = num_devices
         self.start_seconds = 0.0  # start of the step, by the performance counter
 

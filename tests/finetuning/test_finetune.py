@@ -10,10 +10,8 @@ import pytest
 import torch
 from conftest import (
     ROOT,
-    contents,
     environment,
     folders,
-    run_ranks,
     script,
     slow,
     torchrun,
@@ -26,9 +24,8 @@ from test_chat import CHATML, byte_level_engine, folder_with_tokenizer
 
 import finetune
 from data.tokenizer import load_tokenizer
-from finetuning.completions import Completion
 from finetuning.examples import TextEncoder
-from finetuning.rewards import RewardError, load_reward_function, rate_by_function
+from finetuning.rewards import load_reward_function
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import save_pretrained
@@ -64,11 +61,6 @@ def base(shards, tmp_path_factory):
         "    return completion.count('e') / (1 + len(completion))\n"
         "def fails(prompt, completion, row):\n"
         "    return 1 / 0\n"
-        "calls = []\n"
-        "def fails_later(prompt, completion, row):\n"
-        "    import os\n"
-        "    calls.append(prompt)\n"
-        "    return 1 / (os.environ['RANK'] == '0' or len(calls) < 12)\n"
     )
     script(*finetune_args(run, run / "plain", "sft", "--plain", "--max_steps", 1))
     (run / "hf").mkdir()
@@ -126,9 +118,10 @@ def samples(run):
 
 
 def assert_close(run, other, tolerance):
-    """Compare the rows and the weights of two runs."""
+    """Compare the weights of two runs, and their rows from the first one of `run` on."""
     for split in ("train", "val", "held_out"):
-        for ours, theirs in zip(rows(run, split), rows(other, split), strict=True):
+        found, expected = rows(run, split), rows(other, split)
+        for ours, theirs in zip(found, expected[-len(found) :], strict=True):
             assert ours == pytest.approx(theirs, abs=tolerance, rel=tolerance)
     torch.testing.assert_close(weights(run), weights(other), atol=tolerance, rtol=0)
 
@@ -236,6 +229,10 @@ def refuse(monkeypatch):
         ("--method grpo", "needs --reward"),
         ("--method grpo --reward {base}/letters.py:none", "cannot be loaded: KeyError"),
         ("--method grpo --reward {base}/letters.py", "is none of exact, FILE.py:FUNCTION"),
+        (
+            "--method grpo --max_new_tokens 8 --reward {base}/letters.py:fails",
+            "fails for the prompt",
+        ),
         ("--method grpo --reward exakt", "exakt is none of exact, FILE.py:FUNCTION, and a check"),
         ("--method grpo --reward {base}/hf", "is none of exact, FILE.py:FUNCTION"),
         ("--method grpo --reward {base}", "is no reward model"),
@@ -249,32 +246,6 @@ def test_a_mistake_gets_one_sentence(base, tmp_path, refuse, flags, problem):
     refuse(problem, *folders(tmp_path), *data, *SMALL.split(), *flags.format(base=base).split())
 
 
-def test_a_reward_that_fails_costs_no_checkpoint(base, whole, refuse):
-    run = whole("sft")
-    before = contents(run)
-    args = finetune_args(base, run, "grpo", "--reward", f"{base}/letters.py:fails")[1:]
-    refuse("letters.py:fails fails for the prompt '1.'", *args, "--overwrite")
-    assert contents(run) == before
-
-
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "0.5", [1.0]])
-def test_a_reward_is_a_finite_number(reward):
-    completions = [Completion({"prompt": "1?"}, text, None) for text in ("a", "b")]
-    rewards = {"a": True, "b": reward}
-    rate = functools.partial(rate_by_function, "f.py:f", lambda _, text, row: rewards[text])
-    with pytest.raises(RewardError, match="f.py:f fails for the prompt '1.' .* 'b'"):
-        rate(Process(0, 1, "cpu"), completions)
-    assert rate(Process(0, 1, "cpu"), completions[:1]) == [1.0]
-
-
-def test_a_reward_that_fails_on_one_process_saves_on_all(base, tmp_path):
-    reward = ("--reward", f"{base}/letters.py:fails_later", "--max_steps", 3)
-    ranks = torchrun(2, *finetune_args(base, tmp_path, "grpo", *reward), code=2)
-    assert "has failed on another process" in ranks[0].stderr
-    assert "fails for the prompt" in ranks[1].stderr
-    assert load_checkpoint(tmp_path / "checkpoints/model_last.pt")["step"] == 1
-
-
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_path, refuse, method):
     """Weights that were moved are no others."""
@@ -285,19 +256,12 @@ def test_other_rows_are_warned_of_and_other_weights_refused(base, whole, tmp_pat
         ("--data", base / "reversed.jsonl", 1),
     ):
         done = script("finetune.py", *resumed, *folders(tmp_path / flag), flag, value)
-        assert done.stdout.count("checksum of --data was") == num_warnings
         assert done.stdout.count("data order changes") == num_warnings
     for flag, value, problem in (
         ("--init_from", base / "plain", "does not hold the weights that the run"),
         ("--block_size", 32, "--block_size 32: .* has a context of 64"),
     ):
         refuse(problem, *resumed, *folders(tmp_path / problem[:9]), flag, value)
-
-
-def test_two_processes_with_other_rows_do_not_begin(base, tmp_path):
-    ours = finetune_args(base, tmp_path, "sft", "--max_steps", 1)
-    for rank in run_ranks([ours, [*ours, "--data", base / "reversed.jsonl"]], code=2):
-        assert "the processes have different" in rank.stderr
 
 
 def test_defaults_teach_dialogs_of_one_kind_and_their_end_by_the_chat_template(tmp_path):

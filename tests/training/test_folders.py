@@ -100,7 +100,7 @@ def test_run_dir_is_short_for_the_folder_of_checkpoints(tmp_path):
 
 
 def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
-    """They go on in their own place, with all rows up to the step at which they begin."""
+    """They go on in their own place, with a log that begins there."""
     run, copy = tmp_path / "run", tmp_path / "copy"
     script(*train_args(shards, run, 12, "--save_every", 4, "--keep_last", 9))
     middle = run / "checkpoints/model_step_000008.pt"
@@ -110,8 +110,8 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
     for begin, goes_on in ((copy, copy), (middle, tmp_path / "branch")):
         flags = ["--checkpoint_dir", goes_on / "checkpoints", "--max_steps", 10]
         script("train.py", "--resume", begin, *flags)
-        assert sorted(losses(goes_on)) == list(range(1, 11))
-        assert sorted(losses(goes_on, "val")) == [0, 10]
+        assert sorted(losses(goes_on)) == [9, 10]
+        assert sorted(losses(goes_on, "val")) == [10]
         logged = json.loads((goes_on / "logs/config.json").read_text())
         assert logged["config"]["max_steps"] == 10
         branches = goes_on.name == "branch"
@@ -126,7 +126,7 @@ def test_a_copy_and_a_branch_of_a_run_leave_its_log_alone(shards, tmp_path):
     (goes_on / "checkpoints/model_last.pt").unlink()  # has the content of several names
     shutil.copy(run / "checkpoints/model_last.pt", goes_on / "checkpoints")
     refused = ["--resume", goes_on / "checkpoints/model_best.pt", "--max_steps", 12]
-    bad(["train.py", *refused], "checkpoints of another run (model_last.pt)", goes_on)
+    bad(["train.py", *refused], "checkpoints of another run", goes_on)
 
 
 def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards, tmp_path):
@@ -140,10 +140,10 @@ def test_a_run_that_is_killed_in_its_first_steps_keeps_options_id_and_log(shards
     before = json.loads((log / "config.json").read_text())
     rows = (log / "metrics.jsonl").read_bytes()
     command = f"python train.py --resume '{run}' --log_dir {log}"
-    bad(args, f"of another run (model_last.pt); continue it with `python train.py --resume '{run}'")
-    bad(["train.py", "--resume", "auto", *folders(branch)[:2], "--log_dir", log], "of another run")
-    done = script(*shlex.split(command)[1:], "--max_steps", 2).stdout
-    assert "--warmup_steps 5 is more than half of the 2 steps" in done
+    bad(args, "of another run; continue that one by --resume")
+    elsewhere = [*folders(branch)[:2], "--log_dir", log]
+    bad([*args, "--resume", "auto", *elsewhere], "of another run")
+    script(*shlex.split(command)[1:], "--max_steps", 2)
     again = json.loads((log / "config.json").read_text())
     assert again["run_id"] == before["run_id"]
     assert again["config"] == before["config"] | {"max_steps": 2, "min_lr": pytest.approx(3e-4)}
@@ -158,47 +158,27 @@ def run(trained, tmp_path):
     return tmp_path / "run"
 
 
-def test_a_damaged_checkpoint_blocks_neither_a_whole_one_nor_overwrite(shards, run):
-    last, best = run / "checkpoints/model_last.pt", run / "checkpoints/model_best.pt"
+def test_a_damaged_checkpoint_is_named_and_overwritten_on_demand_alone(shards, run):
+    last = run / "checkpoints/model_last.pt"
     last.write_bytes(last.read_bytes()[:-1000])
     args = train_args(shards, run, 22)
-    bad(args, "holds the checkpoints of another run", run)
-    done = script(*args, "--resume", "auto")
-    assert "model_last.pt is damaged" in done.stderr and "resumed at step 20" in done.stdout
-    assert load_checkpoint(last)["step"] == 22 and max(losses(run)) == 22
-    for path in (last, best):
-        path.write_bytes(path.read_bytes()[:-1000])
+    bad(args, "model_last.pt is damaged or not a checkpoint", run)
     bad([*args, "--resume", "auto"], "model_last.pt is damaged or not a checkpoint", run)
-    last.write_bytes(b"damaged")
     script(*args, "--overwrite", "--max_steps", 3)
     assert load_checkpoint(last)["step"] == 3
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("changes", "message"),
     [
-        (b"of another program", "another run (model_best.pt)"),
-        ({"format_version": None}, "another run (model_best.pt)"),
-        ({"run_id": "of another run"}, "another run (model_best.pt)"),
-        ({"format_version": 99}, "has format 99"),
-        # what a power cut leaves of a file is replaced
-        (b"", None),
-        (bytes(5000), None),
+        ({"run_id": "of another run"}, "holds the checkpoints of another run"),
+        ({"format_version": 99}, "its format is 99"),
     ],
 )
-def test_files_of_others_are_kept_in_a_folder_that_is_resumed(shards, run, content, message):
-    best = run / "checkpoints/model_best.pt"
-    if isinstance(content, bytes):
-        best.write_bytes(content)
-    else:
-        entries = load_checkpoint(run / "checkpoints/model_last.pt") | content
-        # without the first entry, as another program writes it
-        torch.save({name: x for name, x in entries.items() if x is not None}, best)
-    args = train_args(shards, run, 22, "--resume", "auto")
-    if message is not None:
-        return bad(args, message, run)
-    script(*args)
-    assert load_checkpoint(best)["step"] == 22
+def test_files_of_others_are_kept_in_a_folder_that_is_resumed(shards, run, changes, message):
+    content = load_checkpoint(run / "checkpoints/model_last.pt") | changes
+    torch.save(content, run / "checkpoints/model_best.pt")
+    bad(train_args(shards, run, 22, "--resume", "auto"), message, run)
 
 
 def test_the_lowest_loss_is_known_after_a_resume_and_belongs_to_its_text(shards, run):
@@ -208,8 +188,7 @@ def test_the_lowest_loss_is_known_after_a_resume_and_belongs_to_its_text(shards,
     script(*args)
     assert losses(run, "val")[22] > losses(run, "val")[20]
     assert load_checkpoint(best)["step"] == 20
-    done = script(*args, "--max_steps", 23, "--val_tokens", 2048)
-    assert "the validation text has changed: a new lowest loss begins" in done.stdout
+    script(*args, "--max_steps", 23, "--val_tokens", 2048)
     assert load_checkpoint(best)["step"] == 23
 
 
@@ -236,8 +215,7 @@ def test_unfinished_data_and_another_order_are_warned_of(shards, tmp_path):
     assert "data order" not in same
     changes = ("--max_steps", 4, "--total_batch_size", 1024, "--seed", 8)
     other = script(*args, second, first, *changes).stdout
-    assert "checksum of --data_dir" in other
-    assert "total_batch_size was 512, is 1024: the data order changes" in other
-    assert "seed was 7, is 8" in other
+    assert "the data order changes from {'total_batch_size': 512, 'seed': 7," in other
+    assert "to {'total_batch_size': 1024, 'seed': 8," in other
     rows = read_metrics(tmp_path)["train"]
     assert [row["tokens"] for row in rows] == [512, 1024, 1536, 2560]

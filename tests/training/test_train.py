@@ -104,17 +104,14 @@ def test_seeds_have_other_dropout():
 
 
 def test_a_run_says_how_it_ended_and_what_comes_next(shards, tmp_path):
-    run, worse = tmp_path / "a run", tmp_path / "worse"
+    run = tmp_path / "a run"
     said = script(*train_args(shards, run, 2)).stdout
     loss = losses(run, "val")[2]
     assert f"step 2: validation loss {loss:.4f} of 4,096 tokens, " in said
     assert " ms  00:00 left\n" in said
-    assert f"done: lowest validation loss {loss:.4f}, at step 2; checkpoints: {run}" in said
-    assert f"  python sample.py --checkpoint '{run}'\n" in said
-    rates = ("--max_lr", 10, "--min_lr", 10, "--warmup_steps", 0)
-    said = script(*train_args(shards, worse, 2, *rates)).stdout
-    first, last = (f"{losses(worse, 'val')[step]:.4f}" for step in (0, 2))
-    assert f"done: the validation loss rose from {first} to {last}" in said
+    best = f"the best with a validation loss of {loss:.4f}"
+    assert f"done; checkpoints: '{run}/checkpoints', {best}\n" in said
+    assert f"  python sample.py --checkpoint '{run}/checkpoints'\n" in said
 
 
 def test_rows_tell_what_happened(trained):
@@ -145,17 +142,14 @@ def test_mistakes_are_one_sentence_and_write_nothing(shards, trained, tmp_path):
     assert not list((tmp_path / "new").rglob("m*"))
 
 
-def test_weights_of_another_recipe_are_announced_and_resumed_only_by_their_content(
-    shards, trained, tmp_path
-):
+def test_a_run_that_began_from_weights_is_resumed_only_by_their_content(shards, trained, tmp_path):
     modern, run = tmp_path / "modern", tmp_path / "run"
     script(*train_args(shards, modern, 1, "--recipe", "modern,position=learned"))
     # of which the run takes the first 16 positions
     args = train_args(shards, run, 2, "--block_size", 16, "--init_from", modern)
     args = without(args, "--n_layer", "--n_head", "--n_embd")  # those of the weights
-    note = "by --recipe modern,position=learned, at a rate of 0.003; this run trains it by --recipe"
-    assert note in script(*args).stdout
-    assert note not in script(*args[:-2], "--max_steps", 3, "--resume", "auto").stdout
+    script(*args)
+    script(*args[:-2], "--max_steps", 3, "--resume", "auto")
     again = [*args, "--max_steps", 4, "--resume", "auto", "--init_from"]
     script(*again, shutil.copytree(modern, tmp_path / "moved"))
     bad([*again, trained], "does not hold the weights that the run of", run)
@@ -181,5 +175,5 @@ def test_a_signal_ends_a_long_step_which_is_then_not_taken(shards, tmp_path):
     run_until(process, lambda: "micro-steps 100000" in log.read_text())
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(10) == 128 + signal.SIGTERM and "stopped at step 0" in log.read_text()
-    assert "epochs are many: see --max_steps" in log.read_text() and rows_written(tmp_path) == 0
+    assert process.wait(10) == 128 + signal.SIGTERM and "saved at step 0" in log.read_text()
+    assert rows_written(tmp_path) == 0
