@@ -13,13 +13,12 @@ import io
 import json
 import lzma
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
@@ -28,11 +27,6 @@ from utils.errors import UserError
 
 BATCH = 100  # rows; another number would change the positions in manifests
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-DECODER = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
-VALUE_START = re.compile(r"[^\s,]")  # white space and commas separate the values of JSON
-NOT_JSON = Skipped("not JSON")
-CUT_JSON = Skipped("cut off: JSON without its end")
-AFTER_VALUE = re.compile(r"[ \t]*([\r\n,\[\]{]|\Z)")  # what may follow a value of JSON
 
 
 class Batch(NamedTuple):
@@ -55,27 +49,8 @@ def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
     return io.BufferedReader(CompressedInputStream(path, "zstd"))
 
 
-class GzipFile(gzip.GzipFile):
-    """File compressed by gzip. Bytes after its last member are ignored with a note, as gzip itself
-    does; Python's own class raises an error. TextIOWrapper reads it by read1 only, if by parts."""
-
-    is_noted = False
-
-    def read1(self, size: int = -1) -> bytes:
-        try:
-            return super().read1(size)
-        except gzip.BadGzipFile as error:
-            # other errors of this class are damage, as a wrong checksum
-            if self.tell() == 0 or not str(error).startswith("Not a gzipped file"):
-                raise
-            if not self.is_noted:  # a reader may ask again at the end
-                print(f"note: {self.name}: bytes after its end are left out", file=sys.stderr)
-            self.is_noted = True
-            return b""
-
-
-COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | GzipFile]] = {
-    ".gz": GzipFile,
+COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | gzip.GzipFile]] = {
+    ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
     ".zst": open_zstd,
@@ -102,11 +77,13 @@ def suffix_of(name: str) -> str:
 def walk(folder: str) -> list[Path]:
     """Return the files below a folder in name order, but hidden ones and installed packages."""
     paths: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        # os.walk visits the folders that stay in this list
-        folders[:] = [x for x in folders if not x.startswith(".") and x != "site-packages"]
-        paths += [Path(parent, name) for name in names if not name.startswith(".")]
-    # os.walk's order differs between file systems, and the shards follow the order of the files
+    for path in Path(folder).rglob("*"):
+        parts = path.relative_to(folder).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        # false for a folder, and for a link to a file that is gone
+        if path.is_file() and not is_hidden and "site-packages" not in parts:
+            paths.append(path)
+    # the order of a folder differs between file systems, and the shards follow that of the files
     return sorted(paths)
 
 
@@ -118,8 +95,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     for name in inputs:
         if os.path.isdir(name):
             for path in walk(name):
-                # is_file is false for a link to a file that is gone
-                if suffix_of(path.name) in IN_FOLDERS and path.is_file():
+                if suffix_of(path.name) in IN_FOLDERS:
                     sizes[str(path)] = path.stat().st_size
                 else:
                     left_out[path.suffix.lower() or "without a suffix"] += 1
@@ -138,55 +114,25 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 
 def read_document(file: IO[str]) -> Iterator[object]:
     """Yield the whole of a text file; nothing if it is empty, as many an __init__.py."""
-    text = "".join(file)  # by parts, see GzipFile
+    text = file.read()
     if text:
         yield text
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
-    """Yield the values of JSON: in lines, over several lines, one after the other, or the elements
-    of an array. What is not JSON is skipped up to the end of its line."""
+    """Yield the values of JSON, one in each line, or the elements of one array, which may span
+    lines. A line that is not JSON is skipped; an array has to fit into memory."""
     first_line = next(filter(str.strip, file), "")  # not a blank one
-    values = list(read_values(first_line))
-    if CUT_JSON in values and NOT_JSON not in values:
-        # It goes on in the next line, as an indented array does: such a file is read as a whole.
-        # A file of lines may be larger than memory.
-        yield from read_values(first_line + "".join(file))
+    if first_line.lstrip().startswith("["):
+        yield from json.loads(first_line + "".join(file))
         return
-    yield from values
-    for line in file:
-        yield from read_values(line)
-
-
-def read_values(text: str) -> Iterator[object]:
-    """Yield the values of JSON in a text, as read_json does."""
-    in_array = False
-    first_character = VALUE_START.search(text)  # of the next value; None: there is none
-    while first_character:
-        start = first_character.start()
-        if text[start] == ("]" if in_array else "["):
-            in_array = not in_array
-            end = start + 1
-        else:
+    for line in chain([first_line], file):
+        if line.strip():
             try:
-                value, end = DECODER.raw_decode(text, start)
-                # else a word in quotes, or the key of a broken object
-                is_value = AFTER_VALUE.match(text, end) is not None
-            except json.JSONDecodeError as error:
-                is_value = False
-                end = error.pos
-            if is_value:
-                yield value
-            elif not VALUE_START.search(text, end):
-                yield CUT_JSON
-                return
-            else:
-                yield NOT_JSON
-                # in the line of the error, if the value began before it, else in the next line
-                end = text.rfind("\n", start, end) + 1 or text.find("\n", end) + 1 or len(text)
-        first_character = VALUE_START.search(text, end)
-    if in_array:
-        yield CUT_JSON
+                value = json.loads(line)
+            except ValueError:  # also a number of more than 4,300 digits, which int() refuses
+                value = Skipped("not JSON")
+            yield value
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
@@ -194,14 +140,12 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     not quoted, and which of the cells is the text cannot be told."""
     csv.field_size_limit(2**31 - 1)  # characters of a cell; the default, 131,072, is below a book
     # strict: a quote that is never closed is an error, and not one cell to the end of the file
-    reader = csv.reader(file, delimiter=delimiter, strict=True)
-    header = next(reader, [])
-    for cells in reader:
-        # further cells that are empty come from commas at the end of a line
-        if any(cells[len(header) :]):
+    for row in csv.DictReader(file, delimiter=delimiter, strict=True):
+        # None is the key of the cells beyond the header; commas at the end of a line add empty ones
+        if any(row.pop(None, [])):
             yield Skipped("wider than the header")
-        elif cells:  # not a blank line
-            yield dict(zip(header, cells, strict=False))  # a short row lacks its last columns
+        else:
+            yield row
 
 
 READERS: dict[str, Callable[[IO[str]], Iterator[object]]] = {
@@ -214,17 +158,14 @@ READERS: dict[str, Callable[[IO[str]], Iterator[object]]] = {
 
 
 def read_parquet(name: str, column: str) -> Iterator[object]:
-    """Yield what each row of a parquet file has in a column."""
+    """Yield the rows of a parquet file, with the column alone if the file has it."""
     from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
-    names = file.schema_arrow.names
-    if column not in names:  # pyarrow itself ignores that
-        yield from repeat(without_column(column, names), file.metadata.num_rows)
-        return
-    for table in file.iter_batches(BATCH, columns=[column]):
-        for value in table.column(0):
-            yield value.as_py()
+    # for a name that it lacks, pyarrow would give rows without any column
+    columns = [column] if column in file.schema_arrow.names else None
+    for rows in file.iter_batches(BATCH, columns=columns):
+        yield from rows.to_pylist()
 
 
 def without_column(column: str, names: Iterable[str]) -> Skipped:
@@ -247,22 +188,20 @@ def as_text(value: object) -> str | Skipped:
     except UnicodeEncodeError:  # it would train as U+FFFD
         # a byte that open_text has escaped, or what JSON may write by itself
         return Skipped("not UTF-8, or half of a surrogate pair")
-    if "\0" in value:  # no text has it; UTF-16 and binary files do
-        return Skipped("with U+0000")
     return value
 
 
 def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
     """Yield the rows of a file. If it is damaged, the last row says so. An error of the machine, as
     of a disk, is raised."""
-    # of the first such row of the file, for all of them: else each may have a reason of its own
+    # The same one for all rows that lack the column: their other columns may differ.
     lacking: Skipped | None = None
     try:
         for row in read_rows(name, column):
             value = row
-            if isinstance(row, dict):  # of JSON or CSV
+            if isinstance(row, dict):  # by column
                 value = row.get(column)
-                if row and column not in row:
+                if column not in row:
                     lacking = lacking or without_column(column, row)
                     value = lacking
             yield as_text(value)
@@ -274,7 +213,7 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
 
 
 def read_rows(name: str, column: str) -> Iterator[object]:
-    """Yield the rows of a file; of parquet, what they have in a column."""
+    """Yield the rows of a file: objects with columns, texts, or Skipped."""
     if suffix_of(name) == ".parquet":
         yield from read_parquet(name, column)
         return
@@ -367,7 +306,6 @@ class Source:
                         "and network, or shard files of your own by --input FILES"
                     )
                 raise UserError(message) from error
-            assert counts.rows == counts.texts + sum(counts.skipped.values())
             if counts.is_suspect:
                 print(f"warning: {counts.describe(name)}", file=sys.stderr)
             position = {"counts": {}}  # of the next file
