@@ -12,13 +12,22 @@ import hashlib
 import io
 import os
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from data.ledger import sum_skipped
-from data.shards import bin_header, read_manifest, shard_paths, write_manifest
+from data.manifest import (
+    Manifest,
+    Position,
+    Settings,
+    ShardEntry,
+    State,
+    read_manifest,
+    sum_skipped,
+    write_manifest,
+)
+from data.shards import bin_header, shard_paths
 from data.source import Source
 from utils.errors import UserError
 from utils.files import atomic_write, sync_folder
@@ -42,9 +51,10 @@ class Document:
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
     lost_text: str = ""
     """Characters of the text that the tokens do not give back."""
-    position: dict = field(default_factory=dict)
-    """Where to read the document again: "source", the position of its batch (data/source.py), and
-    "documents", the number of rows before it in the batch."""
+    position: Position = field(default_factory=Position)
+    """Where to read its batch again (data/source.py)."""
+    row: int = 0
+    """Number of rows before it in the batch."""
 
 
 def hold_out(document: Document, num_held_out: int) -> Document:
@@ -121,7 +131,7 @@ class ShardWriter:
         os.fsync(self.file.fileno())  # the kernel's to the disk
         return self.num_tokens
 
-    def finish(self) -> dict:
+    def finish(self) -> ShardEntry:
         """Write the header, rename the file to its final name and return its manifest entry."""
         self.file.seek(0)
         self.file.write(self.header())
@@ -131,107 +141,84 @@ class ShardWriter:
         # the content is on disk, so that the name never stands for a part of a shard
         os.replace(self.temporary, self.path)
         sync_folder(self.path.parent)  # else a power cut may undo the rename
-        return {
-            "file": self.path.name,
-            "split": self.split,
-            "tokens": self.num_tokens,
-            "sha256": digest,
-        }
+        return ShardEntry(self.path.name, self.split, self.num_tokens, digest)
 
 
 class Sharder:
     """Appends documents to the train and val shards of a folder, `max_shards` full train shards at
     most (None: no limit).
 
-    The manifest is `settings` (shard_size in tokens, format, tokenizer, ...) and the progress. Its
-    "state" is where the next run continues: the position of a document, the tokens of that document
-    that are written, and the tokens of each shard that is not full. `source` keeps the ledger of
-    what it has read. Raises UserError for a folder with shards of other settings.
+    The manifest is `settings` and the progress. Its state is where the next run continues.
+    `source` keeps the ledger of what it has read. Raises UserError for a folder with shards of
+    other settings.
     """
 
     def __init__(
-        self, folder: Path, settings: dict, source: Source, max_shards: int | None
+        self, folder: Path, settings: Settings, source: Source, max_shards: int | None
     ) -> None:
         self.source = source
         self.folder = folder
         self.max_shards = max_shards
-        self.shard_size = settings["shard_size"]  # tokens
-        self.suffix = f".{settings['format']}"
+        self.shard_size = settings.shard_size  # tokens
+        self.suffix = f".{settings.format}"
         # the smallest that holds the ids; little-endian on any machine, as the headers say
-        self.dtype = "<u2" if settings["vocab_size"] <= 2**16 else "<u4"
+        self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
         self.num_tokens = 0
         """Tokens in all shards, once they are reopened."""
         manifest = read_manifest(folder)
         advice = "give another --local_dir or empty that one"
-        if not manifest and shard_paths(folder):
+        if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
         # without a whole shard, an earlier run has left nothing to continue
-        if not manifest.get("shards"):
-            manifest = {
-                **settings,
-                "complete": False,  # the source is read to its end
-                "stopped": False,  # max_shards are full
-                "documents": 0,  # written so far
-                "skipped": {},  # rows that were no documents, by reason
-                "ledger": {},  # the same for each file
-                "bytes": {"train": 0, "val": 0},  # of the source text
-                "lost_bytes": 0,  # that the tokenizer does not give back
-                "held_out": 0,  # tokens of the last document that are held out for validation
-                "shards": [],
-                "state": {
-                    "source": None,  # None: its beginning
-                    "documents": 0,  # rows of the batch before the document
-                    "tokens": 0,  # of the document that are written
-                    "open": {},  # tokens of each shard that is not full, by split
-                },
-            }
+        if manifest is None or not manifest.shards:
+            manifest = Manifest(**vars(settings), shards=[])
             write_manifest(folder, manifest)
         # one folder is one sharding: with other settings the new shards would not follow the old
-        for key, value in settings.items():
-            present = manifest.get(key)
-            if present != value:
-                raise UserError(f"{folder} holds shards of {key} {present!r:.99}; {advice}")
+        for setting in fields(Settings):
+            present = getattr(manifest, setting.name)
+            if present != getattr(settings, setting.name):
+                raise UserError(
+                    f"{folder} holds shards of {setting.name} {present!r:.99}; {advice}"
+                )
         self.manifest = manifest
 
-    def full_shards(self) -> list[dict]:
-        """Return the manifest entries of the shards that have shard_size tokens."""
-        return [x for x in self.manifest["shards"] if x["tokens"] == self.shard_size]
+    def full_shards(self, split: str) -> list[ShardEntry]:
+        """Return the entries of the shards of a split that have shard_size tokens."""
+        entries = self.manifest.shards
+        return [x for x in entries if x.split == split and x.tokens == self.shard_size]
 
     @property
     def is_full(self) -> bool:
         """True once max_shards train shards are full."""
-        if self.max_shards is None:
-            return False
         # validation shards do not count
-        num_train = sum(entry["split"] == "train" for entry in self.full_shards())
-        return num_train >= self.max_shards
+        return self.max_shards is not None and len(self.full_shards("train")) >= self.max_shards
 
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
         earlier run has listed stay in the manifest until they are longer."""
-        self.manifest["complete"] = False
-        self.manifest["stopped"] = False
+        self.manifest.complete = False
+        self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
-        open_tokens = self.manifest["state"]["open"]
-        for split, num_tokens in open_tokens.items():
+        for split in ("train", "val"):
+            self.num_tokens += self.shard_size * len(self.full_shards(split))
+        for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
-        full_tokens = self.shard_size * len(self.full_shards())
-        self.num_tokens = full_tokens + sum(open_tokens.values())
+            self.num_tokens += num_tokens
 
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
-        # full shards of the split are all in the manifest, numbered from 0
-        index = sum(entry["split"] == split for entry in self.full_shards())
+        # full shards are all in the manifest, numbered from 0
+        index = len(self.full_shards(split))
         path = self.folder / f"{split}_{index:06d}{self.suffix}"
         self.writers[split] = ShardWriter(path, split, self.dtype, start)
 
     def finish_shard(self, split: str) -> None:
         """Finish the open shard of a split, and list it instead of a shorter one of its name."""
         entry = self.writers.pop(split).finish()
-        others = [other for other in self.manifest["shards"] if other["file"] != entry["file"]]
-        self.manifest["shards"] = [*others, entry]
+        others = [other for other in self.manifest.shards if other.file != entry.file]
+        self.manifest.shards = [*others, entry]
 
     def hold_out_of(self, document: Document, val_fraction: float, start: int) -> Document:
         """Return a document, with pieces of it held out if it is the last one of the source, which
@@ -241,24 +228,24 @@ class Sharder:
         # manifest: the bytes and tokens that it follows from have changed, and it may no longer be
         # the last document, or be it now.
         if start == 0:
-            self.manifest["held_out"] = 0
+            self.manifest.held_out = 0
             other_split = "val" if document.num_train else "train"
-            if val_fraction and self.manifest["bytes"][other_split] == 0:
+            if val_fraction and self.manifest.bytes[other_split] == 0:
                 num_tokens = len(document.tokens)
                 share = int(val_fraction * (self.num_tokens + num_tokens))
                 num_held_out = max(num_tokens // 10, share, MIN_VAL_TOKENS)
-                self.manifest["held_out"] = min(num_held_out, num_tokens // 2)
-        if self.manifest["held_out"] == 0:
+                self.manifest.held_out = min(num_held_out, num_tokens // 2)
+        if self.manifest.held_out == 0:
             return document
-        return hold_out(document, self.manifest["held_out"])
+        return hold_out(document, self.manifest.held_out)
 
     def write(self, document: Document, start: int) -> bool:
         """Append a document's tokens from `start` on, those before being written by an earlier run;
         return False once the folder is full. Saves the manifest each time a shard gets full."""
         total = len(document.tokens)
         if start == 0:  # else an earlier run has counted it
-            self.manifest["documents"] += 1
-            self.manifest["lost_bytes"] += len(document.lost_text.encode())
+            self.manifest.documents += 1
+            self.manifest.lost_bytes += len(document.lost_text.encode())
         while start < total:
             # tokens [0, num_train) are for train, [num_train, total) for validation
             split, split_end = "train", document.num_train
@@ -276,27 +263,23 @@ class Sharder:
             # of a text add up to all of its bytes.
             bytes_before = document.num_bytes * start // total
             bytes_after = document.num_bytes * end // total
-            self.manifest["bytes"][split] += bytes_after - bytes_before
+            self.manifest.bytes[split] += bytes_after - bytes_before
             start = end
             if writer.num_tokens == self.shard_size:
                 # a moment from which a later run can continue
                 self.finish_shard(split)
-                self.save_state(document.position, start)
+                self.save_state(document.position, document.row, start)
                 if self.is_full:
                     return False
         return True
 
-    def save_state(self, position: dict, num_written: int) -> None:
-        """Save the manifest, to continue after `num_written` tokens of the document at a position.
-        Tokens of the open shards are on disk before it counts them."""
+    def save_state(self, position: Position, row: int = 0, num_written: int = 0) -> None:
+        """Save the manifest, to continue after `num_written` tokens of the document in a row of the
+        batch at a position. Tokens of the open shards are on disk before it counts them."""
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
-        self.manifest["state"] = {
-            **position,  # "source" and "documents"
-            "tokens": num_written,
-            "open": open_tokens,
-        }
-        self.manifest["ledger"] = self.source.ledger_at(position["source"])
-        self.manifest["skipped"] = sum_skipped(self.manifest["ledger"])
+        self.manifest.state = State(asdict(position), row, num_written, open_tokens)
+        self.manifest.ledger = self.source.ledger_at(position)
+        self.manifest.skipped = sum_skipped(self.manifest.ledger)
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:
@@ -304,6 +287,6 @@ class Sharder:
         for split in sorted(self.writers):
             self.finish_shard(split)
         # an interrupted run never comes here, so that it has neither
-        self.manifest["complete"] = complete
-        self.manifest["stopped"] = not complete
+        self.manifest.complete = complete
+        self.manifest.stopped = not complete
         write_manifest(self.folder, self.manifest)

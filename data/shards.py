@@ -17,7 +17,6 @@ This file reads folders, as the one TokenStream that all of their tokens are. Wh
 batch is decided in data/loader.py; data/sharder.py writes shards.
 """
 
-import json
 import re
 import struct
 import zlib
@@ -28,13 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from data.file_tokenizer import read_tokenizer
+from data.manifest import MANIFEST, Manifest, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS
 from data.tokenizer import count_tokens, load_tokenizer, tokenizer_identity
 from utils.errors import UserError, reading
-from utils.files import atomic_write
 
 SUFFIXES = (".npy", ".bin", ".ds")
-MANIFEST = "manifest.json"  # data/sharder.py writes it, docs/FORMATS.md has its keys
 BIN_HEADER = struct.Struct("<3i1012x")  # magic, version, token count, and zeros up to 1,024 bytes
 # magic and version by the dtype of the tokens: llm.c writes GPT-2's as uint16, Llama 3's as uint32
 BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
@@ -110,31 +108,13 @@ def inspect_datatrove(path: Path) -> Shard:
     return Shard(path, 0, int(num_tokens), np.dtype(f"<u{token_size}"))
 
 
-def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a folder (docs/FORMATS.md has its keys), {} if it has none, as folders
-    of other projects. Raises UserError if it is damaged."""
-    path = folder / MANIFEST
-    if not path.exists():
-        return {}
-    with reading(path, "a manifest of shards"):
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        assert {"tokenizer", "vocab_size", "shards"} <= manifest.keys(), "a value is missing"
-    return manifest
-
-
-def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace the manifest of a folder atomically."""
-    with atomic_write(folder / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
-
-
 def shard_paths(folder: Path) -> list[Path]:
     """Return the paths of a folder's .npy, .bin and .ds files in name order."""
     return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
 
 
 @dataclass(frozen=True)
-class ShardEntry:
+class LazyShard:
     """Shard of a folder, whose file is opened when it is first read: 15 trillion tokens are 150,000
     files, which a thousand processes would open at once."""
 
@@ -159,18 +139,20 @@ class ShardFolder:
 
     path: Path
     split: str
-    shards: list[ShardEntry]
+    shards: list[LazyShard]
     tokenizer: str
     """Spec of the tokenizer (data/tokenizer.py)."""
-    manifest: dict
-    """{} if another project made the folder."""
+    manifest: Manifest | None
+    """None if another project made the folder."""
 
     @property
     def name(self) -> str:
         """Name of the corpus: FineWeb-Edu for GPT-2 tokens of that dataset, else the folder's."""
-        source = str(self.manifest.get("source", self.path.name)).lower()
+        source = self.path.name
+        if self.manifest:
+            source = str(self.manifest.source)
         # published losses are compared with those of this corpus and these tokens only
-        is_edu = re.search("fineweb-edu|edu_?fineweb", source)
+        is_edu = re.search("fineweb-edu|edu_?fineweb", source.lower())
         return "FineWeb-Edu" if is_edu and self.tokenizer == "gpt2" else self.path.resolve().name
 
 
@@ -183,18 +165,19 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     first read.
     """
     manifest = read_manifest(folder)
-    shards = []  # in the order of the stream
-    for entry in manifest.get("shards", []):
-        if entry["split"] == split:
-            shards.append(ShardEntry(folder / entry["file"], entry["tokens"], entry["sha256"]))
     paths = shard_paths(folder) if folder.is_dir() else []
-    if not manifest:  # of another project: the files in name order
+    shards = []  # in the order of the stream
+    if manifest:
+        for entry in manifest.shards:
+            if entry.split == split:
+                shards.append(LazyShard(folder / entry.file, entry.tokens, entry.sha256))
+    else:  # of another project: the files in name order
         for path in paths:
             # the last of these words in a name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shard = inspect_shard(path)
                 checksum = zlib.crc32(shard.read(count=1000).tobytes())
-                shards.append(ShardEntry(path, shard.num_tokens, f"{checksum}"))
+                shards.append(LazyShard(path, shard.num_tokens, f"{checksum}"))
     if not paths and not shards:  # a name that was mistyped
         raise missing_shards([folder], split)
     return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest, shards), manifest)
@@ -228,19 +211,13 @@ def missing_shards(paths: list[Path], split: str) -> UserError:
     )
 
 
-def find_tokenizer(folder: Path, manifest: dict, shards: list[ShardEntry]) -> str:
+def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazyShard]) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE
-    name = manifest.get("tokenizer")  # None in a folder of others
-    if path.exists():  # data/fineweb-edu.py copies it there
-        spec = read_tokenizer(path, manifest.get("end_of_text"))
-        if name is not None and name != load_tokenizer(spec).name:
-            raise UserError(
-                f"{path} is not the tokenizer of these shards, which have {name} tokens"
-            )
-        return spec
-    if name is None:
+    if manifest is None:  # of another project
+        if path.exists():
+            return read_tokenizer(path)
         if shards:
             # Other projects shard GPT-2's tokens. Any 1,000 of these hold an id above 2**15; the
             # ids of a smaller vocabulary would train without an error, as another text.
@@ -251,9 +228,17 @@ def find_tokenizer(folder: Path, manifest: dict, shards: list[ShardEntry]) -> st
                     f"their {TOKENIZER_FILE} beside it, or shard the text anew"
                 )
         return "gpt2"
-    if name not in TOKENIZERS:  # a checksum, which builds no tokenizer
+    if manifest.tokenizer in TOKENIZERS:
+        return manifest.tokenizer
+    # a checksum of the file that data/fineweb-edu.py has copied into the folder
+    if not path.exists():
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
-    return name
+    spec = read_tokenizer(path, manifest.end_of_text)
+    if load_tokenizer(spec).name != manifest.tokenizer:
+        raise UserError(
+            f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"
+        )
+    return spec
 
 
 class TokenStream:
@@ -270,7 +255,7 @@ class TokenStream:
         self.tokenizer = folders[0].tokenizer
         self.tokenizer_identity = tokenizer_identity(self.tokenizer)
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
-        self.shards: list[ShardEntry] = []
+        self.shards: list[LazyShard] = []
         paths: set[Path] = set()
         for folder in folders:
             self.shards += folder.shards  # in the order given
@@ -284,12 +269,11 @@ class TokenStream:
             raise UserError(
                 f"the folders of --data_dir have several tokenizers: {sorted(identities)}"
             )
-        # the rule of other projects is not known
-        fractions = {
-            folder.manifest["val_fraction"]
-            for folder in folders
-            if folder.manifest.get("val_fraction") is not None
-        }
+        fractions: set[float] = set()
+        for folder in folders:
+            # the rule of other projects, and of older versions, is not known
+            if folder.manifest and folder.manifest.val_fraction is not None:
+                fractions.add(folder.manifest.val_fraction)
         if len(fractions) > 1:
             raise UserError(
                 f"the folders of --data_dir have several --val_fraction, {sorted(fractions)}: one "
@@ -333,10 +317,10 @@ class TokenStream:
         """Mean bytes of source text for a token; None if a folder of others does not tell."""
         num_bytes = 0
         for folder in self.folders:
-            if "bytes" not in folder.manifest:  # one unknown term makes the sum unknown
-                return None
-            num_bytes += folder.manifest["bytes"][self.split]
-        return num_bytes / len(self) if num_bytes else None
+            if folder.manifest is None or folder.manifest.bytes[self.split] == 0:
+                return None  # one unknown term makes the sum unknown
+            num_bytes += folder.manifest.bytes[self.split]
+        return num_bytes / len(self)
 
     @property
     def digest(self) -> int:
@@ -352,7 +336,7 @@ class TokenStream:
         neither its end nor --max_shards ended it."""
         paths = []
         for folder in self.folders:
-            is_complete = folder.manifest.get("complete", True)  # a folder of others is
-            if not (is_complete or folder.manifest["stopped"]):
+            manifest = folder.manifest
+            if manifest and not (manifest.complete or manifest.stopped):
                 paths.append(folder.path)
         return paths

@@ -1,7 +1,7 @@
 """Source of text to shard: rows of files, or of a dataset of the Hugging Face hub.
 
 A row is a text, or Skipped with the reason why it is none; `as_text` alone decides that, for every
-format, and a ledger (data/ledger.py) counts both. Rows come in batches, each with its position in
+format, and the ledger of the manifest counts both. Rows come in batches, each with its position in
 the source, from which a later run continues. Python's own readers and pyarrow read files row by
 row; `datasets` streams the hub.
 """
@@ -22,20 +22,28 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
-from data.ledger import FileCounts, Skipped
+from data.manifest import FileCounts, Position
 from utils.errors import UserError
 
 BATCH = 100  # rows; another number would change the positions in manifests
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
+# Reasons that are usual in a sound file. A file with another one, or without any text, is suspect.
+USUAL = ("empty", "without")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Row that is no text."""
+
+    reason: str
+    """Key under which the ledger counts such rows."""
 
 
 class Batch(NamedTuple):
-    """Successive rows of a file or dataset."""
+    """Successive rows of a file or dataset, and where the first one is."""
 
-    position: dict
-    """Where the first row is: what `Source.batches` takes to begin there, as plain JSON; "counts"
-    are those of the rows before it in the file."""
-    rows: list
+    position: Position
+    rows: list[str | Skipped]
 
 
 # Files: what to read, and how to open it
@@ -231,12 +239,40 @@ def quote(error: Exception) -> str:
 # The source
 
 
+def count_rows(counts: FileCounts, rows: list[str | Skipped]) -> None:
+    """Add rows to the counts of their file, in place."""
+    counts.rows += len(rows)
+    for row in rows:
+        if isinstance(row, Skipped):
+            counts.skipped[row.reason] = counts.skipped.get(row.reason, 0) + 1
+        else:
+            counts.texts += 1
+            counts.bytes += len(row.encode())
+
+
+def warn_if_suspect(name: str, counts: FileCounts) -> None:
+    """Name a file that is not what it seems: it has rows without any text, or damaged rows."""
+    lacks_text = counts.rows > 0 and counts.texts == 0  # an empty file has no row
+    if lacks_text or any(not reason.startswith(USUAL) for reason in counts.skipped):
+        print(
+            f"warning: {name} gave {counts.texts:,} texts in {counts.rows:,} rows; skipped: "
+            f"{join_reasons(counts.skipped)}",
+            file=sys.stderr,
+        )
+
+
+def join_reasons(skipped: dict[str, int]) -> str:
+    """Return how many rows were skipped, for each reason."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) or "none"
+
+
 @dataclass
 class Source:
-    """Rows of `files` or, without any, of configuration `remote_name` of a dataset on the hub.
+    """Rows of files or, without any, of configuration `remote_name` of a dataset on the hub.
     Worker i of n reads every n-th file, from the i-th on."""
 
-    files: tuple[str, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each file by its name, in the order of reading, of all workers."""
     dataset: str = ""
     remote_name: str = ""
     column: str = "text"
@@ -247,85 +283,80 @@ class Source:
     """Counts of each file that was read, those of earlier runs included."""
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> list[str]:
         """Files of this worker in the order of reading; without any, the dataset."""
-        if self.files:
-            return self.files[self.worker_index :: self.worker_count]
-        return (self.dataset,)
+        if self.sizes:
+            return list(self.sizes)[self.worker_index :: self.worker_count]
+        return [self.dataset]
 
-    def size(self, name: str) -> int:
-        """Return the bytes of one of `names`; 0 for the dataset."""
-        return os.path.getsize(name) if self.files else 0
-
-    def take_over(self, entries: dict[str, dict]) -> None:
+    def take_over(self, ledger: dict[str, FileCounts]) -> None:
         """Continue the ledger of an earlier run. Raises UserError if a file that it read is not in
         its place any more or has another size; files after these may be other ones."""
-        for index, (name, entry) in enumerate(entries.items()):
-            if self.names[index : index + 1] != (name,) or self.size(name) != entry["size"]:
+        for index, (name, counts) in enumerate(ledger.items()):
+            is_in_place = self.names[index : index + 1] == [name]
+            if not is_in_place or self.sizes.get(name, 0) != counts.size:
                 raise UserError(
-                    f"{name} was read as file {index + 1} of the input, with {entry['size']:,} "
+                    f"{name} was read as file {index + 1} of the input, with {counts.size:,} "
                     "bytes; put it back as it was, or give another --local_dir"
                 )
-            self.ledger[name] = FileCounts(**entry)
+        self.ledger = dict(ledger)
 
-    def ledger_at(self, position: dict) -> dict[str, dict]:
-        """Return the ledger up to a position, as plain JSON. Reading may be ahead of it."""
-        finished = islice(self.ledger.items(), position["file"])
-        entries = {name: asdict(counts) for name, counts in finished}
-        if position["counts"]:
-            entries[self.names[position["file"]]] = position["counts"]
-        return entries
+    def ledger_at(self, position: Position) -> dict[str, FileCounts]:
+        """Return the ledger up to a position. Reading may be ahead of it."""
+        ledger = dict(islice(self.ledger.items(), position.file))  # of the files before
+        if position.counts:
+            ledger[self.names[position.file]] = FileCounts(**position.counts)
+        return ledger
 
     @property
-    def end(self) -> dict:
+    def end(self) -> Position:
         """Position after the last file. Files that are added later are read from there on."""
-        return {"file": len(self.names), "counts": {}}
+        return Position(len(self.names))
 
-    def batches(self, position: dict | None = None) -> Iterator[Batch]:
-        """Yield batches of rows from a position or the beginning on, and name files that are not
-        what they seem. Raises UserError for what cannot be read, and at the end if nothing was a
-        text; `datasets` itself retries downloads for some minutes."""
-        position = position or {"file": 0, "counts": {}}
-        read = self.read_file if self.files else self.read_dataset
-        for index in range(position["file"], len(self.names)):
+    def batches(self, position: Position) -> Iterator[Batch]:
+        """Yield batches of rows from a position on, and name files that are not what they seem.
+        Raises UserError for what cannot be read, and at the end if nothing was a text; `datasets`
+        itself retries downloads for some minutes."""
+        read = self.read_file if self.sizes else self.read_dataset
+        for index in range(position.file, len(self.names)):
             name = self.names[index]
-            counts = FileCounts(**(position["counts"] or {"size": self.size(name)}))
+            # of the rows before the position, which an earlier run has sharded
+            counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
             self.ledger[name] = counts
             try:
                 for batch in read(name, position):
-                    batch.position.update(file=index, counts=asdict(counts))
-                    counts.add(batch.rows)
+                    batch.position.file = index
+                    batch.position.counts = asdict(counts)
+                    count_rows(counts, batch.rows)
                     yield batch
             except UserError:  # names it already
                 raise
             except Exception as error:  # each reader has classes of its own, and none names it
                 message = f"{name:.300} is damaged or cannot be read {quote(error)}"
-                if not self.files:
+                if not self.sizes:
                     message = (
                         f"the Hugging Face hub did not provide {name} {quote(error)}; check name "
                         "and network, or shard files of your own by --input FILES"
                     )
                 raise UserError(message) from error
-            if counts.is_suspect:
-                print(f"warning: {counts.describe(name)}", file=sys.stderr)
-            position = {"counts": {}}  # of the next file
+            warn_if_suspect(name, counts)
+            position = Position()  # the next file is read from its beginning
         if not any(counts.texts for counts in self.ledger.values()):
             names = " ".join(self.names) or "the input"  # a worker may have no file
             raise UserError(f"{names:.300} holds no text for this worker")
 
-    def read_file(self, name: str, position: dict) -> Iterator[Batch]:
+    def read_file(self, name: str, position: Position) -> Iterator[Batch]:
         """Yield the batches of a file from a position in it on."""
         # formats other than parquet have no index: earlier rows are read again, and dropped
-        first_row = position["counts"].get("rows", 0)
+        first_row = position.counts.get("rows", 0)
         rows_left = islice(read_texts(name, self.column), first_row, None)
         rows = list(islice(rows_left, BATCH))
         while rows:
-            yield Batch({}, rows)
+            yield Batch(Position(), rows)  # `batches` says which file, and counts
             rows = list(islice(rows_left, BATCH))
 
-    def read_dataset(self, name: str, position: dict) -> Iterator[Batch]:
-        """Yield the batches of the hub's dataset. A position is its commit, so that a later run
-        reads the same files, and the state that `datasets` saves of its stream."""
+    def read_dataset(self, name: str, position: Position) -> Iterator[Batch]:
+        """Yield the batches of the hub's dataset, named `name`, from a position on."""
         import datasets  # slow to import, as all that is needed for the hub only
         from fsspec.compression import register_compression
         from huggingface_hub import HfApi
@@ -334,7 +365,7 @@ class Source:
         # fsspec would need another package for zstd, which reads the first frame only
         register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
         # a dataset may change on the hub between two runs; its commit does not
-        revision = position.get("revision") or HfApi().dataset_info(self.dataset).sha
+        revision = position.revision or HfApi().dataset_info(self.dataset).sha
         stream = datasets.load_dataset(
             self.dataset, self.remote_name, split="train", revision=revision, streaming=True
         )
@@ -342,7 +373,7 @@ class Source:
             raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
         # every n-th file, not a contiguous part of them
         stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-        state = position.get("stream")
+        state = position.stream
         if state:
             stream.load_state_dict(state)
         for columns in stream.iter(BATCH):
@@ -350,5 +381,5 @@ class Source:
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; give another --text_column")
             rows = [as_text(value) for value in columns[self.column]]
-            yield Batch({"revision": revision, "stream": state}, rows)
+            yield Batch(Position(revision=revision, stream=state), rows)
             state = stream.state_dict()  # where the next batch begins; the manifest keeps it

@@ -52,9 +52,11 @@ def main(config: VerifyConfig) -> None:
 def check_shards(stream: TokenStream) -> None:
     """Raise UserError for a shard that differs from its checksum or holds what is no token."""
     for folder in stream.folders:
-        for entry in folder.manifest.get("shards", []):  # a folder of others has no checksums
-            path = folder.path / entry["file"]
-            if entry["split"] == stream.split and sha256(path) != entry["sha256"]:
+        if folder.manifest is None:  # of another project, without checksums
+            continue
+        for entry in folder.manifest.shards:
+            path = folder.path / entry.file
+            if entry.split == stream.split and sha256(path) != entry.sha256:
                 raise UserError(f"{path} differs from the manifest's checksum; make it again")
     # in chunks: a split may be larger than memory
     for start in range(0, len(stream), CHUNK):

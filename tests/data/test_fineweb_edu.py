@@ -12,7 +12,8 @@ from conftest import documents, environment, script, user_error, write_rows
 from pyarrow import parquet
 
 from data import sharder
-from data.shards import TokenStream, open_folder, read_manifest, write_manifest
+from data.manifest import read_manifest, write_manifest
+from data.shards import TokenStream, open_folder
 from utils.files import lock_folder
 
 fineweb_edu = importlib.import_module("data.fineweb-edu")
@@ -52,11 +53,11 @@ def test_every_document_stands_once_in_order_on_one_side_and_the_manifest_counts
     assert [text for text in documents() if text in set(train)] == train
     assert 30 < len(val) < 95 and not set(train) & set(val)  # 600 x 0.1, 4 standard deviations
     manifest = read_manifest(plain)
-    assert manifest["complete"] and manifest["documents"] == 600
-    assert (manifest["tokenizer"], manifest["vocab_size"], manifest["eot"]) == ("bytes", 257, 256)
-    assert {s["file"]: s["sha256"] for s in manifest["shards"]} == digests(plain)
-    assert sum(s["tokens"] for s in manifest["shards"]) == sum(len(t) + 1 for t in documents())
-    assert manifest["bytes"] == {"train": len("".join(train)), "val": len("".join(val))}
+    assert manifest.complete and manifest.documents == 600
+    assert (manifest.tokenizer, manifest.vocab_size, manifest.eot) == ("bytes", 257, 256)
+    assert {s.file: s.sha256 for s in manifest.shards} == digests(plain)
+    assert sum(s.tokens for s in manifest.shards) == sum(len(t) + 1 for t in documents())
+    assert manifest.bytes == {"train": len("".join(train)), "val": len("".join(val))}
 
 
 def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain, tmp_path, capsys):
@@ -67,7 +68,7 @@ def test_stopped_at_max_shards_and_continued_equals_never_stopped(corpus, plain,
         assert len(list(tmp_path.glob("train_*.npy"))) == count
     manifest = shard(corpus, tmp_path, num_workers=4)
     assert manifest == read_manifest(plain) and digests(tmp_path) == digests(plain)
-    del manifest["ledger"], manifest["held_out"], manifest["remote_name"]  # of an older version
+    manifest.ledger, manifest.remote_name = {}, None  # of an older version
     for complete in (read_manifest(plain), manifest):
         write_manifest(tmp_path, complete)
         assert shard(corpus, tmp_path) == complete
@@ -119,11 +120,11 @@ def test_files_that_were_not_read_may_change_before_sharding_goes_on(tmp_path):
         for name in names:
             (source / f"{name}.txt").write_text(texts[name])
         manifest = shard(source, out, max_shards=max_shards, val_fraction=1e-9, shard_size=9_001)
-        assert len(manifest["shards"]) == len(digests(out))
+        assert len(manifest.shards) == len(digests(out))
     train, val = texts_in(out, "train"), texts_in(out, "val")
     pieces = [piece for pair in zip(train[:10], val, strict=True) for piece in pair]
     assert ["".join(pieces), *train[10:]] == [texts["a"], texts["b"], texts["d"]]
-    assert [name[-5] for name in manifest["ledger"]] == ["a", "b", "d"]
+    assert [name[-5] for name in manifest.ledger] == ["a", "b", "d"]
 
 
 def test_a_listed_shard_keeps_its_name_and_first_tokens_while_sharding_goes_on(
@@ -141,7 +142,7 @@ def test_a_listed_shard_keeps_its_name_and_first_tokens_while_sharding_goes_on(
     monkeypatch.setattr(sharder, "write_manifest", check_then_write)
     for max_shards in (4, None):
         manifest = shard(corpus, tmp_path, max_shards=max_shards)
-    assert len(manifest["shards"]) == len(digests(tmp_path))
+    assert len(manifest.shards) == len(digests(tmp_path))
 
 
 def test_a_shard_is_on_disk_before_it_has_its_name(corpus, tmp_path, monkeypatch):
@@ -179,13 +180,13 @@ def test_where_no_text_is_hashed_into_a_split_pieces_of_the_last_are_held_out(tm
     pieces = list(zip(train[count - 1 :], val, strict=True))
     assert len(pieces) == 10 and "".join(map("".join, pieces)) == last
     assert all(len(a + b) - len(last) // 10 in (0, 1) for a, b in pieces)
-    assert whole["held_out"] == (1 + len(last)) // 10
-    assert whole["bytes"]["val"] == pytest.approx(len("".join(val)), rel=0.01)
-    num_full = sum(entry["tokens"] == 9_001 for entry in whole["shards"])
+    assert whole.held_out == (1 + len(last)) // 10
+    assert whole.bytes["val"] == pytest.approx(len("".join(val)), rel=0.01)
+    num_full = sum(entry.tokens == 9_001 for entry in whole.shards)
     for max_shards in (1, num_full - 2, None):  # also within the last text
         manifest = shard(files, tmp_path / "stopped", max_shards=max_shards, **options)
     assert digests(tmp_path / "stopped") == digests(tmp_path / "whole")
-    assert manifest["bytes"] == whole["bytes"]
+    assert manifest.bytes == whole.bytes
 
 
 def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
@@ -199,7 +200,7 @@ def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
         shard(parts, tmp_path / "1", max_shards=max_shards, **options)
     texts = texts_in(tmp_path / "1", "train") + texts_in(tmp_path / "1", "val")
     assert sorted(texts) == sorted(documents()[150:300] + documents()[450:])
-    assert not shard(parts, tmp_path / "2", val_fraction=1e-9, **options)["held_out"]
+    assert not shard(parts, tmp_path / "2", val_fraction=1e-9, **options).held_out
     with user_error("holds shards of worker_index 1"):
         shard(parts, tmp_path / "1")
     (parts / "9.txt").write_text("the other worker's now")

@@ -20,7 +20,7 @@ from test_fineweb_edu import shard
 
 from data import verify
 from data.loader import Corpus, Mixture, assign_places, parse_corpora
-from data.shards import read_manifest, write_manifest
+from data.manifest import read_manifest, write_manifest
 from utils.logger import read_metrics
 
 
@@ -87,10 +87,11 @@ def test_folders_whose_splits_contradict_each_other_are_not_opened_together(
     Mixture(names, "val", 32)
     with user_error("--data_dir names .*/a twice"):
         Mixture([*names, f"{folders}/../{folders.name}/a{weight}"], "val", 32)
-    write_manifest(tmp_path / "c", {**manifest, "val_fraction": 0.2})
+    manifest.val_fraction = 0.2
+    write_manifest(tmp_path / "c", manifest)
     with user_error(r"several --val_fraction, \[0.1, 0.2\]: one may train"):
         Mixture(names, "val", 32)
-    del manifest["val_fraction"], manifest["bytes"]
+    manifest.val_fraction, manifest.bytes = None, {"train": 0, "val": 0}
     write_manifest(tmp_path / "c", manifest)
     assert Mixture(names, "val", 32).stream.bytes_per_token is None
 
@@ -99,7 +100,7 @@ def test_a_stream_of_several_folders_needs_a_split_once_and_is_verified(folders,
     shutil.copytree(folders / "c", tmp_path / "c")
     names = [tmp_path / "c", folders / "a"]
     manifest = read_manifest(names[0])
-    manifest["shards"] = [entry for entry in manifest["shards"] if entry["split"] == "train"]
+    manifest.shards = [entry for entry in manifest.shards if entry.split == "train"]
     write_manifest(names[0], manifest)
     val, train = (Mixture(names, split, 32).stream for split in ("val", "train"))
     assert [folder.path for folder in val.folders] == names[1:] and len(train.folders) == 2

@@ -148,7 +148,7 @@ def test_text_is_lost_only_where_that_is_asked_for(tmp_path, capsys, name, decod
             shard(*files, tokenizer=str(path))
     manifest = shard(*files, tokenizer=str(path), allow_loss=bool(lost))
     # bytes are those of the source, also where a normalizer changes the text
-    num_bytes = sum(manifest["bytes"].values())
+    num_bytes = sum(manifest.bytes.values())
     assert num_bytes == len(MIXED.encode())
     share = f"lost: {len(lost.encode()) / num_bytes:.2%} of the bytes"
     assert (share in capsys.readouterr().out) == bool(lost)
@@ -241,7 +241,7 @@ def test_end_of_text_is_part_of_a_tokenizer_and_another_one_is_refused(tmp_path,
         shard(corpus, tmp_path / name, tokenizer=str(path), end_of_text=end_of_text)
         folders.append(open_folder(tmp_path / name, "val"))
     identities = [TokenStream([folder]).tokenizer_identity for folder in folders]
-    file_name = folders[0].manifest["tokenizer"]
+    file_name = folders[0].manifest.tokenizer
     assert identities == [f"{file_name} with </s>", f"{file_name} with [UNK]"]
     with user_error("have several tokenizers"):
         TokenStream(folders)
@@ -283,7 +283,7 @@ def test_ids_above_16_bits_pass_from_shards_to_training_and_fine_tuning(tmp_path
     tokenizer = load_tokenizer(read_tokenizer(path))
     for max_shards in (1, None):  # the second run continues a shard
         manifest = shard(corpus, tmp_path / "out", tokenizer=str(path), max_shards=max_shards)
-    assert manifest["vocab_size"] == 70_257
+    assert manifest.vocab_size == 70_257
     stream = TokenStream([open_folder(tmp_path / "out", "train")])
     characters = [chr(token - 70_000) for token in stream.tokens(0, len(stream))]
     texts = "".join(characters).split("\u0100")
