@@ -109,8 +109,9 @@ def inspect_datatrove(path: Path) -> Shard:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the paths of a folder's .npy, .bin and .ds files in name order."""
-    return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    """Return the paths of a folder's .npy, .bin and .ds files in name order; [] if there is no such
+    folder."""
+    return sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     first read.
     """
     manifest = read_manifest(folder)
-    paths = shard_paths(folder) if folder.is_dir() else []
+    paths = shard_paths(folder)
     shards = []  # in the order of the stream
     if manifest:
         for entry in manifest.shards:
@@ -194,20 +195,12 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
 
 
 def missing_shards(paths: list[Path], split: str) -> UserError:
-    """Return the error for folders that hold no shards of a split, with what helps for either."""
+    """Return the error for folders that hold no shards of a split."""
     names = " ".join(map(str, paths))
-    for path in paths:
-        if path.suffix in SUFFIXES:
-            return UserError(f"--data_dir {path} is a shard; give its folder, {path.parent}")
-        if path.is_file():
-            return UserError(
-                f"--data_dir {path} is a file, and not a folder of shards; make one of it: "
-                f"python data/fineweb-edu.py --input {path} --local_dir data/{path.stem}"
-            )
     return UserError(
-        f"--data_dir {names} holds no {split} shards (.npy, .bin, .ds): give another one, let its "
-        "sharding end, or add a folder with the --tokenizer and --val_fraction (above 0) of the "
-        "others: python data/fineweb-edu.py --input YOUR_TEXT --local_dir FOLDER"
+        f"--data_dir {names} holds no {split} shards (.npy, .bin, .ds): give a folder that does, "
+        "let its sharding end, or make one of your text, with the --tokenizer and --val_fraction "
+        "(above 0) of the others: python data/fineweb-edu.py --input YOUR_TEXT --local_dir FOLDER"
     )
 
 
@@ -244,9 +237,8 @@ def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazySha
 class TokenStream:
     """All tokens of one or several folders of a split as one array, read from disk when asked for.
 
-    Raises UserError if the folders cannot be read together: one is given twice, they have several
-    tokenizers, or they were split by different --val_fraction, so that one may train on the
-    validation text of another.
+    Raises UserError if the folders cannot be read together: they have several tokenizers, or were
+    split by different --val_fraction, so that one may train on the validation text of another.
     """
 
     def __init__(self, folders: list[ShardFolder]) -> None:
@@ -256,14 +248,8 @@ class TokenStream:
         self.tokenizer_identity = tokenizer_identity(self.tokenizer)
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[LazyShard] = []
-        paths: set[Path] = set()
         for folder in folders:
             self.shards += folder.shards  # in the order given
-            if folder.path.resolve() in paths:
-                raise UserError(
-                    f"--data_dir names {folder.path} twice; a weight gives it a larger share"
-                )
-            paths.add(folder.path.resolve())
         identities = {tokenizer_identity(folder.tokenizer) for folder in folders}
         if len(identities) > 1:
             raise UserError(
