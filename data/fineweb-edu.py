@@ -202,8 +202,8 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
         text_column=config.text_column,
         worker_index=config.worker_index,
         worker_count=config.worker_count,
-        # with another list another worker may have read a file that is this one's now
-        files=list(sizes) if config.worker_count > 1 else [],
+        files=list(sizes),
+        sizes=list(sizes.values()),
     )
     if isinstance(tokenizer, FileTokenizer):
         settings.end_of_text = tokenizer.end_of_text
@@ -219,12 +219,10 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
         manifest = sharder.manifest
-        source.take_over(manifest.ledger)
+        source.ledger.update(manifest.ledger)
         manifest.source = list(config.input) or [config.dataset, config.remote_name]
-        # Nothing is left to do. A file that was added makes a complete folder not complete, a
-        # larger --max_shards a stopped one not full.
-        is_read = manifest.complete and manifest.state.position == source.end
-        if is_read or (manifest.stopped and sharder.is_full):
+        # a larger --max_shards makes a stopped folder not full
+        if manifest.complete or (manifest.stopped and sharder.is_full):
             return manifest, 0
         sharder.reopen()
         num_tokens_before = sharder.num_tokens

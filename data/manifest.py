@@ -106,7 +106,9 @@ class Settings:
     worker_index: int = 0
     worker_count: int = 1
     files: list[str] = field(default_factory=list)
-    """Names of all files, if several workers share them."""
+    """Names of all files, those of other workers included; [] of a dataset."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each of `files`."""
 
 
 @dataclass(kw_only=True)

@@ -225,8 +225,7 @@ class Sharder:
         has a `val_fraction` above 0, and one of the splits would be empty: the largest of a tenth
         of it, `val_fraction` of all tokens and MIN_VAL_TOKENS, at most half."""
         # An earlier run may have written the document up to `start`. Then the number stands in the
-        # manifest: the bytes and tokens that it follows from have changed, and it may no longer be
-        # the last document, or be it now.
+        # manifest, as the bytes and tokens that it follows from have changed.
         if start == 0:
             self.manifest.held_out = 0
             other_split = "val" if document.num_train else "train"

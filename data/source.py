@@ -289,18 +289,6 @@ class Source:
             return list(self.sizes)[self.worker_index :: self.worker_count]
         return [self.dataset]
 
-    def take_over(self, ledger: dict[str, FileCounts]) -> None:
-        """Continue the ledger of an earlier run. Raises UserError if a file that it read is not in
-        its place any more or has another size; files after these may be other ones."""
-        for index, (name, counts) in enumerate(ledger.items()):
-            is_in_place = self.names[index : index + 1] == [name]
-            if not is_in_place or self.sizes.get(name, 0) != counts.size:
-                raise UserError(
-                    f"{name} was read as file {index + 1} of the input, with {counts.size:,} "
-                    "bytes; put it back as it was, or give another --local_dir"
-                )
-        self.ledger = dict(ledger)
-
     def ledger_at(self, position: Position) -> dict[str, FileCounts]:
         """Return the ledger up to a position. Reading may be ahead of it."""
         ledger = dict(islice(self.ledger.items(), position.file))  # of the files before
@@ -310,7 +298,7 @@ class Source:
 
     @property
     def end(self) -> Position:
-        """Position after the last file. Files that are added later are read from there on."""
+        """Position after the last file."""
         return Position(len(self.names))
 
     def batches(self, position: Position) -> Iterator[Batch]:
