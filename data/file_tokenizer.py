@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from jinja2 import Template
 from tokenizers import Tokenizer as Engine
-from tokenizers import processors
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from data.chat_template import compile_template, template_message
@@ -63,10 +62,6 @@ class FileTokenizer(Tokenizer):
         engine = make_engine(json.dumps(content))
         self.engine = engine
         self.bos_ids = find_bos_ids(engine)
-        if engine.num_special_tokens_to_add(is_pair=False) > len(self.bos_ids):
-            # The post-processor also writes tokens after a text, which the model never sees there.
-            # An export must not have them, and is the same tokenizer when it is read again.
-            content["post_processor"] = self.bos_processor()
         # as text again, which the library reads; not ASCII, or each character would be \\u1234
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
         self.end_of_text = spec_fields["eot"]
@@ -106,7 +101,8 @@ class FileTokenizer(Tokenizer):
         self.bytes_of_id = self.find_bytes(vocab, '"type": "ByteLevel"' in components)
 
     def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:
-        """Return the bytes of each id. Raise ValueError for a token that stands for none.
+        """Return the bytes of each id. Raise KeyError for a byte-level token with a character that
+        stands for none.
 
         The decoder of the file is not asked: it gives strings, in which a character that spans two
         tokens is lost, and some files have none.
@@ -116,10 +112,6 @@ class FileTokenizer(Tokenizer):
         for token, token_id in vocab.items():
             if is_byte_level and token_id not in self.added_ids:
                 # one character stands for each byte; added tokens are plain text
-                if not byte_of_character.keys() >= set(token):
-                    raise ValueError(
-                        f"it is byte-level, and its token {token!r} stands for no bytes"
-                    )
                 token_bytes = bytes(byte_of_character[character] for character in token)
             elif token.startswith("<0x") and len(token) == 6:  # byte fallback, as <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
@@ -139,16 +131,6 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         return encode_with(self.engine, text)
-
-    def bos_processor(self) -> dict:
-        """Return the post-processor that writes bos_ids before a text and nothing after it, as the
-        content of a tokenizer.json."""
-        tokens = [self.engine.id_to_token(token_id) for token_id in self.bos_ids]
-        processor = processors.TemplateProcessing(
-            single=[*tokens, "$A"],  # $A: the text
-            special_tokens=list(zip(tokens, self.bos_ids, strict=True)),
-        )
-        return json.loads(processor.__getstate__())  # as the library writes it into the file
 
     def encode_continuation(self, text: str) -> np.ndarray:
         return encode_with(self.continuing_engine, text)
@@ -384,9 +366,6 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         if name.endswith("_token") and isinstance(token, str):
             template_tokens[name] = token
     template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates, as for tools
-        named_templates = {entry["name"]: entry["template"] for entry in template}
-        template = named_templates.get("default")
     template_path = folder / "chat_template.jinja"  # where newer transformers write it
     if template_path.is_file():
         template = template_path.read_text(encoding="utf-8")

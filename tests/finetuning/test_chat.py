@@ -294,7 +294,6 @@ def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     [
         (byte_level_engine(), "{{ raise_exception('no') }}", "template of tokenizer-.* fails: no"),
         (byte_level_engine(), "{% if %}", "template of tokenizer-.* fails: Expected an expression"),
-        (other_engine(MARKING, pre_tokenizers.ByteLevel()), None, "token .* stands for no bytes"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path, engine, template, problem):
