@@ -9,7 +9,6 @@ Where the documents come from, and in which order, is decided in data/fineweb-ed
 """
 
 import hashlib
-import io
 import os
 import shutil
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -99,26 +98,26 @@ class ShardWriter:
             with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
-        # Cuts off what the earlier run wrote after its last state. For a new file this adds zeros
-        # in the place of the header, which `finish` writes, once the number of tokens is known.
         self.num_tokens = start
-        self.file.truncate(len(self.header()) + start * self.dtype.itemsize)
+        self.write_header()
+        # cuts off what the earlier run wrote after its last state
+        self.file.truncate(self.file.tell() + start * self.dtype.itemsize)
         self.file.seek(0, os.SEEK_END)
 
-    def header(self) -> bytes:
-        """Return the header of the tokens so far. Its length does not depend on their number, so
-        that a shard can be written before its size is known."""
+    def write_header(self) -> None:
+        """Write the header of the tokens so far at the beginning of the file, in place of an
+        earlier one: its length does not depend on their number."""
+        self.file.seek(0)
         if self.path.suffix == ".bin":
-            return bin_header(self.dtype.str, self.num_tokens)
+            self.file.write(bin_header(self.dtype.str, self.num_tokens))
+            return
         # numpy pads the text of the header to a multiple of 64 bytes, here 128 for any number
-        buffer = io.BytesIO()
         description = {
             "descr": self.dtype.str,
             "fortran_order": False,
             "shape": (self.num_tokens,),
         }
-        np.lib.format.write_array_header_1_0(buffer, description)
-        return buffer.getvalue()
+        np.lib.format.write_array_header_1_0(self.file, description)
 
     def append(self, tokens: np.ndarray) -> None:
         """Append tokens (n,)."""
@@ -133,8 +132,7 @@ class ShardWriter:
 
     def finish(self) -> ShardEntry:
         """Write the header, rename the file to its final name and return its manifest entry."""
-        self.file.seek(0)
-        self.file.write(self.header())
+        self.write_header()
         self.sync()
         self.file.close()
         digest = sha256(self.temporary)
