@@ -4,11 +4,7 @@ Only convert.py and data/train_tokenizer.py need this; training and sampling do 
 """
 
 import json
-import sys
 from pathlib import Path
-
-if __name__ == "__main__":  # before the imports, which only a script of the project finds
-    sys.exit("no script: data/train_tokenizer.py makes a tokenizer, convert.py exports a model's")
 
 import tokenizers
 from tiktoken.load import read_file_cached

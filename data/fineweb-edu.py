@@ -29,7 +29,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from tqdm import tqdm
 
 from data.file_tokenizer import FileTokenizer, read_tokenizer
-from data.manifest import Manifest, Settings, State, read_manifest
+from data.manifest import Manifest, Position, Settings, State, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.source import Batch, Source, join_reasons, list_files
@@ -169,7 +169,7 @@ def write_shards(
             return False
         document = next_document
         num_written = 0  # of the next document
-    sharder.save_state(source.end)
+    sharder.save_state(Position(len(source.names)))  # after the last file
     # every byte of text that was read is in the shards
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
     assert num_bytes == sum(sharder.manifest.bytes.values()), "text was lost"

@@ -296,11 +296,6 @@ class Source:
             ledger[self.names[position.file]] = FileCounts(**position.counts)
         return ledger
 
-    @property
-    def end(self) -> Position:
-        """Position after the last file."""
-        return Position(len(self.names))
-
     def batches(self, position: Position) -> Iterator[Batch]:
         """Yield batches of rows from a position on, and name files that are not what they seem.
         Raises UserError for what cannot be read, and at the end if nothing was a text; `datasets`
