@@ -1,6 +1,6 @@
 """Write tokenizers in Hugging Face's format, and build the byte-level BPE that they are made of.
 
-Only convert.py and data/train_tokenizer.py need this; training and sampling do not.
+No script: only convert.py and data/train_tokenizer.py need this; training and sampling do not.
 """
 
 import json

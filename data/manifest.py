@@ -6,7 +6,6 @@ rows are no texts. So nothing is lost without a word. data/source.py counts them
 """
 
 import json
-from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -28,14 +27,6 @@ class FileCounts:
     """Bytes of the texts in UTF-8."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Rows that are no texts, by reason."""
-
-
-def sum_skipped(ledger: dict[str, FileCounts]) -> dict[str, int]:
-    """Return the skipped rows of all files, by reason."""
-    total: Counter[str] = Counter()
-    for counts in ledger.values():
-        total.update(counts.skipped)
-    return dict(total)
 
 
 @dataclass

@@ -11,6 +11,7 @@ Where the documents come from, and in which order, is decided in data/fineweb-ed
 import hashlib
 import os
 import shutil
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from data.manifest import (
     ShardEntry,
     State,
     read_manifest,
-    sum_skipped,
     write_manifest,
 )
 from data.shards import bin_header, shard_paths
@@ -276,7 +276,10 @@ class Sharder:
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
         self.manifest.state = State(asdict(position), row, num_written, open_tokens)
         self.manifest.ledger = self.source.ledger_at(position)
-        self.manifest.skipped = sum_skipped(self.manifest.ledger)
+        skipped: Counter[str] = Counter()  # rows by reason
+        for counts in self.manifest.ledger.values():
+            skipped.update(counts.skipped)
+        self.manifest.skipped = dict(skipped)
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:

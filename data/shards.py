@@ -181,7 +181,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
                 shards.append(LazyShard(path, shard.num_tokens, f"{checksum}"))
     if not paths and not shards:  # a name that was mistyped
         raise missing_shards([folder], split)
-    return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest, shards), manifest)
+    return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest), manifest)
 
 
 def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
@@ -204,23 +204,12 @@ def missing_shards(paths: list[Path], split: str) -> UserError:
     )
 
 
-def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazyShard]) -> str:
+def find_tokenizer(folder: Path, manifest: Manifest | None) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE
-    if manifest is None:  # of another project
-        if path.exists():
-            return read_tokenizer(path)
-        if shards:
-            # Other projects shard GPT-2's tokens. Any 1,000 of these hold an id above 2**15; the
-            # ids of a smaller vocabulary would train without an error, as another text.
-            first_ids = shards[0].shard.read(count=100_000)
-            if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
-                raise UserError(
-                    f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
-                    f"their {TOKENIZER_FILE} beside it, or shard the text anew"
-                )
-        return "gpt2"
+    if manifest is None:  # of another project, which shards GPT-2's tokens if it has no file
+        return read_tokenizer(path) if path.exists() else "gpt2"
     if manifest.tokenizer in TOKENIZERS:
         return manifest.tokenizer
     # a checksum of the file that data/fineweb-edu.py has copied into the folder

@@ -134,15 +134,6 @@ def test_the_last_train_or_val_in_a_name_is_the_split(tmp_path, split, names):
     assert [shard.path.stem for shard in open_folder(tmp_path, split).shards] == names
 
 
-def test_tokens_of_a_smaller_vocabulary_are_not_read_as_those_of_gpt2(tmp_path):
-    write(tmp_path, "train", 0, range(0, 50_000, 10))
-    assert open_folder(tmp_path, "train").tokenizer == "gpt2"
-    for tokens in ([*range(257)] * 40, [*range(600)] * 2):
-        write(tmp_path, "train", 0, tokens)
-        with user_error("holds no tokens of GPT-2.* tokenizer.json beside it"):
-            open_folder(tmp_path, "train")
-
-
 def test_a_folder_whose_sharding_was_interrupted_is_known():
     names = {"tokenizer": "bytes", "vocab_size": 257, "shards": []}
     manifests = [None]  # of a folder of others
