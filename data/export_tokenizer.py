@@ -10,8 +10,8 @@ import tokenizers
 from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.file_tokenizer import FileTokenizer, byte_characters
 from data.named_tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import FileTokenizer, byte_characters
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's name
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"

@@ -28,12 +28,11 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tqdm import tqdm
 
-from data.file_tokenizer import FileTokenizer, read_tokenizer
 from data.manifest import Manifest, Position, Settings, State, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.source import Batch, Source, join_reasons, list_files
-from data.tokenizer import load_tokenizer
+from data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder

@@ -26,10 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.file_tokenizer import read_tokenizer
 from data.manifest import MANIFEST, Manifest, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS
-from data.tokenizer import count_tokens, load_tokenizer, tokenizer_identity
+from data.tokenizer import count_tokens, load_tokenizer, read_tokenizer, tokenizer_identity
 from utils.errors import UserError, reading
 
 SUFFIXES = (".npy", ".bin", ".ds")

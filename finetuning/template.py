@@ -14,8 +14,8 @@ write a field of a message.
 
 from functools import partial
 
-from data.file_tokenizer import FileTokenizer
 from data.named_tokenizer import Tokenizer
+from data.tokenizer import FileTokenizer
 from finetuning.chat import ROLES, Message, Messages, encode_dialog
 
 

@@ -19,10 +19,15 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 import evaluate
 from data.export_tokenizer import save_tokenizer
-from data.file_tokenizer import CHAT_TEMPLATE, byte_characters, pretrained_tokenizer, read_tokenizer
 from data.sharder import hold_out
 from data.shards import TokenStream, open_folder
-from data.tokenizer import load_tokenizer
+from data.tokenizer import (
+    CHAT_TEMPLATE,
+    byte_characters,
+    load_tokenizer,
+    pretrained_tokenizer,
+    read_tokenizer,
+)
 from evaluation.scoring import pack
 from evaluation.tasks import Item
 from finetuning.examples import TextEncoder, encode_completion, encode_messages

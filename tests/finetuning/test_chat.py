@@ -15,9 +15,8 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
 from data.export_tokenizer import byte_level, save_tokenizer, to_engine
-from data.file_tokenizer import SPACE, byte_characters, pretrained_tokenizer
 from data.named_tokenizer import ByteTokenizer
-from data.tokenizer import load_tokenizer
+from data.tokenizer import SPACE, byte_characters, load_tokenizer, pretrained_tokenizer
 from finetuning.chat import encode_prompt, fit_history, is_chat
 from finetuning.completions import decode_completion
 from finetuning.examples import (
