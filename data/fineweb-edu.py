@@ -106,6 +106,7 @@ def read_documents(
     beginning on; threads tokenize them."""
 
     def tokenize_batch(batch: Batch, first_row: int) -> list[Document]:
+        """Return the documents of a batch, from row `first_row` on."""
         documents = []
         for row, text in enumerate(batch.rows):
             # the ledger has counted a row that is no text
@@ -162,6 +163,7 @@ def write_shards(
         # one book has no document for validation; of several workers, another may have some
         may_hold_out = next_document is None and config.worker_count == 1
         share = config.val_fraction if may_hold_out else 0
+        # the same document, unless it is the last one and a split would stay empty
         document = sharder.hold_out_of(document, share, num_written)
         bar.update(len(document.tokens) - num_written)
         if not sharder.write(document, num_written):
@@ -218,7 +220,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
         manifest = sharder.manifest
-        source.ledger.update(manifest.ledger)
+        source.ledger.update(manifest.ledger)  # of the rows that earlier runs have sharded
         manifest.source = list(config.input) or [config.dataset, config.remote_name]
         # a larger --max_shards makes a stopped folder not full
         if manifest.complete or (manifest.stopped and sharder.is_full):

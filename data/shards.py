@@ -164,7 +164,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     shard that is missing, damaged or not the one that the manifest lists raises an error when it is
     first read.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder)  # None if another project made the folder, or there is none
     paths = shard_paths(folder)
     shards = []  # in the order of the stream
     if manifest:

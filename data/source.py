@@ -303,11 +303,12 @@ class Source:
         read = self.read_file if self.sizes else self.read_dataset
         for index in range(position.file, len(self.names)):
             name = self.names[index]
-            # of the rows before the position, which an earlier run has sharded
+            # begins with the rows before the position, which an earlier run has sharded
             counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
             self.ledger[name] = counts
             try:
                 for batch in read(name, position):
+                    # the reader knows its place in a dataset; the rest is added here
                     batch.position.file = index
                     batch.position.counts = asdict(counts)
                     count_rows(counts, batch.rows)
@@ -335,7 +336,7 @@ class Source:
         rows_left = islice(read_texts(name, self.column), first_row, None)
         rows = list(islice(rows_left, BATCH))
         while rows:
-            yield Batch(Position(), rows)  # `batches` says which file, and counts
+            yield Batch(Position(), rows)
             rows = list(islice(rows_left, BATCH))
 
     def read_dataset(self, name: str, position: Position) -> Iterator[Batch]:
