@@ -28,10 +28,10 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tqdm import tqdm
 
-from data.manifest import Manifest, Position, Settings, State, read_manifest
+from data.manifest import Manifest, Settings, State, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
-from data.source import Batch, Source, join_reasons, list_files
+from data.source import Batch, Position, Source, join_reasons, list_files
 from data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
@@ -122,7 +122,7 @@ def read_documents(
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(config.num_workers)
     try:
-        for batch in source.batches(state.position):
+        for batch in source.batches(state.source):
             pending.append(workers.submit(tokenize_batch, batch, first_row))
             first_row = 0
             # three batches a thread keep all threads busy, and memory small

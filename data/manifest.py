@@ -44,35 +44,17 @@ class ShardEntry:
 
 
 @dataclass
-class Position:
-    """Place of a batch of rows in the source (data/source.py), from which a later run continues."""
-
-    file: int = 0
-    """Index of its file among those of this worker; 0 for a dataset."""
-    counts: dict = field(default_factory=dict)
-    """FileCounts, as JSON, of the rows of this file before the batch; {} at its beginning."""
-    revision: str | None = None
-    """Commit of the hub's dataset, so that a later run reads the same files; None of files."""
-    stream: dict | None = None
-    """State that `datasets` saves of its stream; None at the beginning, and of files."""
-
-
-@dataclass
 class State:
     """Where the next run continues: in a document, after its first `tokens` tokens."""
 
     source: dict | None = None
-    """Position of the document's batch, as JSON; None: the source's beginning."""
+    """Position (data/source.py) of the document's batch, as JSON; None: the source's beginning.
+    Folders of older versions have other keys here."""
     documents: int = 0
     """Rows of the batch before the document."""
     tokens: int = 0
     open: dict[str, int] = field(default_factory=dict)
     """Tokens of each shard that is not full, by split."""
-
-    @property
-    def position(self) -> Position:
-        """`source`, which is read only here, as folders of older versions have another one."""
-        return Position(**(self.source or {}))
 
 
 @dataclass(kw_only=True)

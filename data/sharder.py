@@ -17,17 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.manifest import (
-    Manifest,
-    Position,
-    Settings,
-    ShardEntry,
-    State,
-    read_manifest,
-    write_manifest,
-)
+from data.manifest import Manifest, Settings, ShardEntry, State, read_manifest, write_manifest
 from data.shards import bin_header, shard_paths
-from data.source import Source
+from data.source import Position, Source
 from utils.errors import UserError
 from utils.files import atomic_write, sync_folder
 

@@ -22,7 +22,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
-from data.manifest import FileCounts, Position
+from data.manifest import FileCounts
 from utils.errors import UserError
 
 BATCH = 100  # rows; another number would change the positions in manifests
@@ -37,6 +37,20 @@ class Skipped:
 
     reason: str
     """Key under which the ledger counts such rows."""
+
+
+@dataclass
+class Position:
+    """Place of a batch in the source, from which a later run continues; JSON in a manifest."""
+
+    file: int = 0
+    """Index of its file among those of this worker; 0 for a dataset."""
+    counts: dict = field(default_factory=dict)
+    """FileCounts, as JSON, of the rows of this file before the batch; {} at its beginning."""
+    revision: str | None = None
+    """Commit of the hub's dataset, so that a later run reads the same files; None of files."""
+    stream: dict | None = None
+    """State that `datasets` saves of its stream; None at the beginning, and of files."""
 
 
 class Batch(NamedTuple):
@@ -86,10 +100,10 @@ def walk(folder: str) -> list[Path]:
     """Return the files below a folder in name order, but hidden ones and installed packages."""
     paths: list[Path] = []
     for path in Path(folder).rglob("*"):
-        parts = path.relative_to(folder).parts
-        is_hidden = any(part.startswith(".") for part in parts)
+        names = path.relative_to(folder).parts  # of the folders between, and of the file
+        is_hidden = any(name.startswith(".") for name in names)
         # false for a folder, and for a link to a file that is gone
-        if path.is_file() and not is_hidden and "site-packages" not in parts:
+        if path.is_file() and not is_hidden and "site-packages" not in names:
             paths.append(path)
     # the order of a folder differs between file systems, and the shards follow that of the files
     return sorted(paths)
@@ -296,10 +310,11 @@ class Source:
             ledger[self.names[position.file]] = FileCounts(**position.counts)
         return ledger
 
-    def batches(self, position: Position) -> Iterator[Batch]:
-        """Yield batches of rows from a position on, and name files that are not what they seem.
-        Raises UserError for what cannot be read, and at the end if nothing was a text; `datasets`
-        itself retries downloads for some minutes."""
+    def batches(self, start: dict | None = None) -> Iterator[Batch]:
+        """Yield batches of rows from the beginning or from `start` on, a Position as JSON, and name
+        files that are not what they seem. Raises UserError for what cannot be read, and at the end
+        if nothing was a text; `datasets` itself retries downloads for some minutes."""
+        position = Position(**(start or {}))
         read = self.read_file if self.sizes else self.read_dataset
         for index in range(position.file, len(self.names)):
             name = self.names[index]
@@ -308,7 +323,7 @@ class Source:
             self.ledger[name] = counts
             try:
                 for batch in read(name, position):
-                    # the reader knows its place in a dataset; the rest is added here
+                    # read_dataset has set the other two fields
                     batch.position.file = index
                     batch.position.counts = asdict(counts)
                     count_rows(counts, batch.rows)

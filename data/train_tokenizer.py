@@ -20,7 +20,6 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from tokenizers import models, pre_tokenizers, trainers
 
 from data.export_tokenizer import END_OF_TEXT, byte_level
-from data.manifest import Position
 from data.source import Skipped, Source, list_files
 from utils.cli import start_script
 from utils.files import atomic_write
@@ -51,7 +50,7 @@ class TokenizerConfig:
 
 def read_pieces(source: Source, share: float) -> Iterator[str]:
     """Yield a share of the pieces of all texts, chosen by a hash: always the same ones."""
-    for batch in source.batches(Position()):
+    for batch in source.batches():
         for text in batch.rows:
             if isinstance(text, Skipped):
                 continue

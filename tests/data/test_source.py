@@ -14,7 +14,6 @@ from conftest import documents, user_error
 from pyarrow import parquet
 
 from data import source
-from data.manifest import Position
 from data.source import Skipped, Source, list_files
 from utils.errors import UserError
 
@@ -32,7 +31,7 @@ def batches(*files, position=None):
     found = []
     try:
         sizes = {str(file): file.stat().st_size for file in files}
-        for batch in Source(sizes).batches(position or Position()):
+        for batch in Source(sizes).batches(position):
             found.append(batch)
     except UserError as error:  # at the end, where no row is a text
         if "holds no text" not in str(error):
@@ -57,7 +56,7 @@ def test_every_compression_is_read_and_a_file_is_continued_at_any_batch(tmp_path
     num_before = 0
     for batch in batches(*files):
         position = json.loads(json.dumps(asdict(batch.position)))
-        assert read(*files, position=Position(**position)) == expected[num_before:]
+        assert read(*files, position=position) == expected[num_before:]
         num_before += len(batch.rows)
     assert num_before == len(expected)
 
@@ -134,7 +133,7 @@ def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content,
 def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_path):
     (tmp_path / "a.jsonl").write_text(objects("one\r\n", None, "\ufefftwo", " "))
     dataset = Source(dataset=str(tmp_path), remote_name="default")  # a folder, as from the hub
-    position = Position(revision="main")
+    position = {"revision": "main"}
     (batch,) = dataset.batches(position)
     assert batch.rows == read(tmp_path / "a.jsonl")
     assert batch.rows == ["one\r\n", NO_TEXT, "\ufefftwo", EMPTY]
