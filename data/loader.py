@@ -115,10 +115,6 @@ class Sequences:
         # the last target needs a token, too
         return (len(self.stream) - 1) // self.block_size
 
-    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Return the ids (N,) of the sequences at positions (N,) of the data order."""
-        return epoch_order(positions, len(self), seed)
-
     def count_within(self, tokens: int) -> int:
         """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
         return min(len(self), max(1, tokens // self.block_size))
@@ -262,7 +258,7 @@ class Mixture:
         # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
         for i, part in enumerate(self.parts):
             chosen = corpus_ids == i
-            part_ids = part.order(corpus_positions[chosen], seed)
+            part_ids = epoch_order(corpus_positions[chosen], len(part), seed)
             ids[chosen] = self.starts[i] + part_ids
         return ids
 
