@@ -170,6 +170,8 @@ def write_shards(
             return False
         document = next_document
         num_written = 0  # of the next document
+    if config.val_fraction and config.worker_count == 1:
+        sharder.fill_validation()
     sharder.save_state(Position(len(source.names)))  # after the last file
     # every byte of text that was read is in the shards
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
@@ -250,7 +252,7 @@ def report(manifest: Manifest) -> None:
         share = manifest.lost_bytes / sum(manifest.bytes.values())
         print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} does not give back")
     if manifest.held_out:  # no hash chose a document for one of the splits
-        print(f"validation: {PIECES} pieces, spread over the last text")
+        print(f"validation: {PIECES} pieces, spread over the last text, or texts if that is short")
 
 
 def main(config: DataConfig) -> None:

@@ -107,8 +107,7 @@ class Sequences:
         if len(stream) <= block_size:
             raise UserError(
                 f"{stream.folders[0].path} holds {len(stream):,} {stream.split} tokens, too few "
-                f"for one sequence of --block_size {block_size}; take a smaller one, or join short "
-                "texts into one file before sharding"
+                f"for one sequence of --block_size {block_size}"
             )
 
     def __len__(self) -> int:

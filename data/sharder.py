@@ -90,10 +90,14 @@ class ShardWriter:
             with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
-        self.num_tokens = start
-        self.write_header()
         # cuts off what the earlier run wrote after its last state
-        self.file.truncate(self.file.tell() + start * self.dtype.itemsize)
+        self.cut(start)
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of the file."""
+        self.num_tokens = num_tokens
+        self.write_header()
+        self.file.truncate(self.file.tell() + num_tokens * self.dtype.itemsize)
         self.file.seek(0, os.SEEK_END)
 
     def write_header(self) -> None:
@@ -155,6 +159,8 @@ class Sharder:
         self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
+        self.last_texts: list[Document] = []
+        """The last documents of the open train shard, from which `fill_validation` takes."""
         self.num_tokens = 0
         """Tokens in all shards, once they are reopened."""
         manifest = read_manifest(folder)
@@ -213,7 +219,8 @@ class Sharder:
     def hold_out_of(self, document: Document, val_fraction: float, start: int) -> Document:
         """Return a document, with pieces of it held out if it is the last one of the source, which
         has a `val_fraction` above 0, and one of the splits would be empty: the largest of a tenth
-        of it, `val_fraction` of all tokens and MIN_VAL_TOKENS, at most half."""
+        of it, `val_fraction` of all tokens and MIN_VAL_TOKENS, at most half. Of a last text that is
+        too short for that, `fill_validation` takes it, together with those before."""
         # An earlier run may have written the document up to `start`. Then the number stands in the
         # manifest, as the bytes and tokens that it follows from have changed.
         if start == 0:
@@ -223,15 +230,47 @@ class Sharder:
                 num_tokens = len(document.tokens)
                 share = int(val_fraction * (self.num_tokens + num_tokens))
                 num_held_out = max(num_tokens // 10, share, MIN_VAL_TOKENS)
-                self.manifest.held_out = min(num_held_out, num_tokens // 2)
-        if self.manifest.held_out == 0:
+                if num_held_out <= num_tokens // 2 or not self.last_texts:
+                    self.manifest.held_out = min(num_held_out, num_tokens // 2)
+        if self.manifest.held_out == 0:  # also of a text of less than ten tokens
             return document
         return hold_out(document, self.manifest.held_out)
+
+    def fill_validation(self) -> None:
+        """Hold out pieces of the last texts, where hashes leave fewer than MIN_VAL_TOKENS for
+        validation, as of a few short notes. Call it at the end of a source."""
+        # small shards: neither split fills one here, from whose state a later run would continue
+        least = min(MIN_VAL_TOKENS, self.shard_size // 4)
+        is_enough = bool(self.full_shards("val"))
+        if "val" in self.writers:
+            is_enough |= self.writers["val"].num_tokens >= least
+        if is_enough or not self.last_texts:
+            return
+        tokens = np.concatenate([document.tokens for document in self.last_texts])
+        num_bytes = sum(document.num_bytes for document in self.last_texts)
+        self.manifest.held_out = min(least, len(tokens) // 2)
+        joined = replace(self.last_texts[0], tokens=tokens, num_bytes=num_bytes, lost_text="")
+        # write them anew; the state of the manifest lies before them
+        train = self.writers["train"]
+        train.cut(train.num_tokens - len(tokens))
+        self.num_tokens -= len(tokens)
+        self.manifest.bytes["train"] -= num_bytes
+        self.manifest.documents -= 1  # which `write` counts once more
+        self.write(hold_out(joined, self.manifest.held_out), 0)
+
+    def remember(self, document: Document) -> None:
+        """Keep a document that is whole in the open train shard among the last texts: the fewest
+        of them with twice MIN_VAL_TOKENS."""
+        self.last_texts.append(document)
+        num_tokens = sum(len(other.tokens) for other in self.last_texts)
+        while num_tokens - len(self.last_texts[0].tokens) >= 2 * MIN_VAL_TOKENS:
+            num_tokens -= len(self.last_texts.pop(0).tokens)
 
     def write(self, document: Document, start: int) -> bool:
         """Append a document's tokens from `start` on, those before being written by an earlier run;
         return False once the folder is full. Saves the manifest each time a shard gets full."""
         total = len(document.tokens)
+        may_move = start == 0 and document.num_train == total
         if start == 0:  # else an earlier run has counted it
             self.manifest.documents += 1
             self.manifest.lost_bytes += len(document.lost_text.encode())
@@ -258,14 +297,18 @@ class Sharder:
                 # a moment from which a later run can continue
                 self.finish_shard(split)
                 self.save_state(document.position, document.row, start)
+                may_move = False
                 if self.is_full:
                     return False
+        if may_move:
+            self.remember(document)
         return True
 
     def save_state(self, position: Position, row: int = 0, num_written: int = 0) -> None:
         """Save the manifest, to continue after `num_written` tokens of the document in a row of the
         batch at a position. Tokens of the open shards are on disk before it counts them."""
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
+        self.last_texts.clear()  # a later run continues after them
         self.manifest.state = State(asdict(position), row, num_written, open_tokens)
         self.manifest.ledger = self.source.ledger_at(position)
         skipped: Counter[str] = Counter()  # rows by reason

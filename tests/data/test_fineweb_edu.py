@@ -163,6 +163,31 @@ def test_where_no_text_is_hashed_into_a_split_pieces_of_the_last_are_held_out(tm
     assert manifest.bytes == whole.bytes
 
 
+def test_of_short_texts_the_last_ones_give_validation_one_sequence(tmp_path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for i, text in enumerate(documents()[:300]):
+        (notes / f"{i:03}.txt").write_text(text[:100])
+    options = {"val_fraction": 0.003, "shard_size": 4_500}
+    whole = shard(notes, tmp_path / "whole", **options)
+    sizes = {"train": 0, "val": 0}
+    for entry in whole.shards:
+        sizes[entry.split] += entry.tokens
+    assert 1_025 <= sizes["val"] < 2_000 and sizes["train"] > 20_000
+    assert sum(whole.bytes.values()) == sum(min(100, len(text)) for text in documents()[:300])
+    assert whole.documents == 300
+    for max_shards in (2, 5, None):
+        manifest = shard(
+            notes, tmp_path / "stopped", max_shards=max_shards, num_workers=3, **options
+        )
+    assert manifest == whole and digests(tmp_path / "stopped") == digests(tmp_path / "whole")
+    # a book, and a note after it
+    files = [tmp_path / "book.txt", notes / "001.txt"]
+    files[0].write_text("\n".join(documents()))
+    both = shard(files, tmp_path / "both", **OPTIONS | {"shard_size": 10**6, "val_fraction": 1e-9})
+    assert both.bytes["val"] > 1_000
+
+
 def test_workers_take_every_nth_file_and_need_all_names_to_stay(tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()
