@@ -16,8 +16,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
-from data.file_tokenizer import CHAT_TEMPLATE
-from data.tokenizer import load_tokenizer
+from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from finetuning.chat import is_chat
 from model.config import SIZED
 from model.gpt import GPT

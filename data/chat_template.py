@@ -1,7 +1,7 @@
 """Chat templates of Hugging Face models, programs in the language of Jinja that write a dialog.
 
 What a template may use is what transformers/utils/chat_template_utils.py (5.24) gives it. Not about
-token ids: see data/file_tokenizer.py, nor about which of them are learned: see
+token ids: see data/tokenizer.py, nor about which of them are learned: see
 finetuning/template.py.
 """
 

@@ -1,21 +1,17 @@
 """Write tokenizers in Hugging Face's format, and build the byte-level BPE that they are made of.
 
-Only convert.py and data/train_tokenizer.py need this; training and sampling do not.
+No script: only convert.py and data/train_tokenizer.py need this; training and sampling do not.
 """
 
 import json
-import sys
 from pathlib import Path
-
-if __name__ == "__main__":  # before the imports, which only a script of the project finds
-    sys.exit("no script: data/train_tokenizer.py makes a tokenizer, convert.py exports a model's")
 
 import tokenizers
 from tiktoken.load import read_file_cached
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.file_tokenizer import FileTokenizer, byte_characters
 from data.named_tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import FileTokenizer, byte_characters
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's name
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"

@@ -28,29 +28,15 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tqdm import tqdm
 
-from data.file_tokenizer import FileTokenizer, read_tokenizer
-from data.ledger import Skipped, join_reasons
+from data.manifest import Manifest, Settings, State, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
-from data.shards import read_manifest
-from data.source import Batch, Source, list_files
-from data.tokenizer import load_tokenizer
+from data.source import Batch, Position, Source, join_reasons, list_files
+from data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
 from utils.ranges import BelowOne, Count, Natural
-
-# Options that a folder keeps in its manifest: with other values its next shards would not follow
-# from those that are there. --num_workers and --max_shards change no token.
-SETTINGS = (
-    "remote_name",
-    "text_column",
-    "shard_size",
-    "format",
-    "val_fraction",
-    "worker_index",
-    "worker_count",
-)
 
 
 @dataclass
@@ -92,17 +78,15 @@ class DataConfig:
     """Machines that share the work: machine i reads every n-th source file, beginning with i."""
 
 
-def tokenize(tokenizer: Tokenizer, val_fraction: float, row: str | Skipped) -> Document | Skipped:
-    """Return the document of a row that is a text, in train or validation; Skipped for another row.
+def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
+    """Return the document of a text, in train or validation.
 
     A hash of the text chooses the split. Unlike a random number or every n-th document, it does not
     depend on the order of the source, on workers or on where a run continues, and a copy of a
     validation document is never trained on.
     """
-    if isinstance(row, Skipped):  # data/source.py knows why it is no text
-        return row
-    utf8 = row.encode()
-    tokens = tokenizer.encode_document(row)  # (n,)
+    utf8 = text.encode()
+    tokens = tokenizer.encode_document(text)  # (n,)
     # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
@@ -111,53 +95,50 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, row: str | Skipped) -> D
         num_start=len(tokenizer.start_ids),
         num_train=0 if is_val else len(tokens),  # all tokens are in one split
         num_bytes=len(utf8),
-        lost_text=tokenizer.lost_text(row, tokens),
+        lost_text=tokenizer.lost_text(text, tokens),
     )
 
 
-def tokenize_batches(
-    config: DataConfig, source: Source, tokenizer: Tokenizer, position: dict | None
-) -> Iterator[Batch]:
-    """Yield the batches of the source from a position on, in order, with a Document or Skipped for
-    each row; threads tokenize them."""
+def read_documents(
+    config: DataConfig, source: Source, tokenizer: Tokenizer, state: State
+) -> Iterator[Document]:
+    """Yield the documents of the source in order, from where an earlier run stopped, or from the
+    beginning on; threads tokenize them."""
 
-    def tokenize_batch(batch: Batch) -> Batch:
-        rows = [tokenize(tokenizer, config.val_fraction, row) for row in batch.rows]
-        return Batch(batch.position, rows)
+    def tokenize_batch(batch: Batch, first_row: int) -> list[Document]:
+        """Return the documents of a batch, from row `first_row` on."""
+        documents = []
+        for row, text in enumerate(batch.rows):
+            # the ledger has counted a row that is no text
+            if row >= first_row and isinstance(text, str):
+                document = tokenize(tokenizer, config.val_fraction, text)
+                document.position = batch.position
+                document.row = row
+                documents.append(document)
+        return documents
 
     pending: deque[Future] = deque()  # batches in the order of the source
+    first_row = state.documents  # of the first batch, whose earlier rows are in the shards
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(config.num_workers)
     try:
-        for batch in source.batches(position):
-            pending.append(workers.submit(tokenize_batch, batch))
+        for batch in source.batches(state.source):
+            pending.append(workers.submit(tokenize_batch, batch, first_row))
+            first_row = 0
             # three batches a thread keep all threads busy, and memory small
             if len(pending) > 3 * config.num_workers:
-                yield pending.popleft().result()  # waits for the oldest batch
+                yield from pending.popleft().result()  # waits for the oldest batch
         while pending:
-            yield pending.popleft().result()
+            yield from pending.popleft().result()
     finally:  # also when max_shards or an error ends the run: nothing of what is left is tokenized
         workers.shutdown(cancel_futures=True)
-
-
-def read_documents(batches: Iterator[Batch], first_row: int) -> Iterator[Document]:
-    """Yield the documents of batches, from row `first_row` of the first batch on, with their
-    position."""
-    for batch in batches:
-        for index, row in enumerate(batch.rows[first_row:], first_row):
-            if isinstance(row, Document):
-                row.position = {"source": batch.position, "documents": index}
-                yield row
-        first_row = 0  # of the next batch
 
 
 def write_shards(
     config: DataConfig, source: Source, sharder: Sharder, tokenizer: Tokenizer
 ) -> bool:
     """Write shards; return True at the end of the source, False once max_shards are full."""
-    state = sharder.manifest["state"]  # where an earlier run stopped, or the beginning
-    batches = tokenize_batches(config, source, tokenizer, state["source"])
-    documents = read_documents(batches, state["documents"])
+    documents = read_documents(config, source, tokenizer, sharder.manifest.state)
     # between two updates of the bar; in a log each of them is a line
     seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
@@ -168,7 +149,7 @@ def write_shards(
         mininterval=seconds,
     )
     # tokens of the first document that are in the shards already
-    num_written = state["tokens"]
+    num_written = sharder.manifest.state.tokens
     document = next(documents, None)
     while document:
         next_document = next(documents, None)  # None after the last one
@@ -182,6 +163,7 @@ def write_shards(
         # one book has no document for validation; of several workers, another may have some
         may_hold_out = next_document is None and config.worker_count == 1
         share = config.val_fraction if may_hold_out else 0
+        # the same document, unless it is the last one and a split would stay empty
         document = sharder.hold_out_of(document, share, num_written)
         bar.update(len(document.tokens) - num_written)
         if not sharder.write(document, num_written):
@@ -190,57 +172,60 @@ def write_shards(
         num_written = 0  # of the next document
     if config.val_fraction and config.worker_count == 1:
         sharder.fill_validation()
-    sharder.save_state({"source": source.end, "documents": 0}, 0)
+    sharder.save_state(Position(len(source.names)))  # after the last file
     # every byte of text that was read is in the shards
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
-    assert num_bytes == sum(sharder.manifest["bytes"].values()), "text was lost"
+    assert num_bytes == sum(sharder.manifest.bytes.values()), "text was lost"
     return True
 
 
-def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
+def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
-    files = tuple(list_files(config.input)) if config.input else ()  # of all workers
+    sizes = list_files(config.input) if config.input else {}  # of all workers; {}: the dataset
     spec = config.tokenizer
     if spec not in TOKENIZERS:  # the path of a tokenizer.json
         spec = read_tokenizer(Path(spec), config.end_of_text)
     tokenizer = load_tokenizer(spec)
     source = Source(
-        files=files,  # without any, the dataset is read
+        sizes=sizes,
         dataset=config.dataset,
         remote_name=config.remote_name,
         column=config.text_column,
         worker_index=config.worker_index,
         worker_count=config.worker_count,
     )
-    # what the tokens depend on beside the files; the manifest keeps it, and Sharder compares it
-    settings = {
-        **{name: getattr(config, name) for name in SETTINGS},
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "eot": tokenizer.eot,
-        # with another list another worker may have read a file that is this one's now
-        "files": list(files) if config.worker_count > 1 else [],
-    }
+    settings = Settings(
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        eot=tokenizer.eot,
+        shard_size=config.shard_size,
+        format=config.format,
+        val_fraction=config.val_fraction,
+        remote_name=config.remote_name,
+        text_column=config.text_column,
+        worker_index=config.worker_index,
+        worker_count=config.worker_count,
+        files=list(sizes),
+        sizes=list(sizes.values()),
+    )
     if isinstance(tokenizer, FileTokenizer):
-        settings["end_of_text"] = tokenizer.end_of_text
+        settings.end_of_text = tokenizer.end_of_text
     # two processes would overwrite each other's shards
     lock = lock_folder(folder, "sharding into")
     try:
         # A folder that was complete before manifests had a ledger is taken as it is.
         manifest = read_manifest(folder)
-        if manifest.get("complete") and "ledger" not in manifest:
+        if manifest and manifest.complete and not manifest.ledger:
             return manifest, 0
         sharder = Sharder(folder, settings, source, config.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
         manifest = sharder.manifest
-        source.take_over(manifest["ledger"])
-        manifest["source"] = list(config.input) or [config.dataset, config.remote_name]
-        # Nothing is left to do. A file that was added makes a complete folder not complete, a
-        # larger --max_shards a stopped one not full.
-        is_read = manifest["complete"] and manifest["state"]["source"] == source.end
-        if is_read or (manifest["stopped"] and sharder.is_full):
+        source.ledger.update(manifest.ledger)  # of the rows that earlier runs have sharded
+        manifest.source = list(config.input) or [config.dataset, config.remote_name]
+        # a larger --max_shards makes a stopped folder not full
+        if manifest.complete or (manifest.stopped and sharder.is_full):
             return manifest, 0
         sharder.reopen()
         num_tokens_before = sharder.num_tokens
@@ -252,22 +237,21 @@ def prepare(config: DataConfig, folder: Path) -> tuple[dict, int]:
     return manifest, sharder.num_tokens - num_tokens_before
 
 
-def report(manifest: dict) -> None:
+def report(manifest: Manifest) -> None:
     """Print what a folder of shards holds."""
-    skipped = join_reasons(manifest["skipped"])
-    print(f"documents: {manifest['documents']:,}; skipped: {skipped}")
-    print(f"tokenizer: {manifest['tokenizer']}")
+    print(f"documents: {manifest.documents:,}; skipped: {join_reasons(manifest.skipped)}")
+    print(f"tokenizer: {manifest.tokenizer}")
     for split in ("train", "val"):
-        sizes = [entry["tokens"] for entry in manifest["shards"] if entry["split"] == split]
+        sizes = [entry.tokens for entry in manifest.shards if entry.split == split]
         num_tokens = sum(sizes)
         line = f"{split}: {num_tokens:,} tokens; shards: {len(sizes)}"
         if num_tokens:  # no division by zero
-            line += f"; {manifest['bytes'][split] / num_tokens:.2f} bytes per token"
+            line += f"; {manifest.bytes[split] / num_tokens:.2f} bytes per token"
         print(line)
-    if manifest["lost_bytes"]:
-        share = manifest["lost_bytes"] / sum(manifest["bytes"].values())
-        print(f"lost: {share:.2%} of the bytes, which {manifest['tokenizer']} does not give back")
-    if manifest.get("held_out"):  # no hash chose a document for one of the splits
+    if manifest.lost_bytes:
+        share = manifest.lost_bytes / sum(manifest.bytes.values())
+        print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} does not give back")
+    if manifest.held_out:  # no hash chose a document for one of the splits
         print(f"validation: {PIECES} pieces, spread over the last text, or texts if that is short")
 
 
@@ -282,7 +266,7 @@ def main(config: DataConfig) -> None:
     start = time.time()
     manifest, num_new = prepare(config, folder)
     seconds = time.time() - start
-    print(f"{folder}: {'complete' if manifest['complete'] else 'stopped at --max_shards'}")
+    print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
     report(manifest)
     print(f"{num_new:,} new tokens in {seconds:.1f} s ({num_new / seconds / 1e6:.2f} M/s)")
 

@@ -19,6 +19,7 @@ position by chance would give shares that are right in the mean only.
 
 import hashlib
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -113,10 +114,6 @@ class Sequences:
         # the last target needs a token, too
         return (len(self.stream) - 1) // self.block_size
 
-    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Return the ids (N,) of the sequences at positions (N,) of the data order."""
-        return epoch_order(positions, len(self), seed)
-
     def count_within(self, tokens: int) -> int:
         """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
         return min(len(self), max(1, tokens // self.block_size))
@@ -154,19 +151,15 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
     FOLDER:WEIGHT is a corpus, folders without weights are one together. Raises UserError if some
     folders have a weight and others do not.
     """
-    folders = [Path(name) for name in data_dir]
     corpora: list[Corpus] = []  # those with a weight
-    for name in map(str, data_dir):
-        folder, _, suffix = name.rpartition(":")  # the last colon: FOLDER may have others
-        try:
-            weight = Fraction(suffix)  # exact, also for 0.1
-        except (ValueError, ZeroDivisionError):  # no number: a path may hold a colon, too
-            continue
-        if folder:  # "7" alone is a folder
-            corpora.append(Corpus([Path(folder)], weight))
+    for name in data_dir:
+        # a number after the last colon; a path may hold a colon, too
+        match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
+        if match:
+            corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, also for 0.1
     if not corpora:
-        return [Corpus(folders, Fraction(1))]
-    if len(corpora) < len(folders) or min(corpus.weight for corpus in corpora) <= 0:
+        return [Corpus([Path(name) for name in data_dir], Fraction(1))]
+    if len(corpora) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
         raise UserError("--data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
     # fractions, not floats: the shares of a period have to be whole numbers
     total = sum(corpus.weight for corpus in corpora)
@@ -264,7 +257,7 @@ class Mixture:
         # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
         for i, part in enumerate(self.parts):
             chosen = corpus_ids == i
-            part_ids = part.order(corpus_positions[chosen], seed)
+            part_ids = epoch_order(corpus_positions[chosen], len(part), seed)
             ids[chosen] = self.starts[i] + part_ids
         return ids
 

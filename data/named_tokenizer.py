@@ -1,6 +1,6 @@
 """What every tokenizer has, and the two that have a name: GPT-2's byte pairs, and plain bytes.
 
-data/file_tokenizer.py has those that come from a file, data/tokenizer.py chooses one of them all.
+data/tokenizer.py has those that come from a file, and chooses one of them all.
 """
 
 from abc import ABC, abstractmethod

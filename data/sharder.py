@@ -9,17 +9,17 @@ Where the documents come from, and in which order, is decided in data/fineweb-ed
 """
 
 import hashlib
-import io
 import os
 import shutil
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from data.ledger import sum_skipped
-from data.shards import bin_header, read_manifest, shard_paths, write_manifest
-from data.source import Source
+from data.manifest import Manifest, Settings, ShardEntry, State, read_manifest, write_manifest
+from data.shards import bin_header, shard_paths
+from data.source import Position, Source
 from utils.errors import UserError
 from utils.files import atomic_write, sync_folder
 
@@ -42,9 +42,10 @@ class Document:
     """Size of the text in UTF-8, before a normalizer of the tokenizer changes it."""
     lost_text: str = ""
     """Characters of the text that the tokens do not give back."""
-    position: dict = field(default_factory=dict)
-    """Where to read the document again: "source", the position of its batch (data/source.py), and
-    "documents", the number of rows before it in the batch."""
+    position: Position = field(default_factory=Position)
+    """Where to read its batch again (data/source.py)."""
+    row: int = 0
+    """Number of rows before it in the batch."""
 
 
 def hold_out(document: Document, num_held_out: int) -> Document:
@@ -89,30 +90,30 @@ class ShardWriter:
             with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
-        # Cuts off what the earlier run wrote after its last state. For a new file this adds zeros
-        # in the place of the header, which `finish` writes, once the number of tokens is known.
+        # cuts off what the earlier run wrote after its last state
         self.cut(start)
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of the file."""
         self.num_tokens = num_tokens
-        self.file.truncate(len(self.header()) + num_tokens * self.dtype.itemsize)
+        self.write_header()
+        self.file.truncate(self.file.tell() + num_tokens * self.dtype.itemsize)
         self.file.seek(0, os.SEEK_END)
 
-    def header(self) -> bytes:
-        """Return the header of the tokens so far. Its length does not depend on their number, so
-        that a shard can be written before its size is known."""
+    def write_header(self) -> None:
+        """Write the header of the tokens so far at the beginning of the file, in place of an
+        earlier one: its length does not depend on their number."""
+        self.file.seek(0)
         if self.path.suffix == ".bin":
-            return bin_header(self.dtype.str, self.num_tokens)
+            self.file.write(bin_header(self.dtype.str, self.num_tokens))
+            return
         # numpy pads the text of the header to a multiple of 64 bytes, here 128 for any number
-        buffer = io.BytesIO()
         description = {
             "descr": self.dtype.str,
             "fortran_order": False,
             "shape": (self.num_tokens,),
         }
-        np.lib.format.write_array_header_1_0(buffer, description)
-        return buffer.getvalue()
+        np.lib.format.write_array_header_1_0(self.file, description)
 
     def append(self, tokens: np.ndarray) -> None:
         """Append tokens (n,)."""
@@ -125,44 +126,37 @@ class ShardWriter:
         os.fsync(self.file.fileno())  # the kernel's to the disk
         return self.num_tokens
 
-    def finish(self) -> dict:
+    def finish(self) -> ShardEntry:
         """Write the header, rename the file to its final name and return its manifest entry."""
-        self.file.seek(0)
-        self.file.write(self.header())
+        self.write_header()
         self.sync()
         self.file.close()
         digest = sha256(self.temporary)
         # the content is on disk, so that the name never stands for a part of a shard
         os.replace(self.temporary, self.path)
         sync_folder(self.path.parent)  # else a power cut may undo the rename
-        return {
-            "file": self.path.name,
-            "split": self.split,
-            "tokens": self.num_tokens,
-            "sha256": digest,
-        }
+        return ShardEntry(self.path.name, self.split, self.num_tokens, digest)
 
 
 class Sharder:
     """Appends documents to the train and val shards of a folder, `max_shards` full train shards at
     most (None: no limit).
 
-    The manifest is `settings` (shard_size in tokens, format, tokenizer, ...) and the progress. Its
-    "state" is where the next run continues: the position of a document, the tokens of that document
-    that are written, and the tokens of each shard that is not full. `source` keeps the ledger of
-    what it has read. Raises UserError for a folder with shards of other settings.
+    The manifest is `settings` and the progress. Its state is where the next run continues.
+    `source` keeps the ledger of what it has read. Raises UserError for a folder with shards of
+    other settings.
     """
 
     def __init__(
-        self, folder: Path, settings: dict, source: Source, max_shards: int | None
+        self, folder: Path, settings: Settings, source: Source, max_shards: int | None
     ) -> None:
         self.source = source
         self.folder = folder
         self.max_shards = max_shards
-        self.shard_size = settings["shard_size"]  # tokens
-        self.suffix = f".{settings['format']}"
+        self.shard_size = settings.shard_size  # tokens
+        self.suffix = f".{settings.format}"
         # the smallest that holds the ids; little-endian on any machine, as the headers say
-        self.dtype = "<u2" if settings["vocab_size"] <= 2**16 else "<u4"
+        self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
         self.last_texts: list[Document] = []
@@ -171,73 +165,56 @@ class Sharder:
         """Tokens in all shards, once they are reopened."""
         manifest = read_manifest(folder)
         advice = "give another --local_dir or empty that one"
-        if not manifest and shard_paths(folder):
+        if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
         # without a whole shard, an earlier run has left nothing to continue
-        if not manifest.get("shards"):
-            manifest = {
-                **settings,
-                "complete": False,  # the source is read to its end
-                "stopped": False,  # max_shards are full
-                "documents": 0,  # written so far
-                "skipped": {},  # rows that were no documents, by reason
-                "ledger": {},  # the same for each file
-                "bytes": {"train": 0, "val": 0},  # of the source text
-                "lost_bytes": 0,  # that the tokenizer does not give back
-                "held_out": 0,  # tokens of the last document that are held out for validation
-                "shards": [],
-                "state": {
-                    "source": None,  # None: its beginning
-                    "documents": 0,  # rows of the batch before the document
-                    "tokens": 0,  # of the document that are written
-                    "open": {},  # tokens of each shard that is not full, by split
-                },
-            }
+        if manifest is None or not manifest.shards:
+            manifest = Manifest(**vars(settings), shards=[])
             write_manifest(folder, manifest)
         # one folder is one sharding: with other settings the new shards would not follow the old
-        for key, value in settings.items():
-            present = manifest.get(key)
-            if present != value:
-                raise UserError(f"{folder} holds shards of {key} {present!r:.99}; {advice}")
+        for setting in fields(Settings):
+            present = getattr(manifest, setting.name)
+            if present != getattr(settings, setting.name):
+                raise UserError(
+                    f"{folder} holds shards of {setting.name} {present!r:.99}; {advice}"
+                )
         self.manifest = manifest
 
-    def full_shards(self) -> list[dict]:
-        """Return the manifest entries of the shards that have shard_size tokens."""
-        return [x for x in self.manifest["shards"] if x["tokens"] == self.shard_size]
+    def full_shards(self, split: str) -> list[ShardEntry]:
+        """Return the entries of the shards of a split that have shard_size tokens."""
+        entries = self.manifest.shards
+        return [x for x in entries if x.split == split and x.tokens == self.shard_size]
 
     @property
     def is_full(self) -> bool:
         """True once max_shards train shards are full."""
-        if self.max_shards is None:
-            return False
         # validation shards do not count
-        num_train = sum(entry["split"] == "train" for entry in self.full_shards())
-        return num_train >= self.max_shards
+        return self.max_shards is not None and len(self.full_shards("train")) >= self.max_shards
 
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
         earlier run has listed stay in the manifest until they are longer."""
-        self.manifest["complete"] = False
-        self.manifest["stopped"] = False
+        self.manifest.complete = False
+        self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
-        open_tokens = self.manifest["state"]["open"]
-        for split, num_tokens in open_tokens.items():
+        for split in ("train", "val"):
+            self.num_tokens += self.shard_size * len(self.full_shards(split))
+        for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
-        full_tokens = self.shard_size * len(self.full_shards())
-        self.num_tokens = full_tokens + sum(open_tokens.values())
+            self.num_tokens += num_tokens
 
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
-        # full shards of the split are all in the manifest, numbered from 0
-        index = sum(entry["split"] == split for entry in self.full_shards())
+        # full shards are all in the manifest, numbered from 0
+        index = len(self.full_shards(split))
         path = self.folder / f"{split}_{index:06d}{self.suffix}"
         self.writers[split] = ShardWriter(path, split, self.dtype, start)
 
     def finish_shard(self, split: str) -> None:
         """Finish the open shard of a split, and list it instead of a shorter one of its name."""
         entry = self.writers.pop(split).finish()
-        others = [other for other in self.manifest["shards"] if other["file"] != entry["file"]]
-        self.manifest["shards"] = [*others, entry]
+        others = [other for other in self.manifest.shards if other.file != entry.file]
+        self.manifest.shards = [*others, entry]
 
     def hold_out_of(self, document: Document, val_fraction: float, start: int) -> Document:
         """Return a document, with pieces of it held out if it is the last one of the source, which
@@ -245,42 +222,41 @@ class Sharder:
         of it, `val_fraction` of all tokens and MIN_VAL_TOKENS, at most half. Of a last text that is
         too short for that, `fill_validation` takes it, together with those before."""
         # An earlier run may have written the document up to `start`. Then the number stands in the
-        # manifest: the bytes and tokens that it follows from have changed, and it may no longer be
-        # the last document, or be it now.
+        # manifest, as the bytes and tokens that it follows from have changed.
         if start == 0:
-            self.manifest["held_out"] = 0
+            self.manifest.held_out = 0
             other_split = "val" if document.num_train else "train"
-            if val_fraction and self.manifest["bytes"][other_split] == 0:
+            if val_fraction and self.manifest.bytes[other_split] == 0:
                 num_tokens = len(document.tokens)
                 share = int(val_fraction * (self.num_tokens + num_tokens))
                 num_held_out = max(num_tokens // 10, share, MIN_VAL_TOKENS)
                 if num_held_out <= num_tokens // 2 or not self.last_texts:
-                    self.manifest["held_out"] = min(num_held_out, num_tokens // 2)
-        if self.manifest["held_out"] == 0:  # also of a text of less than ten tokens
+                    self.manifest.held_out = min(num_held_out, num_tokens // 2)
+        if self.manifest.held_out == 0:  # also of a text of less than ten tokens
             return document
-        return hold_out(document, self.manifest["held_out"])
+        return hold_out(document, self.manifest.held_out)
 
     def fill_validation(self) -> None:
         """Hold out pieces of the last texts, where hashes leave fewer than MIN_VAL_TOKENS for
         validation, as of a few short notes. Call it at the end of a source."""
         # small shards: neither split fills one here, from whose state a later run would continue
         least = min(MIN_VAL_TOKENS, self.shard_size // 4)
-        is_enough = any(entry["split"] == "val" for entry in self.full_shards())
+        is_enough = bool(self.full_shards("val"))
         if "val" in self.writers:
             is_enough |= self.writers["val"].num_tokens >= least
         if is_enough or not self.last_texts:
             return
         tokens = np.concatenate([document.tokens for document in self.last_texts])
         num_bytes = sum(document.num_bytes for document in self.last_texts)
-        self.manifest["held_out"] = min(least, len(tokens) // 2)
+        self.manifest.held_out = min(least, len(tokens) // 2)
         joined = replace(self.last_texts[0], tokens=tokens, num_bytes=num_bytes, lost_text="")
         # write them anew; the state of the manifest lies before them
         train = self.writers["train"]
         train.cut(train.num_tokens - len(tokens))
         self.num_tokens -= len(tokens)
-        self.manifest["bytes"]["train"] -= num_bytes
-        self.manifest["documents"] -= 1  # which `write` counts once more
-        self.write(hold_out(joined, self.manifest["held_out"]), 0)
+        self.manifest.bytes["train"] -= num_bytes
+        self.manifest.documents -= 1  # which `write` counts once more
+        self.write(hold_out(joined, self.manifest.held_out), 0)
 
     def remember(self, document: Document) -> None:
         """Keep a document that is whole in the open train shard among the last texts: the fewest
@@ -296,8 +272,8 @@ class Sharder:
         total = len(document.tokens)
         may_move = start == 0 and document.num_train == total
         if start == 0:  # else an earlier run has counted it
-            self.manifest["documents"] += 1
-            self.manifest["lost_bytes"] += len(document.lost_text.encode())
+            self.manifest.documents += 1
+            self.manifest.lost_bytes += len(document.lost_text.encode())
         while start < total:
             # tokens [0, num_train) are for train, [num_train, total) for validation
             split, split_end = "train", document.num_train
@@ -315,12 +291,12 @@ class Sharder:
             # of a text add up to all of its bytes.
             bytes_before = document.num_bytes * start // total
             bytes_after = document.num_bytes * end // total
-            self.manifest["bytes"][split] += bytes_after - bytes_before
+            self.manifest.bytes[split] += bytes_after - bytes_before
             start = end
             if writer.num_tokens == self.shard_size:
                 # a moment from which a later run can continue
                 self.finish_shard(split)
-                self.save_state(document.position, start)
+                self.save_state(document.position, document.row, start)
                 may_move = False
                 if self.is_full:
                     return False
@@ -328,18 +304,17 @@ class Sharder:
             self.remember(document)
         return True
 
-    def save_state(self, position: dict, num_written: int) -> None:
-        """Save the manifest, to continue after `num_written` tokens of the document at a position.
-        Tokens of the open shards are on disk before it counts them."""
+    def save_state(self, position: Position, row: int = 0, num_written: int = 0) -> None:
+        """Save the manifest, to continue after `num_written` tokens of the document in a row of the
+        batch at a position. Tokens of the open shards are on disk before it counts them."""
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
         self.last_texts.clear()  # a later run continues after them
-        self.manifest["state"] = {
-            **position,  # "source" and "documents"
-            "tokens": num_written,
-            "open": open_tokens,
-        }
-        self.manifest["ledger"] = self.source.ledger_at(position["source"])
-        self.manifest["skipped"] = sum_skipped(self.manifest["ledger"])
+        self.manifest.state = State(asdict(position), row, num_written, open_tokens)
+        self.manifest.ledger = self.source.ledger_at(position)
+        skipped: Counter[str] = Counter()  # rows by reason
+        for counts in self.manifest.ledger.values():
+            skipped.update(counts.skipped)
+        self.manifest.skipped = dict(skipped)
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:
@@ -347,6 +322,6 @@ class Sharder:
         for split in sorted(self.writers):
             self.finish_shard(split)
         # an interrupted run never comes here, so that it has neither
-        self.manifest["complete"] = complete
-        self.manifest["stopped"] = not complete
+        self.manifest.complete = complete
+        self.manifest.stopped = not complete
         write_manifest(self.folder, self.manifest)

@@ -17,7 +17,6 @@ This file reads folders, as the one TokenStream that all of their tokens are. Wh
 batch is decided in data/loader.py; data/sharder.py writes shards.
 """
 
-import json
 import re
 import struct
 import zlib
@@ -27,14 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.file_tokenizer import read_tokenizer
+from data.manifest import MANIFEST, Manifest, read_manifest
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS
-from data.tokenizer import count_tokens, load_tokenizer, tokenizer_identity
+from data.tokenizer import count_tokens, load_tokenizer, read_tokenizer, tokenizer_identity
 from utils.errors import UserError, reading
-from utils.files import atomic_write
 
 SUFFIXES = (".npy", ".bin", ".ds")
-MANIFEST = "manifest.json"  # data/sharder.py writes it, docs/FORMATS.md has its keys
 BIN_HEADER = struct.Struct("<3i1012x")  # magic, version, token count, and zeros up to 1,024 bytes
 # magic and version by the dtype of the tokens: llm.c writes GPT-2's as uint16, Llama 3's as uint32
 BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
@@ -110,31 +107,14 @@ def inspect_datatrove(path: Path) -> Shard:
     return Shard(path, 0, int(num_tokens), np.dtype(f"<u{token_size}"))
 
 
-def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a folder (docs/FORMATS.md has its keys), {} if it has none, as folders
-    of other projects. Raises UserError if it is damaged."""
-    path = folder / MANIFEST
-    if not path.exists():
-        return {}
-    with reading(path, "a manifest of shards"):
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        assert {"tokenizer", "vocab_size", "shards"} <= manifest.keys(), "a value is missing"
-    return manifest
-
-
-def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace the manifest of a folder atomically."""
-    with atomic_write(folder / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
-
-
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the paths of a folder's .npy, .bin and .ds files in name order."""
-    return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    """Return the paths of a folder's .npy, .bin and .ds files in name order; [] if there is no such
+    folder."""
+    return sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
 
 
 @dataclass(frozen=True)
-class ShardEntry:
+class LazyShard:
     """Shard of a folder, whose file is opened when it is first read: 15 trillion tokens are 150,000
     files, which a thousand processes would open at once."""
 
@@ -159,18 +139,20 @@ class ShardFolder:
 
     path: Path
     split: str
-    shards: list[ShardEntry]
+    shards: list[LazyShard]
     tokenizer: str
     """Spec of the tokenizer (data/tokenizer.py)."""
-    manifest: dict
-    """{} if another project made the folder."""
+    manifest: Manifest | None
+    """None if another project made the folder."""
 
     @property
     def name(self) -> str:
         """Name of the corpus: FineWeb-Edu for GPT-2 tokens of that dataset, else the folder's."""
-        source = str(self.manifest.get("source", self.path.name)).lower()
+        source = self.path.name
+        if self.manifest:
+            source = str(self.manifest.source)
         # published losses are compared with those of this corpus and these tokens only
-        is_edu = re.search("fineweb-edu|edu_?fineweb", source)
+        is_edu = re.search("fineweb-edu|edu_?fineweb", source.lower())
         return "FineWeb-Edu" if is_edu and self.tokenizer == "gpt2" else self.path.resolve().name
 
 
@@ -182,22 +164,23 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     shard that is missing, damaged or not the one that the manifest lists raises an error when it is
     first read.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder)  # None if another project made the folder, or there is none
+    paths = shard_paths(folder)
     shards = []  # in the order of the stream
-    for entry in manifest.get("shards", []):
-        if entry["split"] == split:
-            shards.append(ShardEntry(folder / entry["file"], entry["tokens"], entry["sha256"]))
-    paths = shard_paths(folder) if folder.is_dir() else []
-    if not manifest:  # of another project: the files in name order
+    if manifest:
+        for entry in manifest.shards:
+            if entry.split == split:
+                shards.append(LazyShard(folder / entry.file, entry.tokens, entry.sha256))
+    else:  # of another project: the files in name order
         for path in paths:
             # the last of these words in a name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shard = inspect_shard(path)
                 checksum = zlib.crc32(shard.read(count=1000).tobytes())
-                shards.append(ShardEntry(path, shard.num_tokens, f"{checksum}"))
+                shards.append(LazyShard(path, shard.num_tokens, f"{checksum}"))
     if not paths and not shards:  # a name that was mistyped
         raise missing_shards([folder], split)
-    return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest, shards), manifest)
+    return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest), manifest)
 
 
 def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
@@ -211,57 +194,39 @@ def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
 
 
 def missing_shards(paths: list[Path], split: str) -> UserError:
-    """Return the error for folders that hold no shards of a split, with what helps for either."""
+    """Return the error for folders that hold no shards of a split."""
     names = " ".join(map(str, paths))
-    for path in paths:
-        if path.suffix in SUFFIXES:
-            return UserError(f"--data_dir {path} is a shard; give its folder, {path.parent}")
-        if path.is_file():
-            return UserError(
-                f"--data_dir {path} is a file, and not a folder of shards; make one of it: "
-                f"python data/fineweb-edu.py --input {path} --local_dir data/{path.stem}"
-            )
     return UserError(
-        f"--data_dir {names} holds no {split} shards (.npy, .bin, .ds): give another one, let its "
-        "sharding end, or add a folder with the --tokenizer and --val_fraction (above 0) of the "
-        "others: python data/fineweb-edu.py --input YOUR_TEXT --local_dir FOLDER"
+        f"--data_dir {names} holds no {split} shards (.npy, .bin, .ds): give a folder that does, "
+        "let its sharding end, or make one of your text, with the --tokenizer and --val_fraction "
+        "(above 0) of the others: python data/fineweb-edu.py --input YOUR_TEXT --local_dir FOLDER"
     )
 
 
-def find_tokenizer(folder: Path, manifest: dict, shards: list[ShardEntry]) -> str:
+def find_tokenizer(folder: Path, manifest: Manifest | None) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE
-    name = manifest.get("tokenizer")  # None in a folder of others
-    if path.exists():  # data/fineweb-edu.py copies it there
-        spec = read_tokenizer(path, manifest.get("end_of_text"))
-        if name is not None and name != load_tokenizer(spec).name:
-            raise UserError(
-                f"{path} is not the tokenizer of these shards, which have {name} tokens"
-            )
-        return spec
-    if name is None:
-        if shards:
-            # Other projects shard GPT-2's tokens. Any 1,000 of these hold an id above 2**15; the
-            # ids of a smaller vocabulary would train without an error, as another text.
-            first_ids = shards[0].shard.read(count=100_000)
-            if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
-                raise UserError(
-                    f"{shards[0].path} holds no tokens of GPT-2, and no {MANIFEST} says which: put "
-                    f"their {TOKENIZER_FILE} beside it, or shard the text anew"
-                )
-        return "gpt2"
-    if name not in TOKENIZERS:  # a checksum, which builds no tokenizer
+    if manifest is None:  # of another project, which shards GPT-2's tokens if it has no file
+        return read_tokenizer(path) if path.exists() else "gpt2"
+    if manifest.tokenizer in TOKENIZERS:
+        return manifest.tokenizer
+    # a checksum of the file that data/fineweb-edu.py has copied into the folder
+    if not path.exists():
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
-    return name
+    spec = read_tokenizer(path, manifest.end_of_text)
+    if load_tokenizer(spec).name != manifest.tokenizer:
+        raise UserError(
+            f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"
+        )
+    return spec
 
 
 class TokenStream:
     """All tokens of one or several folders of a split as one array, read from disk when asked for.
 
-    Raises UserError if the folders cannot be read together: one is given twice, they have several
-    tokenizers, or they were split by different --val_fraction, so that one may train on the
-    validation text of another.
+    Raises UserError if the folders cannot be read together: they have several tokenizers, or were
+    split by different --val_fraction, so that one may train on the validation text of another.
     """
 
     def __init__(self, folders: list[ShardFolder]) -> None:
@@ -270,26 +235,19 @@ class TokenStream:
         self.tokenizer = folders[0].tokenizer
         self.tokenizer_identity = tokenizer_identity(self.tokenizer)
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
-        self.shards: list[ShardEntry] = []
-        paths: set[Path] = set()
+        self.shards: list[LazyShard] = []
         for folder in folders:
             self.shards += folder.shards  # in the order given
-            if folder.path.resolve() in paths:
-                raise UserError(
-                    f"--data_dir names {folder.path} twice; a weight gives it a larger share"
-                )
-            paths.add(folder.path.resolve())
         identities = {tokenizer_identity(folder.tokenizer) for folder in folders}
         if len(identities) > 1:
             raise UserError(
                 f"the folders of --data_dir have several tokenizers: {sorted(identities)}"
             )
-        # the rule of other projects is not known
-        fractions = {
-            folder.manifest["val_fraction"]
-            for folder in folders
-            if folder.manifest.get("val_fraction") is not None
-        }
+        fractions: set[float] = set()
+        for folder in folders:
+            # the rule of other projects, and of older versions, is not known
+            if folder.manifest and folder.manifest.val_fraction is not None:
+                fractions.add(folder.manifest.val_fraction)
         if len(fractions) > 1:
             raise UserError(
                 f"the folders of --data_dir have several --val_fraction, {sorted(fractions)}: one "
@@ -333,10 +291,10 @@ class TokenStream:
         """Mean bytes of source text for a token; None if a folder of others does not tell."""
         num_bytes = 0
         for folder in self.folders:
-            if "bytes" not in folder.manifest:  # one unknown term makes the sum unknown
-                return None
-            num_bytes += folder.manifest["bytes"][self.split]
-        return num_bytes / len(self) if num_bytes else None
+            if folder.manifest is None or folder.manifest.bytes[self.split] == 0:
+                return None  # one unknown term makes the sum unknown
+            num_bytes += folder.manifest.bytes[self.split]
+        return num_bytes / len(self)
 
     @property
     def digest(self) -> int:
@@ -352,7 +310,7 @@ class TokenStream:
         neither its end nor --max_shards ended it."""
         paths = []
         for folder in self.folders:
-            is_complete = folder.manifest.get("complete", True)  # a folder of others is
-            if not (is_complete or folder.manifest["stopped"]):
+            manifest = folder.manifest
+            if manifest and not (manifest.complete or manifest.stopped):
                 paths.append(folder.path)
         return paths

@@ -1,7 +1,7 @@
 """Source of text to shard: rows of files, or of a dataset of the Hugging Face hub.
 
 A row is a text, or Skipped with the reason why it is none; `as_text` alone decides that, for every
-format, and a ledger (data/ledger.py) counts both. Rows come in batches, each with its position in
+format, and the ledger of the manifest counts both. Rows come in batches, each with its position in
 the source, from which a later run continues. Python's own readers and pyarrow read files row by
 row; `datasets` streams the hub.
 """
@@ -13,35 +13,51 @@ import io
 import json
 import lzma
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
-from data.ledger import FileCounts, Skipped
+from data.manifest import FileCounts
 from utils.errors import UserError
 
 BATCH = 100  # rows; another number would change the positions in manifests
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-DECODER = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
-VALUE_START = re.compile(r"[^\s,]")  # white space and commas separate the values of JSON
-NOT_JSON = Skipped("not JSON")
-CUT_JSON = Skipped("cut off: JSON without its end")
-AFTER_VALUE = re.compile(r"[ \t]*([\r\n,\[\]{]|\Z)")  # what may follow a value of JSON
+# Reasons that are usual in a sound file. A file with another one, or without any text, is suspect.
+USUAL = ("empty", "without")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Row that is no text."""
+
+    reason: str
+    """Key under which the ledger counts such rows."""
+
+
+@dataclass
+class Position:
+    """Place of a batch in the source, from which a later run continues; JSON in a manifest."""
+
+    file: int = 0
+    """Index of its file among those of this worker; 0 for a dataset."""
+    counts: dict = field(default_factory=dict)
+    """FileCounts, as JSON, of the rows of this file before the batch; {} at its beginning."""
+    revision: str | None = None
+    """Commit of the hub's dataset, so that a later run reads the same files; None of files."""
+    stream: dict | None = None
+    """State that `datasets` saves of its stream; None at the beginning, and of files."""
 
 
 class Batch(NamedTuple):
-    """Successive rows of a file or dataset."""
+    """Successive rows of a file or dataset, and where the first one is."""
 
-    position: dict
-    """Where the first row is: what `Source.batches` takes to begin there, as plain JSON; "counts"
-    are those of the rows before it in the file."""
-    rows: list
+    position: Position
+    rows: list[str | Skipped]
 
 
 # Files: what to read, and how to open it
@@ -55,27 +71,8 @@ def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
     return io.BufferedReader(CompressedInputStream(path, "zstd"))
 
 
-class GzipFile(gzip.GzipFile):
-    """File compressed by gzip. Bytes after its last member are ignored with a note, as gzip itself
-    does; Python's own class raises an error. TextIOWrapper reads it by read1 only, if by parts."""
-
-    is_noted = False
-
-    def read1(self, size: int = -1) -> bytes:
-        try:
-            return super().read1(size)
-        except gzip.BadGzipFile as error:
-            # other errors of this class are damage, as a wrong checksum
-            if self.tell() == 0 or not str(error).startswith("Not a gzipped file"):
-                raise
-            if not self.is_noted:  # a reader may ask again at the end
-                print(f"note: {self.name}: bytes after its end are left out", file=sys.stderr)
-            self.is_noted = True
-            return b""
-
-
-COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | GzipFile]] = {
-    ".gz": GzipFile,
+COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | gzip.GzipFile]] = {
+    ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
     ".zst": open_zstd,
@@ -102,11 +99,13 @@ def suffix_of(name: str) -> str:
 def walk(folder: str) -> list[Path]:
     """Return the files below a folder in name order, but hidden ones and installed packages."""
     paths: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        # os.walk visits the folders that stay in this list
-        folders[:] = [x for x in folders if not x.startswith(".") and x != "site-packages"]
-        paths += [Path(parent, name) for name in names if not name.startswith(".")]
-    # os.walk's order differs between file systems, and the shards follow the order of the files
+    for path in Path(folder).rglob("*"):
+        names = path.relative_to(folder).parts  # of the folders between, and of the file
+        is_hidden = any(name.startswith(".") for name in names)
+        # false for a folder, and for a link to a file that is gone
+        if path.is_file() and not is_hidden and "site-packages" not in names:
+            paths.append(path)
+    # the order of a folder differs between file systems, and the shards follow that of the files
     return sorted(paths)
 
 
@@ -118,8 +117,7 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
     for name in inputs:
         if os.path.isdir(name):
             for path in walk(name):
-                # is_file is false for a link to a file that is gone
-                if suffix_of(path.name) in IN_FOLDERS and path.is_file():
+                if suffix_of(path.name) in IN_FOLDERS:
                     sizes[str(path)] = path.stat().st_size
                 else:
                     left_out[path.suffix.lower() or "without a suffix"] += 1
@@ -138,55 +136,25 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
 
 def read_document(file: IO[str]) -> Iterator[object]:
     """Yield the whole of a text file; nothing if it is empty, as many an __init__.py."""
-    text = "".join(file)  # by parts, see GzipFile
+    text = file.read()
     if text:
         yield text
 
 
 def read_json(file: IO[str]) -> Iterator[object]:
-    """Yield the values of JSON: in lines, over several lines, one after the other, or the elements
-    of an array. What is not JSON is skipped up to the end of its line."""
+    """Yield the values of JSON, one in each line, or the elements of one array, which may span
+    lines. A line that is not JSON is skipped; an array has to fit into memory."""
     first_line = next(filter(str.strip, file), "")  # not a blank one
-    values = list(read_values(first_line))
-    if CUT_JSON in values and NOT_JSON not in values:
-        # It goes on in the next line, as an indented array does: such a file is read as a whole.
-        # A file of lines may be larger than memory.
-        yield from read_values(first_line + "".join(file))
+    if first_line.lstrip().startswith("["):
+        yield from json.loads(first_line + "".join(file))
         return
-    yield from values
-    for line in file:
-        yield from read_values(line)
-
-
-def read_values(text: str) -> Iterator[object]:
-    """Yield the values of JSON in a text, as read_json does."""
-    in_array = False
-    first_character = VALUE_START.search(text)  # of the next value; None: there is none
-    while first_character:
-        start = first_character.start()
-        if text[start] == ("]" if in_array else "["):
-            in_array = not in_array
-            end = start + 1
-        else:
+    for line in chain([first_line], file):
+        if line.strip():
             try:
-                value, end = DECODER.raw_decode(text, start)
-                # else a word in quotes, or the key of a broken object
-                is_value = AFTER_VALUE.match(text, end) is not None
-            except json.JSONDecodeError as error:
-                is_value = False
-                end = error.pos
-            if is_value:
-                yield value
-            elif not VALUE_START.search(text, end):
-                yield CUT_JSON
-                return
-            else:
-                yield NOT_JSON
-                # in the line of the error, if the value began before it, else in the next line
-                end = text.rfind("\n", start, end) + 1 or text.find("\n", end) + 1 or len(text)
-        first_character = VALUE_START.search(text, end)
-    if in_array:
-        yield CUT_JSON
+                value = json.loads(line)
+            except ValueError:  # also a number of more than 4,300 digits, which int() refuses
+                value = Skipped("not JSON")
+            yield value
 
 
 def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
@@ -194,14 +162,12 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     not quoted, and which of the cells is the text cannot be told."""
     csv.field_size_limit(2**31 - 1)  # characters of a cell; the default, 131,072, is below a book
     # strict: a quote that is never closed is an error, and not one cell to the end of the file
-    reader = csv.reader(file, delimiter=delimiter, strict=True)
-    header = next(reader, [])
-    for cells in reader:
-        # further cells that are empty come from commas at the end of a line
-        if any(cells[len(header) :]):
+    for row in csv.DictReader(file, delimiter=delimiter, strict=True):
+        # None is the key of the cells beyond the header; commas at the end of a line add empty ones
+        if any(row.pop(None, [])):
             yield Skipped("wider than the header")
-        elif cells:  # not a blank line
-            yield dict(zip(header, cells, strict=False))  # a short row lacks its last columns
+        else:
+            yield row
 
 
 READERS: dict[str, Callable[[IO[str]], Iterator[object]]] = {
@@ -214,17 +180,14 @@ READERS: dict[str, Callable[[IO[str]], Iterator[object]]] = {
 
 
 def read_parquet(name: str, column: str) -> Iterator[object]:
-    """Yield what each row of a parquet file has in a column."""
+    """Yield the rows of a parquet file, with the column alone if the file has it."""
     from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
-    names = file.schema_arrow.names
-    if column not in names:  # pyarrow itself ignores that
-        yield from repeat(without_column(column, names), file.metadata.num_rows)
-        return
-    for table in file.iter_batches(BATCH, columns=[column]):
-        for value in table.column(0):
-            yield value.as_py()
+    # for a name that it lacks, pyarrow would give rows without any column
+    columns = [column] if column in file.schema_arrow.names else None
+    for rows in file.iter_batches(BATCH, columns=columns):
+        yield from rows.to_pylist()
 
 
 def without_column(column: str, names: Iterable[str]) -> Skipped:
@@ -247,22 +210,20 @@ def as_text(value: object) -> str | Skipped:
     except UnicodeEncodeError:  # it would train as U+FFFD
         # a byte that open_text has escaped, or what JSON may write by itself
         return Skipped("not UTF-8, or half of a surrogate pair")
-    if "\0" in value:  # no text has it; UTF-16 and binary files do
-        return Skipped("with U+0000")
     return value
 
 
 def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
     """Yield the rows of a file. If it is damaged, the last row says so. An error of the machine, as
     of a disk, is raised."""
-    # of the first such row of the file, for all of them: else each may have a reason of its own
+    # The same one for all rows that lack the column: their other columns may differ.
     lacking: Skipped | None = None
     try:
         for row in read_rows(name, column):
             value = row
-            if isinstance(row, dict):  # of JSON or CSV
+            if isinstance(row, dict):  # by column
                 value = row.get(column)
-                if row and column not in row:
+                if column not in row:
                     lacking = lacking or without_column(column, row)
                     value = lacking
             yield as_text(value)
@@ -274,7 +235,7 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
 
 
 def read_rows(name: str, column: str) -> Iterator[object]:
-    """Yield the rows of a file; of parquet, what they have in a column."""
+    """Yield the rows of a file: objects with columns, texts, or Skipped."""
     if suffix_of(name) == ".parquet":
         yield from read_parquet(name, column)
         return
@@ -292,12 +253,40 @@ def quote(error: Exception) -> str:
 # The source
 
 
+def count_rows(counts: FileCounts, rows: list[str | Skipped]) -> None:
+    """Add rows to the counts of their file, in place."""
+    counts.rows += len(rows)
+    for row in rows:
+        if isinstance(row, Skipped):
+            counts.skipped[row.reason] = counts.skipped.get(row.reason, 0) + 1
+        else:
+            counts.texts += 1
+            counts.bytes += len(row.encode())
+
+
+def warn_if_suspect(name: str, counts: FileCounts) -> None:
+    """Name a file that is not what it seems: it has rows without any text, or damaged rows."""
+    lacks_text = counts.rows > 0 and counts.texts == 0  # an empty file has no row
+    if lacks_text or any(not reason.startswith(USUAL) for reason in counts.skipped):
+        print(
+            f"warning: {name} gave {counts.texts:,} texts in {counts.rows:,} rows; skipped: "
+            f"{join_reasons(counts.skipped)}",
+            file=sys.stderr,
+        )
+
+
+def join_reasons(skipped: dict[str, int]) -> str:
+    """Return how many rows were skipped, for each reason."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) or "none"
+
+
 @dataclass
 class Source:
-    """Rows of `files` or, without any, of configuration `remote_name` of a dataset on the hub.
+    """Rows of files or, without any, of configuration `remote_name` of a dataset on the hub.
     Worker i of n reads every n-th file, from the i-th on."""
 
-    files: tuple[str, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each file by its name, in the order of reading, of all workers."""
     dataset: str = ""
     remote_name: str = ""
     column: str = "text"
@@ -308,86 +297,65 @@ class Source:
     """Counts of each file that was read, those of earlier runs included."""
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> list[str]:
         """Files of this worker in the order of reading; without any, the dataset."""
-        if self.files:
-            return self.files[self.worker_index :: self.worker_count]
-        return (self.dataset,)
+        if self.sizes:
+            return list(self.sizes)[self.worker_index :: self.worker_count]
+        return [self.dataset]
 
-    def size(self, name: str) -> int:
-        """Return the bytes of one of `names`; 0 for the dataset."""
-        return os.path.getsize(name) if self.files else 0
+    def ledger_at(self, position: Position) -> dict[str, FileCounts]:
+        """Return the ledger up to a position. Reading may be ahead of it."""
+        ledger = dict(islice(self.ledger.items(), position.file))  # of the files before
+        if position.counts:
+            ledger[self.names[position.file]] = FileCounts(**position.counts)
+        return ledger
 
-    def take_over(self, entries: dict[str, dict]) -> None:
-        """Continue the ledger of an earlier run. Raises UserError if a file that it read is not in
-        its place any more or has another size; files after these may be other ones."""
-        for index, (name, entry) in enumerate(entries.items()):
-            if self.names[index : index + 1] != (name,) or self.size(name) != entry["size"]:
-                raise UserError(
-                    f"{name} was read as file {index + 1} of the input, with {entry['size']:,} "
-                    "bytes; put it back as it was, or give another --local_dir"
-                )
-            self.ledger[name] = FileCounts(**entry)
-
-    def ledger_at(self, position: dict) -> dict[str, dict]:
-        """Return the ledger up to a position, as plain JSON. Reading may be ahead of it."""
-        finished = islice(self.ledger.items(), position["file"])
-        entries = {name: asdict(counts) for name, counts in finished}
-        if position["counts"]:
-            entries[self.names[position["file"]]] = position["counts"]
-        return entries
-
-    @property
-    def end(self) -> dict:
-        """Position after the last file. Files that are added later are read from there on."""
-        return {"file": len(self.names), "counts": {}}
-
-    def batches(self, position: dict | None = None) -> Iterator[Batch]:
-        """Yield batches of rows from a position or the beginning on, and name files that are not
-        what they seem. Raises UserError for what cannot be read, and at the end if nothing was a
-        text; `datasets` itself retries downloads for some minutes."""
-        position = position or {"file": 0, "counts": {}}
-        read = self.read_file if self.files else self.read_dataset
-        for index in range(position["file"], len(self.names)):
+    def batches(self, start: dict | None = None) -> Iterator[Batch]:
+        """Yield batches of rows from the beginning or from `start` on, a Position as JSON, and name
+        files that are not what they seem. Raises UserError for what cannot be read, and at the end
+        if nothing was a text; `datasets` itself retries downloads for some minutes."""
+        position = Position(**(start or {}))
+        read = self.read_file if self.sizes else self.read_dataset
+        for index in range(position.file, len(self.names)):
             name = self.names[index]
-            counts = FileCounts(**(position["counts"] or {"size": self.size(name)}))
+            # begins with the rows before the position, which an earlier run has sharded
+            counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
             self.ledger[name] = counts
             try:
                 for batch in read(name, position):
-                    batch.position.update(file=index, counts=asdict(counts))
-                    counts.add(batch.rows)
+                    # read_dataset has set the other two fields
+                    batch.position.file = index
+                    batch.position.counts = asdict(counts)
+                    count_rows(counts, batch.rows)
                     yield batch
             except UserError:  # names it already
                 raise
             except Exception as error:  # each reader has classes of its own, and none names it
                 message = f"{name:.300} is damaged or cannot be read {quote(error)}"
-                if not self.files:
+                if not self.sizes:
                     message = (
                         f"the Hugging Face hub did not provide {name} {quote(error)}; check name "
                         "and network, or shard files of your own by --input FILES"
                     )
                 raise UserError(message) from error
-            assert counts.rows == counts.texts + sum(counts.skipped.values())
-            if counts.is_suspect:
-                print(f"warning: {counts.describe(name)}", file=sys.stderr)
-            position = {"counts": {}}  # of the next file
+            warn_if_suspect(name, counts)
+            position = Position()  # the next file is read from its beginning
         if not any(counts.texts for counts in self.ledger.values()):
             names = " ".join(self.names) or "the input"  # a worker may have no file
             raise UserError(f"{names:.300} holds no text for this worker")
 
-    def read_file(self, name: str, position: dict) -> Iterator[Batch]:
+    def read_file(self, name: str, position: Position) -> Iterator[Batch]:
         """Yield the batches of a file from a position in it on."""
         # formats other than parquet have no index: earlier rows are read again, and dropped
-        first_row = position["counts"].get("rows", 0)
+        first_row = position.counts.get("rows", 0)
         rows_left = islice(read_texts(name, self.column), first_row, None)
         rows = list(islice(rows_left, BATCH))
         while rows:
-            yield Batch({}, rows)
+            yield Batch(Position(), rows)
             rows = list(islice(rows_left, BATCH))
 
-    def read_dataset(self, name: str, position: dict) -> Iterator[Batch]:
-        """Yield the batches of the hub's dataset. A position is its commit, so that a later run
-        reads the same files, and the state that `datasets` saves of its stream."""
+    def read_dataset(self, name: str, position: Position) -> Iterator[Batch]:
+        """Yield the batches of the hub's dataset, named `name`, from a position on."""
         import datasets  # slow to import, as all that is needed for the hub only
         from fsspec.compression import register_compression
         from huggingface_hub import HfApi
@@ -396,7 +364,7 @@ class Source:
         # fsspec would need another package for zstd, which reads the first frame only
         register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
         # a dataset may change on the hub between two runs; its commit does not
-        revision = position.get("revision") or HfApi().dataset_info(self.dataset).sha
+        revision = position.revision or HfApi().dataset_info(self.dataset).sha
         stream = datasets.load_dataset(
             self.dataset, self.remote_name, split="train", revision=revision, streaming=True
         )
@@ -404,7 +372,7 @@ class Source:
             raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
         # every n-th file, not a contiguous part of them
         stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-        state = position.get("stream")
+        state = position.stream
         if state:
             stream.load_state_dict(state)
         for columns in stream.iter(BATCH):
@@ -412,5 +380,5 @@ class Source:
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; give another --text_column")
             rows = [as_text(value) for value in columns[self.column]]
-            yield Batch({"revision": revision, "stream": state}, rows)
+            yield Batch(Position(revision=revision, stream=state), rows)
             state = stream.state_dict()  # where the next batch begins; the manifest keeps it

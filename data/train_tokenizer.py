@@ -20,8 +20,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 from tokenizers import models, pre_tokenizers, trainers
 
 from data.export_tokenizer import END_OF_TEXT, byte_level
-from data.ledger import Skipped
-from data.source import Source, list_files
+from data.source import Skipped, Source, list_files
 from utils.cli import start_script
 from utils.files import atomic_write
 from utils.ranges import Count
@@ -64,7 +63,7 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
 
 def main(config: TokenizerConfig) -> None:
     sizes = list_files(config.input)
-    source = Source(tuple(sizes), column=config.text_column)
+    source = Source(sizes, column=config.text_column)
     # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
     # compressed ones give more text.
     share = config.sample_mb * 1e6 / max(1, sum(sizes.values()))

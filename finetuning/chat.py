@@ -16,9 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data.file_tokenizer import FileTokenizer
 from data.named_tokenizer import TOKENIZERS, Tokenizer
-from data.tokenizer import load_tokenizer
+from data.tokenizer import FileTokenizer, load_tokenizer
 from training.checkpoint import Checkpoint
 
 Message = dict[str, Any]  # with "role" and "content", and what a chat template may read besides

@@ -11,8 +11,8 @@ here, of the project's own format and of ChatML, a chat template:
 A row is refused if the template writes an answer in a way that cannot be learned so.
 """
 
-from data.file_tokenizer import FileTokenizer
 from data.named_tokenizer import Tokenizer
+from data.tokenizer import FileTokenizer
 from finetuning.chat import Message, Messages, encode_dialog
 
 

@@ -7,7 +7,7 @@
                     train_gpt2.py)
 
 The head is the embedding, unless the file has another. Optimizer state is not read. The files hold
-no tokenizer: data/file_tokenizer.py chooses one by the number of tokens.
+no tokenizer: data/tokenizer.py chooses one by the number of tokens.
 """
 
 from dataclasses import replace

@@ -2,14 +2,13 @@
 
 training/checkpoint.py opens this project's own files, and this file the others: Hugging Face's
 format, and files of nanoGPT, build-nanogpt and llm.c. model/huggingface.py and model/peers.py know
-the names of weights, data/file_tokenizer.py the files of a tokenizer.
+the names of weights, data/tokenizer.py the files of a tokenizer.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from data.file_tokenizer import pretrained_tokenizer
-from data.tokenizer import count_tokens
+from data.tokenizer import count_tokens, pretrained_tokenizer
 from model.gpt import GPT, rebuild
 from model.huggingface import find_folder, load_pretrained
 from model.peers import load_peer

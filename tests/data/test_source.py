@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import lzma
+from dataclasses import asdict
 from functools import partial
 
 import pyarrow as pa
@@ -13,8 +14,7 @@ from conftest import documents, user_error
 from pyarrow import parquet
 
 from data import source
-from data.ledger import Skipped
-from data.source import Source, list_files
+from data.source import Skipped, Source, list_files
 from utils.errors import UserError
 
 TEXTS = documents()[:230]
@@ -30,7 +30,8 @@ COMPRESS = {
 def batches(*files, position=None):
     found = []
     try:
-        for batch in Source([str(file) for file in files]).batches(position):
+        sizes = {str(file): file.stat().st_size for file in files}
+        for batch in Source(sizes).batches(position):
             found.append(batch)
     except UserError as error:  # at the end, where no row is a text
         if "holds no text" not in str(error):
@@ -54,7 +55,7 @@ def test_every_compression_is_read_and_a_file_is_continued_at_any_batch(tmp_path
     expected = [*TEXTS * 6, *["a\r\nnaïve book"] * 5]
     num_before = 0
     for batch in batches(*files):
-        position = json.loads(json.dumps(batch.position))
+        position = json.loads(json.dumps(asdict(batch.position)))
         assert read(*files, position=position) == expected[num_before:]
         num_before += len(batch.rows)
     assert num_before == len(expected)
@@ -65,32 +66,28 @@ def objects(*texts):
 
 
 NO_TEXT, EMPTY, NO_JSON = Skipped("without text"), Skipped("empty"), Skipped("not JSON")
-WIDE, ZERO = Skipped("wider than the header"), Skipped("with U+0000")
-BAD = Skipped("not UTF-8, or half of a surrogate pair")
-CUT = Skipped("cut off: JSON without its end")
+WIDE, BAD = Skipped("wider than the header"), Skipped("not UTF-8, or half of a surrogate pair")
 
 
 @pytest.mark.parametrize(
     "content, rows",
     [
-        (json.dumps({"id": [1], "text": "a"}, indent="\t") * 2 + "[] [", ["a", "a", CUT]),
-        ('{}\n{"text": "a"},\r\n"bare"\n5', [NO_TEXT, "a", "bare", NO_TEXT]),
-        ('{"text": "cut"\n{"text": "a"}\n{"text": "cut\n', [NO_JSON, "a", CUT]),
-        ('{\n "text": "a" "b",\n "id": 1\n}\n{"text": "c"}', [*[NO_JSON] * 4, "c"]),
-        ('[{"text": "a"},\n{"text": "b"', ["a", CUT]),
+        ('\n{"id": [1], "text": "a"}\r\n\n"bare"\n5', ["a", "bare", NO_TEXT]),
+        ('{"text": "cut"\n{"text": "a"}\n{"text": "cut\n', [NO_JSON, "a", NO_JSON]),
+        ('{\n "text": "a"\n}', [NO_JSON] * 3),
         ('"word" of prose\n{"text": "a"} more\n' + objects("b"), [NO_JSON, NO_JSON, "b"]),
-        ("9" * 5000 + '\n[[["a"], "b"]]', [NO_TEXT, NO_TEXT]),
-        ("[\n" + '{"text":\n"a"},\n' * 300 + "{}]", [*["a"] * 300, NO_TEXT]),
+        ("9" * 5000 + '\n["a"]', [NO_JSON, NO_TEXT]),
+        ("\n[\n" + '{"text":\n"a"},\n' * 300 + "5]", [*["a"] * 300, NO_TEXT]),
     ],
 )
-def test_every_value_of_json_is_a_row_however_it_is_laid_out(tmp_path, content, rows):
+def test_lines_of_json_and_elements_of_an_array_are_rows(tmp_path, content, rows):
     for name in ("a.json", "a.jsonl", "a.ndjson"):
         (tmp_path / name).write_bytes(content.encode())
         assert read(tmp_path / name) == rows
 
 
 def test_lines_of_json_may_be_larger_than_memory():
-    lines = iter(["[1]\n"] * 5)
+    lines = iter(["1\n"] * 5)
     reader = source.read_json(lines)
     assert [next(reader), next(reader)] == [1, 1] and len(list(lines)) == 3
 
@@ -104,7 +101,7 @@ def test_lines_of_json_may_be_larger_than_memory():
         (
             "a.csv",
             "id,text\n1,wide,2\n2,good\n3,\n5,fine,,\n6",
-            [WIDE, "good", EMPTY, "fine", None],
+            [WIDE, "good", EMPTY, "fine", NO_TEXT],
         ),
         (
             "a.csv",
@@ -134,12 +131,12 @@ def test_a_row_is_its_text_or_the_reason_why_it_is_none(tmp_path, name, content,
 
 
 def test_a_dataset_is_read_as_files_are_and_a_missing_column_ends_the_run(tmp_path):
-    (tmp_path / "a.jsonl").write_text(objects("one\r\n", None, "\ufefftwo", " ", "a\0"))
+    (tmp_path / "a.jsonl").write_text(objects("one\r\n", None, "\ufefftwo", " "))
     dataset = Source(dataset=str(tmp_path), remote_name="default")  # a folder, as from the hub
-    position = {"file": 0, "counts": {}, "revision": "main"}
+    position = {"revision": "main"}
     (batch,) = dataset.batches(position)
     assert batch.rows == read(tmp_path / "a.jsonl")
-    assert batch.rows == ["one\r\n", NO_TEXT, "\ufefftwo", EMPTY, ZERO]
+    assert batch.rows == ["one\r\n", NO_TEXT, "\ufefftwo", EMPTY]
     dataset.column = "x"
     with user_error("is without a column 'x', but text; give another --text_c"):
         next(dataset.batches(position))
@@ -169,16 +166,6 @@ def test_a_file_is_read_up_to_its_damage_and_the_next_one_follows(tmp_path, suff
     assert rows in (TEXTS[: len(rows)], [*TEXTS[: len(rows) - 1], NO_JSON]) and last == "good"
     assert damage.reason.startswith("damaged from here on (")
     assert f"a.jsonl{suffix} gave " in capsys.readouterr().err
-
-
-def test_bytes_after_the_end_of_gzip_are_left_out_as_gzip_does(tmp_path, capsys):
-    content = COMPRESS[".gz"](objects(*TEXTS).encode()) * 2
-    for end in (b"\0" * 512, b"x", b"no gzip"):
-        (tmp_path / "a.jsonl.gz").write_bytes(content + end)
-        assert read(tmp_path / "a.jsonl.gz") == TEXTS * 2
-    assert capsys.readouterr().err.count("a.jsonl.gz: bytes after its end") == 2
-    (tmp_path / "a.jsonl.gz").write_bytes(content[:-8] + b"12345678")  # a wrong checksum
-    assert "CRC check failed" in read(tmp_path / "a.jsonl.gz")[-1].reason
 
 
 def test_a_failing_machine_ends_the_run_and_is_no_damage(tmp_path, monkeypatch):

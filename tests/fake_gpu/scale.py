@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import train
-from data.shards import write_manifest
+from data.manifest import Manifest, ShardEntry, write_manifest
 from model.recipes import parse_recipe
 from training.plan import Hardware, forecast_memory
 
@@ -96,13 +96,13 @@ dist.Backend.register_backend("counted", FakeGroup, devices=["cpu", "cuda"])
 
 def make_shards(folder):
     """Write 1,000 small shards and their manifest."""
-    shards: list[dict] = []
+    shards: list[ShardEntry] = []
     for index in range(1000):
         split = "train" if index else "val"
         name = f"{split}_{index:06d}.npy"
         np.save(folder / name, np.zeros(3000, np.uint16))
-        shards.append({"file": name, "split": split, "tokens": 3000, "sha256": name})
-    write_manifest(folder, {"tokenizer": "gpt2", "vocab_size": 50257, "shards": shards})
+        shards.append(ShardEntry(name, split, 3000, sha256=name))
+    write_manifest(folder, Manifest(tokenizer="gpt2", vocab_size=50257, shards=shards))
 
 
 def print_row(cells):

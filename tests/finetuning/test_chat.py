@@ -15,9 +15,8 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import models, normalizers, pre_tokenizers
 
 from data.export_tokenizer import byte_level, save_tokenizer, to_engine
-from data.file_tokenizer import SPACE, byte_characters, pretrained_tokenizer
 from data.named_tokenizer import ByteTokenizer
-from data.tokenizer import load_tokenizer
+from data.tokenizer import SPACE, byte_characters, load_tokenizer, pretrained_tokenizer
 from finetuning.chat import encode_prompt, fit_history, is_chat
 from finetuning.completions import decode_completion
 from finetuning.examples import (
@@ -281,7 +280,6 @@ def test_what_ends_an_answer_is_read_off_the_template(tmp_path, template, end):
     [
         (byte_level_engine(), "{{ raise_exception('no') }}", "template of tokenizer-.* fails: no"),
         (byte_level_engine(), "{% if %}", "template of tokenizer-.* fails: Expected an expression"),
-        (other_engine(MARKING, pre_tokenizers.ByteLevel()), None, "token .* stands for no bytes"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path, engine, template, problem):

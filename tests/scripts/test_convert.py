@@ -9,8 +9,7 @@ from tokenizers import processors
 
 from convert import ConvertConfig, main
 from data.export_tokenizer import to_engine
-from data.file_tokenizer import read_tokenizer
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, read_tokenizer
 from model.huggingface import load_pretrained
 from training.checkpoint import join_float32, load_checkpoint, load_model
 

@@ -22,7 +22,7 @@ from conftest import (
 )
 
 from config import TrainConfig, log_folder
-from data.shards import read_manifest, write_manifest
+from data.manifest import read_manifest, write_manifest
 from finetuning.options import FinetuneConfig
 from training.checkpoint import load_checkpoint
 from training.options import read_options
@@ -204,8 +204,9 @@ def test_unfinished_data_and_another_order_are_warned_of(shards, tmp_path):
     first, second, moved = (tmp_path / name for name in ("first", "second", "moved"))
     for folder in (first, second, moved):
         shutil.copytree(shards, folder)
-    manifest = read_manifest(second) | {"complete": False, "stopped": False}  # interrupted
-    (second / manifest["shards"].pop(0)["file"]).unlink()
+    manifest = read_manifest(second)
+    manifest.complete = False  # interrupted
+    (second / manifest.shards.pop(0).file).unlink()
     write_manifest(second, manifest)
     args = train_args(first, tmp_path, 2, "--eval_every", 0, "--data_dir")
     begun = script(*args, first, second).stdout

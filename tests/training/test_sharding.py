@@ -3,7 +3,7 @@ import shutil
 import pytest
 from conftest import gap, losses, run_ranks, script, torchrun, train_args
 
-from data.shards import read_manifest, write_manifest
+from data.manifest import read_manifest, write_manifest
 from utils.logger import read_metrics
 
 MODES = ("none", "zero1", "zero2", "zero3")
@@ -49,8 +49,8 @@ def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
     shutil.copytree(shards, copy)
     shutil.copytree(shards, changed)
     manifest = read_manifest(changed)
-    last_val = [entry for entry in manifest["shards"] if entry["split"] == "val"][-1]
-    last_val["sha256"] = "of another text"
+    last_val = [entry for entry in manifest.shards if entry.split == "val"][-1]
+    last_val.sha256 = "of another text"
     write_manifest(changed, manifest)
     script(*train_args(shards, other, 12, "--seed", 8))
     elsewhere = ["--checkpoint_dir", other / "checkpoints", "--log_dir", other]

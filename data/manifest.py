@@ -1,0 +1,132 @@
+"""Manifest of a folder of token shards, manifest.json: its settings, shards, and what was read.
+
+data/sharder.py writes it, data/shards.py reads it; docs/FORMATS.md lists its keys, which are the
+fields here. Part of it is a ledger: for each file how many rows and texts it gave, and why other
+rows are no texts. So nothing is lost without a word. data/source.py counts them.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from utils.errors import reading
+from utils.files import atomic_write
+
+MANIFEST = "manifest.json"
+
+
+@dataclass
+class FileCounts:
+    """Entry of the ledger: counts of what a file, or a dataset of the hub, has given so far."""
+
+    size: int
+    """Bytes of the file; 0 for a dataset."""
+    rows: int = 0
+    texts: int = 0
+    bytes: int = 0
+    """Bytes of the texts in UTF-8."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Rows that are no texts, by reason."""
+
+
+@dataclass
+class ShardEntry:
+    """Shard as the manifest lists it."""
+
+    file: str
+    """Name in the folder."""
+    split: str
+    """"train" or "val"."""
+    tokens: int
+    """Number of tokens."""
+    sha256: str
+    """SHA-256 of the file in hexadecimal."""
+
+
+@dataclass
+class State:
+    """Where the next run continues: in a document, after its first `tokens` tokens."""
+
+    source: dict | None = None
+    """Position (data/source.py) of the document's batch, as JSON; None: the source's beginning.
+    Folders of older versions have other keys here."""
+    documents: int = 0
+    """Rows of the batch before the document."""
+    tokens: int = 0
+    open: dict[str, int] = field(default_factory=dict)
+    """Tokens of each shard that is not full, by split."""
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Settings on which the tokens of a folder depend. With others its next shards would not follow
+    those that it has. Manifests of other versions may lack those with a default."""
+
+    tokenizer: str
+    """Tokenizer.name."""
+    vocab_size: int
+    eot: int | None = None
+    """Id of the end-of-text token."""
+    end_of_text: str | None = None
+    """The token of that id; None without a tokenizer.json."""
+    shard_size: int = 0
+    """Tokens of a full shard."""
+    format: str = "npy"
+    val_fraction: float | None = None
+    """Share of documents for validation."""
+    remote_name: str | None = None
+    text_column: str | None = None
+    worker_index: int = 0
+    worker_count: int = 1
+    files: list[str] = field(default_factory=list)
+    """Names of all files, those of other workers included; [] of a dataset."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each of `files`."""
+
+
+@dataclass(kw_only=True)
+class Manifest(Settings):
+    """Content of a manifest: the settings, and the progress of the sharding."""
+
+    shards: list[ShardEntry]
+    source: list[str] = field(default_factory=list)
+    """Files and folders of --input, or dataset and configuration."""
+    complete: bool = False
+    """True once the source is read to its end."""
+    stopped: bool = False
+    """True if --max_shards ended the run. An interrupted run is neither complete nor stopped."""
+    documents: int = 0
+    """Documents written so far."""
+    ledger: dict[str, FileCounts] = field(default_factory=dict)
+    """Counts of each file that was read, up to `state`; empty in manifests of older versions."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Rows that are no documents, by reason: the sum over the ledger."""
+    bytes: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})
+    """Bytes of the source text in UTF-8, by split; 0 if they were not counted."""
+    lost_bytes: int = 0
+    """Bytes of the text that the tokenizer does not give back."""
+    held_out: int = 0
+    """Tokens of the last document that are held out for validation."""
+    state: State = field(default_factory=State)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder, None if it has none, as folders of other projects. Raises
+    UserError if it is damaged."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    with reading(path, "a manifest of shards"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["shards"] = [ShardEntry(**entry) for entry in content["shards"]]
+        ledger = content.get("ledger", {})
+        content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}
+        content["state"] = State(**content.get("state", {}))
+        names = {field.name for field in fields(Manifest)}  # other versions may have others
+        return Manifest(**{name: content[name] for name in names & content.keys()})
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace the manifest of a folder atomically."""
+    with atomic_write(folder / MANIFEST) as file:
+        file.write(json.dumps(asdict(manifest), indent=1).encode())
