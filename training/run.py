@@ -46,7 +46,7 @@ from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, Logger, logged_run
+from utils.logger import CONFIG, Logger, logged_run, read_metrics
 
 Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
 
@@ -387,6 +387,9 @@ class Run(Generic[Config]):
             best = ""
             if math.isfinite(self.state.best_loss):  # else no model_best.pt was written
                 best = f", the best with a validation loss of {self.state.best_loss:.4f}"
+                for row in read_metrics(self.config.log_dir).get("val", []):
+                    if row["loss"] == self.state.best_loss:
+                        best += f" at step {row['step']:,}"
             self.logger.print(f"done; checkpoints: {folder}{best}")
         self.logger.close()
         if self.process.is_main and not self.stopping:

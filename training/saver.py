@@ -55,6 +55,8 @@ class Saver:
     """Step of the model_last.pt that this process has written, -1 before: so the first save is due
     before the first step, and a run that is killed early can be continued. Only the main process
     knows."""
+    is_first: bool = True
+    """True until model_last.pt was saved once, on all processes alike."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
     error: Exception | None = None
     """Why a write failed that no later model_last.pt has made up for."""
@@ -68,8 +70,9 @@ class Saver:
         self.save(LAST, self.last_step != self.run.state.step)
         # Training goes on while a file is written, but not before the first one is there: a run
         # that is killed could not be continued.
-        if self.run.state.step == self.run.start_step:
+        if self.is_first:
             self.wait()
+            self.is_first = False
 
     def save_if_best(self, loss: float) -> None:
         """Save model_best.pt if the loss of a validation is the lowest one so far; the weights that
