@@ -40,7 +40,7 @@ def saver(tmp_path):
     optimizers = make_optimizers(model, config, Recipe())
     run = Run(config, ALONE, torch.float32, GradScaler("cpu"), TrainState(), entries)
     run.logger = SimpleNamespace(print=print)
-    return Saver(run, model, optimizers)
+    return Saver(run, model, optimizers, is_first=False)
 
 
 def save(saver, step):
@@ -70,6 +70,7 @@ def test_no_step_is_taken_before_the_first_checkpoint_is_written(saver, tmp_path
     write = saver_module.save_checkpoint
     slow_write = lambda *args: time.sleep(1) or write(*args)  # noqa: E731
     monkeypatch.setattr(saver_module, "save_checkpoint", slow_write)
+    saver.is_first = True
     save(saver, 0)
     assert (tmp_path / LAST).exists()
 
