@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-This file has the blocks and the model. Norms, activations and the attention kernel stand in
+This file has the blocks and the model. Norms, rotary positions and the attention kernel stand in
 model/layers.py, the loss in model/loss.py, sampling in model/generate.py, the training in train.py.
 GPTConfig turns on later techniques (rotary positions, RMSNorm, SwiGLU, ...) over GPT-2's.
 
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from model.config import GPTConfig
 from model.execution import Execution, compile_static, configure_compiler, keep_matmuls
 from model.layers import (
-    ACTIVATIONS,
     Angles,
     KVCache,
     RMSNorm,
@@ -83,14 +82,26 @@ class MLP(nn.Module):
         # SwiGLU takes two inputs for each of its outputs; one matrix makes both
         num_inputs = 2 if config.is_gated else 1
         self.c_fc = nn.Linear(config.n_embd, num_inputs * config.inner, bias=config.bias)
-        self.activation = ACTIVATIONS[config.activation]  # a function: it has no weights
+        self.activation = config.activation
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)  # (B, T, num_inputs * inner)
-        x = self.activation(x)  # (B, T, inner)
+        x = self.activate(x)  # (B, T, inner)
         return self.dropout(self.c_proj(x))  # (B, T, C)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """Return the activation function of x; swiglu halves the number of channels."""
+        if self.activation == "gelu":  # Hendrycks and Gimpel 2016, OpenAI's tanh approximation
+            return F.gelu(x, approximate="tanh")
+        if self.activation == "gelu_exact":  # nanoGPT's
+            return F.gelu(x)
+        if self.activation == "relu2":  # So et al. 2021
+            return F.relu(x).square()
+        # swiglu (Shazeer 2020): one half of the channels, gated by the SiLU of the other
+        gate, x = x.chunk(2, dim=-1)
+        return F.silu(gate) * x
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
-"""Layers of a block: norms, activations, rotary positions, attention and its key/value cache.
+"""Layers of a block: norms, rotary positions, attention and its key/value cache.
 
-The block itself and its matrices stand in model/gpt.py. Shapes are written with
-B batch, T tokens of this call, S tokens so far (T and those in the cache), H query heads,
+The block itself, its matrices and the MLP's activation stand in model/gpt.py. Shapes are written
+with B batch, T tokens of this call, S tokens so far (T and those in the cache), H query heads,
 K key/value heads, D channels of a head, and C = H D channels of the residual stream.
 """
 
@@ -43,32 +43,6 @@ def make_norm(config: GPTConfig) -> nn.Module:
         return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
     return RMSNorm(config.n_embd, config.norm_eps)
 
-
-# activations of the MLP
-
-
-def gelu(x: Tensor) -> Tensor:
-    """Return GELU (Hendrycks and Gimpel 2016) in the tanh approximation of OpenAI's GPT-2."""
-    return F.gelu(x, approximate="tanh")
-
-
-def gelu_exact(x: Tensor) -> Tensor:
-    """Return GELU without approximation, as nanoGPT does."""
-    return F.gelu(x)
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    """Return relu(x)² (So et al. 2021)."""
-    return F.relu(x).square()
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """Return one half of the channels, gated by the SiLU of the other (Shazeer 2020)."""
-    gate, x = x.chunk(2, dim=-1)
-    return F.silu(gate) * x
-
-
-ACTIVATIONS = {"gelu": gelu, "gelu_exact": gelu_exact, "relu2": relu_squared, "swiglu": swiglu}
 
 # rotary positions
 

@@ -11,9 +11,8 @@ from conftest import bad, losses, script, train_args, user_error
 import __main__
 from convert import to_nanogpt
 from model.config import SIZED, GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, MLP
 from model.huggingface import load_pretrained
-from model.layers import ACTIVATIONS
 from model.peers import load_peer
 from training.checkpoint import open_model
 
@@ -68,7 +67,8 @@ def llm_c_file(model, is_bfloat16):
 def test_exact_gelu_is_x_times_the_normal_distribution():
     x = torch.linspace(-4, 4, 9)
     normal = torch.distributions.Normal(0, 1)
-    torch.testing.assert_close(ACTIVATIONS["gelu_exact"](x), x * normal.cdf(x), rtol=0, atol=1e-6)
+    mlp = MLP(GPTConfig(**EXACT))
+    torch.testing.assert_close(mlp.activate(x), x * normal.cdf(x), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
