@@ -190,8 +190,8 @@ def model_from_hf(
     """Return the float32 model that transformers' weights of a GPT-2, LLaMA or Qwen3 give. The
     matrices of a GPT-2 whose names end in `transposed` are stored as (in, out).
 
-    Each tensor fills one parameter, or is redundant: a copy, or what the model computes. All others
-    are named by an error, and so is a parameter without a tensor. A head unlike the embedding makes
+    Each tensor fills one parameter, or is redundant: a copy of one, or no weight. All others are
+    named by an error, and so is a parameter without a tensor. A head unlike the embedding makes
     the model untied, whatever config.json says, as in transformers.
     """
     # a copy, from which the weights are taken out one by one: what stays was not used
@@ -224,26 +224,18 @@ def model_from_hf(
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         weights[name] = x
     for name, x in hf_weights.items():
-        assert is_computed(name, x, config), f"it has {name}, which this model lacks"
+        assert is_redundant(name, x, config), f"it has {name}, which this model lacks"
     model.load_state_dict(weights, assign=True)
     return model
 
 
-def is_computed(name: str, x: Tensor, config: GPTConfig) -> bool:
-    """Return whether a tensor of a file holds what the model computes without it: gains of Qwen3's
-    QK-norm that are 1, or buffers that nanoGPT and older versions of transformers saved."""
-    T, D = config.block_size, config.head_size
+def is_redundant(name: str, x: Tensor, config: GPTConfig) -> bool:
+    """Return whether a model computes the same without a tensor of its file."""
     if config.qk_norm and name.endswith("_norm.weight"):
-        computed = torch.ones(D)
-    elif name.endswith(".attn.bias"):
-        computed = torch.ones(1, 1, T, T).tril()  # the causal mask
-    elif name.endswith(".attn.masked_bias"):
-        computed = torch.tensor(-1e4)  # of masked logits
-    elif name.endswith(".rotary_emb.inv_freq"):
-        computed = config.rope_base ** (-torch.arange(0, D, 2) / D)  # radians per token
-    else:
-        return False
-    return x.shape == computed.shape and torch.allclose(x, computed.to(x.dtype))
+        return bool((x == 1).all())  # gains of Qwen3's QK-norm, which ours is without
+    # buffers that nanoGPT and older versions of transformers saved; newer ones ignore them, too:
+    # causal mask, value of masked logits, rotation in radians per token
+    return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
 def weight_to_hf(
@@ -297,17 +289,13 @@ def find_folder(name: str) -> Path:
     if Path(name).exists():
         return Path(name)
     # here, because only names of the hub need it
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     # no weights in other formats, which many repositories also hold
     patterns = ["*.json", "*.jinja", "merges.txt", "*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (
-        errors.LocalEntryNotFoundError,  # not in the cache, and no network
-        errors.HfHubHTTPError,
-        errors.HFValidationError,
-    ) as error:
+    except (OSError, ValueError) as error:  # no such name, or no network
         raise UserError(
             f"{name} is no folder or file, and the Hugging Face hub did not provide a model of "
             f"that name ({type(error).__name__}); check the name and the network"
@@ -315,24 +303,17 @@ def find_folder(name: str) -> Path:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder's model.safetensors, or of the files that its index names."""
+    """Return the tensors of a folder's model.safetensors, or of the files that it is cut into."""
     from safetensors.torch import load_file  # here, because training does without it
 
     # Where both lie, as after an export over a larger model, transformers reads the single file.
-    if (folder / "model.safetensors").is_file():
-        return load_file(folder / "model.safetensors")
-    index = folder / "model.safetensors.index.json"
-    assert index.is_file(), "it has no model.safetensors and no model.safetensors.index.json"
-    file_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    paths = [folder / "model.safetensors"]
+    if not paths[0].is_file():
+        paths = sorted(folder.glob("model-*-of-*.safetensors"))  # model-00001-of-00003.safetensors
+    assert paths, "it has no model.safetensors"
     weights: dict[str, Tensor] = {}
-    # large models are cut into model-00001-of-00003.safetensors, ...
-    for file_name in sorted(set(file_of_tensor.values())):
-        path = folder / file_name
-        assert path.is_file(), f"it has no {file_name}, which {index.name} names"
-        tensors = load_file(path)
-        repeated = sorted(weights.keys() & tensors.keys())
-        assert not repeated, f"{file_name} has {repeated[0]} once more"
-        weights |= tensors
+    for path in paths:
+        weights |= load_file(path)
     return weights
 
 
@@ -377,9 +358,9 @@ def save_pretrained(
     other_ends = sorted(set(end_ids) - {eot})
     if other_ends:
         generation["eos_token_id"] = [eot, *other_ends]
-    weights: dict[str, Tensor] = {}
-    for name, x in weights_to_hf(model.state_dict(), model.config).items():
-        weights[name] = x.detach().cpu().contiguous()  # safetensors takes no views
+    hf_weights = weights_to_hf(model.state_dict(), model.config)
+    # safetensors takes no transposed views
+    weights = {name: x.contiguous() for name, x in hf_weights.items()}
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")

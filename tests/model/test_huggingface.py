@@ -146,8 +146,6 @@ def test_copies_and_buffers_and_a_head_of_its_own_load(kind, table):
     x = tensors[table]
     for name, buffer in BUFFERS.items():
         load_from(config, tensors | {name: buffer})
-        with user_error(name):
-            load_from(config, tensors | {name: buffer * 0.5})
     load_from(config, {name.removeprefix("transformer."): x for name, x in tensors.items()})
     for head in (x.clone(), x + 1):
         load_from(config, tensors | {"lm_head.weight": head})
@@ -195,15 +193,14 @@ def test_the_files_are_those_that_transformers_reads(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     single = tmp_path / "model.safetensors"
     theirs.save_pretrained(tmp_path, max_shard_size="50KB")
-    first, second, *_ = sorted(tmp_path.glob("model-*"))
+    first = min(tmp_path.glob("model-*"))
     torch.nn.init.zeros_(ours.transformer.wpe.weight)
     save_pretrained(ours, tmp_path)  # beside those files
     assert (load_pretrained(tmp_path).transformer.wpe.weight == 0).all()
     for damage, message in (
         (lambda: single.write_bytes(single.read_bytes()[:-100]), "SafetensorError"),
-        (lambda: (single.unlink(), save_file(load_file(first), second)), "has .* once more"),
-        (first.unlink, f"it has no {first.name}, which"),
-        ((tmp_path / "model.safetensors.index.json").unlink, "no model.safetensors"),
+        (lambda: (single.unlink(), first.unlink()), "it has no transformer.*weight"),
+        (lambda: [path.unlink() for path in tmp_path.glob("model-*")], "no model.safetensors"),
     ):
         damage()
         with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
