@@ -42,8 +42,8 @@ class SampleConfig:
     """Model to sample from instead: a Hugging Face name (gpt2, gpt2-xl, ...) or folder, or a
     checkpoint of nanoGPT, build-nanogpt or llm.c."""
     prompt: str = ""
-    """Beginning of a text, to continue; @FILE reads a file, - standard input. BOS, or end of text
-    if the tokenizer has none, stands before it, as in training."""
+    """Beginning of a text, to continue; - reads standard input. BOS, or end of text if the
+    tokenizer has none, stands before it, as in training."""
     num_samples: Count = 1
     """Texts to write; the first is shown while it is generated."""
     chat: bool = False
@@ -62,19 +62,6 @@ class SampleConfig:
     """auto, cpu, cuda, cuda:1, mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
-
-
-def read_prompt(prompt: str) -> str:
-    """Return the text of --prompt: a literal, the content of @FILE, or standard input for "-"."""
-    try:
-        if prompt == "-":
-            # utf-8-sig: without the mark that some editors put at the beginning of a file
-            return sys.stdin.buffer.read().decode("utf-8-sig")
-        if prompt.startswith("@"):
-            return Path(prompt[1:]).read_text(encoding="utf-8-sig")
-        return prompt
-    except UnicodeError as error:
-        raise UserError(f"--prompt {prompt} cannot be read as text: {error}") from error
 
 
 class GeneratedText:
@@ -197,11 +184,12 @@ def main(config: SampleConfig) -> None:
     prepare_for_inference(model.to(device), device, dtype)
 
     writer = Writer(model, load_tokenizer(tokenizer_spec), config)
+    prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     with autocast(device, dtype):
-        if config.chat and not config.prompt:
+        if config.chat and not prompt:
             writer.converse()
         else:
-            writer.write(read_prompt(config.prompt), [], config.seed)  # []: no messages before
+            writer.write(prompt, [], config.seed)  # []: no messages before
 
 
 if __name__ == "__main__":

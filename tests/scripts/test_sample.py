@@ -22,11 +22,9 @@ def test_the_same_seed_gives_the_same_text_and_another_another(trained):
     assert one.startswith(sample(trained, "--prompt", "Abc", "--seed", 3).stdout.rstrip("\n"))
 
 
-def test_prompts_come_from_files_and_standard_input(trained, tmp_path):
-    (tmp_path / "prompt.txt").write_text("naïve", "utf-8-sig")  # its mark is no text
+def test_a_prompt_comes_from_standard_input(trained):
     greedy = ["--temperature", 0, "--prompt"]
     given = sample(trained, *greedy, "naïve").stdout
-    assert sample(trained, *greedy, f"@{tmp_path}/prompt.txt").stdout == given
     assert sample(trained, *greedy, "-", input="naïve").stdout == given
 
 
@@ -47,12 +45,9 @@ def test_the_text_begins_and_ends_where_the_model_s_does():
 
 
 def test_mistakes_are_sentences(trained, tmp_path):
-    done = sample(trained, "--prompt", "-", code=2, input=b"\xff\xfe\xff", text=False)
-    assert b"cannot be read as text" in done.stderr and b"Traceback" not in done.stderr
     best = ["sample.py", "--checkpoint", trained / "checkpoints/model_best.pt"]
     for extra, message in (
         (["--prompt", "x" * 32], "the prompt has 33 tokens; this model reads at most 32"),
-        (["--prompt", f"@{tmp_path}/none"], "none: No such file or directory"),
         (["--checkpoint", tmp_path / "none.pt"], "none.pt: No such file"),
     ):
         bad([*best, *extra], message)
