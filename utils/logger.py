@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.errors import UserError
+from utils.errors import UserError, reading
 
 # files in the folder of a log
 METRICS = "metrics.jsonl"
@@ -177,7 +177,7 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """Read the log of a run into lists of rows by split, sorted by step.
 
     `path` is a metrics.jsonl, its folder, or the folder above. Of steps that were run again, the
-    last rows are returned. Raises UserError naming a line that is not a row.
+    last rows are returned. Raises UserError for a file that holds other lines.
     """
     # the file, its folder, or the folder of a run
     for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
@@ -187,24 +187,18 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
         raise UserError(f"{path} holds no {METRICS} of a run; give that file, or its folder")
 
     row_at_step: dict[str, dict[int, dict]] = {}  # by split
-    with open(metrics_path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
+    with reading(metrics_path, "the log of a run"), open(metrics_path, encoding="utf-8") as file:
+        for line in file:
             if not line.endswith("\n"):
                 break  # half a row: the writer was killed, or is writing it
-            try:
-                row = json.loads(line)
-                step = int(row["step"])
-                split = str(row["split"])
-            except (ValueError, KeyError, TypeError) as error:
-                message = f"{metrics_path}, line {number}, is not a row of metrics"
-                raise UserError(message) from error
-            if split != "resume":
+            row = json.loads(line)
+            if row["split"] != "resume":
                 # a later row of a step takes the place of an earlier one
-                row_at_step.setdefault(split, {})[step] = row
+                row_at_step.setdefault(row["split"], {})[row["step"]] = row
                 continue
-            # the run continued at `step`: rows of later steps may never be written again
+            # the run continued at this step: rows of later steps may never be written again
             for rows in row_at_step.values():
-                for later_step in [s for s in rows if s > step]:
+                for later_step in [step for step in rows if step > row["step"]]:
                     del rows[later_step]
 
     return {split: [rows[step] for step in sorted(rows)] for split, rows in row_at_step.items()}
