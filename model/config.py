@@ -70,8 +70,6 @@ class GPTConfig:
             )
         if self.n_head % self.kv_heads:
             raise UserError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
-        if self.position == "rotary" and self.head_size % 2:
-            raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
 
         # "n_kv_head=12" and its default are one architecture and have to compare equal
         if self.n_kv_head == self.n_head:

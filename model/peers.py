@@ -40,9 +40,8 @@ def load_peer(path: Path) -> GPT:
             # GPTConfig, which torch.load would refuse; it was defined in the script, __main__.
             with safe_globals([(SimpleNamespace, "__main__.GPTConfig")]):
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            weights = content["model"]
-            if all(name.startswith("_orig_mod.") for name in weights):  # nanoGPT compiled the model
-                weights = {name.removeprefix("_orig_mod."): x for name, x in weights.items()}
+            # nanoGPT saves a compiled model with this prefix
+            weights = {name.removeprefix("_orig_mod."): x for name, x in content["model"].items()}
             if "model_args" in content:
                 config = GPTConfig(**content["model_args"], activation="gelu_exact")
             else:

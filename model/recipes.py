@@ -101,23 +101,18 @@ def parse_recipe(text: str) -> Recipe:
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    # values of the fields: parse_value takes their types
-    recipe_fields = {f.name: getattr(recipe, f.name) for f in fields(Recipe) if f.name != "model"}
-    model_fields = {
-        f.name: getattr(GPTConfig, f.name) for f in fields(GPTConfig) if f.name not in SIZED
-    }
+    training_fields = [field.name for field in fields(Recipe) if field.name != "model"]
+    model_fields = [field.name for field in fields(GPTConfig) if field.name not in SIZED]
     for change in changes:
-        key, _, value = change.strip().partition("=")  # "qk_norm", "=", "False"
-        if key in recipe_fields:
-            # a field of the training: max_lr, momentum, ...
-            recipe_fields[key] = parse_value(key, value, recipe_fields[key])
-            recipe = replace(recipe, **recipe_fields)
+        key, _, text = change.strip().partition("=")  # "qk_norm", "=", "False"
+        if key in training_fields:
+            value = parse_value(key, text, getattr(Recipe, key))  # the default, for its type
+            recipe = replace(recipe, **{key: value})  # type: ignore[arg-type]  # any field
         elif key in model_fields:
-            # a field of the architecture: norm, n_kv_head, ...
-            model = recipe.model | {key: parse_value(key, value, model_fields[key])}
-            recipe = replace(recipe, model=model)
+            value = parse_value(key, text, getattr(GPTConfig, key))
+            recipe = replace(recipe, model=recipe.model | {key: value})
         else:
-            names = ", ".join(recipe_fields | model_fields)
+            names = ", ".join(training_fields + model_fields)
             raise UserError(f"a recipe has no {key!r}, but {names}")
     return recipe
 
