@@ -47,34 +47,33 @@ class ConvertConfig:
     build-nanogpt or llm.c."""
 
 
-def export_checkpoint(config: ConvertConfig) -> None:
+def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     """Write a checkpoint as a folder for transformers: weights, tokenizer and model card."""
-    assert config.checkpoint  # else main calls import_model
-    path = find_checkpoint(config.checkpoint)
+    path = find_checkpoint(checkpoint_path)
     if path is None:  # a model of another project
         raise UserError(
-            f"--checkpoint {config.checkpoint} is no checkpoint of this project: see --model"
+            f"--checkpoint {checkpoint_path} is no checkpoint of this project: see --model"
         )
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     tokenizer = load_tokenizer(tokenizer_spec)
 
     # the end ids go to generation_config.json: there `generate` of transformers ends
     bos = tokenizer.start_ids[0]  # in config.json; only the tokenizer can write several
-    save_pretrained(model, config.out, tokenizer.eot, tokenizer.end_ids, bos)
+    save_pretrained(model, out, tokenizer.eot, tokenizer.end_ids, bos)
 
     # A model that came with a chat template keeps it; another chat model has learned this
     # project's format, and a model of plain text has none.
     chat_template = tokenizer.chat_template
     if chat_template is None and is_chat(checkpoint, path, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
-    save_tokenizer(tokenizer, config.out, model.config.block_size, chat_template)
+    save_tokenizer(tokenizer, out, model.config.block_size, chat_template)
 
     options = checkpoint["config"]
     origin = Path(options["init_from"] or "random weights")
     if origin.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt: the run says more
         origin = origin.resolve().parent.parent
     card = CARD.read_text(encoding="utf-8").format(
-        name=config.out.name,
+        name=out.name,
         num_parameters=model.num_parameters(),
         shape=model.config,
         tokenizer=tokenizer.name,
@@ -87,18 +86,17 @@ def export_checkpoint(config: ConvertConfig) -> None:
         best_loss=f"{checkpoint['best_loss']:.4f}".replace("inf", "none yet"),
         inputs=TEXT_INPUTS if chat_template is None else CHAT_INPUTS,
     )
-    (config.out / "README.md").write_text(card, encoding="utf-8")
-    print(f"on the hub: hf upload USER/NAME {config.out}")
+    (out / "README.md").write_text(card, encoding="utf-8")
+    print(f"on the hub: hf upload USER/NAME {out}")
 
 
-def import_model(config: ConvertConfig) -> None:
+def import_model(name: str, out: Path) -> None:
     """Write a model of another project as a checkpoint at step 0, without optimizer state."""
-    assert config.model is not None
     # float32: all bits also of a checkpoint; models of other projects always have them
-    model, tokenizer_spec, _ = open_model(config.model, float32=True)
+    model, tokenizer_spec, _ = open_model(name, float32=True)
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
     # With init_from, a run that resumes the file takes the architecture of its weights.
-    options = TrainConfig(init_from=config.model, block_size=model.config.block_size)
+    options = TrainConfig(init_from=name, block_size=model.config.block_size)
     options = resolve_from_recipe(options, recipe)
     content = assemble(
         model.state_dict(),
@@ -115,7 +113,7 @@ def import_model(config: ConvertConfig) -> None:
         **asdict(TrainState()),
         scaler={},
     )
-    save_checkpoint(config.out, content)
+    save_checkpoint(out, content)
 
 
 def main(config: ConvertConfig) -> None:
@@ -126,10 +124,10 @@ def main(config: ConvertConfig) -> None:
     if config.out.exists():
         raise UserError(f"--out {config.out} exists already; choose another path")
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    if config.model is not None:
-        import_model(config)
-    else:
-        export_checkpoint(config)
+    if config.checkpoint is not None:
+        export_checkpoint(config.checkpoint, config.out)
+    elif config.model is not None:
+        import_model(config.model, config.out)
     print(f"wrote {config.out}")
 
 
