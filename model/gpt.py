@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019) in plain PyTorch, under the parameter names of OpenAI and nanoGPT.
 
-This file has the blocks and the model. Norms, rotary positions and the attention kernel stand in
+This file has the blocks and the model. Rotary positions and the attention kernel stand in
 model/layers.py, the loss in model/loss.py, sampling in model/generate.py, the training in train.py.
 GPTConfig turns on later techniques (rotary positions, RMSNorm, SwiGLU, ...) over GPT-2's.
 
@@ -17,17 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from model.config import GPTConfig
 from model.execution import Execution, compile_static, configure_compiler, keep_matmuls
-from model.layers import (
-    Angles,
-    KVCache,
-    RMSNorm,
-    ScaledDotProduct,
-    make_norm,
-    rotary_angles,
-    rotate,
-)
+from model.layers import Angles, KVCache, ScaledDotProduct, rotary_angles, rotate
 from model.loss import HeadCrossEntropy
-from model.ngrams import NgramEmbedding, ngram_rows
+from model.ngrams import ngram_rows
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    """Return a norm of the residual stream, which is float32."""
+    if config.norm == "layer":  # Ba et al. 2016
+        return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
+    # scales to a root mean square of 1, times a gain (Zhang and Sennrich 2019)
+    return nn.RMSNorm(config.n_embd, config.norm_eps)
 
 
 class Attention(nn.Module):
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, num_projections * config.head_size, bias=config.bias)
         self.qk_norm = None
         if config.qk_norm:
-            self.qk_norm = RMSNorm(config.head_size, config.norm_eps, elementwise_affine=False)
+            self.qk_norm = nn.RMSNorm(config.head_size, config.norm_eps, elementwise_affine=False)
         # no weights: the choice of a kernel
         self.attend = ScaledDotProduct(config)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -58,7 +58,8 @@ class Attention(nn.Module):
         # norm and rotation work on each head alone: queries and keys go through them together
         qk, v = qkv.split([H + K, K], dim=2)
         if self.qk_norm is not None:  # Henry et al. 2020
-            qk = self.qk_norm(qk)
+            # under autocast a GPU returns float32, and attention needs the dtype of the values
+            qk = self.qk_norm(qk).type_as(v)
         if angles is not None:
             qk = rotate(qk, angles)
         q, k = qk.split([H, K], dim=2)
@@ -169,7 +170,7 @@ class Transformer(nn.Module):
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.ngrams > 1:
-            self.ngrams = NgramEmbedding(config.ngram_rows, config.n_embd)
+            self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd)  # one for all lengths
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer, execution) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -261,7 +262,8 @@ class GPT(nn.Module):
         # embed tokens and positions
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngrams > 1:
-            x = x + self.transformer.ngrams(ngram_rows(idx, cache, mask, self.config))
+            rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
+            x = x + self.transformer.ngrams(rows).sum(-2)  # of the n-grams that end at each token
         angles = None
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)

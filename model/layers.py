@@ -1,7 +1,7 @@
-"""Layers of a block: norms, rotary positions, attention and its key/value cache.
+"""Attention of a block: rotary positions, the kernel, and the key/value cache.
 
-The block itself, its matrices and the MLP's activation stand in model/gpt.py. Shapes are written
-with B batch, T tokens of this call, S tokens so far (T and those in the cache), H query heads,
+The block itself, its matrices, norms and activation stand in model/gpt.py. Shapes are written with
+B batch, T tokens of this call, S tokens so far (T and those in the cache), H query heads,
 K key/value heads, D channels of a head, and C = H D channels of the residual stream.
 """
 
@@ -12,37 +12,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.config import GPTConfig
-
-# norms
-
-
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm (Ba et al. 2016) of the float32 residual stream."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        # FSDP2 gathers the weights in bfloat16, and on a CPU F.layer_norm raises an error unless
-        # they have the dtype of x
-        weight = self.weight.type_as(x)
-        bias = None
-        if self.bias is not None:
-            bias = self.bias.type_as(x)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-class RMSNorm(nn.RMSNorm):
-    """Scale x (..., width) to a root mean square of 1, times a gain (Zhang and Sennrich 2019)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        # under autocast a GPU returns float32, and attention needs queries in the dtype of values
-        return super().forward(x).type_as(x)
-
-
-def make_norm(config: GPTConfig) -> nn.Module:
-    """Return a norm of the residual stream."""
-    if config.norm == "layer":
-        return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
-    return RMSNorm(config.n_embd, config.norm_eps)
-
 
 # rotary positions
 

@@ -1,4 +1,4 @@
-"""Embeddings of n-grams, which are added to those of tokens.
+"""Rows of n-grams in a table of embeddings, which are added to those of tokens.
 
 They tell the first block which tokens precede one, before any attention (after modded-nanogpt's
 hashed bigrams). N-grams of all lengths share one table. It is much smaller than the number of
@@ -6,7 +6,6 @@ n-grams, so several share a row: that of their hash.
 """
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,16 +13,6 @@ from model.config import GPTConfig
 from model.layers import KVCache
 
 MULTIPLIER = 1_000_003  # a prime, as in Python's hash of a tuple
-
-
-class NgramEmbedding(nn.Embedding):
-    """Table (config.ngram_rows, C) for n-grams of up to N tokens; zeros at first, as if there were
-    none."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the sum (B, T, C) of the embeddings of the n-grams that end at each id, for their
-        rows (B, T, N - 1), which ngram_rows returns."""
-        return super().forward(input).sum(-2)
 
 
 def ngram_rows(
