@@ -9,6 +9,7 @@ from its newest checkpoint, and one that is finished ends after a validation. So
 always hold all seeds. Stop it by Ctrl-C, which the run gets, too; `kill` ends the sweep alone.
 """
 
+import itertools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -49,17 +50,13 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
 
     The runs of a group differ in their seed alone.
     """
-    groups = [""]
+    settings_of_options: list[list[str]] = []  # such as ["recipe=gpt2", "recipe=modern"]
     for option in grid:
         name, *values = option.split()
         if not values:  # --grid max_lr 1e-3 without quotes: the shell makes two options of it
             raise UserError(f'{name} has no values; write --grid "NAME VALUE VALUE ..."')
-        # each combination of the options before, continued by each value of this one
-        longer_groups: list[str] = []
-        for group in groups:
-            longer_groups += [f"{group} {name}={value}".strip() for value in values]
-        groups = longer_groups
-    return groups
+        settings_of_options.append([f"{name}={value}" for value in values])
+    return [" ".join(settings) for settings in itertools.product(*settings_of_options)]
 
 
 def train(config: SweepConfig, name: str) -> Run:

@@ -117,20 +117,17 @@ def expand_home(words: list[str]) -> list[str]:
 
 
 def to_flags(values: dict[str, object]) -> list[str]:
-    """Return the flags that parse to these options; an option that is None or
-    empty gets no flag."""
+    """Return the flags that parse to these options; an option that is None or empty gets none."""
     flags: list[str] = []
     for name, value in values.items():
         if value in (None, [], ()):
             continue
-        if value is False:
-            flags.append(f"--no_{name}")  # as tyro names the opposite of a flag
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no_{name}")  # as tyro names the opposite
             continue
+        items = value if isinstance(value, list | tuple) else [value]
         flags.append(f"--{name}")
-        if isinstance(value, list | tuple):
-            flags.extend(str(item) for item in value)
-        elif value is not True:
-            flags.append(str(value))
+        flags.extend(str(item) for item in items)
     return flags
 
 

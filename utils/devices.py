@@ -33,17 +33,16 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if torch.mps.is_available():
         available.append("mps")
     available.append("cpu")
-    device_name = name
     if name == "auto":
         # "cuda" for "cuda:0", so that each process takes its own
-        device_name = available[0].partition(":")[0]
-    if device_name == "cuda":
-        device_name = f"cuda:{local_rank}"
-    if device_name not in available:
+        name = available[0].partition(":")[0]
+    if name == "cuda":
+        name = f"cuda:{local_rank}"
+    if name not in available:
         raise UserError(
             f"--device {name} is not available; this machine has {', '.join(available)}"
         )
-    return torch.device(device_name)
+    return torch.device(name)
 
 
 def has_onednn(dtype: torch.dtype) -> bool:

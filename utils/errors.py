@@ -18,12 +18,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or re.search(messages, str(error)) is not None
 
 
-def is_of_machine(error: Exception) -> bool:
-    """Return whether reading failed for a reason other than the file's content: memory, rights, a
-    disk. Such a file must not be called damaged."""
-    return isinstance(error, OSError) or is_out_of_memory(error)
-
-
 @contextmanager
 def reading(path: Path | str, kind: str) -> Iterator[None]:
     """Turn what Python, NumPy or torch raise for the content of a file into a UserError of one
@@ -32,10 +26,13 @@ def reading(path: Path | str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # memory, rights or a disk: such a file must not be called damaged
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, UserError):
             reason = str(error)
-        if is_of_machine(error) or (isinstance(error, UserError) and str(path) in reason):
-            raise
+            if str(path) in reason:
+                raise
         reason = textwrap.shorten(reason, 300)
         raise UserError(f"{path} is damaged or not {kind}: {reason}") from error
