@@ -65,9 +65,8 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
         names = ("replicate", "shard")
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
 
-    # FSDP2 casts the weights of a block when it gathers them, which sends half of the bytes. It
-    # leaves the inputs alone: the residual stream stays float32, as under autocast. On a CPU a
-    # LayerNorm takes no other weights beside float32 inputs.
+    # FSDP2 casts a block to send half of the bytes, but not on CPUs, whose LayerNorm takes float32
+    # weights alone. Inputs stay as they are: the residual stream is float32, as under autocast.
     gathered_dtype = torch.float32 if process.device.type == "cpu" else dtype
     mixed_precision = MixedPrecisionPolicy(
         gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -193,14 +193,15 @@ def test_the_files_are_those_that_transformers_reads(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     single = tmp_path / "model.safetensors"
     theirs.save_pretrained(tmp_path, max_shard_size="50KB")
-    first = min(tmp_path.glob("model-*"))
     torch.nn.init.zeros_(ours.transformer.wpe.weight)
     save_pretrained(ours, tmp_path)  # beside those files
     assert (load_pretrained(tmp_path).transformer.wpe.weight == 0).all()
     for damage, message in (
         (lambda: single.write_bytes(single.read_bytes()[:-100]), "SafetensorError"),
-        (lambda: (single.unlink(), first.unlink()), "it has no transformer.*weight"),
-        (lambda: [path.unlink() for path in tmp_path.glob("model-*")], "no model.safetensors"),
+        (
+            lambda: [path.unlink() for path in tmp_path.glob("*.safetensors")],
+            "it has no model.safe",
+        ),
     ):
         damage()
         with user_error(f"is damaged or not a GPT-2, .*: .*{message}"):
