@@ -22,10 +22,23 @@ from model.loss import HeadCrossEntropy
 from model.ngrams import ngram_rows
 
 
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm (Ba et al. 2016) of the float32 residual stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # FSDP2 gathers the weights in bfloat16, and on a CPU F.layer_norm raises an error unless
+        # they have the dtype of x
+        weight = self.weight.type_as(x)
+        bias = None
+        if self.bias is not None:
+            bias = self.bias.type_as(x)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 def make_norm(config: GPTConfig) -> nn.Module:
     """Return a norm of the residual stream, which is float32."""
-    if config.norm == "layer":  # Ba et al. 2016
-        return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
+    if config.norm == "layer":
+        return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
     # scales to a root mean square of 1, times a gain (Zhang and Sennrich 2019)
     return nn.RMSNorm(config.n_embd, config.norm_eps)
 

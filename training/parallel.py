@@ -44,7 +44,7 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
     """Move a model to its device, make it data-parallel, and return the module to train.
 
     A process alone gets the model itself. DDP returns a module around it; FSDP2 turns its
-    parameters into DTensors in place. Under FSDP2 GPUs gather blocks in `dtype`, and gradients are
+    parameters into DTensors in place. Under FSDP2 blocks are gathered in `dtype`, and gradients are
     reduced in float32. Several machines shard within each machine and replicate across machines.
     """
     if not dist.is_initialized():
@@ -65,11 +65,10 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
         names = ("replicate", "shard")
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
 
-    # FSDP2 casts a block to send half of the bytes, but not on CPUs, whose LayerNorm takes float32
-    # weights alone. Inputs stay as they are: the residual stream is float32, as under autocast.
-    gathered_dtype = torch.float32 if process.device.type == "cpu" else dtype
+    # FSDP2 casts the weights of a block when it gathers them, which sends half of the bytes. It
+    # leaves the inputs alone: the residual stream stays float32, as under autocast.
     mixed_precision = MixedPrecisionPolicy(
-        gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     # Each call makes one unit, whose parameters are gathered together just before its forward.
     # zero3 frees them after the forward and gathers them again for the backward; the others keep
