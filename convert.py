@@ -1,14 +1,16 @@
-"""Convert checkpoints from other projects, and to Hugging Face's format.
+"""Convert between this project's checkpoints and those of others.
 
     python convert.py --checkpoint checkpoints/model_best.pt --out exported/
+    python convert.py --checkpoint checkpoints/model_best.pt --out ckpt.pt --format nanogpt
     python convert.py --model gpt2 --out checkpoints/gpt2.pt       # or ckpt.pt, gpt2_124M.bin
 
 The exported folder (GPT-2, LLaMA or Qwen3) loads with transformers' AutoModelForCausalLM and
 AutoTokenizer, in float32 with every bit of the weights, and has a model card.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -16,7 +18,9 @@ from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from finetuning.chat import is_chat
-from model.huggingface import save_pretrained
+from model.config import SIZED
+from model.gpt import GPT
+from model.huggingface import EMBEDDING, HEAD, differences, nearest_gpt2, save_pretrained
 from model.recipes import Recipe
 from training.checkpoint import assemble, checksum, find_checkpoint, open_model
 from training.run import TrainState
@@ -36,25 +40,31 @@ inputs = tokenizer.apply_chat_template(
 
 @dataclass
 class ConvertConfig:
-    """Convert checkpoints from other projects, and to Hugging Face's format."""
+    """Convert between this project's checkpoints and those of others."""
 
     out: Path
-    """Output path: a folder with --checkpoint, a .pt file with --model."""
+    """Output path: a folder with --checkpoint; a .pt file with --model or --format nanogpt."""
     checkpoint: Path | None = None
     """Checkpoint to export, or a folder: its best one, else its newest."""
     model: str | None = None
     """Model to import: a Hugging Face name (gpt2) or folder, or a checkpoint of nanoGPT,
     build-nanogpt or llm.c."""
+    format: Literal["huggingface", "nanogpt"] = "huggingface"
+    """Format of --checkpoint's export: a folder for transformers, or a ckpt.pt for nanoGPT."""
 
 
-def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
-    """Write a checkpoint as a folder for transformers: weights, tokenizer and model card."""
+def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) -> None:
+    """Write a checkpoint as a folder for transformers: weights, tokenizer and model card; or as a
+    file for nanoGPT."""
     path = find_checkpoint(checkpoint_path)
     if path is None:  # a model of another project
         raise UserError(
             f"--checkpoint {checkpoint_path} is no checkpoint of this project: see --model"
         )
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
+    if is_for_nanogpt:
+        save_checkpoint(out, to_nanogpt(model))
+        return
     tokenizer = load_tokenizer(tokenizer_spec)
 
     # the end ids go to generation_config.json: there `generate` of transformers ends
@@ -90,6 +100,24 @@ def export_checkpoint(checkpoint_path: Path, out: Path) -> None:
     print(f"on the hub: hf upload USER/NAME {out}")
 
 
+def to_nanogpt(model: GPT) -> dict:
+    """Return the content of a ckpt.pt, float32, that nanoGPT's sample.py reads. Raises UserError
+    for an architecture that nanoGPT lacks.
+
+    nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
+    """
+    config = model.config
+    misfits = differences(config, replace(nearest_gpt2(config), tied=True))
+    if misfits:
+        raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
+    weights = model.state_dict()
+    # without padding, which nanoGPT would sample
+    weights[EMBEDDING] = weights[EMBEDDING][: config.vocab_size]
+    weights[HEAD] = weights[EMBEDDING]
+    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}
+    return {"model": weights, "model_args": model_args}
+
+
 def import_model(name: str, out: Path) -> None:
     """Write a model of another project as a checkpoint at step 0, without optimizer state."""
     # float32: all bits also of a checkpoint; models of other projects always have them
@@ -119,15 +147,19 @@ def import_model(name: str, out: Path) -> None:
 def main(config: ConvertConfig) -> None:
     if (config.checkpoint is None) == (config.model is None):  # both, or none
         raise UserError("give one of --checkpoint (to a folder) and --model (to a .pt file)")
-    if config.model is not None and config.out.suffix != ".pt":
+    is_import = config.model is not None
+    is_for_nanogpt = config.format == "nanogpt"
+    if is_import and is_for_nanogpt:
+        raise UserError("--format nanogpt writes a --checkpoint: import the --model first")
+    if (is_import or is_for_nanogpt) and config.out.suffix != ".pt":
         raise UserError(f"--out {config.out} must end in .pt: it is a file")
     if config.out.exists():
         raise UserError(f"--out {config.out} exists already; choose another path")
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    if config.checkpoint is not None:
-        export_checkpoint(config.checkpoint, config.out)
-    elif config.model is not None:
+    if config.model is not None:
         import_model(config.model, config.out)
+    elif config.checkpoint is not None:
+        export_checkpoint(config.checkpoint, config.out, config.format == "nanogpt")
     print(f"wrote {config.out}")
 
 

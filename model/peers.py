@@ -68,6 +68,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
         x = model.get_parameter(name)  # on "meta": its shape
         weights[name] = values[: x.numel()].view_as(x)
         values = values[x.numel() :]
+    assert len(values) == 0, f"{len(values):,} values more than the sizes of its header give"
     # by the header, the rows after it are no tokens
     weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]
     return replace(config, vocab_size=vocab_size), weights

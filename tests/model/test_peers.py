@@ -1,12 +1,15 @@
 """Files are written here in the layouts of nanoGPT (train.py), build-nanogpt and llm.c
 (train_gpt2.py). Files of these scripts themselves were opened once, with equal logits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from conftest import bad, losses, script, train_args, user_error
 
 import __main__
+from convert import to_nanogpt
 from model.config import SIZED, GPTConfig
 from model.gpt import GPT
 from model.huggingface import load_pretrained
@@ -28,18 +31,20 @@ def random_gpt(vocab_size=257, **fields):
 def write(layout, model, path):
     if "llm.c" in layout:
         return path.write_bytes(llm_c_file(model, is_bfloat16="bfloat16" in layout))
-    config = model.config
-    weights = model.state_dict()
-    for name in ("transformer.wte.weight", "lm_head.weight"):  # a tied head stands there twice
-        weights[name] = weights.get(name, model.head_weight)[: config.vocab_size]
-    args = {name: getattr(config, name) for name in (*SIZED, "bias")}
-    content = {"model": weights, "model_args": args}
+    state = model.state_dict()
+    head = state.pop("lm_head.weight", None)
+    if head is not None:  # to_nanogpt refuses it: nanoGPT itself would tie it
+        model = GPT(replace(model.config, tied=True))
+        model.load_state_dict(state)
+    content = to_nanogpt(model)  # nanoGPT's sample.py has read one, too
+    if head is not None:
+        content["model"]["lm_head.weight"] = head[: model.config.vocab_size]
     if "compiled" in layout:
         content["model"] = {f"_orig_mod.{name}": x for name, x in content["model"].items()}
     if "build" in layout:
         __main__.GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})
         content["config"] = __main__.GPTConfig()
-        del content["model_args"]
+        args = content.pop("model_args")
         vars(content["config"]).update({name: args[name] for name in SIZED if name != "dropout"})
     torch.save(content, path)
 
@@ -82,8 +87,8 @@ def test_logits_are_those_of_the_weights_in_the_file(layout, fields, tmp_path):
         assert (tokenizer, model.config.vocab_size) == ({50_257: "gpt2", 257: "bytes"}[V], V)
 
 
-def test_scripts_begin_from_a_checkpoint_of_nanogpt(shards, tmp_path):
-    ckpt, own = tmp_path / "ckpt.pt", tmp_path / "own.pt"
+def test_scripts_begin_from_a_checkpoint_of_nanogpt_and_write_one(shards, tmp_path):
+    ckpt, own, back = (tmp_path / name for name in ("ckpt.pt", "own.pt", "back.pt"))
     write("nanoGPT", random_gpt(bias=False, **EXACT), ckpt)
     assert "Abc" in script("sample.py", "--model", ckpt, "--prompt", "Abc").stdout
     script("convert.py", "--model", ckpt, "--out", own)
@@ -95,6 +100,10 @@ def test_scripts_begin_from_a_checkpoint_of_nanogpt(shards, tmp_path):
     torch.testing.assert_close(
         load_pretrained(tmp_path / "hf").eval()(idx), logits, rtol=0, atol=1e-5
     )
+    script("convert.py", "--checkpoint", own, "--out", back, "--format", "nanogpt")
+    ours, theirs = torch.load(back), torch.load(ckpt)
+    assert ours["model_args"] == theirs["model_args"]
+    torch.testing.assert_close(dict(ours["model"]), theirs["model"], rtol=0, atol=0)
     recipe = ["--n_embd", 8, "--recipe", "gpt2,bias=False,activation=gelu_exact"]
     script(*train_args(shards, tmp_path, 2, "--init_from", ckpt, *recipe))
     assert len(losses(tmp_path)) == 2
@@ -107,6 +116,13 @@ def test_what_does_not_fit_is_a_sentence(tmp_path):
     write("nanoGPT", random_gpt(65), path)
     with user_error("65 tokens, which are neither GPT-2's"):
         open_model(path)
-    path.write_bytes(llm_c_file(random_gpt(), is_bfloat16=False)[:-8])
-    with user_error("is damaged.* invalid for input of size 6"):
-        load_peer(path)
+    with user_error("differs from GPT-2 in norm, activation"):
+        to_nanogpt(random_gpt(norm="rms", activation="relu2"))
+    whole = llm_c_file(random_gpt(), is_bfloat16=False)
+    for content, message in (
+        (whole + bytes(8), "2 values more"),
+        (whole[:-8], "is damaged.* invalid for input of size 6"),
+    ):
+        path.write_bytes(content)
+        with user_error(message):
+            load_peer(path)
