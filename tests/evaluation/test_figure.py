@@ -140,7 +140,7 @@ def test_what_is_no_run_is_skipped_unless_it_is_all(tmp_path, draw_panels, capsy
     (tmp_path / "sweep.png").write_bytes(b"\x89PNG\n")
     write_run(tmp_path / "run", [])
     others = sorted(tmp_path.iterdir())
-    with user_error("table.md, line 1, is not a row"):
+    with user_error("table.md is damaged or not the log of a run"):
         draw(others, tmp_path / "a.png")
     draw_panels(*others, write_run(tmp_path / "b", [4]))
     assert capsys.readouterr().out.count("skipped: ") == 2 + 3
