@@ -118,7 +118,7 @@ class DataOptions:
 
     @property
     def sequences_per_pass(self) -> int:
-        """The micro-batch, once training/options.py has found a number for "auto"."""
+        """--micro_batch_size, once a number is found for "auto"."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size
 
@@ -230,7 +230,7 @@ class MachineOptions:
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
-    """Compile the training step, except that of grpo; on by default on CUDA alone."""
+    """Compile the blocks of training, except in grpo; on by default on CUDA alone."""
 
 
 @dataclass(frozen=True)
@@ -253,9 +253,9 @@ class TrainConfig(
     DataOptions,
     RunOptions,
 ):
-    """Train a GPT-2. With --resume, options that are not given come from the checkpoint. Every run
-    needs --data_dir, --run_dir, --model_type (or sizes) and --max_steps, perhaps --micro_batch_size
-    and --resume."""
+    """Train a GPT-2. With --resume, options that are not given come from the checkpoint. Most
+    runs set --data_dir, --run_dir, --model_type (or sizes) and --max_steps, perhaps
+    --micro_batch_size and --resume."""
 
     def sequences_per_step(self, world_size: int) -> int:
         """Return the sequences in a global batch; UserError where the batch does not divide."""

@@ -58,13 +58,16 @@ class EvalConfig:
     """Score another model instead: a Hugging Face name (gpt2, gpt2-medium, ...) or folder, or a
     checkpoint of nanoGPT, build-nanogpt or llm.c."""
     tasks: tuple[str, ...] = ("hellaswag", "lambada")
-    """Benchmarks, val for the validation loss, or .jsonl files of questions: prompt and answer."""
+    """Benchmarks, val for the validation loss, .jsonl files of questions (prompt and answer), or
+    folders of tasks, as those of CORE."""
     data: tuple[Path, ...] = ()
-    """Files in the original formats, one per benchmark of --tasks in order; else from the hub."""
+    """Files in the original formats, for core a folder, one per benchmark of --tasks in order; else
+    they are downloaded."""
     data_dir: tuple[Path, ...] = ()
     """Folders of shards for the task val; by default those the checkpoint was trained on."""
     limit: Count | None = None
-    """Score only so many examples of each benchmark, evenly spread over its file."""
+    """Score only so many examples of each benchmark, evenly spread over its file; of core, so many
+    of each task, as nanochat takes them."""
     val_tokens: Count = 10_485_760
     """Validation tokens; all if there are fewer."""
     max_new_tokens: Count = 64
@@ -159,6 +162,8 @@ def open_benchmark(
     """Read a benchmark's file, or download it, and return the function that scores it."""
     # one process downloads
     rows = read_on_all(partial(benchmark.read, path, config.limit), scorer.process)
+    # now, and not in the middle of its tasks
+    benchmark.check(rows, scorer.tokenizer, scorer.model.config.block_size)
     return partial(benchmark.score, rows, scorer.score, benchmark.protocols)
 
 

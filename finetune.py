@@ -103,7 +103,7 @@ def main() -> None:
         while True:
             # once in a while: save and evaluate; every process takes part
             step = state.step
-            if run.ended or is_due(options.save_every, step):
+            if saver.due(step):
                 saver.save_last()
             if held_out_method and (run.ended or is_due(options.eval_every, step)):
                 # batches of other shapes than those of training
@@ -114,7 +114,7 @@ def main() -> None:
                     saver.save_if_best(scores["loss"])
                 else:  # grpo has the reward instead, and no best model
                     run.logger.log_scores("held_out", scores, step)
-            if run.ended:
+            if run.ended:  # the last step is taken, saved and evaluated; a signal raises Stopped
                 break
 
             # one step, then its log

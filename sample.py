@@ -162,7 +162,7 @@ class Writer:
                     seed += 1  # the same question gets another answer next time
             except UserError as error:  # a message that is too long: the next may be shorter
                 show(f"{error}\n")
-            except KeyboardInterrupt:  # Ctrl-C ends an answer, which is forgotten
+            except KeyboardInterrupt:  # Ctrl-C ends an answer, which is forgotten, or a line
                 show("\n")
             except EOFError:  # Ctrl-D, or the end of a file
                 return

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from config import ResolvedTrainConfig, TrainConfig
 from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
-from evaluation.evaluator import Evaluator, is_due
+from evaluation.evaluator import Evaluator
 from model.execution import Execution
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
@@ -84,7 +84,7 @@ def main() -> None:
         while True:
             # once in a while: save, evaluate, score and sample; every process takes part
             step = state.step
-            if run.ended or is_due(options.save_every, step):
+            if saver.due(step):
                 saver.save_last()
             if evaluator.due(step):
                 scores = evaluator.validate()
@@ -95,7 +95,7 @@ def main() -> None:
             text = evaluator.sample(step) if step > 0 else None
             if text is not None:
                 run.logger.log_sample(text, step)
-            if run.ended:
+            if run.ended:  # the last step is taken, saved and evaluated
                 break
 
             # one step, then its log

@@ -11,7 +11,7 @@ goes on with the very sequences that come next.
 
 Where --data_dir names several corpora with weights, positions come in periods. In a period of P
 positions each corpus has a whole number of places, its share, and the places are spread evenly; the
-next period repeats them. With 0.75 and 0.25, P is 4 and the places are a, a, b, a or the like. The
+next period repeats them. With 0.75 and 0.25, P is 4 and the places are a, a, a, b. The
 k-th place of a corpus, counted over all periods, is the k-th sequence of its own order. So of any
 first n positions each corpus has its share of n to within one sequence. Drawing the corpus of each
 position by chance would give shares that are right in the mean only.
@@ -170,9 +170,9 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the corpus of each place in a period of P = sum(shares) places, and its rank, the
     number of earlier places of the same corpus in the period; int64 (P,) each.
 
-    Of the first n places corpus i is to have n * shares[i] / P, off by less than one. So its c-th
-    place (from 0) may stand from place floor(c * P / shares[i]) on, and has to stand before
-    ceil((c + 1) * P / shares[i]), its deadline. Taking the earliest deadline first meets all of
+    Of the first n places corpus i is to have n * share / P, off by less than one. So its next
+    place, if it has had c, may be place floor(c * P / share) or a later one, and has to come before
+    ceil((c + 1) * P / share), its deadline. Taking the earliest deadline first meets all of
     them (Baruah et al. 1996, proportionate fairness, on one processor). Whole numbers keep it
     exact.
     """
@@ -183,14 +183,14 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     for place in range(period):
         first_deadline = math.inf
         for i, share in enumerate(shares):
-            # floor(c * P / share) <= place, in whole numbers
-            may_stand = counts[i] * period < (place + 1) * share
+            # c = counts[i]: floor(c * P / share) <= place, in whole numbers
+            may_have_it = counts[i] * period < (place + 1) * share
             # -(-a // b) is a / b, rounded up
             deadline = -(-(counts[i] + 1) * period // share)
-            if may_stand and deadline < first_deadline:  # of equal ones the first corpus
+            if may_have_it and deadline < first_deadline:  # of equal ones the first corpus
                 first_deadline = deadline
                 next_corpus = i
-        # one corpus may always stand: together they have had fewer places than their shares
+        # one corpus may always have it: together they have had fewer places than their shares
         corpus_of_place[place] = next_corpus
         rank_of_place[place] = counts[next_corpus]
         counts[next_corpus] += 1
@@ -199,8 +199,9 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 class Mixture:
     """The corpora of --data_dir, of one split, cut into sequences. Sequence ids count through the
-    corpora one after the other. Raises UserError for a damaged folder, or for folders that cannot
-    be read together."""
+    corpora one after the other. A position is one in the data order, a place the position within a
+    period, and a rank counts the earlier places of the same corpus in the period. Raises UserError
+    for a damaged folder, or for folders that cannot be read together."""
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
@@ -256,7 +257,7 @@ class Mixture:
         ids = np.empty_like(corpus_positions)
         # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
         for i, part in enumerate(self.parts):
-            chosen = corpus_ids == i
+            chosen = corpus_ids == i  # (N,) True at positions of this corpus
             part_ids = epoch_order(corpus_positions[chosen], len(part), seed)
             ids[chosen] = self.starts[i] + part_ids
         return ids

@@ -106,7 +106,7 @@ class Manifest(Settings):
     lost_bytes: int = 0
     """Bytes of the text that the tokenizer does not give back."""
     held_out: int = 0
-    """Tokens of the last document that are held out for validation."""
+    """Tokens of the last document, or of the last short ones, that are held out for validation."""
     state: State = field(default_factory=State)
 
 

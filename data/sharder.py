@@ -174,6 +174,8 @@ class Sharder:
         # one folder is one sharding: with other settings the new shards would not follow the old
         for setting in fields(Settings):
             present = getattr(manifest, setting.name)
+            if setting.name in ("files", "sizes") and not manifest.sizes:
+                continue  # a manifest of an older version, or of a dataset, has none
             if present != getattr(settings, setting.name):
                 raise UserError(
                     f"{folder} holds shards of {setting.name} {present!r:.99}; {advice}"
@@ -217,10 +219,11 @@ class Sharder:
         self.manifest.shards = [*others, entry]
 
     def hold_out_of(self, document: Document, val_fraction: float, start: int) -> Document:
-        """Return a document, with pieces of it held out if it is the last one of the source, which
-        has a `val_fraction` above 0, and one of the splits would be empty: the largest of a tenth
-        of it, `val_fraction` of all tokens and MIN_VAL_TOKENS, at most half. Of a last text that is
-        too short for that, `fill_validation` takes it, together with those before."""
+        """Return the last document of the source (its caller gives others a `val_fraction` of 0),
+        with pieces of it held out if `val_fraction` is above 0 and one of the splits would be
+        empty: the largest of a tenth of it, `val_fraction` of all tokens and MIN_VAL_TOKENS, at
+        most half. Of a last text that is too short for that, `fill_validation` takes it, together
+        with those before."""
         # An earlier run may have written the document up to `start`. Then the number stands in the
         # manifest, as the bytes and tokens that it follows from have changed.
         if start == 0:
@@ -232,7 +235,9 @@ class Sharder:
                 num_held_out = max(num_tokens // 10, share, MIN_VAL_TOKENS)
                 if num_held_out <= num_tokens // 2 or not self.last_texts:
                     self.manifest.held_out = min(num_held_out, num_tokens // 2)
-        if self.manifest.held_out == 0:  # also of a text of less than ten tokens
+        if (
+            self.manifest.held_out == 0
+        ):  # no text, or a short one after others, of which `fill_validation` takes
             return document
         return hold_out(document, self.manifest.held_out)
 
@@ -309,10 +314,12 @@ class Sharder:
         batch at a position. Tokens of the open shards are on disk before it counts them."""
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
         self.last_texts.clear()  # a later run continues after them
-        self.manifest.state = State(asdict(position), row, num_written, open_tokens)
+        self.manifest.state = State(
+            source=asdict(position), documents=row, tokens=num_written, open=open_tokens
+        )
         self.manifest.ledger = self.source.ledger_at(position)
         skipped: Counter[str] = Counter()  # rows by reason
-        for counts in self.manifest.ledger.values():
+        for counts in self.manifest.ledger.values():  # FileCounts of each file
             skipped.update(counts.skipped)
         self.manifest.skipped = dict(skipped)
         write_manifest(self.folder, self.manifest)

@@ -180,7 +180,8 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
                 shards.append(LazyShard(path, shard.num_tokens, f"{checksum}"))
     if not paths and not shards:  # a name that was mistyped
         raise missing_shards([folder], split)
-    return ShardFolder(folder, split, shards, find_tokenizer(folder, manifest), manifest)
+    tokenizer = find_tokenizer(folder, manifest, shards)
+    return ShardFolder(folder, split, shards, tokenizer, manifest)
 
 
 def open_folders(paths: list[Path], split: str) -> list[ShardFolder]:
@@ -203,18 +204,28 @@ def missing_shards(paths: list[Path], split: str) -> UserError:
     )
 
 
-def find_tokenizer(folder: Path, manifest: Manifest | None) -> str:
+def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazyShard]) -> str:
     """Return the spec of the tokenizer of a folder's shards; raise UserError if it is missing, or
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE
     if manifest is None:  # of another project, which shards GPT-2's tokens if it has no file
-        return read_tokenizer(path) if path.exists() else "gpt2"
+        if path.exists():
+            return read_tokenizer(path)
+        # Any 1,000 tokens of GPT-2 hold an id above 2**15. The ids of a smaller vocabulary, as of
+        # characters, would train without an error, as another text.
+        first_ids = shards[0].shard.read(count=100_000) if shards else np.zeros(0)
+        if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
+            raise UserError(
+                f"{folder} holds no tokens of GPT-2, and no {MANIFEST} says which: put their "
+                f"{TOKENIZER_FILE} beside them, or shard the text anew"
+            )
+        return "gpt2"
     if manifest.tokenizer in TOKENIZERS:
         return manifest.tokenizer
-    # a checksum of the file that data/fineweb-edu.py has copied into the folder
+    # else manifest.tokenizer is a checksum, of the file that data/fineweb-edu.py has copied here
     if not path.exists():
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
-    spec = read_tokenizer(path, manifest.end_of_text)
+    spec = read_tokenizer(path, manifest.end_of_text)  # JSON with the content of the file
     if load_tokenizer(spec).name != manifest.tokenizer:
         raise UserError(
             f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"

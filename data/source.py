@@ -210,6 +210,8 @@ def as_text(value: object) -> str | Skipped:
     except UnicodeEncodeError:  # it would train as U+FFFD
         # a byte that open_text has escaped, or what JSON may write by itself
         return Skipped("not UTF-8, or half of a surrogate pair")
+    if "\0" in value:  # no text has it; UTF-16 without a byte order mark and binary files do
+        return Skipped("with U+0000")
     return value
 
 

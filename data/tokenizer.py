@@ -66,7 +66,7 @@ class FileTokenizer(Tokenizer):
         engine = make_engine(json.dumps(content))
         self.engine = engine
         self.bos_ids = find_bos_ids(engine)
-        # as text again, which the library reads; not ASCII, or each character would be \\u1234
+        # as text again, which the library reads; not ASCII, or each character would be a \u escape
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
         self.end_of_text = spec_fields["eot"]
 
@@ -384,6 +384,8 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         if name.endswith("_token") and isinstance(token, str):
             template_tokens[name] = token
     template = config.get("chat_template")
+    if isinstance(template, list):  # several, of which one is the default
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
     template_path = folder / "chat_template.jinja"  # where newer transformers write it
     if template_path.is_file():
         template = template_path.read_text(encoding="utf-8")

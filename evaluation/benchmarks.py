@@ -26,7 +26,7 @@ from evaluation.tasks import (
 
 def clean_wikihow(text: str) -> str:
     """Remove WikiHow's bracketed marks from a text, exactly as lm-evaluation-harness does."""
-    # "[header] How to [title] Do it." becomes "How to. Do it."
+    # "[header] How to [title] Do it." becomes " How to. Do it."
     text = text.strip().replace(" [title]", ". ")
     text = re.sub(r"\[.*?\]", "", text)
     return text.replace("  ", " ")

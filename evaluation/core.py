@@ -12,6 +12,7 @@ An item is shown after num_fewshot others with their answers. Three types of tas
 an item holds (FewShotTask.prompts) and in which tokens count (FewShotTask.encode).
 """
 
+import contextlib
 import csv
 import os
 import random
@@ -77,7 +78,9 @@ class FewShotTask(Task):
         come from the same rows."""
         rows = super().load(path, None)
         random.Random(1337).shuffle(rows)
-        return rows[:limit]
+        rows = rows[:limit]
+        self.items(rows, self.protocols[0])  # again, as these may be too few
+        return rows
 
     def prompts(self, row: dict) -> list[str]:
         """Return question, delimiter and answer as one text, for each choice of an item."""
@@ -104,7 +107,7 @@ class FewShotTask(Task):
             if self.type == "language_modeling":
                 prompt = context + choices[0]
                 # without the white space that the first token of the answer begins with
-                context = prompt.removesuffix(row["continuation"]).strip()
+                context = prompt.removesuffix(row["continuation"]).rstrip()
                 choices = [prompt.removeprefix(context)]
             items.append(Item(context, tuple(choices), row.get("gold", 0)))
         return items
@@ -117,23 +120,21 @@ class FewShotTask(Task):
         wholes = []
         for choice in item.choices:
             wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
+        shortest = min(len(ids) for ids in wholes)
         if self.type == "schema":
             num_counted = common_prefix([ids[::-1] for ids in wholes])
+            num_counted = min(max(num_counted, 1), shortest - 1)
             starts = [len(ids) - num_counted for ids in wholes]
         else:
             compared = wholes
             if self.type == "language_modeling":
                 compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
-            starts = [common_prefix(compared)] * len(wholes)
-        continuations = []
-        # Where one prompt is the start or the end of another, nothing would be left of it, and its
-        # mean loss is NaN in nanochat; here its last token counts, and that of the others.
-        shortest = min(len(ids) for ids in wholes)
-        for ids, start in zip(wholes, starts, strict=True):
-            start = max(min(start, shortest - 1), 1)
-            # block_size tokens, and not one more: nanochat feeds the last one, too
-            continuations.append(split_ids(ids, start, block_size))
-        return continuations
+            # Of a choice that begins another one nothing would be left, and its mean loss is NaN in
+            # nanochat; here the last common token counts, of all choices.
+            starts = [min(common_prefix(compared), shortest - 1)] * len(wholes)
+        # block_size tokens, and not one more: nanochat feeds the last one, too
+        pairs = zip(wholes, starts, strict=True)
+        return [split_ids(ids, start, block_size) for ids, start in pairs]
 
     def score(
         self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
@@ -204,7 +205,10 @@ class FewShotTasks(Benchmark):
 
     def check(self, rows: list[LoadedTask], tokenizer: Tokenizer, block_size: int) -> None:
         for task, task_rows in rows:
-            task.check(task_rows, tokenizer, block_size)
+            try:
+                task.check(task_rows, tokenizer, block_size)
+            except UserError as error:
+                raise UserError(f"task {task.name}: {error}") from error
 
     def score(
         self, rows: list[LoadedTask], score_items: ScoreItems, protocols: Sequence[str]
@@ -253,6 +257,9 @@ def download_bundle() -> Path:
         assert archive.stat().st_size == size, "the download is incomplete"
         with zipfile.ZipFile(archive) as zipped:
             zipped.extractall(temporary)
-        # last, so that the folder is there when it is whole
-        os.rename(Path(temporary, "eval_bundle"), BUNDLE)
+        # last, so that the folder is there when it is whole; another process of the machine may
+        # have been faster
+        with contextlib.suppress(OSError):
+            os.rename(Path(temporary, "eval_bundle"), BUNDLE)
+        assert BUNDLE.exists(), "it holds no eval_bundle"
     return BUNDLE

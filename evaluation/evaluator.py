@@ -154,8 +154,9 @@ class Evaluator:
         # All processes write the same text: under FSDP a forward pass needs all of them.
         with (
             autocast(scorer.process.device, scorer.dtype),
-            uncompiled(self.config.use_torch_compile),
+            uncompiled(self.config.use_torch_compile),  # each length would be compiled anew
         ):
+            # all_done: the processes stop together, and raise Stopped after a signal
             texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
         model.train()  # with dropout again
         # the last character may be cut in the middle of its bytes

@@ -155,7 +155,7 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
         best_label = "highest held-out reward"
     training = curve(run, "train", metric)  # empty for bits per byte
     validation = curve(run, split, metric)
-    if metric != "reward":
+    if metric != "reward":  # a reward begins near its later values
         training = without_start(*training)
         validation = without_start(*validation)
     [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
@@ -187,6 +187,8 @@ def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
             x, accuracies = curve(run, task.name, task.metric)
             label = f"{task.name}, {run.label}: {accuracies[-1]:.3f}"
             axes.plot(x, accuracies, marker=marker, ms=3, color=color, label=label)
+        if runs_with_scores and task.metric == "centered":
+            axes.set_ylabel("accuracy (CORE: centered)")
         if runs_with_scores:
             draw_published(axes, (task.name, task.protocols[0], task.metric), size, color)
 
@@ -240,7 +242,7 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
     """Label and style all panels, and write the picture as the type that its suffix names."""
     for axes in figure.axes:
         axes.set_xlabel(x_label)
-        axes.set_xlim(0, None)  # the same in all panels
+        axes.set_xlim(0, None)  # all panels begin at 0
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
         axes.grid(alpha=0.25)
         for line in axes.lines:

@@ -191,7 +191,7 @@ class ItemScorer(Scorer):
             self.progress(len(batch) * self.process.world_size)
         self.model.train()
         scores = self.process.merge(scores)
-        # Comparisons with NaN are all false: argmax would call the first choice the best one.
+        # Comparisons with NaN are all false: no choice would be the best one.
         if any(math.isnan(score.logprob) for score in scores.values()):
             raise UserError("the model gives NaN (not a number) instead of a probability")
 

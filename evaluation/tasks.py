@@ -122,7 +122,8 @@ class Benchmark(ABC):
     metric: str
     """Metric of the first protocol that plot.py draws."""
     hub: dict[str, str]
-    """Where the data comes from without a path: "path" and more for datasets.load_dataset."""
+    """Where the data comes from without a path: arguments of datasets.load_dataset, or for CORE a
+    URL as "path"."""
     layout = "a file in the original format"
     """What --data takes."""
 
@@ -198,8 +199,7 @@ class Task(Benchmark):
     def load(self, path: Path | None, limit: int | None) -> list[dict]:
         """Return the rows of a file in the original format; without a path, download them from the
         Hugging Face hub."""
-        if path:
-            # the original format, as its authors publish it
+        if path is not None:
             rows = self.parse(path.read_text(encoding="utf-8"))
         else:
             from datasets import load_dataset  # imports for seconds, and files do without

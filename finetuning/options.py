@@ -142,6 +142,7 @@ def resolve_options(
     batch_size = 32  # halved, so that it divides among a power of 2 of processes
     while batch_size > max(4, world_size, num_rows // 16):
         batch_size //= 2
+    batch_size = max(1, batch_size // world_size) * world_size  # as many for each of 3 processes
     batch_size = options.batch_size or batch_size
 
     # Micro-batches are of equal size: a forward pass of a sharded model waits for all processes.

@@ -12,7 +12,7 @@ from utils.ranges import BelowOne, Count, NonNegative, check_ranges
 # Radford et al. 2019, table 2: the four sizes OpenAI released.
 SIZES = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
-    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},  # 350M
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},  # 355M
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
@@ -43,11 +43,11 @@ class GPTConfig:
     position: Literal["learned", "rotary"] = "learned"
     """learned (a table of positions) or rotary (RoPE)."""
     rope_base: NonNegative = 10_000.0
-    """RoPE: ratio of the fastest to the slowest rotation."""
+    """RoPE: about the ratio of the fastest to the slowest rotation."""
     norm: Literal["layer", "rms"] = "layer"
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
     norm_eps: NonNegative = 1e-5
-    """Added to the mean square in a norm."""
+    """Added to the variance of LayerNorm, or the mean square of RMSNorm."""
     qk_norm: bool = False
     """Normalise queries and keys to a root mean square of 1."""
     activation: Literal["gelu", "gelu_exact", "relu2", "swiglu"] = "gelu"
@@ -70,6 +70,8 @@ class GPTConfig:
             )
         if self.n_head % self.kv_heads:
             raise UserError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
+        if self.position == "rotary" and self.head_size % 2:
+            raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
 
         # "n_kv_head=12" and its default are one architecture and have to compare equal
         if self.n_kv_head == self.n_head:

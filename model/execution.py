@@ -1,8 +1,8 @@
 """How the blocks of a model run in training: activation checkpointing and torch.compile.
 
-One trades speed for memory, the other start-up for speed; neither changes the results. `Block` of
-model/gpt.py has the `if` statements that choose between them by an Execution; this file has what
-PyTorch needs.
+One trades speed for memory, the other start-up for speed; neither changes more than rounding.
+`Block` of model/gpt.py has the `if` statements that choose between them by an Execution; this file
+has what PyTorch needs.
 """
 
 from collections.abc import Callable

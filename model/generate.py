@@ -66,23 +66,25 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
     Where the context is full, its older half is dropped and the newer one read again; a prompt
     longer than the context keeps its end. The loop does not wait for the GPU to finish a token.
     """
-    T = model.config.block_size
+    block_size = model.config.block_size
     device = model.transformer.wte.weight.device
     uniforms = draw_uniforms(len(prompts), sampling).to(device)  # (B, max_new_tokens)
-    prompts = [prompt[-T:] for prompt in prompts]
+    prompts = [prompt[-block_size:] for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     # 0 is any token: the mask hides it
     rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     context = torch.tensor(rows, device=device)  # (B, S)
-    capacity = min(T, longest + sampling.max_new_tokens)
+    capacity = min(block_size, longest + sampling.max_new_tokens)
     cache = KVCache(capacity)
     unread = context  # the tokens that are not in the cache yet
 
     for uniform in uniforms.unbind(1):
         # drop the older half of each full row
-        if max(lengths) > T:
-            lengths = [length if length <= T else max(1, T // 2) for length in lengths]
+        if max(lengths) > block_size:
+            lengths = [
+                length if length <= block_size else max(1, block_size // 2) for length in lengths
+            ]
             context = context[:, -max(lengths) :]
             unread = context
             cache = KVCache(capacity)
@@ -96,7 +98,7 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
             positions, mask = positions_and_mask(first, longest, unread.size(1))
 
         # one token more
-        hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, T, C)
+        hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, unread, C)
         tokens = sample_token(model.logits(hidden[:, -1]), uniform, sampling)  # (B,)
         yield tokens
         unread = tokens.unsqueeze(1)  # (B, 1)

@@ -179,6 +179,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: GPTConfig, execution: Execution) -> None:
         super().__init__()
+        # V rows, rounded up to a multiple of 64 for fast matmuls
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -190,7 +191,8 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, L blocks, a final norm, and a head that is the embedding."""
+    """Token and position embeddings, L blocks, a final norm, and a head, which is the
+    embedding if it is tied."""
 
     def __init__(self, config: GPTConfig, execution: Execution | None = None) -> None:
         super().__init__()

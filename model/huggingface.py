@@ -307,13 +307,16 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file  # here, because training does without it
 
     # Where both lie, as after an export over a larger model, transformers reads the single file.
-    paths = [folder / "model.safetensors"]
-    if not paths[0].is_file():
-        paths = sorted(folder.glob("model-*-of-*.safetensors"))  # model-00001-of-00003.safetensors
-    assert paths, "it has no model.safetensors"
+    names = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if not (folder / names[0]).is_file() and index.is_file():
+        # model-00001-of-00003.safetensors, ...: by tensor the file that holds it
+        file_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(file_of_tensor.values()))
     weights: dict[str, Tensor] = {}
-    for path in paths:
-        weights |= load_file(path)
+    for name in names:
+        assert (folder / name).is_file(), f"it has no {name}"
+        weights |= load_file(folder / name)
     return weights
 
 
@@ -366,5 +369,7 @@ def save_pretrained(
     (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     path = folder / "model.safetensors"
-    save_file(weights, path, metadata={"format": "pt"})  # transformers refuses a file without it
+    save_file(
+        weights, path, metadata={"format": "pt"}
+    )  # older transformers refuse a file without it
     path.chmod(0o644)  # safetensors makes files that others cannot read

@@ -41,7 +41,7 @@ class Recipe:
     cautious: bool = False
     """Muon: decay only weights that the update makes smaller."""
     normuon: BelowOne = 0.0
-    """NorMuon: decay of each row's mean squared update, by which it is divided; 0: Muon."""
+    """NorMuon: decay of each row's mean squared update, by whose root it is divided; 0: Muon."""
     momentum: BelowOne = 0.95
     """Muon: momentum."""
     schedule: ScheduleName = "cosine"

@@ -47,6 +47,7 @@ class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
     @property
     def shape(self) -> GPTConfig:
         """Architecture of this project's model."""
+        # of ModelOptions in config.py: named size, recipe and flags
         return self.model_config(parse_recipe(self.recipe), GPT2Tokenizer.vocab_size)
 
 

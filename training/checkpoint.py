@@ -178,8 +178,9 @@ def load_model(
 
 def numbered(folder: Path) -> list[Path]:
     """Return a folder's numbered checkpoints, the newest first."""
-    # by name, as zeros fill the numbers up: for steps of up to six digits
-    return sorted(folder.glob("model_step_*.pt"), reverse=True)
+    # by name, as zeros fill the numbers up; from seven digits on a longer name is a later step
+    paths = folder.glob("model_step_*.pt")
+    return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -230,7 +231,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
             if os.environ.get("RANK", "0") == "0":
                 print(f"reading {file}", file=sys.stderr)
             return file
-    if (path / "config.json").exists():  # a folder of Hugging Face's format
+    if (path / "config.json").exists():  # Hugging Face's; a run's own lies in its logs/
         return None
     raise UserError(
         f"{folder} holds no checkpoint and no model of Hugging Face's format; of nanoGPT, "

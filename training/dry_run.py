@@ -38,7 +38,7 @@ def print_forecast(
     model = build_without_weights(shape)
     world_size = hardware.world_size
     sequences_per_process = options.sequences_per_step(world_size) // world_size
-    micro_steps = sequences_per_process // options.sequences_per_pass
+    micro_steps = sequences_per_process // options.sequences_per_pass  # --micro_batch_size
     device_name = hardware.device.type
     if hardware.gpu is not None:
         device_name = hardware.gpu.name
@@ -66,8 +66,9 @@ def print_forecast(
         flops *= 4 / 3  # forward, forward again and backward, which costs as much as two of them
     print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware)}")
 
-    # loss, of a new model that reads GPT-2's tokens
-    if options.init_from is None and shape.vocab_size == TOKENIZERS["gpt2"].vocab_size:
+    # loss, of a new model that reads GPT-2's tokens; rows of n-grams are no usual parameters
+    has_gpt2_tokens = shape.vocab_size == TOKENIZERS["gpt2"].vocab_size
+    if options.init_from is None and has_gpt2_tokens and shape.ngrams == 1:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
     if hardware.gpu is None:  # else train.sh makes the shards, on the machine of that GPU
         for folder in options.data_dir:
@@ -119,7 +120,7 @@ def describe_loss(parameters: int, tokens: int) -> str:
     best_parameters = (521 / 1488) ** (0.5 / 0.3527) * (parameters * tokens) ** 0.5
     best_tokens = parameters * tokens / best_parameters
     best_loss = fitted_loss(best_parameters, best_tokens)
-    if loss - best_loss > 0.02:
+    if loss - best_loss > 0.02 and best_tokens > FEWEST_FITTED_TOKENS:
         text += (
             f"; for the same compute it is lowest, {best_loss:.2f}, with "
             f"{best_parameters / 1e6:,.0f}M parameters and {best_tokens / 1e9:,.2f}B tokens"

@@ -55,7 +55,7 @@ class Measurement(NamedTuple):
     peak_bytes: float
     """Peak memory: of tensors on a CUDA GPU, elsewhere of the whole process."""
     loss: float
-    """Loss of the last warmup step, after updates of all weights."""
+    """Loss of the last warmup step."""
 
 
 def measure_in_turn(
@@ -69,7 +69,7 @@ def measure_in_turn(
     measurements: dict[str, list[Measurement]] = {name: [] for name in programs}
     # "spawn" starts a new Python; a fork would begin with the memory of this process
     context = multiprocessing.get_context("spawn")
-    for _ in range(options.repeats):
+    for _ in range(options.repeats):  # outside: a slow minute hits all programs
         for name, build in programs.items():
             with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
                 measurement = process.submit(measure, build, options).result()

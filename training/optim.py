@@ -39,8 +39,9 @@ def make_optimizers(
         else:
             heads.append(p)
 
-    # Without Muon, AdamW decays matrices and embeddings, as in nanoGPT and llm.c. Beside Muon,
-    # which decays its matrices, AdamW decays nothing. Vectors never decay.
+    # Without Muon, AdamW decays matrices, embeddings and an untied head, as in nanoGPT and llm.c.
+    # Beside Muon, which decays its matrices, AdamW decays nothing, as in nanochat. Vectors never
+    # decay.
     assert options.weight_decay is not None  # resolved
     has_muon = recipe.optimizer == "muon"
     adamw_decay = 0.0 if has_muon else options.weight_decay

@@ -19,15 +19,15 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     """Return the model of a file, or of a Hugging Face folder or name, and the spec of its
     tokenizer. Raises UserError for a model of another kind, or whose tokenizer does not fit or is
     not known."""
-    path = find_folder(str(name))
+    path = find_folder(str(name))  # a file of nanoGPT, build-nanogpt or llm.c stays as it is
     model = load_peer(path) if path.is_file() else load_pretrained(name)
     num_rows = model.config.vocab_size  # of the embedding, those of padding included
-    tokenizer = pretrained_tokenizer(path, num_rows)
-    num_tokens = count_tokens(tokenizer)
+    tokenizer_spec = pretrained_tokenizer(path, num_rows)
+    num_tokens = count_tokens(tokenizer_spec)
     if num_tokens > num_rows:
         raise UserError(
             f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {num_rows:,}"
         )
     if num_tokens < num_rows:  # padded, as 50,304 rows for GPT-2's 50,257 tokens
         model = rebuild(model, replace(model.config, vocab_size=num_tokens))
-    return model, tokenizer
+    return model, tokenizer_spec

@@ -51,8 +51,8 @@ from utils.logger import CONFIG, Logger, logged_run, read_metrics
 Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
-# Options that may differ between the machines of a run: their own folders, files and devices.
-# Checksums of what these hold are compared instead.
+# Options and entries that may differ between the machines of a run: their own folders, files and
+# devices. Checksums of the folders' and files' content are compared instead.
 PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")  # ends of their names
 # ends the sentences that refuse to write over another run
 REMEDY = "continue that one by --resume, give another --run_dir, or --overwrite it"
@@ -213,7 +213,7 @@ def claim_folders(
         try:
             # a set, as both may be one folder, which is locked once
             for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:
-                lock_folder(folder, "writing to")
+                lock_folder(folder, activity="writing to")  # until the process ends
             check_folders(options, checkpoint)
         except (OSError, UserError) as error:
             problem = error
@@ -383,13 +383,17 @@ class Run(Generic[Config]):
         if self.stopping:
             command = f"python {sys.argv[0]} --resume {folder}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
-        else:
+        elif self.process.is_main:
             best = ""
-            if math.isfinite(self.state.best_loss):  # else no model_best.pt was written
-                best = f", the best with a validation loss of {self.state.best_loss:.4f}"
-                for row in read_metrics(self.config.log_dir).get("val", []):
-                    if row["loss"] == self.state.best_loss:
-                        best += f" at step {row['step']:,}"
+            log = read_metrics(self.config.log_dir)
+            best_loss = self.state.best_loss
+            # a run that diverged has none below the loss that it began with
+            train_rows = log.get("train", [])
+            first_loss = train_rows[0]["loss"] if train_rows else math.inf
+            if math.isfinite(best_loss) and best_loss < first_loss + 1:
+                steps = [row["step"] for row in log.get("val", []) if row["loss"] == best_loss]
+                step = steps[-1] if steps else self.state.step  # a branch has a log of its own
+                best = f", the best with a validation loss of {best_loss:.4f} at step {step:,}"
             self.logger.print(f"done; checkpoints: {folder}{best}")
         self.logger.close()
         if self.process.is_main and not self.stopping:

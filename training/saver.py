@@ -52,9 +52,8 @@ class Saver:
     model: GPT
     optimizers: list[torch.optim.Optimizer]
     last_step: int = -1
-    """Step of the model_last.pt that this process has written, -1 before: so the first save is due
-    before the first step, and a run that is killed early can be continued. Only the main process
-    knows."""
+    """Step of the model_last.pt that this process has written, -1 before: so the first save
+    writes it. Only the main process knows."""
     is_first: bool = True
     """True until model_last.pt was saved once, on all processes alike."""
     thread: threading.Thread = field(init=False, default_factory=threading.Thread)
@@ -63,6 +62,13 @@ class Saver:
 
     # State follows the files. What lies on the disk is known after `wait`, and to the main process
     # alone, which decides for all.
+
+    def due(self, step: int) -> bool:
+        """Return True if model_last.pt is due after `step` steps: every --save_every steps, at the
+        end, and before the first step of this process, so that a killed run can be continued."""
+        save_every = self.run.config.save_every
+        is_regular = save_every > 0 and (self.is_first or step % save_every == 0)
+        return self.run.ended or is_regular
 
     def save_last(self) -> None:
         """Save model_last.pt, unless it is of this step already. Every process must call it."""

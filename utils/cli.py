@@ -81,8 +81,8 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         grouped_class = make_dataclass(config_class.__name__, group_fields)
         grouped: object = call_tyro(grouped_class, args, description)
         values: dict[str, object] = {}
-        for group in vars(grouped).values():
-            values |= vars(group)
+        for parsed_group in vars(grouped).values():  # an instance of each group
+            values |= vars(parsed_group)
         options = config_class(**values)
     check_ranges(options, "--")
     return options

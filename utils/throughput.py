@@ -25,7 +25,7 @@ class GPU:
     """Dtype that --dtype auto takes on it."""
 
 
-# the first entry that fits is used: those with more words come before those with fewer
+# the first entry that fits is used: H200 NVL comes before H200
 GPUS = (
     GPU("GB200", 2500e12),
     GPU("B200", 2250e12, memory=180),

@@ -45,7 +45,7 @@ def fate(value, suffix):
         return "empty"
     if "\udc80" in value or "\ud800" in value:
         return "not UTF-8, or half of a surrogate pair"
-    return (value,)
+    return "with U+0000" if "\0" in value else (value,)
 
 
 def content_of(suffix, values, end):

@@ -52,6 +52,16 @@ def test_the_tokens_that_differ_count_and_a_schemas_common_end():
     assert texts("language_modeling") == [("2+2=", " 4")]
 
 
+def test_of_a_schema_only_the_common_end_counts_however_long_its_questions_are():
+    this = task("schema")
+    row = {"context_options": ["a", "much longer"], "continuation": "x", "gold": 0}
+    [item] = this.items([row], "nanochat")
+    assert [bytes(c.ids) for c in this.encode(item, BYTES, 64)] == [b" x", b" x"]
+    row = {"context_options": ["", " and"], "continuation": "x", "gold": 0}  # one ends the other
+    [item] = this.items([row], "nanochat")
+    assert [bytes(c.ids) for c in this.encode(item, BYTES, 64)] == [b" x", b" x"]
+
+
 def test_examples_with_their_answers_stand_before_a_question():
     shown = "Q?: ac\n\n" * 2 + "Q?: a"
     assert texts("multiple_choice", num_shots=2, delimiter=": ")[0] == (shown, "b")

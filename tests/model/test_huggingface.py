@@ -200,7 +200,7 @@ def test_the_files_are_those_that_transformers_reads(tmp_path):
         (lambda: single.write_bytes(single.read_bytes()[:-100]), "SafetensorError"),
         (
             lambda: [path.unlink() for path in tmp_path.glob("*.safetensors")],
-            "it has no model.safe",
+            "it has no model-00001",  # which the index names
         ),
     ):
         damage()

@@ -71,8 +71,9 @@ def test_no_step_is_taken_before_the_first_checkpoint_is_written(saver, tmp_path
     slow_write = lambda *args: time.sleep(1) or write(*args)  # noqa: E731
     monkeypatch.setattr(saver_module, "save_checkpoint", slow_write)
     saver.is_first = True
-    save(saver, 0)
-    assert (tmp_path / LAST).exists()
+    assert saver.due(3)  # of a branch, whatever --save_every
+    save(saver, 3)
+    assert (tmp_path / LAST).exists() and not saver.due(3)
 
 
 def test_a_best_checkpoint_becomes_the_last_of_its_step(saver, tmp_path):
