@@ -238,7 +238,7 @@ class StepOptions:
     """Planning."""
 
     dry_run: bool = False
-    """Check the options, print model and memory, for GPUs time and cost, and exit. --device then
+    """Check the options, print model, memory, time and, for GPUs, cost, and exit. --device then
     takes a GPU that need not be there, too: a100, h100, h200, b200, t4, ..."""
 
 

@@ -119,8 +119,8 @@ def to_nanogpt(model: GPT) -> dict:
 
 
 def import_model(name: str, out: Path) -> None:
-    """Write a model of another project as a checkpoint at step 0, without optimizer state."""
-    # float32: all bits also of a checkpoint; models of other projects always have them
+    """Write a model (of another project) as a checkpoint at step 0, without optimizer state."""
+    # float32: all bits of the weights, of which a checkpoint would give the bfloat16 half alone
     model, tokenizer_spec, _ = open_model(name, float32=True)
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
     # With init_from, a run that resumes the file takes the architecture of its weights.

@@ -7,8 +7,8 @@
 
 Prints a table for each task as soon as it is scored, with standard errors, beside published values
 of OpenAI's GPT-2, and writes its results as JSON beside the checkpoint: model_best_hellaswag.json.
-A task that cannot be scored is named at the end, and the exit code is 1. Batch size and number of
-processes change scores up to rounding.
+A task that cannot be scored is named at the end, and the exit code is 1. Batch size changes
+scores up to rounding, and the number of processes changes none.
 """
 
 import json
@@ -137,6 +137,7 @@ def open_validation(
     for name, part in zip(val.names, val.parts, strict=True):
         if len(part) * part.block_size < config.val_tokens:
             scorer.process.print(too_few_tokens(name, part, config.val_tokens))
+    # main calls it when the data of all tasks is open
     return partial(score_validation, val, scorer, config.val_tokens)
 
 

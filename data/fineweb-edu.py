@@ -221,7 +221,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
-        manifest = sharder.manifest
+        manifest = sharder.manifest  # which may be new, and grows while it writes
         source.ledger.update(manifest.ledger)  # of the rows that earlier runs have sharded
         manifest.source = list(config.input) or [config.dataset, config.remote_name]
         # a larger --max_shards makes a stopped folder not full

@@ -1,11 +1,11 @@
 """Sharder: resumable writing of documents to the shards of a folder.
 
-The one idea: whenever a shard gets full, the manifest is saved with all that it takes to continue
-from this moment, its "state". A run that is killed later has written more than that; the next one
-cuts the open shards back to the state and writes the same tokens again. So the shards are those of
-a run that was never killed, whenever that happens.
+The one idea: whenever a shard gets full, and at the end of the source, the manifest is saved
+with all that it takes to continue from this moment, its "state". A run that is killed later has
+written more than that; the next one cuts the open shards back to the state and writes the same
+tokens again. So the shards are those of a run that was never killed, whenever that happens.
 
-Where the documents come from, and in which order, is decided in data/fineweb-edu.py.
+Where the documents come from, and in which order, is decided in data/source.py.
 """
 
 import hashlib
@@ -86,7 +86,8 @@ class ShardWriter:
         self.temporary = path.with_name(path.name + ".tmp")
         if start and not self.temporary.exists():
             # The earlier run ended before the shard was full, or was killed after the rename and
-            # before the manifest. A copy: training may read the shard under its name meanwhile.
+            # before the manifest. A copy, as training may read the shard under its name meanwhile;
+            # written aside, so that a kill leaves no half of it.
             with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
@@ -167,18 +168,20 @@ class Sharder:
         advice = "give another --local_dir or empty that one"
         if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
-        # without a whole shard, an earlier run has left nothing to continue
+        # without a listed shard, an earlier run has left nothing to continue
         if manifest is None or not manifest.shards:
             manifest = Manifest(**vars(settings), shards=[])
             write_manifest(folder, manifest)
         # one folder is one sharding: with other settings the new shards would not follow the old
         for setting in fields(Settings):
-            present = getattr(manifest, setting.name)
+            of_shards = getattr(manifest, setting.name)  # a manifest has all fields of its settings
+            # A dataset has no files, and manifests of older versions do not have them: then there
+            # is nothing to compare.
             if setting.name in ("files", "sizes") and not manifest.sizes:
-                continue  # a manifest of an older version, or of a dataset, has none
-            if present != getattr(settings, setting.name):
+                continue
+            if of_shards != getattr(settings, setting.name):
                 raise UserError(
-                    f"{folder} holds shards of {setting.name} {present!r:.99}; {advice}"
+                    f"{folder} holds shards of {setting.name} {of_shards!r:.99}; {advice}"
                 )
         self.manifest = manifest
 
@@ -235,9 +238,8 @@ class Sharder:
                 num_held_out = max(num_tokens // 10, share, MIN_VAL_TOKENS)
                 if num_held_out <= num_tokens // 2 or not self.last_texts:
                     self.manifest.held_out = min(num_held_out, num_tokens // 2)
-        if (
-            self.manifest.held_out == 0
-        ):  # no text, or a short one after others, of which `fill_validation` takes
+        # 0: one token or none, or a short text after others, from which `fill_validation` takes
+        if self.manifest.held_out == 0:
             return document
         return hold_out(document, self.manifest.held_out)
 

@@ -1,9 +1,9 @@
 """Source of text to shard: rows of files, or of a dataset of the Hugging Face hub.
 
-A row is a text, or Skipped with the reason why it is none; `as_text` alone decides that, for every
-format, and the ledger of the manifest counts both. Rows come in batches, each with its position in
-the source, from which a later run continues. Python's own readers and pyarrow read files row by
-row; `datasets` streams the hub.
+A row is a text, or Skipped with the reason why it is none: readers skip what they cannot parse, and
+`as_text` what is no usable text. The ledger of the manifest counts both. Rows come in batches, each
+with its position in the source, from which a later run continues. Python's own readers and pyarrow
+read files row by row; `datasets` streams the hub.
 """
 
 import bz2

@@ -152,7 +152,7 @@ class FewShotTask(Task):
             hit = pick == item.label
             if self.type == "language_modeling":
                 hit = scores[0].is_greedy
-            elif means.count(max(means)) > 1:
+            elif means.count(max(means)) > 1:  # counted for the JSON; the pick is the first
                 ties += 1
             hits.append(hit)
             example = {"task": self.name, "index": index, "label": item.label, "pick": pick}
@@ -179,7 +179,7 @@ class FewShotTasks(Benchmark):
     def load(self, path: Path | None, limit: int | None) -> list[LoadedTask]:
         """Return each task of core.yaml with its rows."""
         folder = path or download_bundle()
-        baselines = {}  # by label, from 0 to 1; an own folder needs no such file
+        baselines = {}  # by label, from 0 to 1; without the file those of guessing, see below
         if (folder / "eval_meta_data.csv").exists():
             lines = (folder / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
             for row in csv.DictReader(lines):

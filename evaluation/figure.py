@@ -105,7 +105,7 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
     last_rows = [run.log["train"][-1] for run in runs]
     metric = comparable_loss(runs)
     columns = ["lr", "tokens_per_s"]  # of training rows, in panels side by side
-    is_grpo = all("reward" in row for row in last_rows)
+    is_grpo = all("reward" in row for row in last_rows)  # no other method logs a reward
     if is_grpo:  # its loss does not tell how good the texts are
         metric = "reward"
         columns = ["completion_tokens", "cut"]

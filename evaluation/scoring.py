@@ -96,7 +96,7 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
         positions[b, :context_length] = range(context_length)
         part[b, :context_length] = 0
         start = context_length
-        for n, choice in enumerate(row.choices, 1):
+        for n, choice in enumerate(row.choices, 1):  # n: its number in `part`
             end = start + len(choice) - 1
             ids[b, start:end] = choice[:-1]
             positions[b, start:end] = range(context_length, context_length + end - start)
@@ -172,8 +172,8 @@ class ItemScorer(Scorer):
         ]
         banned_ids = [ids[0] for ids in encoded_words if len(ids) == 1]
 
-        # Batches of rows of equal length, the longest first: if memory runs out, it does so at
-        # once and not after an hour.
+        # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it
+        # does so at once and not after an hour.
         block_size = self.model.config.block_size
         rows = pack([encode(item, self.tokenizer, block_size) for item in items])
         rows.sort(key=lambda row: row.length, reverse=True)
@@ -209,7 +209,7 @@ class ItemScorer(Scorer):
         with autocast(self.process.device, self.dtype):
             x = self.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
         # Only hidden states that predict a target go through the head: logits of whole rows would
-        # be V / C = 65 times as large as their hidden states.
+        # be V / C times as large as their hidden states, 65 times in GPT-2 124M.
         predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
         weight = self.model.head_weight[: self.model.config.vocab_size]  # without padding
         outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)

@@ -84,11 +84,11 @@ def format_table(results: list[Result], size: str) -> str:
     rows = [["task", "protocol", "metric", "n", "value", "", f"OpenAI's {size}"]]
     marks: dict[str, str] = {}  # "[1]", "[2]", ... by source
     for result in results:
-        spread = ""
+        details = []
         if result.stderr is not None:
-            spread = f"± {result.stderr:.4f}"
+            details.append(f"± {result.stderr:.4f}")
         if result.centered is not None:
-            spread += f", centered {result.centered:.4f}"
+            details.append(f"centered {result.centered:.4f}")
         openai = ""  # no figure was published
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and size in published.values:
@@ -97,7 +97,9 @@ def format_table(results: list[Result], size: str) -> str:
         unit = " tokens" if result.task == "val" else ""  # else examples
         number = f"{result.n:,}{unit}"
         value = f"{result.value:.4f}"
-        rows.append([result.task, result.protocol, result.metric, number, value, spread, openai])
+        rows.append(
+            [result.task, result.protocol, result.metric, number, value, ", ".join(details), openai]
+        )
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # of the columns
     lines = []

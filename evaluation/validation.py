@@ -31,8 +31,8 @@ def too_few_tokens(name: str, sequences: Sequences, tokens: int) -> str:
 def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[str, float]:
     """Return the figures of a mixture from those of validation_loss for its corpora.
 
-    The weights are shares of tokens. So bits per byte are the mean of bits per token over the mean
-    of bytes per token, not a mean of the corpora's bits per byte.
+    The weights are shares of tokens, which add up to 1. So bits per byte are the mean of bits per
+    token over the mean of bytes per token, not a mean of the corpora's bits per byte.
     """
     loss = sum(weight * x["loss"] for weight, x in zip(weights, scores, strict=True))
     if not all("bits_per_byte" in x for x in scores):
@@ -55,7 +55,7 @@ class Scorer:
     dtype: torch.dtype  # autocast dtype of matmuls
     batch_size: int
     progress: Callable[[int], None] = lambda num_rows: None
-    """Called with the number of rows that were just scored."""
+    """Called by ItemScorer with the number of rows that were just scored."""
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:

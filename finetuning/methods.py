@@ -205,8 +205,8 @@ class RewardModeling(Method):
 
 
 class DirectPreference(RewardModeling):
-    """DPO (Rafailov et al. 2023, equation 7): the reward of a completion is its log-probability
-    less that under the reference model. The latter is computed once, at the start."""
+    """DPO (Rafailov et al. 2023, equation 7): the reward of a completion is beta times its
+    log-probability less that under the reference model, which is computed once, at the start."""
 
     @torch.no_grad()
     def __post_init__(self) -> None:
@@ -215,7 +215,8 @@ class DirectPreference(RewardModeling):
         num_pairs = len(self.examples)
         size = self.config.micro_batch_size
         starts = range(0, num_pairs, size)  # of the batches of pairs
-        logprobs = torch.zeros(2, num_pairs, dtype=torch.float64)  # of chosen and rejected texts
+        # nats of chosen and rejected texts, on the CPU for sum_float64
+        logprobs = torch.zeros(2, num_pairs, dtype=torch.float64)
         # each process computes some of the pairs and leaves zeros for the sum at the others
         for start in starts[self.process.rank :: self.process.world_size]:
             end = start + size

@@ -139,7 +139,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
         # the class and the context change no logits, and dropout is for training
         is_checked = hf_name not in ("architectures", "n_ctx") and "drop" not in hf_name
         if is_checked and hf_config.get(hf_name) not in (value, None):
-            raise ValueError(
+            raise ValueError(  # `reading` of load_pretrained names the path
                 f"config.json has {hf_name} {hf_config[hf_name]!r}; only {value} is supported"
             )
     return config

@@ -4,7 +4,7 @@
     python scripts/ladder.py --n_layer 12 --n_head 12 --n_embd 768 --block_size 1024    # 124M
 
 Each rung trains this project's model with the changes of its name and of all rungs before it. What
-they replace stands here, written as a tutorial would; it is no option of train.py. docs/LADDER.md
+no option of train.py brings back stands here, written as a tutorial would. docs/LADDER.md
 says what each change does, where it lives, and on which device it pays.
 """
 

@@ -137,7 +137,7 @@ def forecast_memory(
     num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
     sequences = options.sequences_per_step(world_size)
     micro_steps = sequences // (options.sequences_per_pass * world_size)
-    is_sharded = options.sharding != "none"
+    is_sharded = options.sharding != "none"  # zero1, zero2 or zero3
     # processes of a machine, among which sharding divides
     num_shards = world_size // hardware.nodes if is_sharded else 1
 

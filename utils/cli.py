@@ -52,7 +52,7 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {option.name: option.default for option in fields(config_class)}
-    types = {option.name: str(option.type) for option in fields(config_class)}
+    types = {option.name: str(option.type) for option in fields(config_class)}  # "bool | None"
     if args and not args[0].startswith("-"):
         raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
     corrections: list[str] = []
@@ -180,7 +180,7 @@ def call_and_exit(
         exit_code = 128 + 2
     except Exception as error:
         message = user_message(error) or explain(error)
-        exit_code = 2
+        exit_code = 2  # a mistake of the user, or a fault of a file or the machine
         if message is None:  # a bug
             traceback.print_exc()
             exit_code = 1
