@@ -129,8 +129,22 @@ class ModelOptions:
 
     recipe: str = "gpt2"
     """gpt2, modern, speedrun or llama; modern,qk_norm=False changes a field (docs/RECIPES.md)."""
-    model_type: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
-    """Named size: 124M, 350M, 774M, 1558M parameters."""
+    model_type: Literal[
+        "gpt2",
+        "gpt2-medium",
+        "gpt2-large",
+        "gpt2-xl",
+        "gpt3-small",
+        "gpt3-medium",
+        "gpt3-large",
+        "gpt3-xl",
+        "gpt3-2.7b",
+        "gpt3-6.7b",
+        "gpt3-13b",
+        "gpt3-175b",
+    ] = "gpt2"
+    """Named size: GPT-2's 124M, 350M, 774M, 1558M parameters, or one of GPT-3, whose context is
+    --block_size 2048 (docs/SCALING.md has batch and learning rate)."""
     n_layer: Count | None = None
     """Transformer blocks; default: those of --model_type."""
     n_head: Count | None = None
@@ -144,12 +158,14 @@ class ModelOptions:
 
     def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's, the named size and the options over it."""
-        size = dict(SIZES[self.model_type])
-        for name in size:
-            if getattr(self, name) is not None:
-                size[name] = getattr(self, name)
-        shape = recipe.shape(size["n_embd"], self.block_size, vocab_size)
-        return GPTConfig(**size | shape, dropout=self.dropout)
+        n_layer, n_head, n_embd = SIZES[self.model_type]
+        shape = recipe.shape(self.n_embd or n_embd, self.block_size, vocab_size)
+        return GPTConfig(
+            n_layer=self.n_layer or n_layer,
+            n_head=self.n_head or n_head,
+            dropout=self.dropout,
+            **shape,
+        )
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,9 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
     """Draw the runs whose logs are at `paths` over each other into the picture `out`. `size`, a key
-    of model.config.SIZES, adds figures of OpenAI's GPT-2. A path without a run, such as the table
-    beside the runs of a sweep, is named and skipped; raise UserError if there is no run at all."""
+    of model.config.GPT2_SIZES, adds figures of OpenAI's GPT-2. A path without a run, such as the
+    table beside the runs of a sweep, is named and skipped; raise UserError if there is no run at
+    all."""
     runs = []
     for path in paths:
         try:

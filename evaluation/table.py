@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from evaluation.tasks import Result
-from model.config import SIZES, GPTConfig
+from model.config import GPT2_SIZES, GPTConfig
 
 # OpenAI did not release its evaluation code, and nobody has reproduced the paper's LAMBADA and CBT
 # figures: they are listed under the protocol that is closest to the paper's description.
@@ -23,12 +23,12 @@ class Published:
 
     source: str
     values: dict[str, float]
-    """By size, a key of SIZES; sizes without a figure are missing."""
+    """By size, a key of GPT2_SIZES; sizes without a figure are missing."""
 
 
 def from_paper(*values: float) -> Published:
     """Return a column of the paper's table, which has all four sizes."""
-    return Published(PAPER, dict(zip(SIZES, values, strict=True)))
+    return Published(PAPER, dict(zip(GPT2_SIZES, values, strict=True)))
 
 
 PUBLISHED = {  # by task, protocol and metric; the protocol of "val" is the corpus
@@ -65,10 +65,10 @@ PUBLIC_RUN = {
 
 
 def openai_size(config: GPTConfig) -> str:
-    """Return the size of OpenAI's GPT-2, a key of SIZES, that a model is compared with: that of its
-    shape, else the smallest."""
-    for name, shape in SIZES.items():  # "gpt2": 12 layers, 12 heads, 768 channels
-        if all(getattr(config, field) == value for field, value in shape.items()):
+    """Return the size of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: that
+    of its shape, else the smallest."""
+    for name, size in GPT2_SIZES.items():
+        if size == (config.n_layer, config.n_head, config.n_embd):
             return name
     return "gpt2"
 

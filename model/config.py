@@ -1,4 +1,4 @@
-"""GPTConfig: the architecture of a model, and the named GPT-2 sizes.
+"""GPTConfig: the architecture of a model, and the named sizes of GPT-2 and GPT-3.
 
 How a model is trained is no part of it: that stands in config.py and model/recipes.py.
 """
@@ -9,13 +9,27 @@ from typing import Literal
 from utils.errors import UserError
 from utils.ranges import BelowOne, Count, NonNegative, check_ranges
 
-# Radford et al. 2019, table 2: the four sizes OpenAI released.
-SIZES = {
-    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
-    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},  # 355M
-    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
-    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
+# Layers, heads and channels of the four sizes that OpenAI released (Radford et al. 2019, table 2).
+GPT2_SIZES = {
+    "gpt2": (12, 12, 768),  # 124M parameters
+    "gpt2-medium": (24, 16, 1024),  # 355M
+    "gpt2-large": (36, 20, 1280),  # 774M
+    "gpt2-xl": (48, 25, 1600),  # 1558M
 }
+# Layers, heads and channels of GPT-3 (Brown et al. 2020, table 2.1). Two rows there do not divide:
+# XL has 24 heads of 128 channels and not their 3,072 channels, here it has 16 heads; 13B has 5,140
+# channels for 40 heads, here 5,120. Attention is dense in every layer.
+GPT3_SIZES = {
+    "gpt3-small": (12, 12, 768),  # 125M
+    "gpt3-medium": (24, 16, 1024),  # 350M
+    "gpt3-large": (24, 16, 1536),  # 760M
+    "gpt3-xl": (24, 16, 2048),  # 1.3B
+    "gpt3-2.7b": (32, 32, 2560),
+    "gpt3-6.7b": (32, 32, 4096),
+    "gpt3-13b": (40, 40, 5120),
+    "gpt3-175b": (96, 96, 12288),
+}
+SIZES = GPT2_SIZES | GPT3_SIZES  # by --model_type
 # fields that train.py has flags of their own for; a recipe may set the others
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
 

@@ -15,6 +15,7 @@ from config import TrainConfig
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
+from evaluation.table import openai_size
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained
@@ -134,6 +135,13 @@ def test_a_task_that_cannot_be_scored_is_named_and_the_others_are_kept(
 
 def test_dtype_is_chosen_as_in_training():
     assert evaluate.EvalConfig().dtype == TrainConfig().dtype == "auto"
+
+
+def test_a_model_of_gpt3_s_small_size_is_compared_with_gpt2():
+    small = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=2048)
+    assert openai_size(small) == "gpt2"
+    # GPT-2 has no such size: its smallest
+    assert openai_size(replace(small, n_layer=24, n_embd=1536)) == "gpt2"
 
 
 def test_bad_settings_are_sentences(trained, exported, tmp_path):

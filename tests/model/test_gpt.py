@@ -2,12 +2,13 @@ import math
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import train_options, user_error
 from tiny import RECIPES, tiny_gpt
 
-from model.config import SIZES, GPTConfig
-from model.gpt import GPT
+from model.config import GPT2_SIZES, GPT3_SIZES, GPTConfig
+from model.gpt import build_without_weights
 from model.layers import KVCache
+from model.recipes import Recipe
 
 
 def tiny(*args, **changes):
@@ -15,16 +16,27 @@ def tiny(*args, **changes):
     return tiny_gpt(*args, **changes).eval()
 
 
+def named(name, **options):
+    """Return the model of a --model_type, without weights."""
+    config = train_options(model_type=name, **options).model_config(Recipe(), 50257)
+    return build_without_weights(config)
+
+
 COUNTS = (124_439_808, 354_823_168, 774_030_080, 1_557_611_200)
 
 
-@pytest.mark.parametrize("name, count", list(zip(SIZES, COUNTS, strict=True)))
+@pytest.mark.parametrize("name, count", list(zip(GPT2_SIZES, COUNTS, strict=True)))
 def test_named_sizes_have_openai_s_parameter_counts(name, count):
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**SIZES[name]))
+    model = named(name)
     assert model.num_parameters() == count
     assert model.num_matmul_parameters() == count - 1024 * model.config.n_embd
     assert model.transformer.wte.weight.shape[0] == 50304
+
+
+def test_gpt3_s_sizes_have_the_paper_s_parameter_counts():
+    paper = (125e6, 350e6, 760e6, 1.3e9, 2.7e9, 6.7e9, 13e9, 175e9)
+    for name, count in zip(GPT3_SIZES, paper, strict=True):
+        assert named(name, block_size=2048).num_parameters() == pytest.approx(count, rel=0.02)
 
 
 def test_initialisation_follows_gpt2():
