@@ -243,6 +243,8 @@ class MachineOptions:
     """Dtype of matmuls. auto: bfloat16 where it is faster, float16 on old GPUs."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
     """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
+    tensor_parallel: Count = 1
+    """Processes of a machine that share each block; needs --sharding zero1, zero2 or zero3."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
@@ -301,6 +303,13 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
     def __post_init__(self) -> None:
         if self.min_lr > self.max_lr:
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
+        # The processes of a group would scale float16's loss differently: PyTorch tells those of
+        # one mesh alone of infinities.
+        if self.tensor_parallel > 1 and (self.sharding == "none" or self.dtype == "float16"):
+            raise UserError(
+                f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3, "
+                "and --dtype bfloat16 or float32"
+            )
 
     @property
     @abstractmethod

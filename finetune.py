@@ -70,7 +70,9 @@ METHODS: dict[str, type[Method]] = {
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    process = distributed.start(given_options.device, catch_signals=True)
+    process = distributed.start(
+        given_options.device, catch_signals=True, tensor_parallel=given_options.tensor_parallel
+    )
     model_options = resolve_on_device(given_options, derived, process)
     # the lengths of run and batches depend on what is read here
     model, tokenizer, began_from = build_model(model_options, checkpoint)
@@ -97,7 +99,7 @@ def main() -> None:
         f"{options.method} of {options.init_from} on {options.data}: {num_rows:,} rows, "
         f"{options.batch_size} in a step; {options.max_steps:,} steps{resumed}"
     )
-    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
+    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
 
     try:
         while True:

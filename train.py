@@ -51,7 +51,9 @@ def main() -> None:
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
-    process = distributed.start(options.device, catch_signals=True)
+    process = distributed.start(
+        options.device, catch_signals=True, tensor_parallel=options.tensor_parallel
+    )
 
     # data: the batch of a step is a pure function of (seed, step)
     train_data = Mixture(options.data_dir, "train", options.block_size)
@@ -74,7 +76,7 @@ def main() -> None:
     micro_batches = train_batches(train_data, slicing, options.seed, steps)
     batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
     evaluator = Evaluator(options, model, val_data, process, run.dtype)
-    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.world_size)
+    timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
     run.open_log(model.config)
     run.validate_on(evaluator.validation_id)
     saver = Saver(run, model, optimizers)
@@ -137,7 +139,7 @@ def train_step(
     # forward and backward, micro-batch by micro-batch: the gradients add up
     loss_sum = torch.zeros((), device=process.device)  # of shares: in the end this process's mean
     for micro_step in range(micro_steps):
-        if process.world_size == 1:
+        if process.num_processes == 1:
             process.end_if_stopped()  # with more processes one alone must not leave the step
         idx, targets = next(batches)  # (B, T) each
         is_last = micro_step == micro_steps - 1

@@ -64,7 +64,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
-        B, T, C = x.shape
+        B, T, _ = x.shape
         H, K = self.num_heads, self.num_kv_heads  # K = H in GPT-2
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
 
@@ -84,7 +84,7 @@ class Attention(nn.Module):
             k = cache.append((self.layer, "k"), k, dim=2)  # (B, K, S, D)
             v = cache.append((self.layer, "v"), v, dim=2)  # (B, K, S, D)
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        y = y.transpose(1, 2).reshape(B, T, -1)  # the heads side by side
         return self.dropout(self.c_proj(y))
 
 

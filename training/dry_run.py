@@ -90,8 +90,9 @@ def describe_time(flops: float, hardware: Hardware) -> str:
     if peak is None:
         return ""
     gpu_hours = flops / (peak * MFU) / 3600
+    num_gpus = hardware.world_size * hardware.tensor_parallel
     return (
-        f": {gpu_hours / hardware.world_size:,.2f} hours on {hardware.world_size} GPUs and "
+        f": {gpu_hours / num_gpus:,.2f} hours on {num_gpus} GPUs and "
         f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "
         f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
     )

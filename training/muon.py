@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
 from model.recipes import Recipe
+from training.tensor_parallel import group_size, stacked_layers
 
 # Jordan et al. 2024: the polynomial a s + b s^3 + c s^5 of a singular value s, chosen steep at 0
 # so that small singular values grow to about 1 in five iterations.
@@ -36,23 +37,20 @@ STACK_ENTRIES = 2**26
 def matrix_groups(model: GPT) -> list[dict]:
     """Return the blocks' matrices, in groups of one shape that are updated together.
 
-    "split_sizes" of a group are the row counts of the matrices that a weight stacks: queries, keys
-    and values in c_attn, gate and value of SwiGLU in c_fc.
+    "split_sizes" of a group are the row counts of the matrices that a weight stacks; of the parts
+    of these that one process has, where several share a block.
     """
-    config = model.config
-    kv_rows = config.kv_heads * config.head_size
-    stacked: dict[str, tuple[int, ...]] = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
-    if config.is_gated:
-        stacked["mlp.c_fc"] = (config.inner, config.inner)
-
+    stacked = stacked_layers(model.config)
+    num_ranks = group_size(model)
     groups: list[dict] = []
     for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         weights = [block.get_parameter(f"{layer_name}.weight") for block in model.transformer.h]
         split_sizes = stacked.get(layer_name, (weights[0].size(0),))
+        part_sizes = tuple(size // num_ranks for size in split_sizes)
         num_stacked = max(1, STACK_ENTRIES // weights[0].numel())
         for start in range(0, len(weights), num_stacked):
             stack = weights[start : start + num_stacked]
-            groups.append({"params": stack, "lr_scale": 1.0, "split_sizes": split_sizes})
+            groups.append({"params": stack, "lr_scale": 1.0, "split_sizes": part_sizes})
     return groups
 
 
@@ -88,11 +86,12 @@ class Muon(torch.optim.Optimizer):
                 # src_data_rank=None: each process takes its rows of the stack that it has itself
                 update = distribute_tensor(
                     update, momenta.device_mesh, momenta.placements, src_data_rank=None
-                ).to_local()
+                )
             else:
                 update = orthogonalize(momenta, group["split_sizes"])
             if self.recipe.normuon > 0:
                 update = self.normalize_rows(parameters, update)
+            update = local_shard(update)  # (n, r, C)
             self.update_weights(parameters, update, group["lr"], group["weight_decay"])
 
     def add_momentum(self, parameters: list[Tensor]) -> None:
@@ -110,19 +109,19 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(gradients, buffers, self.recipe.momentum)
 
     def normalize_rows(self, parameters: list[Tensor], update: Tensor) -> Tensor:
-        """Divide each row of the update (n, r, C) by the root of the running mean of its square
-        norm.
+        """Divide each row of the update (n, R, C), which is sharded as the parameters are, by the
+        root of the running mean of its square norm.
 
         This is NorMuon (Li et al. 2025) without its rescaling of the whole matrix. All neurons then
         learn at about the same rate.
         """
         for p in parameters:
             if "row_squares" not in self.state[p]:
-                # Rows of an orthogonalized matrix have a square norm of about 1. The sum gives the
-                # shape (R, 1), sharded as the parameter is.
-                self.state[p]["row_squares"] = torch.ones_like(p.sum(1, keepdim=True))
-        row_squares = [local_shard(self.state[p]["row_squares"]) for p in parameters]  # (r, 1) each
-        square_norms = update.float().square().sum(2, keepdim=True)  # (n, r, 1)
+                # Rows of an orthogonalized matrix have a square norm of about 1. The slice gives
+                # the shape (R, 1), with rows sharded as those of the parameter are.
+                self.state[p]["row_squares"] = torch.ones_like(p[:, :1])
+        row_squares = [self.state[p]["row_squares"] for p in parameters]  # (R, 1) each
+        square_norms = update.float().square().sum(2, keepdim=True)  # (n, R, 1)
         torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
         return update * torch.stack(row_squares).rsqrt()
 
@@ -143,21 +142,24 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalize(stack: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
     """Orthogonalize each of the matrices of `split_sizes` rows that the matrices of a stack
-    (n, R, C) are made of.
+    (n, R, C) are made of. Where processes share a block, `split_sizes` are the rows that one of
+    them has of each matrix, and its rows of all matrices stand before those of the next process.
 
     Tall ones are scaled by sqrt(rows / columns), so that an update changes the output of a layer by
     about as much for any shape (Jordan et al. 2024).
     """
     orthogonalized: list[Tensor] = []
-    for x in stack.split(split_sizes, dim=1):  # (n, rows, C)
+    stack = stack.unflatten(1, (-1, sum(split_sizes)))  # (n, processes, rows of one, C)
+    for parts in stack.split(split_sizes, dim=2):
+        x = parts.flatten(1, 2)  # (n, rows, C)
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:
             # X X^T of the transpose is the smaller of the two Gram matrices
-            tall = newton_schulz(x.mT).mT
-            orthogonalized.append(tall * math.sqrt(num_rows / num_columns))
+            x = newton_schulz(x.mT).mT * math.sqrt(num_rows / num_columns)
         else:
-            orthogonalized.append(newton_schulz(x))
-    return torch.cat(orthogonalized, dim=1)
+            x = newton_schulz(x)
+        orthogonalized.append(x.unflatten(1, parts.shape[1:3]))
+    return torch.cat(orthogonalized, dim=2).flatten(1, 2)
 
 
 def newton_schulz(x: Tensor) -> Tensor:

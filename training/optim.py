@@ -11,6 +11,7 @@ from config import OptimizerOptions
 from model.gpt import GPT
 from model.recipes import Recipe
 from training.muon import Muon, matrix_groups
+from training.tensor_parallel import by_mesh
 
 # Float32 numbers of state that an optimizer keeps for each entry of a matrix: two moments of AdamW,
 # the momentum of Muon. training/plan.py forecasts memory by them.
@@ -48,8 +49,10 @@ def make_optimizers(
     adamw_groups = [
         {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
         {"params": heads, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
-        {"params": vectors, "lr_scale": 1.0, "weight_decay": 0.0},
     ]
+    # AdamW updates a group in one operation: with tensor parallelism biases are apart from gains
+    for parameters in by_mesh(vectors):
+        adamw_groups.append({"params": parameters, "lr_scale": 1.0, "weight_decay": 0.0})
     if not has_muon:
         adamw_groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
     # without empty groups: a tied head is an embedding

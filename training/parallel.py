@@ -10,9 +10,11 @@ Every process trains on its own part of the batch, and gradients are averaged. W
 
 zero1 to zero3 are FSDP2 (torch.distributed.fsdp.fully_shard), named as in Rajbhandari et al. 2020,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". FSDP2 keeps each parameter
-as a DTensor, of which a process holds some rows. Tensor and pipeline parallelism are not here.
+as a DTensor, of which a process holds some rows. Tensor parallelism, which divides the blocks
+before, is training/tensor_parallel.py; pipeline parallelism is not here.
 """
 
+import functools
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 
@@ -37,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model.gpt import GPT
+from training.tensor_parallel import by_mesh, parallelize, reorder_rows
 from utils.distributed import Process
 
 
@@ -57,13 +60,15 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
 
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
     # there, and all-reduces the shards along the first one (HSDP): only these leave a machine.
-    processes_per_node = process.world_size // process.nodes
-    shape: tuple[int, ...] = (processes_per_node,)
-    names: tuple[str, ...] = ("shard",)
-    if process.nodes > 1:
-        shape = (process.nodes, processes_per_node)
-        names = ("replicate", "shard")
-    mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
+    # Along a third one, neighbours share each block.
+    all_mesh = init_device_mesh(
+        process.device.type,
+        (process.nodes, process.world_size // process.nodes, process.tensor_parallel),
+        mesh_dim_names=("replicate", "shard", "tensor"),
+    )
+    mesh = all_mesh["replicate", "shard"] if process.nodes > 1 else all_mesh["shard"]
+    if process.tensor_parallel > 1:
+        parallelize(model, all_mesh["tensor"])
 
     # FSDP2 casts the weights of a block when it gathers them, which sends half of the bytes. It
     # leaves the inputs alone: the residual stream stays float32, as under autocast.
@@ -116,18 +121,23 @@ def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractC
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients to a norm of at most `max_norm`, unless it is 0; return the norm before."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    # of DTensors it is a DTensor, too: full_tensor adds up the shards of all processes
-    full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    groups = by_mesh(model.parameters())
+    norms = []
+    for parameters in groups:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # of DTensors it is a DTensor, too: full_tensor adds up the shards of all processes
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    full_norm = functools.reduce(torch.hypot, norms)  # root of the sum of squares
     if max_norm > 0:
-        # multiplies by 1 where the norm is smaller: a comparison would make the host wait for a GPU
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        for parameters in groups:
+            # multiplies by 1 where the norm is smaller: a comparison would make the host wait for
+            # a GPU
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, full_norm)
     return full_norm
 
 
 def gather_state(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer]
+    model: GPT, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Return copies of the whole model's weights and optimizer state, by parameter name, on the
     CPU.
@@ -143,6 +153,9 @@ def gather_state(
     if optimizers[0].state:
         optimizer_state = get_optimizer_state_dict(model, optimizers, options=options)
         moments = optimizer_state.get("state", {})  # type: ignore[assignment]
+    reorder_rows(model, weights, to_model=True)
+    for name, values in moments.items():
+        reorder_rows(model, values, name, to_model=True)
 
     # On a CPU these are the tensors that training goes on to change while a thread writes them.
     if next(model.parameters()).device.type == "cpu":
@@ -152,11 +165,12 @@ def gather_state(
 
 
 def load_optimizer_state(
-    model: nn.Module,
+    model: GPT,
     optimizers: list[torch.optim.Optimizer],
     state: dict[str, dict[str, Tensor]],
 ) -> None:
-    """Load the optimizer state that gather_state returned, under any sharding.
+    """Load the optimizer state that gather_state returned, under any sharding, and reorder it in
+    place where that needs it.
 
     Names, shapes and optimizers must be those of the model; the empty state of a converted
     checkpoint loads nothing.
@@ -166,6 +180,8 @@ def load_optimizer_state(
     # PyTorch makes new optimizers' state by a step with a learning rate of 0. Its groups are needed
     # to load the other; its tensors are freed before that is read.
     param_groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
+    for name, values in state.items():
+        reorder_rows(model, values, name, to_model=False)
     # full_state_dict: each process takes its shard of every tensor
     set_optimizer_state_dict(
         model,

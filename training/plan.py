@@ -29,7 +29,7 @@ USABLE = 0.9  # share of the free memory that a micro-batch is chosen for; the f
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices of a run: `world_size` processes on `nodes` machines."""
+    """Devices of a run on `nodes` machines."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,9 +37,12 @@ class Hardware:
     free: int
     """Bytes that each process can allocate."""
     world_size: int
+    """Parts of the data; the number of processes without tensor parallelism."""
     nodes: int = 1
     gpu: GPU | None = None
     """GPU that --device names; this machine need not have it."""
+    tensor_parallel: int = 1
+    """Processes that share each block."""
 
     @classmethod
     def of(cls, options: TrainConfig) -> "Hardware":
@@ -55,7 +58,9 @@ class Hardware:
             free = free_memory(device)
             dtype = pick_dtype(options.dtype, device)
         nodes = num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
-        return cls(device, dtype, free, launched("WORLD_SIZE", 1), nodes, gpu)
+        # without a launcher, of one group of processes that share each block
+        world_size = max(1, launched("WORLD_SIZE", 1) // options.tensor_parallel)
+        return cls(device, dtype, free, world_size, nodes, gpu, options.tensor_parallel)
 
 
 def free_memory(device: torch.device) -> int:
@@ -68,8 +73,11 @@ def free_memory(device: torch.device) -> int:
     return free // processes_here
 
 
-def block_activations(shape: GPTConfig, itemsize: int, checkpointing: str) -> int:
-    """Return the bytes per token that autograd keeps of one block for the backward pass.
+def block_activations(
+    shape: GPTConfig, itemsize: int, checkpointing: str, num_ranks: int = 1
+) -> int:
+    """Return the bytes per token that autograd keeps of one block for the backward pass, in each of
+    `num_ranks` processes that share it.
 
     `itemsize` is that of the dtype of matmuls; norms and the residual stream are float32.
     """
@@ -78,9 +86,11 @@ def block_activations(shape: GPTConfig, itemsize: int, checkpointing: str) -> in
     if checkpointing == "block":
         return residual  # its input alone
 
-    qkv = C + 2 * shape.kv_heads * shape.head_size  # channels of c_attn's output
-    hidden = 2 * shape.inner if shape.is_gated else shape.inner  # channels of c_fc's output
-    attention = C
+    # channels of a process
+    inner = shape.inner // num_ranks
+    attention = C // num_ranks
+    qkv = attention + 2 * shape.kv_heads * shape.head_size // num_ranks  # c_attn's output
+    hidden = 2 * inner if shape.is_gated else inner  # c_fc's output
     if checkpointing == "cheap":
         # the block's input, and the outputs of the four linear layers and of attention
         projections = 2 * C
@@ -90,9 +100,9 @@ def block_activations(shape: GPTConfig, itemsize: int, checkpointing: str) -> in
     normed = 2 * C  # outputs of the norms, which are the inputs of c_attn and c_fc
     if shape.position == "rotary":
         qkv *= 2  # before and after the rotation
-    activated = shape.inner  # input of the MLP's c_proj
+    activated = inner  # input of the MLP's c_proj
     if shape.is_gated:
-        activated += shape.inner  # SiLU of the gate, which multiplies the other half
+        activated += inner  # SiLU of the gate, which multiplies the other half
     return residuals + itemsize * (normed + qkv + attention + hidden + activated)
 
 
@@ -127,12 +137,15 @@ def forecast_memory(
     Sharding divides state among the processes of each machine. Names are printed by --dry_run.
     """
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    num_ranks = hardware.tensor_parallel
     world_size = hardware.world_size
     model = build_without_weights(shape)
     # counts of weights: all, matrices of the blocks (trained by a recipe's optimizer), all others
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
     num_other_weights = num_weights - num_matrix_weights
+    num_matrix_weights //= num_ranks  # from here on, of one process's part of the blocks
+    num_weights = num_matrix_weights + num_other_weights
     num_moments = MOMENTS["adamw"] * num_other_weights
     num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
     sequences = options.sequences_per_step(world_size)
@@ -140,6 +153,8 @@ def forecast_memory(
     is_sharded = options.sharding != "none"  # zero1, zero2 or zero3
     # processes of a machine, among which sharding divides
     num_shards = world_size // hardware.nodes if is_sharded else 1
+    # FSDP2 copies weights also where it divides them among one process, as tensor parallelism may
+    has_copies = num_shards * num_ranks > 1
 
     gradients = FLOAT32_BYTES * num_weights
     if not is_sharded and world_size > 1 and micro_steps > 1:
@@ -148,7 +163,7 @@ def forecast_memory(
         gradients //= num_shards  # zero1 sums whole gradients until the last micro-step
 
     compute_weights = 0
-    if num_shards > 1:
+    if has_copies:
         gathered = itemsize * num_matrix_weights
         if options.sharding == "zero3":
             # the current block, the next, and a buffer to receive it
@@ -161,15 +176,16 @@ def forecast_memory(
 
     # FSDP2 holds the buffer of a micro-step's last reduction, that of the root, until the next one
     held_buffer = 0
-    if num_shards > 1 and micro_steps > 1 and options.sharding != "zero1":
+    if has_copies and micro_steps > 1 and options.sharding != "zero1":
         held_buffer = FLOAT32_BYTES * num_other_weights
 
     tokens = options.sequences_per_pass * shape.block_size
-    per_block = block_activations(shape, itemsize, options.activation_checkpointing)
+    checkpointing = options.activation_checkpointing
+    per_block = block_activations(shape, itemsize, checkpointing, num_ranks)
     final_norm = FLOAT32_BYTES * shape.n_embd  # its input
     # One block's backward pass: its activations, where they are computed again, and three float32
     # gradients of the residual stream. The loss is over by then, so only the larger one counts.
-    recomputed = block_activations(shape, itemsize, "none") - per_block
+    recomputed = block_activations(shape, itemsize, "none", num_ranks) - per_block
     block_backward = tokens * (3 * FLOAT32_BYTES * shape.n_embd + recomputed)
     forecast = {
         "weights": FLOAT32_BYTES * num_weights // num_shards,

@@ -75,18 +75,31 @@ class StopSignal:
 
 @dataclass(frozen=True)
 class Process:
-    """This process among the `world_size` processes that train together.
+    """This process among those that train together.
 
-    Methods below "collectives" wait for the other processes: all must call them, in the same order.
+    With tensor parallelism several processes have the same rank: they share each block, and read
+    the same data. Methods below "collectives" wait for the other processes: all must call them, in
+    the same order.
     """
 
     rank: int
+    """Number of this process's part of the data."""
     world_size: int
+    """Parts of the data; the number of processes without tensor parallelism."""
     device: torch.device
     nodes: int = 1
     """Machines with several processes each; 1 if every machine has a single process."""
     stop: StopSignal | None = None
     """Signal handler of a run, which saves before it ends; None in scripts that just end."""
+    tensor_parallel: int = 1
+    """Processes that share each block: training/tensor_parallel.py."""
+    tensor_rank: int = 0
+    """Number of this process among them."""
+
+    @property
+    def num_processes(self) -> int:
+        """Number of all processes."""
+        return self.world_size * self.tensor_parallel
 
     @property
     def signal(self) -> int:
@@ -96,7 +109,7 @@ class Process:
     @property
     def is_main(self) -> bool:
         """True on the process that prints and writes files."""
-        return self.rank == 0
+        return self.rank == 0 and self.tensor_rank == 0
 
     def print(self, message: str) -> None:
         """Print a message on the main process."""
@@ -155,7 +168,7 @@ class Process:
 
     def min(self, number: int) -> int:
         """Return the smallest of the processes' numbers."""
-        if self.world_size == 1:
+        if self.num_processes == 1:
             return number
         minimum = torch.tensor(number, device=self.device)
         # each process now holds the smallest
@@ -163,14 +176,16 @@ class Process:
         return int(minimum)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor over all processes, in place, and return it."""
-        if self.world_size > 1:
+        """Sum a tensor of floats over all parts of the data, in place, and return it."""
+        if self.num_processes > 1:
             dist.all_reduce(values)
+            # Those that share each block have added the same. So they get the same to the bit, too.
+            values /= self.tensor_parallel
         return values
 
     def sum_float64(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes of a float64 tensor on the CPU, on the CPU."""
-        if self.world_size > 1 and self.device.type == "cuda":  # NCCL sums tensors of GPUs only
+        """Return the sum over all parts of the data of a float64 tensor on the CPU, on the CPU."""
+        if self.num_processes > 1 and self.device.type == "cuda":  # NCCL sums tensors of GPUs only
             return self.sum(values.to(self.device)).cpu()
         return self.sum(values)
 
@@ -178,8 +193,8 @@ class Process:
         """Return the results of all processes, each by the index of its item. An item that several
         processes have done, as `share` gives the last one out again, has equal results."""
         shares = [results]
-        if self.world_size > 1:
-            shares = [{}] * self.world_size  # filled with those of all processes
+        if self.num_processes > 1:
+            shares = [{}] * self.num_processes  # filled with those of all processes
             dist.all_gather_object(shares, results)
         merged: dict[int, Item] = {}
         for share in shares:
@@ -205,16 +220,23 @@ def num_nodes(default_per_node: int = 1) -> int:
     return world_size // per_node
 
 
-def start(device_name: str, *, catch_signals: bool = False) -> Process:
+def start(device_name: str, *, catch_signals: bool = False, tensor_parallel: int = 1) -> Process:
     """Return this process, after joining the process group if a launcher has started several.
 
     With `catch_signals` a signal no longer ends it, but is remembered for the run to end itself.
-    The backend is NCCL between GPUs and gloo between CPUs. Raises UserError if the device is not
-    there, or is one that several processes cannot share.
+    `tensor_parallel` processes with consecutive ranks share each block. The backend is NCCL between
+    GPUs and gloo between CPUs. Raises UserError if the device is not there, or is one that several
+    processes cannot share, and if the processes of a machine do not divide.
     """
     rank = launched("RANK")  # 0 without a launcher
     local_rank = launched("LOCAL_RANK")  # number of the process on its machine
     world_size = launched("WORLD_SIZE", 1)
+    processes_here = launched("LOCAL_WORLD_SIZE", world_size)
+    if processes_here % tensor_parallel:
+        raise UserError(
+            f"--tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
+            f"{processes_here}: start a multiple of it by torchrun --nproc_per_node"
+        )
     device = pick_device(device_name, local_rank)
     if world_size > 1 and (device.type == "mps" or ":" in device_name):
         raise UserError(
@@ -232,7 +254,15 @@ def start(device_name: str, *, catch_signals: bool = False) -> Process:
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
     stop = StopSignal() if catch_signals else None
-    return Process(rank, world_size, device, num_nodes(), stop)
+    return Process(
+        rank // tensor_parallel,
+        world_size // tensor_parallel,
+        device,
+        num_nodes(),
+        stop,
+        tensor_parallel,
+        tensor_rank=rank % tensor_parallel,
+    )
 
 
 def explain(error: Exception) -> str | None:

@@ -1,0 +1,139 @@
+"""Tensor parallelism: losses, gradients and checkpoints are those of one process."""
+
+import pytest
+import torch
+from conftest import bad, losses, run_ranks, script, slow, torchrun, train_args, weights
+
+from model.config import GPTConfig
+from training.muon import orthogonalize
+from training.tensor_parallel import row_order, stacked_layers
+from utils.logger import read_metrics
+
+# four micro-steps of one process are two of two parts of the data; every gradient is clipped
+FLAGS = ("--n_head", 4, "--grad_clip", 0.2, "--max_lr", 1e-3, "--save_every", 4, "--keep_last", 9)
+RECIPES = {
+    "gpt2": "gpt2",  # biases
+    "llama": "llama,n_kv_head=2",  # a stack of unequal matrices, and SwiGLU
+    "modern": "modern",  # Muon and NorMuon
+}
+STEPS = 12
+
+
+def tensor_parallel(number, sharding="zero2"):
+    return ("--tensor_parallel", number, "--sharding", sharding)
+
+
+def curve(run, after=0):
+    """Return a row of loss and gradient norm for each step after one."""
+    train = [row for row in read_metrics(run / "logs")["train"] if row["step"] > after]
+    return torch.tensor([(row["loss"], row["grad_norm"]) for row in train], dtype=torch.float64)
+
+
+def assert_same(run, reference, after=0):
+    """Check that steps, losses, gradient norms and the last weights are those of another run."""
+    torch.testing.assert_close(curve(run), curve(reference, after), rtol=0, atol=1e-5)
+    theirs = weights(reference)
+    assert weights(run).keys() == theirs.keys()
+    for name, weight in weights(run).items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", slow("llama"), slow("modern")])
+def test_a_run_is_that_of_one_process_from_degree_to_degree(shards, tmp_path, recipe):
+    """Two parts of the data and two processes for each; resumed by one process, and that by two"""
+    flags = (*FLAGS, "--recipe", RECIPES[recipe])
+    whole, divided, alone, again = (
+        tmp_path / name for name in ("whole", "divided", "alone", "again")
+    )
+    script(*train_args(shards, whole, STEPS, *flags))
+    torchrun(4, *train_args(shards, divided, STEPS, *flags, *tensor_parallel(2)))
+    assert curve(whole)[:, 1].min() > 0.2  # the norm, which is clipped
+    assert_same(divided, whole)
+    assert losses(divided, "val") == pytest.approx(losses(whole, "val"), abs=1e-5)
+
+    step_4 = divided / "checkpoints/model_step_000004.pt"
+    undivided = ("--tensor_parallel", 1, "--sharding", "none", "--resume", step_4)
+    script(*train_args(shards, alone, STEPS, *flags, *undivided))
+    assert_same(alone, whole, after=4)
+    step_8 = alone / "checkpoints/model_step_000008.pt"
+    more = (*tensor_parallel(2, "zero3"), "--resume", step_8)
+    torchrun(2, *train_args(shards, again, STEPS, *flags, *more))
+    assert_same(again, whole, after=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "machine", "flags"),
+    [
+        (4, 4, tensor_parallel(2, "zero1")),
+        (4, 4, tensor_parallel(2, "zero3")),
+        (4, 4, tensor_parallel(4)),  # one part of the data
+        (4, 2, tensor_parallel(2)),  # two machines, which are replicas
+        (6, 6, (*tensor_parallel(2), "--total_batch_size", 768)),  # uneven shards
+        (4, 4, (*tensor_parallel(2), "--activation_checkpointing", "block")),
+        (4, 4, (*tensor_parallel(2), "--activation_checkpointing", "cheap")),
+        (2, 2, (*tensor_parallel(2), "--use_torch_compile")),
+    ],
+)
+def test_every_way_to_divide_gives_one_model(shards, tmp_path, processes, machine, flags):
+    whole, divided = tmp_path / "whole", tmp_path / "divided"
+    batch = flags[4:6] if "--total_batch_size" in flags else ()
+    script(*train_args(shards, whole, 6, *FLAGS, *batch))
+    args = train_args(shards, divided, 6, *FLAGS, *flags)
+    torchrun(processes, *args, local_world_size=machine)
+    assert_same(divided, whole)
+
+
+REPLICAS = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import torch, train
+from training.saver import Saver
+
+def compare(saver):
+    # outside of the blocks' linear layers the processes of a group have equal weights
+    weight = saver.model.transformer.wte.weight.to_local()
+    both = [torch.empty_like(weight), torch.empty_like(weight)]
+    torch.distributed.all_gather(both, weight)
+    os._exit(0 if torch.equal(*both) else 3)
+
+Saver.finish = compare
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_share_blocks_draw_the_same_dropout(shards, tmp_path):
+    program = tmp_path / "replicas.py"
+    program.write_text(REPLICAS)
+    flags = (*FLAGS, *tensor_parallel(2), "--dropout", 0.2)
+    torchrun(2, program, *train_args(shards, tmp_path, 6, *flags)[1:])
+
+
+def test_what_does_not_divide_is_a_sentence(shards, tmp_path):
+    def args(*flags):
+        return train_args(shards, tmp_path, 2, *flags)
+
+    bad(args("--tensor_parallel", 2), "needs --sharding zero1, zero2 or zero3", tmp_path)
+    bad(args(*tensor_parallel(2)), "does not divide the processes of a machine, 1", tmp_path)
+    # --n_head 2
+    said = "".join(rank.stderr for rank in run_ranks([args(*tensor_parallel(3))] * 3, code=2))
+    assert "has to divide the 2 key/value heads" in said and "Traceback" not in said
+
+
+def test_each_process_gets_its_heads_of_every_stacked_matrix():
+    config = GPTConfig(n_head=4, n_embd=8, n_kv_head=2, n_inner=6, activation="swiglu")
+    order = row_order(stacked_layers(config)["attn.c_attn"], 2)
+    # rows of queries are 0 to 7, of keys 8 to 11, of values 12 to 15; a head has two
+    assert order.tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
+    gate_and_value = row_order(stacked_layers(config)["mlp.c_fc"], 2)
+    assert gate_and_value.tolist() == [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
+
+
+def test_muon_sees_the_whole_matrices_of_reordered_rows():
+    sizes = (8, 4, 4)
+    stack = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
+    order = row_order(sizes, 2)
+    update = orthogonalize(stack[:, order], (4, 2, 2))
+    assert torch.equal(update, orthogonalize(stack, sizes)[:, order])
+    assert not torch.allclose(update, orthogonalize(stack[:, order], sizes), atol=0.1)

@@ -1,0 +1,113 @@
+"""Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM"): several processes share each block.
+
+Each process of a tensor group computes some of the heads and some of the MLP's channels: it holds
+these rows of c_attn and c_fc and these columns of the two c_proj, and the group adds up what they
+return. Everything outside of these four layers is computed alike by all processes of the group,
+which therefore read the same sequences and draw the same dropout. Sharding (training/parallel.py)
+then divides what a process holds among those of the other groups. Parameters of the four layers are
+DTensors on a mesh with a dimension "tensor", all others on a mesh without.
+
+c_attn stacks queries, keys and values, and c_fc of SwiGLU gate and value. A process needs its part
+of each, so that the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
+Checkpoints have the order of the model. This file knows the reordering, and not when it is due.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from model.config import GPTConfig
+from model.gpt import GPT, Block
+from utils.errors import UserError
+
+
+def stacked_layers(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the layers of a block whose weight stacks several matrices, with the row counts of
+    these: queries, keys and values in c_attn, gate and value of SwiGLU in c_fc."""
+    kv_rows = config.kv_heads * config.head_size
+    stacked: dict[str, tuple[int, ...]] = {"attn.c_attn": (config.n_embd, kv_rows, kv_rows)}
+    if config.is_gated:
+        stacked["mlp.c_fc"] = (config.inner, config.inner)
+    return stacked
+
+
+def group_size(model: GPT) -> int:
+    """Return the number of processes that share each block of a model, 1 without parallelize."""
+    block = model.transformer.h[0]
+    assert isinstance(block, Block)
+    return model.config.n_head // block.attn.num_heads
+
+
+def row_order(split_sizes: tuple[int, ...], num_ranks: int) -> Tensor:
+    """Return the indices of the rows of stacked matrices in the order in which `num_ranks`
+    processes take equal parts of them, one after another."""
+    matrices = torch.arange(sum(split_sizes)).split(split_sizes)
+    parts = [rows.view(num_ranks, -1) for rows in matrices]  # (ranks, rows of a rank) each
+    return torch.cat(parts, dim=1).flatten()
+
+
+def parallelize(model: GPT, mesh: DeviceMesh) -> None:
+    """Divide the blocks of a model among the processes of a mesh of one dimension, in place. Each
+    process has the same model on the CPU, and keeps its part on its device. Raises UserError if the
+    heads or the MLP's width do not divide."""
+    config = model.config
+    num_ranks = mesh.size()
+    # query heads are a multiple of the key/value heads
+    if config.kv_heads % num_ranks or config.inner % num_ranks:
+        raise UserError(
+            f"--tensor_parallel {num_ranks} has to divide the {config.kv_heads} key/value heads of "
+            f"the model and the {config.inner} channels of its MLP"
+        )
+    plan = {
+        "attn.c_attn": ColwiseParallel(),
+        "attn.c_proj": RowwiseParallel(),
+        "mlp.c_fc": ColwiseParallel(),
+        "mlp.c_proj": RowwiseParallel(),
+    }
+    # It warns where state is gathered, along two dimensions of a mesh, that this takes two steps.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for block in model.transformer.h:
+        assert isinstance(block, Block)
+        for name, split_sizes in stacked_layers(config).items():
+            for parameter in block.get_submodule(name).parameters():
+                parameter.data = parameter.data[row_order(split_sizes, num_ranks)]
+        # src_data_rank=None: each process takes its part of what it has itself
+        parallelize_module(block, mesh, plan, src_data_rank=None)
+        block.attn.num_heads //= num_ranks
+        block.attn.num_kv_heads //= num_ranks
+
+
+def reorder_rows(
+    model: GPT, tensors: dict[str, Tensor], parameter: str | None = None, *, to_model: bool
+) -> None:
+    """Put the rows of whole weights of stacked layers into the order of the processes, or with
+    `to_model` back into that of the model, in place. The tensors have the names of parameters, or
+    names of their own if all of them are optimizer state of one `parameter`."""
+    num_ranks = group_size(model)
+    if num_ranks == 1:
+        return
+    for layer_name, split_sizes in stacked_layers(model.config).items():
+        order = row_order(split_sizes, num_ranks)
+        if to_model:
+            order = order.argsort()  # the inverse permutation
+        for name, x in tensors.items():
+            if layer_name in (parameter or name) and x.dim() > 0:  # AdamW's "step" has no rows
+                tensors[name] = x[order]
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Divide tensors into lists of one mesh each, as an operation on a list of DTensors needs one.
+    Those that are no DTensors are one list."""
+    lists: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+    for x in tensors:
+        lists[getattr(x, "device_mesh", None)].append(x)
+    return list(lists.values())
