@@ -387,7 +387,8 @@ class Run(Generic[Config]):
             best = ""
             log = read_metrics(self.config.log_dir)
             best_loss = self.state.best_loss
-            # a run that diverged has none below the loss that it began with
+            # A run that diverged has no best model to name. One nat: the first loss of a log that
+            # begins in the middle of a run, as a branch's, may by chance lie below the lowest one.
             train_rows = log.get("train", [])
             first_loss = train_rows[0]["loss"] if train_rows else math.inf
             if math.isfinite(best_loss) and best_loss < first_loss + 1:
