@@ -28,7 +28,7 @@ from config import ResolvedTrainConfig, TrainConfig
 from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
 from evaluation.evaluator import Evaluator
 from model.execution import Execution
-from model.gpt import GPT, rebuild
+from model.gpt import GPT, build_without_weights, fill_in, rebuild
 from model.recipes import Recipe
 from training.checkpoint import Checkpoint
 from training.dry_run import print_forecast
@@ -184,12 +184,9 @@ def build_model(
     tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     if checkpoint is None and options.init_from is None:
-        torch.manual_seed(options.seed)
-        model = GPT(options.model_config(recipe, stream.vocab_size), execution)
-        if recipe.zero_init:  # each block begins as the identity
-            for block in model.transformer.h:
-                nn.init.zeros_(block.get_parameter("attn.c_proj.weight"))
-                nn.init.zeros_(block.get_parameter("mlp.c_proj.weight"))
+        shape = options.model_config(recipe, stream.vocab_size)
+        model = build_without_weights(shape, execution).to_empty(device="cpu")
+        fill_in(model, model.initial_weights(options.seed, zero_init=recipe.zero_init))
         return model
 
     weights, tokenizer, _ = open_start(options, checkpoint)

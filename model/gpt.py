@@ -20,6 +20,7 @@ from model.execution import Execution, compile_static, configure_compiler, keep_
 from model.layers import Angles, KVCache, ScaledDotProduct, rotary_angles, rotate
 from model.loss import HeadCrossEntropy
 from model.ngrams import ngram_rows
+from model.rows import NormalRows, Rows, constant
 
 
 class LayerNorm(nn.LayerNorm):
@@ -208,22 +209,32 @@ class GPT(nn.Module):
         # a copy of the head for inference on a CPU, by prepare_for_inference of model/inference.py
         self.inference_head: nn.Module | None = None
 
-        # visits every module
-        self.apply(self._init_weights)
-        if config.ngrams > 1:
-            # the model begins as if there were no n-grams
-            nn.init.zeros_(self.transformer.ngrams.weight)
+        # those of build_without_weights come later
+        if not self.transformer.wte.weight.is_meta:
+            seed = int(torch.randint(2**31, ()))  # follows from torch.manual_seed
+            fill_in(self, self.initial_weights(seed))
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights from Normal(0, 0.02) and set biases to 0. GPT-2 scales the matrices that add
-        to the residual stream, 2 L in number, by 1 / sqrt(2 L)."""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        # nn.Module.apply visits a module after its children, so this overwrites what they drew
-        if isinstance(module, Attention | MLP):
-            nn.init.normal_(module.c_proj.weight, std=0.02 * (2 * self.config.n_layer) ** -0.5)
+    def initial_weights(self, seed: int, *, zero_init: bool = False) -> dict[str, Rows]:
+        """Return a new model's weights: matrices from Normal(0, 0.02), biases of 0, gains of 1.
+
+        GPT-2 scales the matrices that add to the residual stream, 2 L in number, by 1 / sqrt(2 L).
+        With `zero_init` they are 0, so that each block begins as the identity.
+        """
+        weights: dict[str, Rows] = {}
+        for name, p in self.named_parameters():
+            adds_to_residual = "c_proj" in name
+            # the model begins as if there were no n-grams
+            is_zero = name.endswith("bias") or "ngrams" in name or (adds_to_residual and zero_init)
+            if is_zero:
+                weights[name] = constant(0.0, p.shape)
+            elif p.dim() == 1:  # gain of a norm
+                weights[name] = constant(1.0, p.shape)
+            else:
+                std = 0.02
+                if adds_to_residual:
+                    std *= (2 * self.config.n_layer) ** -0.5
+                weights[name] = NormalRows(seed, name, p.shape, std)
+        return weights
 
     @property
     def head_weight(self) -> Tensor:
@@ -337,9 +348,16 @@ def build_without_weights(
     config: GPTConfig, execution: Execution | None = None, model_class: type[GPT] = GPT
 ) -> GPT:
     """Return a model on the device "meta", with shapes and no memory: to count its parameters, or
-    for weights that `load_state_dict(..., assign=True)` gives it."""
+    for weights that `load_state_dict(..., assign=True)` or training/parts.py gives it."""
     with torch.device("meta"), SkipInit():
         return model_class(config, execution)
+
+
+def fill_in(model: GPT, weights: dict[str, Rows]) -> None:
+    """Overwrite the weights of a model."""
+    for name, rows in weights.items():
+        p = model.get_parameter(name)
+        p.data.copy_(rows[torch.arange(p.size(0), device="cpu")])
 
 
 def rebuild(model: GPT, config: GPTConfig, execution: Execution | None = None) -> GPT:

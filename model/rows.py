@@ -1,0 +1,57 @@
+"""Tensors that are read row by row: mapped from a file, computed from two, or drawn.
+
+A run whose state is divided among processes fills in only the rows that a process holds. So what a
+model begins with is a dict of such tensors by parameter name, and none of them has to exist whole.
+"""
+
+import zlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 64  # rows that are drawn together: fewer would spend the time on seeding generators
+
+
+class Rows(Protocol):
+    """A matrix or vector of which any rows can be read; a vector has rows of one number. A Tensor
+    on the CPU is one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def __getitem__(self, rows: Tensor, /) -> Tensor:
+        """Return the rows of some indices, int64 (r,), in this order."""
+
+
+class NormalRows:
+    """Matrix of normal numbers with a standard deviation of `std`. A row follows from the seed, the
+    name of the matrix and the index of the row, whoever draws it and whatever is drawn before."""
+
+    def __init__(self, seed: int, name: str, shape: torch.Size, std: float) -> None:
+        self.seed = seed
+        self.name = name
+        self.shape = shape
+        self.std = std
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        drawn = torch.empty(len(rows), self.shape[1], device="cpu")
+        blocks = rows // BLOCK_ROWS  # the block of each row
+        for block in blocks.unique().tolist():
+            # hashed, as PyTorch's generator for CPUs keeps 32 bits of a seed
+            block_seed = zlib.crc32(f"{self.seed} {self.name} {block}".encode())
+            generator = torch.Generator("cpu").manual_seed(block_seed)
+            normal = torch.randn(BLOCK_ROWS, self.shape[1], generator=generator, device="cpu")
+            is_here = blocks == block
+            drawn[is_here] = normal[rows[is_here] % BLOCK_ROWS]
+        return drawn.mul_(self.std)
+
+
+def constant(value: float, shape: torch.Size) -> Rows:
+    """Return a tensor of one value, which takes the memory of one number."""
+    return torch.tensor(value, device="cpu").expand(shape)
+
+
+def is_vector(shape: torch.Size) -> bool:
+    """Return True for a vector, a matrix of one column, and a single number."""
+    return shape.numel() == shape[:1].numel()
