@@ -14,6 +14,8 @@ from typing import Literal
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
+import torch
+
 from config import DERIVED, TrainConfig, resolve_from_recipe
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import CHAT_TEMPLATE, load_tokenizer
@@ -22,11 +24,14 @@ from model.config import SIZED
 from model.gpt import GPT
 from model.huggingface import EMBEDDING, HEAD, differences, nearest_gpt2, save_pretrained
 from model.recipes import Recipe
-from training.checkpoint import assemble, checksum, find_checkpoint, open_model
+from training.checkpoint import checksum, find_checkpoint, open_model
+from training.parts import copy_state
 from training.run import TrainState
-from training.saver import save_checkpoint
+from training.writer import save_checkpoint
 from utils.cli import start_script
+from utils.distributed import ALONE
 from utils.errors import UserError
+from utils.files import atomic_write
 
 CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template for str.format
 # Python code of the card's example, which makes the inputs of a model
@@ -63,7 +68,8 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
         )
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     if is_for_nanogpt:
-        save_checkpoint(out, to_nanogpt(model))
+        with atomic_write(out) as file:
+            torch.save(to_nanogpt(model), file)
         return
     tokenizer = load_tokenizer(tokenizer_spec)
 
@@ -126,22 +132,22 @@ def import_model(name: str, out: Path) -> None:
     # With init_from, a run that resumes the file takes the architecture of its weights.
     options = TrainConfig(init_from=name, block_size=model.config.block_size)
     options = resolve_from_recipe(options, recipe)
-    content = assemble(
-        model.state_dict(),
-        optimizer={},  # the first step of a run makes it
-        script="train.py",
+    entries = {
+        "script": "train.py",
         # a run that resumes it derives these anew, its warmup as well: there were no steps yet
-        config=options.to_dict() | {"warmup_steps": None},
-        derived=dict.fromkeys(DERIVED),
-        init_checksum=checksum(model.state_dict()),
-        recipe=asdict(recipe),
-        model_config=asdict(model.config),
-        tokenizer=tokenizer_spec,
+        "config": options.to_dict() | {"warmup_steps": None},
+        "derived": dict.fromkeys(DERIVED),
+        "init_checksum": checksum(model.state_dict()),
+        "recipe": asdict(recipe),
+        "model_config": asdict(model.config),
+        "tokenizer": tokenizer_spec,
         # step 0 of a new run
         **asdict(TrainState()),
-        scaler={},
-    )
-    save_checkpoint(out, content)
+        "scaler": {},
+    }
+    # without optimizers: the first step of a run makes their state
+    weights, moments = copy_state(model, [], ALONE)
+    save_checkpoint(out, weights, moments, entries)
 
 
 def main(config: ConvertConfig) -> None:

@@ -9,9 +9,9 @@ docs/FINETUNING.md has the formats of rows and the formulas. Folders, checkpoint
 the batches of a step from its rows, and computes their loss.
 """
 
-import copy
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -36,22 +36,17 @@ from finetuning.methods import (
 from finetuning.options import FinetuneConfig, ResolvedFinetuneConfig, resolve_options
 from finetuning.rewards import RewardModel, load_reward_function
 from model.execution import Execution, uncompiled
-from model.gpt import GPT, rebuild
+from model.gpt import GPT, build_without_weights
 from model.recipes import Recipe
-from training.checkpoint import Checkpoint, find_checkpoint
+from model.rows import Rows
+from training.checkpoint import REWARD_HEAD, Checkpoint, find_checkpoint
 from training.options import read_options, resolve_compile, resolve_dtype
 from training.parallel import clip_grad_norm, sync_gradients
-from training.run import (
-    Run,
-    StepResult,
-    init_checksum,
-    open_original,
-    open_start,
-    reason_to_skip,
-    seed_step,
-)
+from training.parts import fill_model
+from training.run import Run, StepResult, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
+from training.start import SavedModel, init_checksum, open_original, open_start
 from utils import distributed
 from utils.cli import call_and_exit
 from utils.devices import autocast
@@ -75,19 +70,23 @@ def main() -> None:
     )
     model_options = resolve_on_device(given_options, derived, process)
     # the lengths of run and batches depend on what is read here
-    model, tokenizer, began_from = build_model(model_options, checkpoint)
+    is_reward = model_options.method == "reward"
+    start = open_start(model_options, checkpoint, process, is_reward_model=is_reward)
+    assert start is not None  # --init_from is required
+    began_from = init_checksum(model_options, checkpoint, start, process)
+    model, weights = build_model(model_options, start)
     assert model_options.data is not None  # FinetuneConfig demands it
     num_rows = len(read_lines(model_options.data))
     options = resolve_options(model_options, num_rows, model.num_parameters(), process.world_size)
-    entries = checkpoint_entries(options, derived, tokenizer, began_from)
+    entries = checkpoint_entries(options, derived, start.tokenizer, began_from)
     run = Run.start(options, checkpoint, process, entries)
     state = run.state  # step, tokens, lowest loss, ...
 
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
-    method, held_out_method = open_data(run, model, checkpoint)
+    method, held_out_method = open_data(run, model, weights, checkpoint)
     # the default recipe is AdamW for all weights, also of a model that was trained with Muon
-    wrapped, optimizers = run.distribute(model, Recipe(), checkpoint)
-    checkpoint = None  # closes the file, from which its tensors are mapped
+    wrapped, optimizers = run.distribute(model, weights, Recipe(), checkpoint)
+    del weights, start, checkpoint  # closes the file, from which their tensors are mapped
 
     # log and checkpoints: whatever is wrong above has removed and written nothing
     run.open_log(model.config)
@@ -223,17 +222,10 @@ def train_step(
     return StepResult(figures, skip_reason, got_signal)
 
 
-def build_model(
-    options: FinetuneConfig, checkpoint: Checkpoint | None
-) -> tuple[GPT, str, int | None]:
-    """Return the model, resumed or of --init_from, on the CPU, the spec of its tokenizer, and the
-    checksum of the weights that the run began from."""
-    is_reward = options.method == "reward"
-    model_class = RewardModel if is_reward else GPT
-    model, tokenizer, content = open_start(options, checkpoint, model_class)
-
+def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[str, Rows]]:
+    """Return the model to train, still without memory, and the weights that it begins with."""
     # its shape: a shorter context, and the dropout of fine-tuning
-    longest = model.config.block_size
+    longest = start.shape.block_size
     T = options.block_size or longest  # of the model unless given
     if T > longest or (options.resumed and T < longest):  # its optimizer state has that length
         raise UserError(
@@ -241,19 +233,22 @@ def build_model(
         )
 
     # A chat model would rate or write plain text badly, and the other way round. sft may change it.
-    learned_plain = content.get("config", {}).get("plain", options.plain)
+    learned_plain = start.checkpoint.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
         raise UserError(f"{options.source} was fine-tuned on another kind of text: change --plain")
     # a shorter context drops the last rows of the table of positions
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
-    shape = replace(model.config, block_size=T, dropout=dropout)
+    shape = replace(start.shape, block_size=T, dropout=dropout)
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    model = rebuild(model, shape, execution)
-    began_from = init_checksum(options, checkpoint, model)
-    if is_reward and checkpoint is None:  # a resumed one has its head of rewards already
-        model = RewardModel.from_gpt(model)
-    return model.train(), tokenizer, began_from
+    weights = dict(start.weights)
+    if options.method != "reward":
+        return build_without_weights(shape, execution), weights
+    # All rewards of a new model begin at 0. tied: without the lm_head of an untied model, which
+    # nothing would train.
+    weights.setdefault(REWARD_HEAD, torch.zeros(1, shape.n_embd))
+    shape = replace(shape, tied=True)
+    return build_without_weights(shape, execution, RewardModel), weights
 
 
 def checkpoint_entries(
@@ -283,10 +278,13 @@ def checkpoint_entries(
 
 
 def open_data(
-    run: Run[ResolvedFinetuneConfig], model: GPT, checkpoint: Checkpoint | None
+    run: Run[ResolvedFinetuneConfig],
+    model: GPT,
+    weights: Mapping[str, Rows],
+    checkpoint: Checkpoint | None,
 ) -> tuple[Method, Method | None]:
     """Read and encode the rows of a run, and open the models that its method needs beside `model`,
-    the trained one.
+    the trained one, which begins with `weights`.
 
     Return the method with the examples of --data, and the same with those of --eval_data, None
     without them. Raise UserError if the reference model of a resumed run has changed.
@@ -299,16 +297,15 @@ def open_data(
     # dpo and grpo compare the trained model with that of --init_from
     reference = None
     if options.method == "dpo" or (options.method == "grpo" and options.kl > 0):
-        # The path is not opened again where the model has its weights still. The losses of a
-        # resumed run would jump with another reference, and nobody would know why.
-        if checkpoint is None:
-            pretrained = copy.deepcopy(model)
-        else:
-            pretrained = open_original(options, checkpoint)
+        # The losses of a resumed run would jump with another reference, and nobody would know why.
+        if checkpoint is not None:
+            weights = open_original(options, checkpoint, process)
         # compiled if the trained model is: both then round alike
-        reference = rebuild(pretrained, model.config, Execution(compiled=options.use_torch_compile))
+        execution = Execution(compiled=options.use_torch_compile)
+        reference = build_without_weights(model.config, execution)
+        fill_model(reference, weights, process.device)
         # eval: without the dropout that it shares with the trained model's shape
-        reference = reference.eval().requires_grad_(False).to(process.device)
+        reference = reference.eval().requires_grad_(False)
 
     # examples, and the function that rates completions of theirs
     reward_function = None

@@ -15,7 +15,7 @@ training/run.py.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
@@ -28,15 +28,17 @@ from config import ResolvedTrainConfig, TrainConfig
 from data.loader import Mixture, Slicing, TokenStream, prefetch, train_batches
 from evaluation.evaluator import Evaluator
 from model.execution import Execution
-from model.gpt import GPT, build_without_weights, fill_in, rebuild
+from model.gpt import GPT, build_without_weights
 from model.recipes import Recipe
+from model.rows import Rows
 from training.checkpoint import Checkpoint
 from training.dry_run import print_forecast
 from training.options import model_shape, read_options, resolve_on_device, resolve_options
 from training.parallel import clip_grad_norm, sync_gradients
-from training.run import Run, StepResult, init_checksum, open_start, reason_to_skip, seed_step
+from training.run import Run, StepResult, reason_to_skip, seed_step
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
+from training.start import SavedModel, init_checksum, open_start
 from training.summary import check_tokenizer, print_summary
 from utils import distributed
 from utils.cli import call_and_exit
@@ -60,14 +62,15 @@ def main() -> None:
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
-    model = build_model(options, recipe, train_data.stream, checkpoint)
+    start = open_start(options, checkpoint, process)
+    model, weights = build_model(options, recipe, train_data.stream, start)
     options = resolve_on_device(options, recipe, model.config, process)
-    began_from = init_checksum(options, checkpoint, model)
+    began_from = init_checksum(options, checkpoint, start, process)
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     run = Run.start(options, checkpoint, process, entries)
     state = run.state  # step, tokens, lowest loss, ...
-    wrapped, optimizers = run.distribute(model, recipe, checkpoint)
-    checkpoint = None  # closes the file, from which its tensors are mapped
+    wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
+    del start, weights, checkpoint  # closes the file, from which tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
@@ -177,22 +180,20 @@ def train_step(
 
 
 def build_model(
-    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, checkpoint: Checkpoint | None
-) -> GPT:
-    """Return the model of the run on the CPU: that of the `checkpoint` that is resumed, that of
-    --init_from, or a new one from the seed. Raises UserError for weights of another architecture or
+    options: ResolvedTrainConfig, recipe: Recipe, stream: TokenStream, start: SavedModel | None
+) -> tuple[GPT, Mapping[str, Rows]]:
+    """Return the model of the run, without memory yet, and the weights that it begins with: those
+    of `start`, or new ones from the seed. Raises UserError for weights of another architecture or
     tokenizer than the run's."""
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
-    if checkpoint is None and options.init_from is None:
-        shape = options.model_config(recipe, stream.vocab_size)
-        model = build_without_weights(shape, execution).to_empty(device="cpu")
-        fill_in(model, model.initial_weights(options.seed, zero_init=recipe.zero_init))
-        return model
+    if start is None:
+        model = build_without_weights(options.model_config(recipe, stream.vocab_size), execution)
+        return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
 
-    weights, tokenizer, _ = open_start(options, checkpoint)
-    check_tokenizer(stream, options.source, tokenizer)
+    check_tokenizer(stream, options.source, start.tokenizer)
     # a smaller --block_size drops the last positions of the table
-    return rebuild(weights, model_shape(options, recipe, weights.config), execution).train()
+    shape = model_shape(options, recipe, start.shape)
+    return build_without_weights(shape, execution), start.weights
 
 
 def checkpoint_entries(

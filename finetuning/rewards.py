@@ -3,7 +3,6 @@
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,14 +33,6 @@ class RewardModel(GPT):
         # beside the token embedding, which `tied` models also use as their head
         self.reward_head = nn.Linear(config.n_embd, 1, bias=False)
         nn.init.zeros_(self.reward_head.weight)  # all rewards begin at 0
-
-    @classmethod
-    def from_gpt(cls, model: GPT) -> "RewardModel":
-        """Return a reward model with the weights of a model and a head of zeros."""
-        # tied: without the lm_head of an untied model, which nothing would train
-        reward_model = cls(replace(model.config, tied=True), model.execution)
-        reward_model.load_state_dict(model.state_dict(), strict=False)  # the heads differ
-        return reward_model
 
     def logits(self, x: Tensor) -> Tensor:
         """Return rewards (B, T, 1) of hidden states (B, T, C), in float32 also under autocast."""

@@ -212,7 +212,9 @@ class GPT(nn.Module):
         # those of build_without_weights come later
         if not self.transformer.wte.weight.is_meta:
             seed = int(torch.randint(2**31, ()))  # follows from torch.manual_seed
-            fill_in(self, self.initial_weights(seed))
+            for name, rows in self.initial_weights(seed).items():
+                p = self.get_parameter(name)
+                p.data.copy_(rows[torch.arange(p.size(0), device="cpu")])
 
     def initial_weights(self, seed: int, *, zero_init: bool = False) -> dict[str, Rows]:
         """Return a new model's weights: matrices from Normal(0, 0.02), biases of 0, gains of 1.
@@ -351,13 +353,6 @@ def build_without_weights(
     for weights that `load_state_dict(..., assign=True)` or training/parts.py gives it."""
     with torch.device("meta"), SkipInit():
         return model_class(config, execution)
-
-
-def fill_in(model: GPT, weights: dict[str, Rows]) -> None:
-    """Overwrite the weights of a model."""
-    for name, rows in weights.items():
-        p = model.get_parameter(name)
-        p.data.copy_(rows[torch.arange(p.size(0), device="cpu")])
 
 
 def rebuild(model: GPT, config: GPTConfig, execution: Execution | None = None) -> GPT:

@@ -16,6 +16,7 @@ training/saver.py.
 import os
 import sys
 import zlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -25,13 +26,16 @@ from torch import Tensor
 
 from model.config import GPTConfig
 from model.gpt import GPT, build_without_weights
+from model.rows import Rows, is_vector
 from training.pretrained import open_pretrained
 from utils.errors import UserError, reading
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 LAST = "model_last.pt"
 BEST = "model_best.pt"
 NUMBERED = "model_step_{:06d}.pt"
+# the head that finetune.py --method reward puts in the place of the logits
+REWARD_HEAD = "reward_head.weight"
 
 
 class Checkpoint(TypedDict, total=False):
@@ -86,41 +90,71 @@ def join_float32(high: Tensor, low: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def assemble(weights: dict[str, Tensor], optimizer: dict, **entries: object) -> dict:
-    """Return the content of a file from float32 `weights` and the optimizer state, on the CPU, and
-    further entries."""
-    model: dict[str, Tensor] = {}
-    model_low: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        model[name], model_low[name] = split_float32(weight)
-    parts: dict[str, dict] = {"model": model, "model_low": model_low, "optimizer": optimizer}
-    return {
-        "format_version": FORMAT_VERSION,  # first, as find_checkpoint looks for it
-        "versions": {"torch": str(torch.__version__)},
-        **parts,
-        **entries,
-        "checksums": {part: checksum(tensors) for part, tensors in parts.items()},
-    }
+class Float32Rows:
+    """Float32 weight of a file, which has its two halves: the rows that are read are joined."""
+
+    def __init__(self, high: Tensor, low: Tensor) -> None:
+        self.high = high
+        self.low = low
+        self.shape = high.shape
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        return join_float32(self.high[rows], self.low[rows])
 
 
-def checksum(tensors: dict) -> int:
-    """Return the CRC-32 of the names and the bytes of tensors on the CPU. Optimizer state is a dict
-    of such dicts."""
-    crc = 0
-    for name, x in tensors.items():
-        crc = zlib.crc32(name.encode(), crc)  # two tensors that change places change the sum
-        if isinstance(x, dict):  # state of one parameter: exp_avg, exp_avg_sq, step
-            crc = zlib.crc32(checksum(x).to_bytes(4, "little"), crc)
+def float32_weights(checkpoint: Checkpoint) -> dict[str, Rows]:
+    """Return the float32 weights of a file, of which nothing is read yet."""
+    low = checkpoint["model_low"]
+    return {name: Float32Rows(high, low[name]) for name, high in checkpoint["model"].items()}
+
+
+def flatten(part: Mapping) -> dict:
+    """Return the tensors of a part by one name: optimizer state has two, the parameter's and its
+    own."""
+    flat = {}
+    for name, x in part.items():
+        if isinstance(x, dict):
+            for own_name, value in x.items():
+                flat[f"{name} {own_name}"] = value
         else:
-            # uint8, because NumPy has no bfloat16
-            x_bytes = x.detach().contiguous().view(-1).view(torch.uint8)
-            crc = zlib.crc32(x_bytes.numpy(), crc)
-    return crc
+            flat[name] = x
+    return flat
 
 
-def verify(checkpoint: Checkpoint, part: Literal["model", "model_low", "optimizer"]) -> None:
-    """Raise ValueError if the tensors of a part are not those that were written."""
-    if checkpoint["checksums"][part] != checksum(checkpoint[part]):
+def sum_rows(name: str, rows: Tensor, values: Tensor) -> int:
+    """Return the sum of the CRC-32 of some rows of a tensor; `values` (r, columns) are theirs, on
+    the CPU. Their name and index change the CRC-32: so rows that change places change the sum."""
+    start = zlib.crc32(name.encode())
+    # uint8, because NumPy has no bfloat16
+    row_bytes = values.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
+    total = 0
+    for index, row in zip(rows.tolist(), row_bytes, strict=True):
+        total += zlib.crc32(row, start ^ index)
+    return total
+
+
+def checksum(tensors: Mapping[str, Rows], part: int = 0, num_parts: int = 1) -> int:
+    """Return the sum of the CRC-32 of the rows of tensors; a vector is one row. Of `num_parts`
+    processes each may read one `part` of the rows: the sum of theirs is the checksum."""
+    total = 0
+    for name, x in tensors.items():
+        if is_vector(x.shape):
+            if part == 0:
+                # a Tensor may be a single number, as AdamW's "step", which has no rows
+                vector = x if isinstance(x, Tensor) else x[torch.arange(x.shape[0])]
+                total += sum_rows(name, torch.tensor([0]), vector.reshape(1, -1))
+            continue
+        num_rows = x.shape[0]
+        rows = torch.arange(num_rows * part // num_parts, num_rows * (part + 1) // num_parts)
+        total += sum_rows(name, rows, x[rows])
+    return total
+
+
+def verify(
+    checkpoint: Checkpoint, part: Literal["model", "model_low", "optimizer"], total: int
+) -> None:
+    """Raise ValueError if `total`, the checksum of a part's tensors, is not the one in the file."""
+    if checkpoint["checksums"][part] != total:
         raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
 
@@ -141,32 +175,32 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def check_head(path: Path, checkpoint: Checkpoint, is_reward_model: bool) -> None:
+    """Raise UserError for a reward model unless one is expected, and the other way round."""
+    has_reward_head = REWARD_HEAD in checkpoint["model"]
+    if has_reward_head and not is_reward_model:
+        raise UserError(f"{path} is a reward model, which rates text and writes none")
+    if is_reward_model and not has_reward_head:
+        raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
+
+
 def load_model(
-    path: Path,
-    model_class: type[GPT] = GPT,
-    *,
-    float32: bool = False,
-    opened: Checkpoint | None = None,
+    path: Path, model_class: type[GPT] = GPT, *, float32: bool = False
 ) -> tuple[GPT, Checkpoint]:
     """Return the model of a checkpoint to evaluate, bfloat16 unless `float32`, and the content of
-    the file, `opened` where that is given: the path may hold another save by now. Raises UserError
-    for a reward model unless `model_class` is one, and the other way round."""
-    checkpoint = load_checkpoint(path) if opened is None else opened
+    the file. Raises UserError for a reward model unless `model_class` is one, and the other way
+    round."""
+    checkpoint = load_checkpoint(path)
+    check_head(path, checkpoint, model_class is not GPT)
     with reading_checkpoint(path):
-        # finetune.py --method reward puts this head in the place of the logits
-        is_reward_model = "reward_head.weight" in checkpoint["model"]
-        if model_class is GPT and is_reward_model:
-            raise UserError(f"{path} is a reward model, which rates text and writes none")
-        if model_class is not GPT and not is_reward_model:
-            raise UserError(f"{path} is no reward model; finetune.py --method reward trains one")
         shape = GPTConfig(**checkpoint["model_config"])  # UserError for a shape that cannot be
         model = build_without_weights(shape, model_class=model_class)
         # all bits, or their bfloat16 half, still mapped from disk
-        verify(checkpoint, "model")
+        verify(checkpoint, "model", checksum(checkpoint["model"]))
         weights = checkpoint["model"]
         if float32:
-            verify(checkpoint, "model_low")
             low = checkpoint["model_low"]
+            verify(checkpoint, "model_low", checksum(low))
             weights = {name: join_float32(high, low[name]) for name, high in weights.items()}
         # assign: the model is on the device "meta", and takes these tensors for its own
         model.load_state_dict(weights, strict=True, assign=True)

@@ -8,11 +8,12 @@ from data.named_tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import build_without_weights
 from model.recipes import Recipe
-from training.checkpoint import Checkpoint, open_model
+from training.checkpoint import Checkpoint
 from training.options import model_shape
 from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
+from training.start import open_saved
 from utils.devices import seconds_on_cpu
-from utils.distributed import launched
+from utils.distributed import ALONE, launched
 from utils.errors import UserError
 from utils.throughput import peak_flops
 
@@ -136,8 +137,7 @@ def planned_shape(
     if checkpoint is not None:
         return model_shape(options, recipe, GPTConfig(**checkpoint["model_config"]))
     if options.init_from is not None:
-        weights, _, _ = open_model(options.init_from)
-        return model_shape(options, recipe, weights.config)
+        return model_shape(options, recipe, open_saved(options.init_from, ALONE).shape)
     vocab_size = TOKENIZERS["gpt2"].vocab_size
     try:
         data = Mixture(options.data_dir, "train", options.block_size)

@@ -16,18 +16,13 @@ before, is training/tensor_parallel.py; pipeline parallelism is not here.
 
 import functools
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -39,25 +34,38 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model.gpt import GPT
-from training.tensor_parallel import by_mesh, parallelize, reorder_rows
+from model.rows import Rows
+from training.parts import fill_model
+from training.tensor_parallel import by_mesh, parallelize
 from utils.distributed import Process
 
 
-def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.Module:
-    """Move a model to its device, make it data-parallel, and return the module to train.
+def wrap(
+    model: GPT, weights: Mapping[str, Rows], process: Process, sharding: str, dtype: torch.dtype
+) -> nn.Module:
+    """Make a model on the device "meta" data-parallel, fill in its weights on its device, and
+    return the module to train.
 
     A process alone gets the model itself. DDP returns a module around it; FSDP2 turns its
-    parameters into DTensors in place. Under FSDP2 blocks are gathered in `dtype`, and gradients are
-    reduced in float32. Several machines shard within each machine and replicate across machines.
+    parameters into DTensors in place.
     """
-    if not dist.is_initialized():
-        return model.to(process.device)
-    if sharding == "none":
-        model.to(process.device)
-        device_ids = [process.device.index] if process.device.type == "cuda" else None
-        # gradients are views of the buckets that DDP reduces, so they are not held twice
-        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    if sharding != "none" and dist.is_initialized():
+        # before there is memory, so that no process holds more than its part
+        shard(model, process, sharding, dtype)
+    fill_model(model, weights, process.device)
+    if sharding != "none" or not dist.is_initialized():
+        return model
+    device_ids = [process.device.index] if process.device.type == "cuda" else None
+    # gradients are views of the buckets that DDP reduces, so they are not held twice
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
+
+def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> None:
+    """Divide a model on the device "meta" among processes, in place.
+
+    Blocks are gathered in `dtype`, and gradients are reduced in float32. Several machines shard
+    within each machine and replicate across machines.
+    """
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
     # there, and all-reduces the shards along the first one (HSDP): only these leave a machine.
     # Along a third one, neighbours share each block.
@@ -93,7 +101,6 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
     # FSDP2 warns where a module returns a view, as an in-place operation on it would lose a hook.
     # The loss is one; nothing changes it in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view tensor")
-    return model
 
 
 def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
@@ -134,68 +141,3 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
             # a GPU
             nn.utils.clip_grads_with_norm_(parameters, max_norm, full_norm)
     return full_norm
-
-
-def gather_state(
-    model: GPT, optimizers: list[torch.optim.Optimizer]
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return copies of the whole model's weights and optimizer state, by parameter name, on the
-    CPU.
-
-    Under FSDP2 the main process gets them, the others get empty dicts. Every process must call it.
-    """
-    # full_state_dict gathers the shards, one parameter after another, so that a GPU holds one whole
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    # torch declares values of state dicts as anything that they may hold
-    weights: dict[str, Tensor] = get_model_state_dict(model, options=options)  # type: ignore[assignment]
-    moments: dict[str, dict[str, Tensor]] = {}
-    # Before the first step there is no state, and PyTorch would make some by a step of its own.
-    if optimizers[0].state:
-        optimizer_state = get_optimizer_state_dict(model, optimizers, options=options)
-        moments = optimizer_state.get("state", {})  # type: ignore[assignment]
-    reorder_rows(model, weights, to_model=True)
-    for name, values in moments.items():
-        reorder_rows(model, values, name, to_model=True)
-
-    # On a CPU these are the tensors that training goes on to change while a thread writes them.
-    if next(model.parameters()).device.type == "cpu":
-        weights = clone_all(weights)
-        moments = {name: clone_all(values) for name, values in moments.items()}
-    return weights, moments
-
-
-def load_optimizer_state(
-    model: GPT,
-    optimizers: list[torch.optim.Optimizer],
-    state: dict[str, dict[str, Tensor]],
-) -> None:
-    """Load the optimizer state that gather_state returned, under any sharding, and reorder it in
-    place where that needs it.
-
-    Names, shapes and optimizers must be those of the model; the empty state of a converted
-    checkpoint loads nothing.
-    """
-    if not state:
-        return
-    # PyTorch makes new optimizers' state by a step with a learning rate of 0. Its groups are needed
-    # to load the other; its tensors are freed before that is read.
-    param_groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
-    for name, values in state.items():
-        reorder_rows(model, values, name, to_model=False)
-    # full_state_dict: each process takes its shard of every tensor
-    set_optimizer_state_dict(
-        model,
-        optimizers,
-        {"state": state, "param_groups": param_groups},  # type: ignore[dict-item]
-        options=StateDictOptions(full_state_dict=True),
-    )
-    # The loaded tensors are views of the checkpoint, which is mapped from disk: copy them, so that
-    # the file can be closed.
-    for optimizer in optimizers:
-        for values in optimizer.state.values():
-            values.update(clone_all(values))
-
-
-def clone_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a dict with a copy of each tensor."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}

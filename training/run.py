@@ -14,7 +14,7 @@ import sys
 import uuid
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,24 +22,25 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from config import ResolvedOptions, RunOptions
+from config import ResolvedOptions
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
-from model.gpt import GPT, rebuild
+from model.gpt import GPT
 from model.recipes import Recipe
+from model.rows import Rows
 from training.checkpoint import (
     BEST,
     Checkpoint,
-    checksum,
+    flatten,
     load_checkpoint,
-    load_model,
     newest_first,
-    open_model,
     reading_checkpoint,
     verify,
 )
 from training.optim import make_optimizers
-from training.parallel import load_optimizer_state, wrap
+from training.parallel import wrap
+from training.parts import fill_optimizers
+from training.start import checksum_together, compare_processes, warn_of_order
 from training.weights_and_biases import open_wandb
 from utils import distributed
 from utils.devices import describe
@@ -51,9 +52,6 @@ from utils.logger import CONFIG, Logger, logged_run, read_metrics
 Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
 
 PATIENCE = 5  # steps in a row without finite loss and gradient that end a run
-# Options and entries that may differ between the machines of a run: their own folders, files and
-# devices. Checksums of the folders' and files' content are compared instead.
-PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")  # ends of their names
 # ends the sentences that refuse to write over another run
 REMEDY = "continue that one by --resume, give another --run_dir, or --overwrite it"
 # In float16 small gradients become 0, so the loss is scaled up.
@@ -121,84 +119,6 @@ def reason_to_skip(loss: float, grad_norm: float) -> str | None:
     return f"loss {loss}, gradient norm {grad_norm}"
 
 
-# what a run is made of
-
-
-def open_start(
-    options: RunOptions, checkpoint: Checkpoint | None, model_class: type[GPT] = GPT
-) -> tuple[GPT, str, Checkpoint]:
-    """Return the model that a run begins with, float32 on the CPU, the spec of its tokenizer, and
-    the content of its file: of the checkpoint that is resumed, a `model_class`, or of --init_from.
-    """
-    if checkpoint is None:
-        assert options.init_from is not None
-        return open_model(options.init_from, float32=True)
-    # the file that is open already: its path may hold a later save by now
-    assert options.resumed is not None
-    model, _ = load_model(options.resumed, model_class, float32=True, opened=checkpoint)
-    return model, checkpoint["tokenizer"], checkpoint
-
-
-def init_checksum(options: RunOptions, checkpoint: Checkpoint | None, model: GPT) -> int | None:
-    """Return the checksum of the float32 weights that a run began from, None for random ones.
-    `model`, in its shape of the run, holds them if the run is new. Raises UserError if a resumed
-    run is given other weights by --init_from than it began from."""
-    if checkpoint is None:
-        return checksum(model.state_dict()) if options.init_from else None
-    if options.init_from != checkpoint["config"]["init_from"]:
-        open_original(options, checkpoint)
-    return checkpoint["init_checksum"]
-
-
-def open_original(options: RunOptions, checkpoint: Checkpoint) -> GPT:
-    """Return the model of --init_from for a resumed run, in the shape that is trained; raise
-    UserError unless it has the weights that the run began from."""
-    assert options.init_from is not None  # that of the checkpoint, or another one that is given
-    original, _, _ = open_model(options.init_from, float32=True)
-    # a run with a shorter context began from the first positions alone
-    block_size = min(original.config.block_size, checkpoint["model_config"]["block_size"])
-    model = rebuild(original, replace(original.config, block_size=block_size))
-    if checksum(model.state_dict()) != checkpoint["init_checksum"]:
-        raise UserError(
-            f"{options.init_from} does not hold the weights that the run of {options.resume} began "
-            "from: give their place by --init_from, or begin a new run in another --checkpoint_dir"
-        )
-    return model
-
-
-def compare_processes(
-    options: RunOptions, checkpoint: Checkpoint | None, entries: Checkpoint, process: Process
-) -> None:
-    """Raise UserError on every process if they differ in their options, in the checkpoint that they
-    resume, or in what the run is made of, the `entries` of its own checkpoints.
-
-    They would average gradients of different models, or wait for each other for ever. Every process
-    must call it, before the first exchange of gradients.
-    """
-    common: dict[str, object] = {}
-    for name, value in {**entries, **options.to_dict()}.items():
-        if not name.endswith(PER_MACHINE):
-            common[name] = value
-    if checkpoint is not None:
-        common |= {"step": checkpoint["step"], "checksums": checkpoint["checksums"]}
-    if not process.all_equal(zlib.crc32(json.dumps(common).encode())):
-        raise UserError(
-            "the processes have different options, checkpoints, weights of --init_from, tokenizers "
-            "or data: give all machines the same, as in folders that they share"
-        )
-
-
-def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
-    """Warn where the batch of a step follows from other data or options than in the checkpoint that
-    is resumed."""
-    # a converted checkpoint has no optimizer state and no order of data to go on with
-    if checkpoint is None or not checkpoint["optimizer"]:
-        return
-    earlier_order = checkpoint["data_order"]
-    if data_order != earlier_order:
-        process.print(f"warning: the data order changes from {earlier_order} to {data_order}")
-
-
 # the folders of a run
 
 
@@ -208,17 +128,12 @@ def claim_folders(
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
     every process if the folders hold another run. Every process must call it."""
     # The main process alone writes, so it alone looks; the others wait for what it finds.
-    problem: Exception | None = None
-    if process.is_main:
-        try:
+    with process.together("the main process cannot write to its folders"):
+        if process.is_main:
             # a set, as both may be one folder, which is locked once
             for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:
                 lock_folder(folder, activity="writing to")  # until the process ends
             check_folders(options, checkpoint)
-        except (OSError, UserError) as error:
-            problem = error
-    if not process.all_agree(problem is None):
-        raise problem or UserError("the main process cannot write to its folders")
 
 
 def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> None:
@@ -318,19 +233,25 @@ class Run(Generic[Config]):
         return self.state.step == self.config.max_steps
 
     def distribute(
-        self, model: GPT, recipe: Recipe, checkpoint: Checkpoint | None
+        self,
+        model: GPT,
+        weights: Mapping[str, Rows],
+        recipe: Recipe,
+        checkpoint: Checkpoint | None,
     ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-        """Return the module to train, which shares the weights of `model` and synchronizes
-        gradients, and its optimizers, with the state in the checkpoint that is resumed. Every
-        process must call it; raises UserError for a damaged file."""
-        wrapped = wrap(model, self.process, self.config.sharding, self.dtype)
+        """Give `model`, which is on the device "meta", memory and `weights`. Return the module to
+        train, which shares them and synchronizes gradients, and its optimizers, with the state in
+        the checkpoint that is resumed. Every process must call it; raises UserError for a damaged
+        file."""
+        wrapped = wrap(model, weights, self.process, self.config.sharding, self.dtype)
         # after it: sharding replaces the parameters
         optimizers = make_optimizers(model, self.config, recipe, self.dtype)
         if checkpoint is not None:
             assert self.config.resumed is not None
             with reading_checkpoint(self.config.resumed):
-                verify(checkpoint, "optimizer")
-            load_optimizer_state(model, optimizers, checkpoint["optimizer"])
+                total = checksum_together(flatten(checkpoint["optimizer"]), self.process)
+                verify(checkpoint, "optimizer", total)
+            fill_optimizers(model, optimizers, checkpoint["optimizer"])
         return wrapped, optimizers
 
     def validate_on(self, text_id: str) -> None:

@@ -1,36 +1,27 @@
-"""Saver: gathers the state of a run, and writes its checkpoints in a thread.
+"""Saver: writes the checkpoints of a run.
 
-A step waits until an earlier file is written and its own state is copied to the host's memory; its
-file is written while training goes on. The format of the file stands in training/checkpoint.py.
+Without sharding a thread of the main process writes a copy of the state while training goes on.
+Under sharding no process has all of the state: each writes what it holds into the one file, and
+training waits. The format of the file stands in training/checkpoint.py.
 """
 
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 
 from model.gpt import GPT
-from training.checkpoint import BEST, LAST, NUMBERED, assemble, numbered
-from training.parallel import gather_state
+from training.checkpoint import BEST, LAST, NUMBERED, numbered
+from training.parts import Piece, copy_state
 from training.run import PATIENCE, Run
+from training.writer import save_checkpoint
+from utils.distributed import ALONE, Process
 from utils.errors import UserError
-from utils.files import atomic_write, link_or_copy, sync_folder
+from utils.files import link_or_copy, sync_folder
 
 THREAD = "saver"  # name of the thread that writes
 POLL_SECONDS = 0.05  # between two times that all processes ask whether it is writing
-
-
-def save_checkpoint(path: Path, content: dict) -> None:
-    """Write a file atomically: `path` is the old file or the whole new one. Raises UserError if it
-    cannot be written, as on a full disk."""
-    try:
-        with atomic_write(path) as file:
-            torch.save(content, file)
-    except Exception as error:  # a full disk is a RuntimeError to torch
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{path} could not be written: {reason}") from error
 
 
 def finish_writing(seconds: float = 20) -> None:
@@ -90,14 +81,15 @@ class Saver:
     def save(self, name: str, condition: bool, **changes: object) -> None:
         """Copy the state of the run, with `changes` of its entries, and have it written as `name`,
         if the condition of the main process holds. Every process must call it, as sharded state is
-        gathered from all; and `wait` before: a second copy would take memory on a slow disk."""
-        if not self.run.process.all_agree(condition or not self.run.process.is_main):
+        written by all; and `wait` before: a second copy would take memory on a slow disk."""
+        process = self.run.process
+        if not process.all_agree(condition or not process.is_main):
+            return
+        is_sharded = self.run.config.sharding != "none" and process.num_processes > 1
+        if not is_sharded and not process.is_main:
             return
         # on the CPU, and not changed by later steps
-        weights, moments = gather_state(self.model, self.optimizers)
-        # the other processes have helped to gather, and write nothing
-        if not self.run.process.is_main:
-            return
+        weights, moments = copy_state(self.model, self.optimizers, process)
         entries = {
             "config": self.run.config.to_dict(),
             "model_config": asdict(self.model.config),
@@ -106,14 +98,26 @@ class Saver:
             "scaler": self.run.scaler.state_dict(),  # {} unless in float16
             **changes,
         }
+        if is_sharded:
+            # Training waits: a thread's collectives would meet those of the next step.
+            self.write(name, weights, moments, entries, process)
+            return
         # daemon: a process that ends on an error does not wait for it without end, see THREAD
         self.thread = threading.Thread(
             target=self.write, args=(name, weights, moments, entries), name=THREAD, daemon=True
         )
         self.thread.start()
 
-    def write(self, name: str, weights: dict, moments: dict, entries: dict) -> None:
-        """Write a file, give it all of its names, and only then count it. Runs in the thread."""
+    def write(
+        self,
+        name: str,
+        weights: dict[str, Piece],
+        moments: dict[str, dict[str, Piece]],
+        entries: dict,
+        process: Process = ALONE,
+    ) -> None:
+        """Write a file together with `process`, give it all of its names, and only then count it.
+        Runs in the thread, or under sharding on every process."""
         folder = self.run.config.checkpoint_dir
         keep = self.run.config.keep_last
         step = entries["step"]
@@ -128,7 +132,9 @@ class Saver:
         if LAST in names and keep > 0 and step > 0:
             names.insert(-1, NUMBERED.format(step))
         try:
-            save_checkpoint(folder / names[0], assemble(weights, moments, **entries))
+            save_checkpoint(folder / names[0], weights, moments, entries, process)
+            if not self.run.process.is_main:
+                return
             if name == BEST:
                 self.run.state.best_loss = entries["best_loss"]
             # a link costs no space, and stays when model_last.pt is replaced by a new file

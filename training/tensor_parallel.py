@@ -9,7 +9,7 @@ DTensors on a mesh with a dimension "tensor", all others on a mesh without.
 
 c_attn stacks queries, keys and values, and c_fc of SwiGLU gate and value. A process needs its part
 of each, so that the rows of such a layer are reordered: [Q; K; V] becomes [Q0; K0; V0; Q1; K1; V1].
-Checkpoints have the order of the model. This file knows the reordering, and not when it is due.
+Checkpoints have the order of the model: training/parts.py fills in and gathers by model_rows.
 """
 
 import logging
@@ -55,10 +55,18 @@ def row_order(split_sizes: tuple[int, ...], num_ranks: int) -> Tensor:
     return torch.cat(parts, dim=1).flatten()
 
 
+def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
+    """Return the indices, in the order of the model, of the rows of a parameter in the order in
+    which the processes hold them, one after another."""
+    for layer_name, split_sizes in stacked_layers(model.config).items():
+        if layer_name in name:
+            return row_order(split_sizes, group_size(model))
+    return torch.arange(num_rows)
+
+
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
-    """Divide the blocks of a model among the processes of a mesh of one dimension, in place. Each
-    process has the same model on the CPU, and keeps its part on its device. Raises UserError if the
-    heads or the MLP's width do not divide."""
+    """Divide the blocks of a model on the device "meta" among the processes of a mesh of one
+    dimension, in place. Raises UserError if the heads or the MLP's width do not divide."""
     config = model.config
     num_ranks = mesh.size()
     # query heads are a multiple of the key/value heads
@@ -77,31 +85,10 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for block in model.transformer.h:
         assert isinstance(block, Block)
-        for name, split_sizes in stacked_layers(config).items():
-            for parameter in block.get_submodule(name).parameters():
-                parameter.data = parameter.data[row_order(split_sizes, num_ranks)]
-        # src_data_rank=None: each process takes its part of what it has itself
+        # src_data_rank=None: nothing is sent, as training/parts.py fills in each process's part
         parallelize_module(block, mesh, plan, src_data_rank=None)
         block.attn.num_heads //= num_ranks
         block.attn.num_kv_heads //= num_ranks
-
-
-def reorder_rows(
-    model: GPT, tensors: dict[str, Tensor], parameter: str | None = None, *, to_model: bool
-) -> None:
-    """Put the rows of whole weights of stacked layers into the order of the processes, or with
-    `to_model` back into that of the model, in place. The tensors have the names of parameters, or
-    names of their own if all of them are optimizer state of one `parameter`."""
-    num_ranks = group_size(model)
-    if num_ranks == 1:
-        return
-    for layer_name, split_sizes in stacked_layers(model.config).items():
-        order = row_order(split_sizes, num_ranks)
-        if to_model:
-            order = order.argsort()  # the inverse permutation
-        for name, x in tensors.items():
-            if layer_name in (parameter or name) and x.dim() > 0:  # AdamW's "step" has no rows
-                tensors[name] = x[order]
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

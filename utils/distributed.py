@@ -102,6 +102,11 @@ class Process:
         return self.world_size * self.tensor_parallel
 
     @property
+    def number(self) -> int:
+        """Number of this process among all."""
+        return self.rank * self.tensor_parallel + self.tensor_rank
+
+    @property
     def signal(self) -> int:
         """Number of the signal that told this process to stop; 0 without one."""
         return self.stop.signal if self.stop is not None else 0
@@ -161,6 +166,18 @@ class Process:
         """Return whether the condition holds on every process."""
         return self.min(int(condition)) == 1
 
+    @contextlib.contextmanager
+    def together(self, failure: str) -> Iterator[None]:
+        """Raise on every process if the block raises on one: there what it raised, on the others
+        UserError with the sentence `failure`."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as block_error:
+            error = block_error
+        if not self.all_agree(error is None):
+            raise error or UserError(failure)
+
     def all_equal(self, number: int) -> bool:
         """Return whether every process has the same number, below 2^63."""
         # min of the negatives is the negative of the largest: equal numbers have one extreme
@@ -200,6 +217,9 @@ class Process:
         for share in shares:
             merged.update(share)  # an item done twice has the same index
         return merged
+
+
+ALONE = Process(0, 1, torch.device("cpu"))  # for what scripts of one process share with runs
 
 
 def launched(name: str, default: int = 0) -> int:

@@ -25,10 +25,15 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()  # Python's buffer to the kernel
             os.fsync(file.fileno())  # the kernel's to the disk; else a power cut leaves zeros
-        os.replace(temporary, path)
+        replace_file(temporary, path)
     except BaseException:  # also a signal's
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_file(temporary: Path, path: Path) -> None:
+    """Give a file that is on the disk its final name."""
+    os.replace(temporary, path)
     sync_folder(path.parent)
 
 

@@ -73,7 +73,7 @@ def test_damaged_and_foreign_files_are_named_and_no_code_in_them_is_run(trained,
         (state | {"model": Code(tmp_path / "ran")}, damaged),
         (state | {"model": without_norm}, damaged),
         (state | {"model_config": other_size}, damaged),
-        (state | {"format_version": 2}, f"{damaged}.* its format is 2, not 5"),
+        (state | {"format_version": 2}, f"{damaged}.* its format is 2, not 6"),
     ):
         if isinstance(content, bytes):
             path.write_bytes(content)

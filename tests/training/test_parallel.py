@@ -8,7 +8,9 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.recipes import Recipe
 from training.optim import make_optimizers
-from training.parallel import clip_grad_norm, gather_state, load_optimizer_state, sync_gradients
+from training.parallel import clip_grad_norm, sync_gradients
+from training.parts import copy_state, fill_optimizers
+from utils.distributed import ALONE
 
 CONFIG = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8)
 X = 37 * torch.arange(16).view(2, 8) % 64
@@ -51,7 +53,7 @@ def test_gradients_are_reduced_on_the_last_micro_step_alone(tmp_path):
 def test_saving_before_the_first_update_leaves_the_optimizer_as_it_was():
     model = GPT(CONFIG)
     optimizers = make_optimizers(model, train_options(), Recipe())
-    weights, state = gather_state(model, optimizers)
+    weights, state = copy_state(model, optimizers, ALONE)
     assert state == {} and not optimizers[0].state
-    load_optimizer_state(model, optimizers, state)
+    fill_optimizers(model, optimizers, state)
     assert set(weights) == set(dict(model.named_parameters())) and not optimizers[0].state

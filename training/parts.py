@@ -1,0 +1,160 @@
+"""The part of each tensor that a process holds, and how it is filled in and gathered.
+
+Files, and the weights that a model begins with, have whole tensors, with rows in the order of the
+model. A process holds all of a tensor, or as a DTensor some of its rows, and of the c_proj of
+tensor parallelism some of its columns. It reads no more than that from a file and writes no more
+than that to it, so that no process needs memory for a whole model.
+
+How tensors are divided stands in training/parallel.py and training/tensor_parallel.py, the format
+of a file in training/checkpoint.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from model.gpt import GPT
+from model.rows import Rows, is_vector
+from training.tensor_parallel import model_rows
+from utils.distributed import Process
+
+
+def placements_of(x: DTensor) -> dict[str, Placement]:
+    """Return how a tensor is divided along each dimension of its mesh, by the dimension's name."""
+    names = x.device_mesh.mesh_dim_names
+    assert names is not None
+    return dict(zip(names, x.placements, strict=True))
+
+
+def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
+    """Return the indices, int64 (r,), of the rows that this process holds of the parameter `name`,
+    or of `x` of its optimizer state, in the order in which it holds them."""
+    rows = model_rows(model, name, x.size(0))
+    if not isinstance(x, DTensor):
+        return rows
+    # tensor parallelism has divided the rows first, and FSDP2 what it left
+    placements = placements_of(x)
+    for dimension in ("tensor", "shard"):
+        placement = placements.get(dimension, Replicate())
+        if placement.is_replicate() or placement.is_shard(1):
+            continue
+        chunks = rows.chunk(x.device_mesh[dimension].size())
+        number = x.device_mesh.get_local_rank(dimension)
+        # a tensor of few rows leaves nothing to the last processes
+        rows = chunks[number] if number < len(chunks) else rows[:0]
+    return rows
+
+
+@torch.no_grad()
+def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
+    """Fill in what this process holds of the parameter `name`, or of `x` of its optimizer state.
+    `whole` may have more rows than `x`: the last ones are left out."""
+    if x.dim() == 0:  # AdamW's "step", a Tensor in files, too
+        assert isinstance(whole, Tensor)
+        x.copy_(whole)
+        return
+    values = whole[held_rows(model, name, x)]
+    if not isinstance(x, DTensor):
+        x.copy_(values)
+        return
+    placement = placements_of(x).get("tensor", Replicate())
+    if placement.is_shard(1):  # columns of a c_proj
+        mesh = x.device_mesh
+        values = values.chunk(mesh["tensor"].size(), dim=1)[mesh.get_local_rank("tensor")]
+    x.to_local().copy_(values)
+
+
+def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) -> None:
+    """Give a model on the device "meta" memory on a device, and fill in what this process holds of
+    its weights."""
+    model.to_empty(device=device)
+    for name, x in model.state_dict().items():
+        fill(model, name, x, weights[name])
+
+
+def optimizer_state(
+    model: GPT, optimizers: list[torch.optim.Optimizer]
+) -> dict[str, dict[str, Tensor]]:
+    """Return the state of optimizers by the name of the parameter and its own: the tensors
+    themselves. That of new optimizers is made, by a step with a learning rate of 0."""
+    return get_optimizer_state_dict(model, optimizers)["state"]  # type: ignore[return-value]
+
+
+def fill_optimizers(
+    model: GPT, optimizers: list[torch.optim.Optimizer], saved: dict[str, dict[str, Tensor]]
+) -> None:
+    """Fill in what this process holds of the optimizer state in a checkpoint; that of a converted
+    one, which is empty, fills in nothing."""
+    if not saved:
+        return
+    for name, values in optimizer_state(model, optimizers).items():
+        for key, x in values.items():
+            fill(model, name, x, saved[name][key])
+
+
+@dataclass
+class Piece:
+    """Rows of a whole tensor that this process writes to a file."""
+
+    shape: torch.Size
+    """Of the whole tensor."""
+    rows: Tensor
+    """Their indices, int64 (r,); a vector is one row."""
+    values: Tensor
+    """(r, columns), on the CPU."""
+
+
+@torch.no_grad()
+def copy_piece(model: GPT, name: str, x: Tensor, process: Process) -> Piece:
+    """Return a copy of what this process writes of the parameter `name`, or of `x` of its optimizer
+    state. Of several processes that hold the same rows, one writes them. Every process must call
+    it where tensors are divided."""
+    is_writer = process.is_main
+    vector = is_vector(x.shape)
+    if isinstance(x, DTensor):
+        # Gather columns, so that rows are whole, and the elements of vectors, which are small.
+        placements: list[Placement] = []
+        for placement in x.placements:
+            placements.append(Replicate() if vector or placement.is_shard(1) else placement)
+        x = x.redistribute(placements=placements)
+        # The first of those with the same rows. Parameters outside of the blocks have a mesh
+        # without the processes that share a block: these hold the same rows, too.
+        is_writer = "tensor" in placements_of(x) or process.tensor_rank == 0
+        for dimension, placement in placements_of(x).items():
+            if placement.is_replicate() and x.device_mesh.get_local_rank(dimension) > 0:
+                is_writer = False
+    rows = held_rows(model, name, x) if x.dim() > 0 else torch.zeros(1, dtype=torch.int64)
+    shape = x.shape
+    values = x.to_local() if isinstance(x, DTensor) else x
+    if vector:
+        # in the order of the model
+        values = values.view(1, -1)[:, rows.argsort().to(values.device)]
+        rows = torch.zeros(1, dtype=torch.int64)
+    if not is_writer:
+        rows = rows[:0]
+        values = values[:0]
+    # a copy also on a CPU, as training goes on while a thread writes it
+    return Piece(shape, rows, values.to("cpu", copy=True))
+
+
+def copy_state(
+    model: GPT, optimizers: list[torch.optim.Optimizer], process: Process
+) -> tuple[dict[str, Piece], dict[str, dict[str, Piece]]]:
+    """Return copies of what this process writes of the weights and of the optimizer state, by the
+    name of the parameter. Every process must call it where tensors are divided."""
+    weights: dict[str, Piece] = {}
+    for name, x in model.state_dict().items():
+        weights[name] = copy_piece(model, name, x, process)
+    moments: dict[str, dict[str, Piece]] = {}
+    # Before the first step there is no state, and PyTorch would make some by a step of its own.
+    if optimizers and optimizers[0].state:
+        for name, values in optimizer_state(model, optimizers).items():
+            moments[name] = {}
+            for key, x in values.items():
+                moments[name][key] = copy_piece(model, name, x, process)
+    return weights, moments

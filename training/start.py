@@ -1,0 +1,170 @@
+"""What a run begins with: the model of a checkpoint that is resumed, or that of --init_from, and
+whether all processes have the same.
+
+Weights are read here for their checksum alone, by each process a part of them. Those of a new model
+are GPT.initial_weights of model/gpt.py; training/parts.py fills weights in.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import RunOptions
+from model.config import GPTConfig
+from model.rows import Rows
+from training.checkpoint import (
+    Checkpoint,
+    check_head,
+    checksum,
+    find_checkpoint,
+    float32_weights,
+    load_checkpoint,
+    reading_checkpoint,
+    verify,
+)
+from training.pretrained import open_pretrained
+from utils.distributed import Process
+from utils.errors import UserError
+
+# Options and entries that may differ between the machines of a run: their own folders, files and
+# devices. Checksums of the folders' and files' content are compared instead.
+PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")  # ends of their names
+DIFFERENT = (
+    "the processes have different options, checkpoints, weights of --init_from, tokenizers or "
+    "data: give all machines the same, as in folders that they share"
+)
+
+
+@dataclass
+class SavedModel:
+    """A model that a run begins with, before its weights are read."""
+
+    shape: GPTConfig
+    weights: Mapping[str, Rows]
+    """Float32, by parameter name."""
+    tokenizer: str
+    """Its spec, see data/tokenizer.py."""
+    checkpoint: Checkpoint
+    """Content of its file, {} for a model of another project."""
+
+    def checksum(self, process: Process) -> int:
+        """Return the checksum of the weights. Every process must call it."""
+        # A model of another project is whole in the memory of each process, and may differ there.
+        if not self.checkpoint:
+            return checksum(self.weights)
+        return checksum_together(self.weights, process)
+
+
+def checksum_together(tensors: Mapping[str, Rows], process: Process) -> int:
+    """Return the checksum of whole tensors, of which each process reads a part of the rows. Every
+    process must call it."""
+    own = checksum(tensors, process.rank, process.world_size)
+    return sum(process.merge({process.rank: own}).values())
+
+
+def open_start(
+    options: RunOptions,
+    checkpoint: Checkpoint | None,
+    process: Process,
+    *,
+    is_reward_model: bool = False,
+) -> SavedModel | None:
+    """Return the model that a run begins with: that of the checkpoint that is resumed, or that of
+    --init_from, None without both. Every process must call it; raises UserError for a damaged file.
+    """
+    if checkpoint is None:
+        return open_saved(options.init_from, process) if options.init_from else None
+    # the file that is open already: its path may hold a later save by now
+    assert options.resumed is not None
+    return saved_model(options.resumed, checkpoint, process, is_reward_model=is_reward_model)
+
+
+def init_checksum(
+    options: RunOptions, checkpoint: Checkpoint | None, start: SavedModel | None, process: Process
+) -> int | None:
+    """Return the checksum of the weights of --init_from that a run began from, which `start` holds
+    if the run is new; None for random ones. Raises UserError if a resumed run is given other
+    weights by --init_from than it began from. Every process must call it."""
+    if checkpoint is None:
+        return start.checksum(process) if start is not None else None
+    if options.init_from != checkpoint["config"]["init_from"]:
+        open_original(options, checkpoint, process)
+    return checkpoint["init_checksum"]
+
+
+def open_original(
+    options: RunOptions, checkpoint: Checkpoint, process: Process
+) -> Mapping[str, Rows]:
+    """Return the weights of --init_from for a resumed run; raise UserError unless it began from
+    them. Every process must call it."""
+    assert options.init_from is not None  # that of the checkpoint, or another one that is given
+    original = open_saved(options.init_from, process)
+    if original.checksum(process) != checkpoint["init_checksum"]:
+        raise UserError(
+            f"{options.init_from} does not hold the weights that the run of {options.resume} began "
+            "from: give their place by --init_from, or begin a new run in another --checkpoint_dir"
+        )
+    return original.weights
+
+
+def open_saved(name: str | Path, process: Process) -> SavedModel:
+    """Return the model of --init_from. Every process must call it."""
+    path = find_checkpoint(name)
+    if path is not None:
+        return saved_model(path, load_checkpoint(path), process)
+    model, tokenizer = open_pretrained(name)
+    return SavedModel(model.config, model.state_dict(), tokenizer, {})
+
+
+def saved_model(
+    path: Path, checkpoint: Checkpoint, process: Process, *, is_reward_model: bool = False
+) -> SavedModel:
+    """Return the model of an open checkpoint. Every process must call it; raises UserError for a
+    damaged file."""
+    check_head(path, checkpoint, is_reward_model)
+    # each process reads a part of the file below, so they must have the same one
+    if not process.all_equal(digest(checkpoint["checksums"])):
+        raise UserError(DIFFERENT)
+    with reading_checkpoint(path):
+        weights = float32_weights(checkpoint)
+        for part in ("model", "model_low"):
+            verify(checkpoint, part, checksum_together(checkpoint[part], process))
+        shape = GPTConfig(**checkpoint["model_config"])
+    return SavedModel(shape, weights, checkpoint["tokenizer"], checkpoint)
+
+
+def digest(content: object) -> int:
+    """Return the CRC-32 of content that JSON has."""
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def compare_processes(
+    options: RunOptions, checkpoint: Checkpoint | None, entries: Checkpoint, process: Process
+) -> None:
+    """Raise UserError on every process if they differ in their options, in the checkpoint that they
+    resume, or in what the run is made of, the `entries` of its own checkpoints.
+
+    They would average gradients of different models, or wait for each other for ever. Every process
+    must call it, before the first exchange of gradients.
+    """
+    common: dict[str, object] = {}
+    for name, value in {**entries, **options.to_dict()}.items():
+        if not name.endswith(PER_MACHINE):
+            common[name] = value
+    if checkpoint is not None:
+        common |= {"step": checkpoint["step"], "checksums": checkpoint["checksums"]}
+    if not process.all_equal(digest(common)):
+        raise UserError(DIFFERENT)
+
+
+def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
+    """Warn where the batch of a step follows from other data or options than in the checkpoint that
+    is resumed."""
+    # a converted checkpoint has no optimizer state and no order of data to go on with
+    if checkpoint is None or not checkpoint["optimizer"]:
+        return
+    earlier_order = checkpoint["data_order"]
+    if data_order != earlier_order:
+        process.print(f"warning: the data order changes from {earlier_order} to {data_order}")

@@ -1,0 +1,113 @@
+"""Writer of checkpoint files: one process alone, or several that hold parts of the state.
+
+No process has to hold the whole state. The main process writes the file with gaps in the place of
+the tensors, and then each process fills in the rows that it holds. When to save, and under which
+names, is training/saver.py's; the format of a file stands in training/checkpoint.py.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from training.checkpoint import FORMAT_VERSION, flatten, split_float32, sum_rows
+from training.parts import Piece
+from utils.distributed import ALONE, Process
+from utils.errors import UserError
+from utils.files import replace_file
+
+
+def save_checkpoint(
+    path: Path,
+    weights: dict[str, Piece],
+    moments: dict[str, dict[str, Piece]],
+    entries: Mapping[str, object],
+    process: Process = ALONE,
+) -> None:
+    """Write a file atomically, from what each process has of the float32 weights and the optimizer
+    state: `path` is the old file or the whole new one. Every process must call it, on one file
+    system. Raises UserError if it cannot be written, as on a full disk."""
+    high: dict[str, Piece] = {}
+    low: dict[str, Piece] = {}
+    for name, piece in weights.items():
+        high_values, low_values = split_float32(piece.values)
+        high[name] = replace(piece, values=high_values)
+        low[name] = replace(piece, values=low_values)
+    parts: dict[str, dict] = {"model": high, "model_low": low, "optimizer": moments}
+
+    checksums: dict[str, int] = {}
+    for part, pieces in parts.items():
+        total = 0
+        for name, piece in flatten(pieces).items():
+            total += sum_rows(name, piece.rows, piece.values)
+        checksums[part] = sum(process.merge({process.number: total}).values())
+
+    # The main process writes a file with gaps for the tensors, and each process fills in its rows.
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with process.together(f"{path} could not be written by the main process"):
+            if process.is_main:
+                lay_out(temporary, parts, {**entries, "checksums": checksums})
+        with process.together(f"{path} could not be written by all machines, as it has to be"):
+            write_pieces(temporary, parts)
+        if process.is_main:
+            replace_file(temporary, path)
+    except Exception as error:  # a full disk is a RuntimeError to torch
+        if process.is_main:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        if isinstance(error, UserError):
+            raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path} could not be written: {reason}") from error
+
+
+def lay_out(path: Path, parts: dict[str, dict], entries: Mapping[str, object]) -> None:
+    """Write a checkpoint whose tensors are gaps, which take no disk space until they are filled."""
+    with FakeTensorMode():  # of which torch.save knows the size alone
+        reserved = {part: reserve(pieces) for part, pieces in parts.items()}
+    content = {
+        "format_version": FORMAT_VERSION,  # first, as find_checkpoint looks for it
+        "versions": {"torch": str(torch.__version__)},
+        **reserved,
+        **entries,
+    }
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(content, path)
+
+
+def reserve(pieces: dict) -> dict:
+    """Return tensors of the shapes of pieces, under their names; call it in FakeTensorMode."""
+    tensors: dict = {}
+    for name, piece in pieces.items():
+        if isinstance(piece, dict):  # state of one parameter
+            tensors[name] = reserve(piece)
+        else:
+            tensors[name] = torch.empty(piece.shape, dtype=piece.values.dtype)
+    return tensors
+
+
+def write_pieces(path: Path, parts: dict[str, dict]) -> None:
+    """Write the rows of this process into a file of lay_out."""
+    with FakeTensorMode():  # reads no tensors, but says where they lie
+        layout = torch.load(path, weights_only=True)
+    with open(path, "r+b") as file:
+        for part, pieces in parts.items():
+            tensors = flatten(layout[part])
+            for name, piece in flatten(pieces).items():
+                offset = tensors[name].untyped_storage()._checkpoint_offset
+                row_bytes = piece.values.contiguous().view(torch.uint8)  # (r, bytes of a row)
+                # rows that follow each other are written at once
+                breaks = torch.nonzero(piece.rows.diff() != 1).flatten() + 1
+                runs_of_rows = piece.rows.tensor_split(breaks)
+                runs_of_bytes = row_bytes.tensor_split(breaks)
+                for rows, values in zip(runs_of_rows, runs_of_bytes, strict=True):
+                    if len(rows) > 0:
+                        file.seek(offset + int(rows[0]) * values.size(1))
+                        file.write(values.numpy())
+        file.flush()  # Python's buffer to the kernel
+        os.fsync(file.fileno())
