@@ -28,7 +28,7 @@ from conftest import (
 )
 from hypothesis import given
 
-from training.checkpoint import load_checkpoint
+from training.checkpoint import load_checkpoint, load_model
 from utils.distributed import StopSignal
 
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -46,7 +46,7 @@ def worker(torchrun, rank):
 
 def kill_often(shards, run, kills, variants, steps, seed, *extra):
     """Kill a run at random moments, each time starting it as the next of `variants`: (processes,
-    sharding). Every checkpoint must be whole every time; then it may end."""
+    --sharding). Every checkpoint must be whole every time; then it may end."""
     rng = random.Random(seed)
     flags = ("--save_every", rng.choice([2, 3]), "--keep_last", 3, "--micro_batch_size", 2)
     args = train_args(shards, run, steps, *flags, "--resume", "auto", *extra)
@@ -54,7 +54,7 @@ def kill_often(shards, run, kills, variants, steps, seed, *extra):
         processes, sharding = variants[number % len(variants)]
         rows = rows_written(run)
         launcher = TWO if processes == 2 else ()
-        process = start(*launcher, *args, "--sharding", sharding)
+        process = start(*launcher, *args, "--tensor_parallel", 1, "--sharding", *sharding.split())
         if rng.random() < 0.2:  # one in five is killed while it starts
             time.sleep(rng.uniform(0.5, 4))
         else:
@@ -63,18 +63,20 @@ def kill_often(shards, run, kills, variants, steps, seed, *extra):
             time.sleep(rng.uniform(0, 0.02))
         kill(process)
         for path in (run / "checkpoints").glob("*.pt"):
-            load_checkpoint(path)
+            load_model(path, float32=True)  # verifies checksums
     assert max(losses(run), default=0) < steps, "the last kill came after the end"
     processes, sharding = variants[kills % len(variants)]
-    torchrun(processes, *args, "--sharding", sharding)
+    torchrun(processes, *args, "--tensor_parallel", 1, "--sharding", *sharding.split())
 
 
-MIXED = [(1, "none"), (2, "zero1"), (2, "none"), (1, "none"), (2, "zero3"), (2, "zero2")]
+SHARED_BLOCKS = "zero2 --tensor_parallel 2"
+MIXED = [(1, "none"), (2, "zero1"), (2, "none"), (2, SHARED_BLOCKS), (2, "zero3"), (2, "zero2")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variants", [[(1, "none")], [(2, "none")], [(2, "zero2")], [(2, "zero3")], MIXED]
+    "variants",
+    [[(1, "none")], [(2, "none")], [(2, "zero2")], [(2, "zero3")], [(2, SHARED_BLOCKS)], MIXED],
 )
 def test_kills_at_random_moments_change_no_bit_and_other_slicing_only_rounding(
     shards, tmp_path, variants
@@ -83,7 +85,7 @@ def test_kills_at_random_moments_change_no_bit_and_other_slicing_only_rounding(
     (processes, sharding), steps = variants[0], 120 * len(variants)
     # a rate at which rounding does not grow from step to step, as it does on the edge of stability
     flags = ("--max_lr", "3e-4", "--dropout", 0.1 if variants != MIXED else 0)
-    args = ("--save_every", 0, "--micro_batch_size", 2, "--sharding", sharding)
+    args = ("--save_every", 0, "--micro_batch_size", 2, "--sharding", *sharding.split())
     torchrun(processes, *train_args(shards, whole, steps, *flags, *args))
     kill_often(shards, run, 5 * len(variants), variants, steps, 4, *flags)
     assert len(losses(run)) == steps and gap(run, whole) < 1e-4
