@@ -12,9 +12,10 @@ TOUR = (ROOT / "docs" / "TOUR.md").read_text(encoding="utf-8")
 
 def test_every_example_of_the_tour_prints_what_stands_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the examples write below data/
-    (command,) = re.findall(r"```sh\n(.*?)```", TOUR, flags=re.DOTALL)
-    in_root = command.replace("python data", f"{sys.executable} {ROOT}/data")
-    subprocess.run(["bash", "-c", in_root.replace("$(python", f"$({sys.executable}")], check=True)
+    (commands,) = re.findall(r"```sh\n(.*?)```", TOUR, flags=re.DOTALL)
+    commands = commands.replace("python data", f"python {ROOT}/data")
+    commands = commands.replace("\npython ", f"\n{sys.executable} ")
+    subprocess.run(["bash", "-ec", commands], check=True)
 
     # doctest would take a closing fence for expected output
     examples = doctest.DocTestParser().get_doctest(TOUR.replace("```", ""), {}, "tour", None, 0)
