@@ -33,9 +33,9 @@ from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
 from evaluation.tasks import Benchmark, Result, ScoreTask, TaskScores, evenly_spread
 from evaluation.validation import too_few_tokens, weighted_mean
-from finetuning.answers import Questions
+from finetuning.answers import score_questions
 from finetuning.chat import is_chat
-from finetuning.examples import TextEncoder
+from finetuning.examples import TextEncoder, read_jsonl
 from model.inference import prepare_for_inference
 from training.checkpoint import find_checkpoint, open_model
 from utils import distributed
@@ -172,10 +172,9 @@ def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreT
     """Read a file of questions, and return the function that asks them."""
     # encodes prompts as they were in fine-tuning, so that the model sees the same tokens again
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
-    sizes = (config.max_new_tokens, config.batch_size)
-    questions = Questions(path, encoder, scorer.process, scorer.dtype, *sizes)
-    questions.examples = evenly_spread(questions.examples, config.limit)
-    return partial(questions.score, scorer.model)
+    encode = partial(encoder.question, max_new_tokens=config.max_new_tokens, has_answer=True)
+    questions = evenly_spread(read_jsonl(path, encode), config.limit)
+    return partial(score_questions, path.stem, questions, encoder, config.max_new_tokens, scorer)
 
 
 def open_tasks(

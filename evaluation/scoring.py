@@ -11,6 +11,7 @@ not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -184,13 +185,10 @@ class ItemScorer(Scorer):
                 batches.append([])
             batches[-1].append(row)
 
-        # A batch that comes twice, so that all processes have equally many, gives equal scores.
         scores: dict[int, Score] = {}  # by place among the continuations of all items
-        for _, batch, _ in self.process.share(batches):
-            scores |= self.score_batch(batch, banned_ids)
-            self.progress(len(batch) * self.process.world_size)
+        for batch_scores in self.process.map(partial(self.score_batch, banned_ids), batches):
+            scores |= batch_scores
         self.model.train()
-        scores = self.process.merge(scores)
         # Comparisons with NaN are all false: no choice would be the best one.
         if any(math.isnan(score.logprob) for score in scores.values()):
             raise UserError("the model gives NaN (not a number) instead of a probability")
@@ -203,8 +201,9 @@ class ItemScorer(Scorer):
             start = end
         return scores_of_items
 
-    def score_batch(self, rows: list[PackedItem], banned_ids: list[int]) -> dict[int, Score]:
+    def score_batch(self, banned_ids: list[int], rows: list[PackedItem]) -> dict[int, Score]:
         """Return a Score for each choice of each row, by its place as PackedItem counts them."""
+        self.progress(len(rows) * self.process.world_size)
         batch = make_batch(rows, self.process.device)
         with autocast(self.process.device, self.dtype):
             x = self.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)

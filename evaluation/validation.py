@@ -47,7 +47,7 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
 @dataclass
 class Scorer:
     """A model, and how to run it. All processes call each method with the same arguments and get
-    the same figures. A signal ends a method between two batches: Process.share raises Stopped."""
+    the same figures. A signal ends a method between two batches: Process.map raises Stopped."""
 
     model: GPT
     tokenizer: Tokenizer | None  # None: no text is scored, see ItemScorer
@@ -71,8 +71,9 @@ class Scorer:
         # where a new batch begins: array_split cuts there
         starts = range(self.batch_size, num_sequences, self.batch_size)
         batches = np.array_split(np.arange(num_sequences), starts)
-        nats = torch.zeros(len(batches), dtype=torch.float64)  # sum over the targets of each batch
-        for place, batch, counts in self.process.share(batches):
+
+        def sum_nats(batch: np.ndarray) -> float:
+            """Return the sum of the loss over the targets of sequences."""
             # The last batch is filled up with sequences that do not count, as another shape would
             # be compiled anew. Targets of -1 are left out of the mean.
             filled = np.resize(batch, len(batches[0]))
@@ -82,11 +83,11 @@ class Scorer:
             target_ids = torch.from_numpy(targets).to(self.process.device)
             with autocast(self.process.device, self.dtype):
                 loss = self.model(ids, target_ids)
-            # else the batch only keeps the processes in step
-            if counts:
-                # the loss is a mean over the targets that count
-                nats[place] = loss.item() * targets[: len(batch)].size
-        total_nats = self.process.sum_float64(nats).sum().item()
+            # the loss is a mean over the targets that count
+            return loss.item() * targets[: len(batch)].size
+
+        nats = self.process.map(sum_nats, batches)
+        total_nats = torch.tensor(nats, dtype=torch.float64).sum().item()
         self.model.train()  # with dropout again
         scores = {"loss": total_nats / (num_sequences * sequences.block_size)}
         bytes_per_token = sequences.stream.bytes_per_token

@@ -13,7 +13,7 @@ restarts all of them; TIMEOUT is for machines that go silent.
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -26,6 +26,7 @@ from utils.devices import keep_freed_memory, pick_device
 from utils.errors import UserError
 
 Item = TypeVar("Item")
+Output = TypeVar("Output")
 
 # A collective fails after this time. Longer than all that one process does while the others wait
 # (a download; for a checkpoint on a slow disk Saver.wait calls many short collectives); without a
@@ -130,19 +131,26 @@ class Process:
 
     # collectives
 
-    def share(self, items: Sequence[Item]) -> Iterator[tuple[int, Item, bool]]:
-        """Yield (index, item, whether it counts) for this process's share of items, round-robin.
+    def map(self, function: Callable[[Item], Output], items: Sequence[Item]) -> list[Output]:
+        """Return what `function` returns for each item, which the processes take round-robin. All
+        of them get the same list.
 
-        Every process gets equally many items, because a sharded model's forward is a collective.
-        In the last round, processes beyond the end get the last item again, which does not count.
-        Raises Stopped between two items.
+        Every process calls the function equally often, because a sharded model's forward is a
+        collective: in the last round, processes beyond the end do the last item again. Raises
+        Stopped between two items.
         """
-        last_index = len(items) - 1
+        outputs: dict[int, Output] = {}  # by the index of their item
         for round_start in range(0, len(items), self.world_size):
             self.end_if_stopped()
             # this process takes item number `rank` of each round
-            index = round_start + self.rank
-            yield index, items[min(index, last_index)], index <= last_index
+            index = min(round_start + self.rank, len(items) - 1)
+            outputs[index] = function(items[index])
+        if self.num_processes > 1:
+            shares: list[dict[int, Output]] = [{}] * self.num_processes
+            dist.all_gather_object(shares, outputs)  # fills the list with those of all processes
+            for share in shares:
+                outputs.update(share)  # an item that was done twice has equal outputs
+        return [outputs[index] for index in range(len(items))]
 
     def end_if_stopped(self) -> None:
         """Raise Stopped on every process if one of them got a signal."""
@@ -182,24 +190,6 @@ class Process:
             # Those that share each block have added the same. So they get the same to the bit, too.
             values /= self.tensor_parallel
         return values
-
-    def sum_float64(self, values: Tensor) -> Tensor:
-        """Return the sum over all parts of the data of a float64 tensor on the CPU, on the CPU."""
-        if self.num_processes > 1 and self.device.type == "cuda":  # NCCL sums tensors of GPUs only
-            return self.sum(values.to(self.device)).cpu()
-        return self.sum(values)
-
-    def merge(self, results: dict[int, Item]) -> dict[int, Item]:
-        """Return the results of all processes, each by the index of its item. An item that several
-        processes have done, as `share` gives the last one out again, has equal results."""
-        shares = [results]
-        if self.num_processes > 1:
-            shares = [{}] * self.num_processes  # filled with those of all processes
-            dist.all_gather_object(shares, results)
-        merged: dict[int, Item] = {}
-        for share in shares:
-            merged.update(share)  # an item done twice has the same index
-        return merged
 
 
 def launched(name: str, default: int = 0) -> int:
