@@ -173,19 +173,21 @@ def logged_run(folder: Path) -> dict | None:
         return {}  # written by a run that was killed, or by others
 
 
+def find_metrics(path: Path | str) -> Path:
+    """Return the metrics.jsonl that a path is, or that lies in the folder of a log or of a run."""
+    for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
+        if metrics_path.is_file():
+            return metrics_path
+    raise UserError(f"{path} holds no {METRICS} of a run; give that file, or its folder")
+
+
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """Read the log of a run into lists of rows by split, sorted by step.
 
-    `path` is a metrics.jsonl, its folder, or the folder above. Of steps that were run again, the
-    last rows are returned. Raises UserError for a file that holds other lines.
+    `path` is as for find_metrics. Of steps that were run again, the last rows are returned. Raises
+    UserError for a file that holds other lines.
     """
-    # the file, its folder, or the folder of a run
-    for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
-        if metrics_path.is_file():
-            break
-    else:
-        raise UserError(f"{path} holds no {METRICS} of a run; give that file, or its folder")
-
+    metrics_path = find_metrics(path)
     row_at_step: dict[str, dict[int, dict]] = {}  # by split
     with reading(metrics_path, "the log of a run"), open(metrics_path, encoding="utf-8") as file:
         for line in file:
