@@ -144,13 +144,13 @@ def open_validation(
 def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus, and of several the weighted mean.
     The corpus stands in the place of the protocol."""
-    counts = [part.count_within(val_tokens) * part.block_size for part in val.parts]  # tokens
     scores = [scorer.validation_loss(part, val_tokens) for part in val.parts]
-    corpora = list(zip(val.names, counts, scores, strict=True))
-    if len(corpora) > 1:
-        corpora.append(("weighted mean", sum(counts), weighted_mean(scores, val.weights)))
+    corpora = dict(zip(val.names, scores, strict=True))
+    if len(scores) > 1:
+        corpora["weighted mean"] = weighted_mean(scores, val.weights)
     results = []
-    for corpus, num_tokens, values in corpora:
+    for corpus, values in corpora.items():
+        num_tokens = int(values.pop("n"))
         values["perplexity"] = math.exp(values["loss"])  # per token
         for metric, value in values.items():
             results.append(Result("val", corpus, metric, num_tokens, value))

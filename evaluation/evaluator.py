@@ -112,16 +112,14 @@ class Evaluator:
         """Return the validation loss in nats per token and, where the shards tell the size of their
         text, bits_per_byte, and the number n of tokens. Several corpora give the means by weight,
         and the loss of each."""
-        val = self.val
         val_tokens = self.config.val_tokens
-        scores = [self.scorer.validation_loss(part, val_tokens) for part in val.parts]
-        n = sum(part.count_within(val_tokens) * part.block_size for part in val.parts)
+        scores = [self.scorer.validation_loss(part, val_tokens) for part in self.val.parts]
         if len(scores) == 1:  # no mixture
-            return scores[0] | {"n": n}
-        means = weighted_mean(scores, val.weights)
-        for name, corpus_scores in zip(val.names, scores, strict=True):
+            return scores[0]
+        means = weighted_mean(scores, self.val.weights)
+        for name, corpus_scores in zip(self.val.names, scores, strict=True):
             means[f"loss_{name}"] = corpus_scores["loss"]
-        return means | {"n": n}
+        return means
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the figures of each benchmark that is due after `step` steps; they are

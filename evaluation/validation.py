@@ -35,13 +35,14 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
     token over the mean of bytes per token, not a mean of the corpora's bits per byte.
     """
     loss = sum(weight * x["loss"] for weight, x in zip(weights, scores, strict=True))
+    means = {"loss": loss, "n": sum(x["n"] for x in scores)}
     if not all("bits_per_byte" in x for x in scores):
-        return {"loss": loss}
+        return means
     bytes_per_token = 0.0
     for weight, x in zip(weights, scores, strict=True):
         # bits per token / bits per byte = bytes per token of the corpus
         bytes_per_token += weight * x["loss"] / math.log(2) / x["bits_per_byte"]
-    return {"loss": loss, "bits_per_byte": loss / math.log(2) / bytes_per_token}
+    return means | {"bits_per_byte": loss / math.log(2) / bytes_per_token}
 
 
 @dataclass
@@ -59,7 +60,8 @@ class Scorer:
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
-        """Return the mean loss in nats per token over the first `tokens` targets of a split.
+        """Return the mean loss in nats per token over the first `tokens` targets of a split, and
+        the number n of these.
 
         Where the shards tell the size of their text, there is also bits_per_byte = loss / ln 2 /
         (bytes of source text for a token of the whole split), by which runs with different
@@ -89,7 +91,8 @@ class Scorer:
         nats = self.process.map(sum_nats, batches)
         total_nats = torch.tensor(nats, dtype=torch.float64).sum().item()
         self.model.train()  # with dropout again
-        scores = {"loss": total_nats / (num_sequences * sequences.block_size)}
+        num_targets = num_sequences * sequences.block_size
+        scores = {"loss": total_nats / num_targets, "n": num_targets}
         bytes_per_token = sequences.stream.bytes_per_token
         if bytes_per_token:
             scores["bits_per_byte"] = scores["loss"] / math.log(2) / bytes_per_token
