@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,11 +32,12 @@ from evaluation.tasks import (
     Benchmark,
     Continuation,
     Item,
+    Rating,
     Result,
+    Score,
     ScoreItems,
     Task,
     TaskScores,
-    mean_result,
     split_ids,
 )
 from utils.errors import UserError
@@ -136,30 +136,23 @@ class FewShotTask(Task):
         pairs = zip(wholes, starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
-    def score(
-        self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
-    ) -> TaskScores:
-        """Return the accuracy: of the choice with the lowest mean loss, the first of equal ones, or
-        of answers that greedy decoding writes."""
-        items = self.items(rows, protocols[0])
-        hits = []
-        ties = 0
-        examples = []
-        scores_of_items = score_items(items, self.encode)
-        for index, (item, scores) in enumerate(zip(items, scores_of_items, strict=True)):
-            means = [score.logprob / score.num_tokens for score in scores]
-            pick = means.index(max(means))
-            hit = pick == item.label
-            if self.type == "language_modeling":
-                hit = scores[0].is_greedy
-            elif means.count(max(means)) > 1:  # counted for the JSON; the pick is the first
-                ties += 1
-            hits.append(hit)
-            example = {"task": self.name, "index": index, "label": item.label, "pick": pick}
-            examples.append({**example, "correct": hit, "mean_logprobs": means})
-        result = mean_result(self.name, f"{self.num_shots} examples", "acc", hits, ties)
-        centered = (result.value - self.baseline) / (1 - self.baseline)
-        return [replace(result, centered=centered)], examples
+    def rate(
+        self, protocol: str, item: Item, scores: list[Score], example: dict
+    ) -> dict[str, Rating]:
+        """Return whether the choice with the lowest mean loss is right, the first of equal ones, or
+        the answer is what greedy decoding writes."""
+        means = [score.logprob / score.num_tokens for score in scores]
+        pick = means.index(max(means))
+        is_right = pick == item.label
+        if self.type == "language_modeling":
+            is_right = scores[0].is_greedy
+        example |= {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
+        return {"acc": Rating(is_right, is_tie=means.count(max(means)) > 1)}
+
+    def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
+        mean = super().result(f"{self.num_shots} examples", metric, ratings)
+        centered = (mean.value - self.baseline) / (1 - self.baseline)
+        return replace(mean, centered=centered)
 
 
 LoadedTask = tuple[FewShotTask, list[dict]]  # a task and its rows
@@ -250,13 +243,11 @@ def download_bundle() -> Path:
         archive = Path(temporary, "bundle.zip")
         with urlopen(BUNDLE_URL, timeout=60) as response, open(archive, "wb") as file:
             size = int(response.headers["Content-Length"])
-            progress = tqdm.wrapattr(response, "read", total=size, desc=BUNDLE_URL)
-            with progress as reader:
+            with tqdm.wrapattr(response, "read", total=size, desc=BUNDLE_URL) as reader:
                 shutil.copyfileobj(reader, file)
-        # a connection that breaks off ends the file without an error
-        assert archive.stat().st_size == size, "the download is incomplete"
-        with zipfile.ZipFile(archive) as zipped:
-            zipped.extractall(temporary)
+        # a connection that breaks off ends the file without an error; then it is no archive, whose
+        # list of files stands at its end
+        shutil.unpack_archive(archive, temporary)
         # last, so that the folder is there when it is whole; another process of the machine may
         # have been faster
         with contextlib.suppress(OSError):

@@ -64,14 +64,14 @@ def results(path):
 
 def lambada_logprobs(dump):
     rows = [json.loads(line) for line in dump.read_text().splitlines()]
-    return [row["logprob"] for row in rows if row["task"] == "lambada"]
+    return [row["logprob"] for row in rows if row["protocol"] == "last token"]
 
 
 def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
     args, text, folder = scored
     # the rows lack what the harness's query needs: its figure is not put beside them
     assert "lm-eval, ctx alone" in text and "0.2955 [1]" in text and "0.3114" not in text
-    assert len((folder / "1.jsonl").read_text().splitlines()) == 3 * 23 + 9
+    assert len((folder / "1.jsonl").read_text().splitlines()) == 5 * 23 + 9
     table, dump = tmp_path / "a.json", tmp_path / "a.jsonl"
     table.write_text("an older evaluation")
     dump.write_text("an older evaluation")
@@ -80,7 +80,7 @@ def test_a_table_and_a_dump_are_written_anew_each_time(scored, tmp_path):
     assert ", fewer than --val_tokens 100,000,000: the fewer" in text
     protocols = [protocol for task, protocol, _ in results(table) if task == "hellaswag"]
     assert protocols == [*["build-nanogpt"] * 2, *["lm-eval, ctx alone"] * 3]
-    assert len(dump.read_text().splitlines()) == 4 * 2
+    assert len(dump.read_text().splitlines()) == 6 * 2
     whole = lambada_logprobs(folder / "1.jsonl")  # the examples are spread over the file
     assert lambada_logprobs(dump) == pytest.approx([whole[0], whole[22]])
 
