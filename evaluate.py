@@ -28,10 +28,10 @@ from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.core import FewShotTasks
-from evaluation.evaluator import read_on_all
+from evaluation.evaluator import open_benchmark
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
-from evaluation.tasks import Benchmark, Result, ScoreTask, TaskScores, evenly_spread
+from evaluation.tasks import Result, ScoreTask, TaskScores, evenly_spread
 from evaluation.validation import too_few_tokens, weighted_mean
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
@@ -157,17 +157,6 @@ def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> Tas
     return results, []
 
 
-def open_benchmark(
-    benchmark: Benchmark, path: Path | None, config: EvalConfig, scorer: ItemScorer
-) -> ScoreTask:
-    """Read a benchmark's file, or download it, and return the function that scores it."""
-    # one process downloads
-    rows = read_on_all(partial(benchmark.read, path, config.limit), scorer.process)
-    # now, and not in the middle of its tasks
-    benchmark.check(rows, scorer.tokenizer, scorer.model.config.block_size)
-    return partial(benchmark.score, rows, scorer.score, benchmark.protocols)
-
-
 def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
     """Read a file of questions, and return the function that asks them."""
     # encodes prompts as they were in fine-tuning, so that the model sees the same tokens again
@@ -192,13 +181,16 @@ def open_tasks(
         try:
             if task == "val":
                 score_tasks[task] = open_validation(config, scorer, trained_on)
-            elif task in BENCHMARKS:
-                score_tasks[task] = open_benchmark(BENCHMARKS[task], path, config, scorer)
-            elif Path(task).is_dir():  # the user's own tasks
-                own_tasks = FewShotTasks(Path(task).resolve().name)
-                score_tasks[task] = open_benchmark(own_tasks, Path(task), config, scorer)
-            else:
+            elif task.endswith(".jsonl"):
                 score_tasks[task] = open_questions(Path(task), config, scorer)
+            else:
+                benchmark = BENCHMARKS.get(task)
+                if benchmark is None:  # a folder of the user's own tasks
+                    path = Path(task)
+                    benchmark = FewShotTasks(path.resolve().name)
+                score_tasks[task] = open_benchmark(
+                    benchmark, path, config.limit, scorer, benchmark.protocols
+                )
         except UserError as error:  # such as no network
             if len(config.tasks) == 1:
                 raise
