@@ -28,7 +28,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tqdm import tqdm
 
-from data.manifest import Manifest, Settings, State, read_manifest
+from data.manifest import Manifest, Settings, State
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.source import Batch, Position, Source, join_reasons, list_files
@@ -203,10 +203,6 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     # two processes would overwrite each other's shards
     lock = lock_folder(folder, "sharding into")
     try:
-        # A folder that was complete before manifests had a ledger is taken as it is.
-        manifest = read_manifest(folder)
-        if manifest and manifest.complete and not manifest.ledger:
-            return manifest, 0
         sharder = Sharder(folder, settings, source, config.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:

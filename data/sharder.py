@@ -177,10 +177,6 @@ class Sharder:
         # one folder is one sharding: with other settings the new shards would not follow the old
         for setting in fields(Settings):
             of_shards = getattr(manifest, setting.name)  # a manifest has all fields of its settings
-            # A dataset has no files, and manifests of older versions do not have them: then there
-            # is nothing to compare.
-            if setting.name in ("files", "sizes") and not manifest.sizes:
-                continue
             if of_shards != getattr(settings, setting.name):
                 raise UserError(
                     f"{folder} holds shards of {setting.name} {of_shards!r:.99}; {advice}"
