@@ -109,6 +109,11 @@ def evenly_spread(rows: list, limit: int | None) -> list:
     return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]
 
 
+def batched(items: list, size: int) -> list[list]:
+    """Return items in lists of `size`, of which the last one may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
 def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
     """Return the continuation that begins at place `start` of the ids of a whole text. The context
     loses its start where both together have more than `max_tokens`. Raise UserError if no token of

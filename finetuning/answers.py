@@ -7,9 +7,9 @@ decoding), and an answer is right if it is the row's, white space aside.
 from itertools import chain
 
 from evaluation.scoring import ItemScorer
-from evaluation.tasks import TaskScores, mean_result
+from evaluation.tasks import TaskScores, batched, mean_result
 from finetuning.completions import Completion, complete_questions, is_exact
-from finetuning.examples import Question, TextEncoder, batched
+from finetuning.examples import Question, TextEncoder
 from model.generate import Sampling
 
 
@@ -31,7 +31,9 @@ def score_questions(
 
     batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
     # the format is part of the protocol: the same question scores differently without turns
-    text_format = "chat" if encoder.chat else "plain text"
+    text_format = "plain text"
+    if encoder.chat:
+        text_format = "chat"
     rows: list[dict] = []  # for --dump
     for index, completion in enumerate(chain.from_iterable(batches)):
         row = {

@@ -96,11 +96,6 @@ def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
     return examples
 
 
-def batched(items: list, size: int) -> list[list]:
-    """Return items in lists of `size`, of which the last one may be shorter."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
 def get_field(row: dict, name: str, *types: type) -> Any:
     """Return a field of a row; raise ValueError unless it is there and of one of the types."""
     if not isinstance(row.get(name), types):  # None where the field is missing

@@ -47,7 +47,11 @@ class GroupRelativePolicy(Method):
             questions = [self.examples[example_ids[place // group_size]] for place in places]
             # The random numbers of a completion depend on seed, step and place alone, so that any
             # number of processes samples the same: row i is place first_row + i.
-            sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=places[0])
+            sampling = Sampling(
+                self.config.max_new_tokens,
+                seed=seed,
+                first_row=places[0],
+            )
             return self.complete(model, questions, sampling)
 
         # on each process all of the step, as a group can have completions of several processes
@@ -55,20 +59,26 @@ class GroupRelativePolicy(Method):
         micro_batches = self.process.map(complete, self.micro_batches(places))
         completions = list(chain.from_iterable(micro_batches))
         rewards = torch.tensor([x.reward for x in completions], dtype=torch.float64)
-        # groups are (prompts, group_size), as the places of a prompt follow each other
-        advantages = group_advantages(rewards.view(-1, group_size)).flatten().float()
+        groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
+        advantages = group_advantages(groups).flatten().float()  # (completions,)
 
         batches = []
-        shares = advantages.split(self.config.micro_batch_size)
-        for texts, share in self.of_process(list(zip(micro_batches, shares, strict=True))):
-            batches.append(self.completion_batch(texts, share))
+        pairs = zip(
+            micro_batches,
+            advantages.split(self.config.micro_batch_size),
+            strict=True,
+        )
+        for micro_batch, micro_advantages in self.of_process(list(pairs)):
+            batches.append(self.completion_batch(micro_batch, micro_advantages))
+
         # for samples.txt, the first group
         sample = f"prompt: {completions[0].row['prompt']!r}"
         for completion in completions[:group_size]:
             sample += f"\n{completion.reward:g}  {completion.text!r}"
+        lengths = [x.example.loss_mask.sum() for x in completions]
         metrics = {
             "reward": rewards.mean().item(),
-            "completion_tokens": float(np.mean([x.example.loss_mask.sum() for x in completions])),
+            "completion_tokens": float(np.mean(lengths)),
             "cut": float(np.mean([x.is_cut for x in completions])),
         }
         return PreparedStep(batches, len(completions), metrics, sample)

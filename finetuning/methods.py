@@ -16,14 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetuning.examples import (
-    Batch,
-    Example,
-    TextEncoder,
-    batched,
-    collate_padded,
-    read_jsonl,
-)
+from evaluation.tasks import batched
+from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
 from finetuning.options import ResolvedFinetuneConfig
 from finetuning.rewards import RewardFunction, rewards_at_end
 from model.gpt import GPT
@@ -116,15 +110,19 @@ class Method(ABC):
         divisor = self.divisor(examples)
 
         def rate(micro_batch: list) -> dict[str, float]:
-            """Return the part of each mean that is of a micro-batch."""
+            """Return what a micro-batch adds to each mean."""
             with autocast(self.process.device, self.dtype):
                 sums = self.held_out_sums(model, micro_batch)
             return {name: (value / divisor).item() for name, value in sums.items()}
 
         # raises Stopped between two micro-batches after a signal
-        parts = self.process.map(rate, self.micro_batches(examples))
+        ratings = self.process.map(rate, self.micro_batches(examples))
         model.train()
-        return {name: sum(part[name] for part in parts) for name in parts[0]}
+        means: dict[str, float] = {}
+        for rating in ratings:
+            for name, value in rating.items():
+                means[name] = means.get(name, 0.0) + value
+        return means
 
     def held_out_sums(self, model: GPT, examples: list) -> Sums:
         """Return the metrics of a micro-batch of held-out examples."""
@@ -211,8 +209,8 @@ class DirectPreference(RewardModeling):
         super().__post_init__()
         # A signal does not end this: the loop of the run, which catches Stopped, comes later.
         process = replace(self.process, stop=None)
-        parts = process.map(self.rate_by_reference, self.micro_batches(self.examples))
-        for pair, logprobs in zip(self.examples, torch.cat(parts), strict=True):
+        ratings = process.map(self.rate_by_reference, self.micro_batches(self.examples))
+        for pair, logprobs in zip(self.examples, torch.cat(ratings), strict=True):
             pair.ref_logprobs = logprobs
         self.reference = None  # frees its memory
 
