@@ -32,7 +32,7 @@ from evaluation.evaluator import open_benchmark
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
 from evaluation.tasks import Result, ScoreTask, TaskScores, evenly_spread
-from evaluation.validation import too_few_tokens, weighted_mean
+from evaluation.validation import weighted_mean
 from finetuning.answers import score_questions
 from finetuning.chat import is_chat
 from finetuning.examples import TextEncoder, read_jsonl
@@ -134,9 +134,6 @@ def open_validation(
             f"{folders[0]} holds tokens of {val.stream.tokenizer_identity}, the model takes those "
             f"of {scorer.tokenizer.identity}"
         )
-    for name, part in zip(val.names, val.parts, strict=True):
-        if len(part) * part.block_size < config.val_tokens:
-            scorer.process.print(too_few_tokens(name, part, config.val_tokens))
     # main calls it when the data of all tasks is open
     return partial(score_validation, val, scorer, config.val_tokens)
 

@@ -19,15 +19,6 @@ from utils.devices import autocast
 from utils.distributed import Process
 
 
-def too_few_tokens(name: str, sequences: Sequences, tokens: int) -> str:
-    """Return the sentence for a corpus whose validation split is smaller than `tokens`."""
-    held_out = len(sequences) * sequences.block_size  # targets
-    return (
-        f"note: validation reads all {held_out:,} tokens of {name}, fewer than --val_tokens "
-        f"{tokens:,}: the fewer, the rougher the loss"
-    )
-
-
 def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[str, float]:
     """Return the figures of a mixture from those of validation_loss for its corpora.
 
