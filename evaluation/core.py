@@ -20,6 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix  # of lists of any kind
 from pathlib import Path
 from typing import Literal
 from urllib.request import urlopen
@@ -47,16 +48,6 @@ BUNDLE = Path("data/eval_bundle")  # where it is kept
 NUM_TASKS = 22  # of CORE
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
-
-
-def common_prefix(sequences: list[list[int]]) -> int:
-    """Return how many first ids all sequences share."""
-    length = 0
-    for ids in zip(*sequences, strict=False):  # up to the end of the shortest
-        if len(set(ids)) > 1:
-            break
-        length += 1
-    return length
 
 
 @dataclass
@@ -122,7 +113,7 @@ class FewShotTask(Task):
             wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in wholes)
         if self.type == "schema":
-            num_counted = common_prefix([ids[::-1] for ids in wholes])
+            num_counted = len(commonprefix([ids[::-1] for ids in wholes]))
             num_counted = min(max(num_counted, 1), shortest - 1)
             starts = [len(ids) - num_counted for ids in wholes]
         else:
@@ -131,7 +122,7 @@ class FewShotTask(Task):
                 compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
             # Of a choice that begins another one nothing would be left, and its mean loss is NaN in
             # nanochat; here the last common token counts, of all choices.
-            starts = [min(common_prefix(compared), shortest - 1)] * len(wholes)
+            starts = [min(len(commonprefix(compared)), shortest - 1)] * len(wholes)
         # block_size tokens, and not one more: nanochat feeds the last one, too
         pairs = zip(wholes, starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
