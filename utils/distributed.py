@@ -11,6 +11,7 @@ restarts all of them; TIMEOUT is for machines that go silent.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.devices import keep_freed_memory, pick_device
+from utils.devices import pick_device
 from utils.errors import UserError
 
 Item = TypeVar("Item")
@@ -145,11 +146,7 @@ class Process:
             # this process takes item number `rank` of each round
             index = min(round_start + self.rank, len(items) - 1)
             outputs[index] = function(items[index])
-        if self.num_processes > 1:
-            shares: list[dict[int, Output]] = [{}] * self.num_processes
-            dist.all_gather_object(shares, outputs)  # fills the list with those of all processes
-            for share in shares:
-                outputs.update(share)  # an item that was done twice has equal outputs
+        outputs = self.merge(outputs)  # an item that was done twice has equal outputs
         return [outputs[index] for index in range(len(items))]
 
     def end_if_stopped(self) -> None:
@@ -190,6 +187,17 @@ class Process:
             # Those that share each block have added the same. So they get the same to the bit, too.
             values /= self.tensor_parallel
         return values
+
+    def merge(self, outputs: dict[int, Output]) -> dict[int, Output]:
+        """Return the outputs of all processes, which are equal where they have one key."""
+        shares = [outputs]
+        if self.num_processes > 1:
+            shares = [{}] * self.num_processes  # filled with those of all processes
+            dist.all_gather_object(shares, outputs)
+        merged: dict[int, Output] = {}
+        for share in shares:
+            merged.update(share)
+        return merged
 
 
 def launched(name: str, default: int = 0) -> int:
@@ -253,6 +261,18 @@ def start(device_name: str, *, catch_signals: bool = False, tensor_parallel: int
         tensor_parallel,
         tensor_rank=rank % tensor_parallel,
     )
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed memory for the next allocation.
+
+    By default it returns large blocks, such as activations, to the kernel, which zeroes them again
+    page by page when the next step allocates them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries have none
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 
 def explain(error: Exception) -> str | None:
