@@ -210,12 +210,11 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
         manifest = sharder.manifest  # which may be new, and grows while it writes
         source.ledger.update(manifest.ledger)  # of the rows that earlier runs have sharded
         manifest.source = list(config.input) or [config.dataset, config.remote_name]
-        # a larger --max_shards makes a stopped folder not full
-        if manifest.complete or (manifest.stopped and sharder.is_full):
+        if manifest.complete:
             return manifest, 0
         sharder.reopen()
         num_tokens_before = sum(sharder.num_tokens.values())
-        # full already if an earlier run was killed after its last shard and before `end`
+        # full already after an earlier run with this --max_shards
         is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
         sharder.end(is_complete)
     finally:

@@ -156,7 +156,6 @@ class Sharder:
         self.folder = folder
         self.max_shards = max_shards
         self.shard_size = settings.shard_size  # tokens
-        self.suffix = f".{settings.format}"
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
         """Tokens of validation below which more are held out: of small shards too few to fill one
         here, so that no state lies between the last documents."""
@@ -210,7 +209,7 @@ class Sharder:
         """Open the next shard of a split, after its first `start` tokens."""
         # full shards are all in the manifest, numbered from 0
         index = len(self.full_shards(split))
-        path = self.folder / f"{split}_{index:06d}{self.suffix}"
+        path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"
         self.writers[split] = ShardWriter(path, split, self.dtype, start)
 
     def finish_shard(self, split: str) -> None:
@@ -265,7 +264,7 @@ class Sharder:
             num_texts=len(texts),
         )
         # first of all: a run that is killed within it begins again with all of these documents
-        return [hold_out(joined, self.manifest.held_out), *of_val]
+        return [hold_out(joined, self.manifest.held_out)] + of_val
 
     def write(self, document: Document) -> bool:
         """Append the tokens of a document that are not written yet; return False once the folder is
