@@ -65,9 +65,9 @@ def verdict(name: str, measured: float, low: float, high: float) -> bool:
     return is_right
 
 
-def check_loss(flags: str, out: Path, step: int, expected: float, tolerance: float) -> bool:
+def check_loss(flags: str, run: Path, step: int, expected: float, tolerance: float) -> bool:
     """Train in a new folder, stop by SIGTERM at the validation of `step`, and check its loss."""
-    command = [sys.executable, *f"train.py --run_dir {out}/run --sample_every 0 {flags}".split()]
+    command = [sys.executable, *f"train.py --run_dir {run} --sample_every 0 {flags}".split()]
     loss = math.nan  # if the run ends before
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None  # it is a pipe
@@ -98,7 +98,10 @@ def check_small(out: Path) -> list[bool]:
     source = f"--input {out}/squares.txt --tokenizer bytes"
     output(f"data/fineweb-edu.py {source} --local_dir {out}/shards")
     flags = f"{FLAGS_SMALL} --data_dir {out}/shards"
-    return [check_loss(flags, out, 50, SMALL_LOSS, 0.02), check_resume(flags, out, 0)]
+    return [
+        check_loss(flags, out / "run", 50, SMALL_LOSS, tolerance=0.02),
+        check_resume(flags, out, tolerance=0),
+    ]
 
 
 def check_124m(out: Path) -> list[bool]:
@@ -107,9 +110,9 @@ def check_124m(out: Path) -> list[bool]:
     flags = f"{FLAGS_124M} --data_dir {out}/shards"
     results = [
         # another order of the data and another dtype differ by less than 0.15
-        check_loss(flags, out, 250, PUBLIC_RUN[250], 0.15),
+        check_loss(flags, out / "run", 250, PUBLIC_RUN[250], tolerance=0.15),
         # the order of a GPU's sums differs from run to run
-        check_resume(flags, out, 2e-3),
+        check_resume(flags, out, tolerance=2e-3),
     ]
 
     bench = output("scripts/bench.py --device cuda --use_torch_compile --micro_batch_size 16")
