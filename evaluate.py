@@ -28,14 +28,14 @@ from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.core import FewShotTasks
-from evaluation.evaluator import read_on_all
+from evaluation.evaluator import open_benchmark
 from evaluation.scoring import ItemScorer
 from evaluation.table import format_table, openai_size
-from evaluation.tasks import Benchmark, Result, ScoreTask, TaskScores, evenly_spread
-from evaluation.validation import too_few_tokens, weighted_mean
-from finetuning.answers import Questions
+from evaluation.tasks import Result, ScoreTask, TaskScores, evenly_spread
+from evaluation.validation import weighted_mean
+from finetuning.answers import score_questions
 from finetuning.chat import is_chat
-from finetuning.examples import TextEncoder
+from finetuning.examples import TextEncoder, read_jsonl
 from model.inference import prepare_for_inference
 from training.checkpoint import find_checkpoint, open_model
 from utils import distributed
@@ -134,9 +134,6 @@ def open_validation(
             f"{folders[0]} holds tokens of {val.stream.tokenizer_identity}, the model takes those "
             f"of {scorer.tokenizer.identity}"
         )
-    for name, part in zip(val.names, val.parts, strict=True):
-        if len(part) * part.block_size < config.val_tokens:
-            scorer.process.print(too_few_tokens(name, part, config.val_tokens))
     # main calls it when the data of all tasks is open
     return partial(score_validation, val, scorer, config.val_tokens)
 
@@ -144,38 +141,26 @@ def open_validation(
 def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus, and of several the weighted mean.
     The corpus stands in the place of the protocol."""
-    counts = [part.count_within(val_tokens) * part.block_size for part in val.parts]  # tokens
     scores = [scorer.validation_loss(part, val_tokens) for part in val.parts]
-    corpora = list(zip(val.names, counts, scores, strict=True))
-    if len(corpora) > 1:
-        corpora.append(("weighted mean", sum(counts), weighted_mean(scores, val.weights)))
+    corpora = dict(zip(val.names, scores, strict=True))
+    if len(scores) > 1:
+        corpora["weighted mean"] = weighted_mean(scores, val.weights)
     results = []
-    for corpus, num_tokens, values in corpora:
+    for corpus, values in corpora.items():
+        num_tokens = int(values.pop("n"))
         values["perplexity"] = math.exp(values["loss"])  # per token
         for metric, value in values.items():
             results.append(Result("val", corpus, metric, num_tokens, value))
     return results, []
 
 
-def open_benchmark(
-    benchmark: Benchmark, path: Path | None, config: EvalConfig, scorer: ItemScorer
-) -> ScoreTask:
-    """Read a benchmark's file, or download it, and return the function that scores it."""
-    # one process downloads
-    rows = read_on_all(partial(benchmark.read, path, config.limit), scorer.process)
-    # now, and not in the middle of its tasks
-    benchmark.check(rows, scorer.tokenizer, scorer.model.config.block_size)
-    return partial(benchmark.score, rows, scorer.score, benchmark.protocols)
-
-
 def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
     """Read a file of questions, and return the function that asks them."""
     # encodes prompts as they were in fine-tuning, so that the model sees the same tokens again
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
-    sizes = (config.max_new_tokens, config.batch_size)
-    questions = Questions(path, encoder, scorer.process, scorer.dtype, *sizes)
-    questions.examples = evenly_spread(questions.examples, config.limit)
-    return partial(questions.score, scorer.model)
+    encode = partial(encoder.question, max_new_tokens=config.max_new_tokens, has_answer=True)
+    questions = evenly_spread(read_jsonl(path, encode), config.limit)
+    return partial(score_questions, path.stem, questions, encoder, config.max_new_tokens, scorer)
 
 
 def open_tasks(
@@ -193,13 +178,16 @@ def open_tasks(
         try:
             if task == "val":
                 score_tasks[task] = open_validation(config, scorer, trained_on)
-            elif task in BENCHMARKS:
-                score_tasks[task] = open_benchmark(BENCHMARKS[task], path, config, scorer)
-            elif Path(task).is_dir():  # the user's own tasks
-                own_tasks = FewShotTasks(Path(task).resolve().name)
-                score_tasks[task] = open_benchmark(own_tasks, Path(task), config, scorer)
-            else:
+            elif task.endswith(".jsonl"):
                 score_tasks[task] = open_questions(Path(task), config, scorer)
+            else:
+                benchmark = BENCHMARKS.get(task)
+                if benchmark is None:  # a folder of the user's own tasks
+                    path = Path(task)
+                    benchmark = FewShotTasks(path.resolve().name)
+                score_tasks[task] = open_benchmark(
+                    benchmark, path, config.limit, scorer, benchmark.protocols
+                )
         except UserError as error:  # such as no network
             if len(config.tasks) == 1:
                 raise

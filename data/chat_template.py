@@ -41,6 +41,5 @@ def raise_exception(message: str) -> None:
 def template_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a message that a template sees: none that is null, and not "weight",
     which is for the loss alone."""
-    fields = {name: value for name, value in message.items() if value is not None}
-    fields.pop("weight", None)
-    return fields
+    fields = message.items()
+    return {name: value for name, value in fields if value is not None and name != "weight"}

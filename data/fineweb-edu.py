@@ -28,7 +28,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 
 from tqdm import tqdm
 
-from data.manifest import Manifest, Settings, State, read_manifest
+from data.manifest import Manifest, Settings, State
 from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS, Tokenizer
 from data.sharder import PIECES, Document, Sharder
 from data.source import Batch, Position, Source, join_reasons, list_files
@@ -105,26 +105,27 @@ def read_documents(
     """Yield the documents of the source in order, from where an earlier run stopped, or from the
     beginning on; threads tokenize them."""
 
-    def tokenize_batch(batch: Batch, first_row: int) -> list[Document]:
-        """Return the documents of a batch, from row `first_row` on."""
+    def tokenize_batch(batch: Batch, state: State) -> list[Document]:
+        """Return the documents of a batch, from that of `state` on."""
         documents = []
         for row, text in enumerate(batch.rows):
             # the ledger has counted a row that is no text
-            if row >= first_row and isinstance(text, str):
+            if row >= state.documents and isinstance(text, str):
                 document = tokenize(tokenizer, config.val_fraction, text)
                 document.position = batch.position
                 document.row = row
                 documents.append(document)
+        if documents:
+            documents[0].num_written = state.tokens
         return documents
 
     pending: deque[Future] = deque()  # batches in the order of the source
-    first_row = state.documents  # of the first batch, whose earlier rows are in the shards
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(config.num_workers)
     try:
         for batch in source.batches(state.source):
-            pending.append(workers.submit(tokenize_batch, batch, first_row))
-            first_row = 0
+            pending.append(workers.submit(tokenize_batch, batch, state))
+            state = State()  # nothing of the next batches is in the shards
             # three batches a thread keep all threads busy, and memory small
             if len(pending) > 3 * config.num_workers:
                 yield from pending.popleft().result()  # waits for the oldest batch
@@ -142,17 +143,15 @@ def write_shards(
     # between two updates of the bar; in a log each of them is a line
     seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
-        initial=sharder.num_tokens,  # those of an earlier run
+        initial=sum(sharder.num_tokens.values()),  # those of an earlier run
         unit="tok",
         unit_scale=True,
         delay=seconds,  # a short run shows no bar
         mininterval=seconds,
     )
-    # tokens of the first document that are in the shards already
-    num_written = sharder.manifest.state.tokens
-    document = next(documents, None)
-    while document:
-        next_document = next(documents, None)  # None after the last one
+    # one book has no document for validation; of several workers, another may have some
+    val_fraction = config.val_fraction if config.worker_count == 1 else 0
+    for document in sharder.hold_back(documents, val_fraction):
         if document.lost_text and not config.allow_loss:
             characters = "".join(dict.fromkeys(document.lost_text))  # each one once
             raise UserError(
@@ -160,18 +159,9 @@ def write_shards(
                 f"{characters[:20]!r}; take another --tokenizer, or shard what is left by "
                 "--allow_loss"
             )
-        # one book has no document for validation; of several workers, another may have some
-        may_hold_out = next_document is None and config.worker_count == 1
-        share = config.val_fraction if may_hold_out else 0
-        # the same document, unless it is the last one and a split would stay empty
-        document = sharder.hold_out_of(document, share, num_written)
-        bar.update(len(document.tokens) - num_written)
-        if not sharder.write(document, num_written):
+        bar.update(len(document.tokens) - document.num_written)
+        if not sharder.write(document):
             return False
-        document = next_document
-        num_written = 0  # of the next document
-    if config.val_fraction and config.worker_count == 1:
-        sharder.fill_validation()
     sharder.save_state(Position(len(source.names)))  # after the last file
     # every byte of text that was read is in the shards
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
@@ -213,10 +203,6 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     # two processes would overwrite each other's shards
     lock = lock_folder(folder, "sharding into")
     try:
-        # A folder that was complete before manifests had a ledger is taken as it is.
-        manifest = read_manifest(folder)
-        if manifest and manifest.complete and not manifest.ledger:
-            return manifest, 0
         sharder = Sharder(folder, settings, source, config.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
@@ -224,17 +210,16 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
         manifest = sharder.manifest  # which may be new, and grows while it writes
         source.ledger.update(manifest.ledger)  # of the rows that earlier runs have sharded
         manifest.source = list(config.input) or [config.dataset, config.remote_name]
-        # a larger --max_shards makes a stopped folder not full
-        if manifest.complete or (manifest.stopped and sharder.is_full):
+        if manifest.complete:
             return manifest, 0
         sharder.reopen()
-        num_tokens_before = sharder.num_tokens
-        # full already if an earlier run was killed after its last shard and before `end`
+        num_tokens_before = sum(sharder.num_tokens.values())
+        # full already after an earlier run with this --max_shards
         is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
         sharder.end(is_complete)
     finally:
         os.close(lock)  # unlocks the folder
-    return manifest, sharder.num_tokens - num_tokens_before
+    return manifest, sum(sharder.num_tokens.values()) - num_tokens_before
 
 
 def report(manifest: Manifest) -> None:

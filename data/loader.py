@@ -286,21 +286,18 @@ class Mixture:
             for weight, name in zip(self.weights, self.names, strict=True)
         )
 
-    def epochs(self, tokens: int) -> tuple[float, str]:
-        """Return how often `tokens` tokens of training see the corpus that they see most often, and
-        its name."""
-        # weight * tokens is the share of a corpus in the training; max compares the epochs first
-        return max(
-            (weight * tokens / len(part.stream), name)
-            for weight, part, name in zip(self.weights, self.parts, self.names, strict=True)
-        )
-
     def describe_epochs(self, tokens: int) -> str:
-        """Return `epochs` in words, with the name where there are several corpora."""
-        epochs, name = self.epochs(tokens)
-        if len(self.parts) == 1:
-            return f"{epochs:,.2f} epochs"
-        return f"{epochs:,.2f} epochs of {name}, the corpus seen most often"
+        """Return how often `tokens` tokens of training see their corpus; of several, the one that
+        they see most often, by name."""
+        # weight * tokens is the share of a corpus in the training
+        epochs = [
+            weight * tokens / len(part.stream)
+            for weight, part in zip(self.weights, self.parts, strict=True)
+        ]
+        if len(epochs) == 1:
+            return f"{epochs[0]:,.2f} epochs"
+        name = self.names[epochs.index(max(epochs))]
+        return f"{max(epochs):,.2f} epochs of {name}, the corpus seen most often"
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ class State:
     """Where the next run continues: in a document, after its first `tokens` tokens."""
 
     source: dict | None = None
-    """Position (data/source.py) of the document's batch, as JSON; None: the source's beginning.
-    Folders of older versions have other keys here."""
+    """Position (data/source.py) of the document's batch, as JSON; None: the source's beginning."""
     documents: int = 0
     """Rows of the batch before the document."""
     tokens: int = 0
@@ -98,7 +97,7 @@ class Manifest(Settings):
     documents: int = 0
     """Documents written so far."""
     ledger: dict[str, FileCounts] = field(default_factory=dict)
-    """Counts of each file that was read, up to `state`; empty in manifests of older versions."""
+    """Counts of each file that was read, up to `state`."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Rows that are no documents, by reason: the sum over the ledger."""
     bytes: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -46,6 +47,10 @@ class Document:
     """Where to read its batch again (data/source.py)."""
     row: int = 0
     """Number of rows before it in the batch."""
+    num_written: int = 0
+    """Number of its first tokens that an earlier run has written."""
+    num_texts: int = 1
+    """Texts that it is made of: several where pieces of all of them are held out."""
 
 
 def hold_out(document: Document, num_held_out: int) -> Document:
@@ -91,14 +96,10 @@ class ShardWriter:
             with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
         self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
-        # cuts off what the earlier run wrote after its last state
-        self.cut(start)
-
-    def cut(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of the file."""
-        self.num_tokens = num_tokens
+        self.num_tokens = start
         self.write_header()
-        self.file.truncate(self.file.tell() + num_tokens * self.dtype.itemsize)
+        # cuts off what the earlier run wrote after its last state
+        self.file.truncate(self.file.tell() + start * self.dtype.itemsize)
         self.file.seek(0, os.SEEK_END)
 
     def write_header(self) -> None:
@@ -155,15 +156,15 @@ class Sharder:
         self.folder = folder
         self.max_shards = max_shards
         self.shard_size = settings.shard_size  # tokens
-        self.suffix = f".{settings.format}"
+        self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
+        """Tokens of validation below which more are held out: of small shards too few to fill one
+        here, so that no state lies between the last documents."""
         # the smallest that holds the ids; little-endian on any machine, as the headers say
         self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
-        self.last_texts: list[Document] = []
-        """The last documents of the open train shard, from which `fill_validation` takes."""
-        self.num_tokens = 0
-        """Tokens in all shards, once they are reopened."""
+        self.num_tokens = {"train": 0, "val": 0}
+        """Tokens in the shards of each split, once they are reopened."""
         manifest = read_manifest(folder)
         advice = "give another --local_dir or empty that one"
         if manifest is None and shard_paths(folder):
@@ -175,10 +176,6 @@ class Sharder:
         # one folder is one sharding: with other settings the new shards would not follow the old
         for setting in fields(Settings):
             of_shards = getattr(manifest, setting.name)  # a manifest has all fields of its settings
-            # A dataset has no files, and manifests of older versions do not have them: then there
-            # is nothing to compare.
-            if setting.name in ("files", "sizes") and not manifest.sizes:
-                continue
             if of_shards != getattr(settings, setting.name):
                 raise UserError(
                     f"{folder} holds shards of {setting.name} {of_shards!r:.99}; {advice}"
@@ -202,17 +199,17 @@ class Sharder:
         self.manifest.complete = False
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
-        for split in ("train", "val"):
-            self.num_tokens += self.shard_size * len(self.full_shards(split))
+        for split in self.num_tokens:
+            self.num_tokens[split] = self.shard_size * len(self.full_shards(split))
         for split, num_tokens in self.manifest.state.open.items():
             self.open_shard(split, num_tokens)
-            self.num_tokens += num_tokens
+            self.num_tokens[split] += num_tokens
 
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
         # full shards are all in the manifest, numbered from 0
         index = len(self.full_shards(split))
-        path = self.folder / f"{split}_{index:06d}{self.suffix}"
+        path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"
         self.writers[split] = ShardWriter(path, split, self.dtype, start)
 
     def finish_shard(self, split: str) -> None:
@@ -221,65 +218,61 @@ class Sharder:
         others = [other for other in self.manifest.shards if other.file != entry.file]
         self.manifest.shards = [*others, entry]
 
-    def hold_out_of(self, document: Document, val_fraction: float, start: int) -> Document:
-        """Return the last document of the source (its caller gives others a `val_fraction` of 0),
-        with pieces of it held out if `val_fraction` is above 0 and one of the splits would be
-        empty: the largest of a tenth of it, `val_fraction` of all tokens and MIN_VAL_TOKENS, at
-        most half. Of a last text that is too short for that, `fill_validation` takes it, together
-        with those before."""
-        # An earlier run may have written the document up to `start`. Then the number stands in the
-        # manifest, as the bytes and tokens that it follows from have changed.
-        if start == 0:
+    def hold_back(self, documents: Iterator[Document], val_fraction: float) -> Iterator[Document]:
+        """Yield documents to write, and the last ones of the source only at its end: if
+        `val_fraction` is above 0, a part of them may have to be held out for validation."""
+        last: list[Document] = []
+        num_tokens = 0  # of these
+        for document in documents:
+            last.append(document)
+            num_tokens += len(document.tokens)
+            # the fewest of them with twice the tokens that validation needs
+            while num_tokens - len(last[0].tokens) >= 2 * self.min_val_tokens:
+                num_tokens -= len(last[0].tokens)
+                yield last.pop(0)
+        if last and val_fraction:
+            last = self.divide_last(last, val_fraction)
+        yield from last
+
+    def divide_last(self, last: list[Document], val_fraction: float) -> list[Document]:
+        """Return the last documents of the source. Where hashes leave no text to train on, or too
+        little for validation, as of one book or a few short notes, those that are in the other
+        split become one document, with pieces of it held out: a tenth of it, `val_fraction` of all
+        tokens or min_val_tokens, whichever is most, but at most half."""
+        texts = [document for document in last if document.num_train]
+        of_val = [document for document in last if not document.num_train]
+        num_val = self.num_tokens["val"] + sum(len(document.tokens) for document in of_val)
+        if not texts:
+            texts, of_val = of_val, []
+        tokens = np.concatenate([document.tokens for document in texts])
+        # An earlier run may have written a part of these. Then the number stands in the manifest,
+        # as the tokens that it follows from have changed.
+        if last[0].num_written == 0:
             self.manifest.held_out = 0
-            other_split = "val" if document.num_train else "train"
-            if val_fraction and self.manifest.bytes[other_split] == 0:
-                num_tokens = len(document.tokens)
-                share = int(val_fraction * (self.num_tokens + num_tokens))
-                num_held_out = max(num_tokens // 10, share, MIN_VAL_TOKENS)
-                if num_held_out <= num_tokens // 2 or not self.last_texts:
-                    self.manifest.held_out = min(num_held_out, num_tokens // 2)
-        # 0: one token or none, or a short text after others, from which `fill_validation` takes
+            has_train = texts[0].num_train > 0 or self.num_tokens["train"] > 0
+            if num_val < self.min_val_tokens or not has_train:
+                share = int(val_fraction * (sum(self.num_tokens.values()) + len(tokens)))
+                num_held_out = max(self.min_val_tokens, len(tokens) // 10, share)
+                self.manifest.held_out = min(num_held_out, len(tokens) // 2)
         if self.manifest.held_out == 0:
-            return document
-        return hold_out(document, self.manifest.held_out)
+            return last
+        joined = replace(
+            last[0],  # where a later run continues
+            tokens=tokens,
+            num_bytes=sum(document.num_bytes for document in texts),
+            lost_text="".join(document.lost_text for document in texts),
+            num_texts=len(texts),
+        )
+        # first of all: a run that is killed within it begins again with all of these documents
+        return [hold_out(joined, self.manifest.held_out)] + of_val
 
-    def fill_validation(self) -> None:
-        """Hold out pieces of the last texts, where hashes leave fewer than MIN_VAL_TOKENS for
-        validation, as of a few short notes. Call it at the end of a source."""
-        # small shards: neither split fills one here, from whose state a later run would continue
-        least = min(MIN_VAL_TOKENS, self.shard_size // 4)
-        is_enough = bool(self.full_shards("val"))
-        if "val" in self.writers:
-            is_enough |= self.writers["val"].num_tokens >= least
-        if is_enough or not self.last_texts:
-            return
-        tokens = np.concatenate([document.tokens for document in self.last_texts])
-        num_bytes = sum(document.num_bytes for document in self.last_texts)
-        self.manifest.held_out = min(least, len(tokens) // 2)
-        joined = replace(self.last_texts[0], tokens=tokens, num_bytes=num_bytes, lost_text="")
-        # write them anew; the state of the manifest lies before them
-        train = self.writers["train"]
-        train.cut(train.num_tokens - len(tokens))
-        self.num_tokens -= len(tokens)
-        self.manifest.bytes["train"] -= num_bytes
-        self.manifest.documents -= 1  # which `write` counts once more
-        self.write(hold_out(joined, self.manifest.held_out), 0)
-
-    def remember(self, document: Document) -> None:
-        """Keep a document that is whole in the open train shard among the last texts: the fewest
-        of them with twice MIN_VAL_TOKENS."""
-        self.last_texts.append(document)
-        num_tokens = sum(len(other.tokens) for other in self.last_texts)
-        while num_tokens - len(self.last_texts[0].tokens) >= 2 * MIN_VAL_TOKENS:
-            num_tokens -= len(self.last_texts.pop(0).tokens)
-
-    def write(self, document: Document, start: int) -> bool:
-        """Append a document's tokens from `start` on, those before being written by an earlier run;
-        return False once the folder is full. Saves the manifest each time a shard gets full."""
+    def write(self, document: Document) -> bool:
+        """Append the tokens of a document that are not written yet; return False once the folder is
+        full. Saves the manifest each time a shard gets full."""
         total = len(document.tokens)
-        may_move = start == 0 and document.num_train == total
+        start = document.num_written
         if start == 0:  # else an earlier run has counted it
-            self.manifest.documents += 1
+            self.manifest.documents += document.num_texts
             self.manifest.lost_bytes += len(document.lost_text.encode())
         while start < total:
             # tokens [0, num_train) are for train, [num_train, total) for validation
@@ -292,7 +285,7 @@ class Sharder:
             # as much as fits: a document may go on in the next shard, or in the other split
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             writer.append(document.tokens[start:end])
-            self.num_tokens += end - start
+            self.num_tokens[split] += end - start
             # A cut text counts by its share of the tokens: no token knows its bytes, as a
             # normalizer may have changed the text. Differences of rounded sums, so that the cuts
             # of a text add up to all of its bytes.
@@ -304,18 +297,14 @@ class Sharder:
                 # a moment from which a later run can continue
                 self.finish_shard(split)
                 self.save_state(document.position, document.row, start)
-                may_move = False
                 if self.is_full:
                     return False
-        if may_move:
-            self.remember(document)
         return True
 
     def save_state(self, position: Position, row: int = 0, num_written: int = 0) -> None:
         """Save the manifest, to continue after `num_written` tokens of the document in a row of the
         batch at a position. Tokens of the open shards are on disk before it counts them."""
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
-        self.last_texts.clear()  # a later run continues after them
         self.manifest.state = State(
             source=asdict(position), documents=row, tokens=num_written, open=open_tokens
         )

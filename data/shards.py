@@ -319,9 +319,8 @@ class TokenStream:
     def unfinished(self) -> list[Path]:
         """Folders whose sharding was interrupted, or still runs: they hold a part of their text, as
         neither its end nor --max_shards ended it."""
-        paths = []
-        for folder in self.folders:
-            manifest = folder.manifest
-            if manifest and not (manifest.complete or manifest.stopped):
-                paths.append(folder.path)
-        return paths
+        return [
+            folder.path
+            for folder in self.folders
+            if folder.manifest and not (folder.manifest.complete or folder.manifest.stopped)
+        ]

@@ -7,7 +7,7 @@ protocol can be compared with. Figures of OpenAI's GPT-2 are in evaluation/table
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from evaluation.core import FewShotTasks
 from evaluation.tasks import (
     Benchmark,
     Item,
+    Rating,
     Result,
     Score,
     ScoreItems,
     Task,
     TaskScores,
-    mean_result,
 )
 
 
@@ -102,6 +102,7 @@ class Lambada(Task):
     name = "lambada"
     hub = {"path": "EleutherAI/lambada_openai", "name": "default", "split": "test"}
     protocols = ("lm-eval", "last token", "stop words")
+    banned_words = STOP_WORDS
 
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return each passage with its last word, split as in lm-evaluation-harness, but without
@@ -113,47 +114,34 @@ class Lambada(Task):
             items.append(Item(context, (f" {word}",)))
         return items
 
-    def score(
-        self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
-    ) -> TaskScores:
-        """Score the last words; there is nothing to choose from, so ties cannot occur."""
-        items = self.items(rows, protocols[0])  # the same for all protocols
-        scores_of_items = score_items(items, self.encode, banned_words=STOP_WORDS)
-        scores = [choices[0] for choices in scores_of_items]  # each item has one choice, the word
-        hits_by_protocol = {
-            "lm-eval": [score.is_greedy for score in scores],
-            "last token": [score.is_last_greedy for score in scores],
-            "stop words": [score.is_greedy_filtered for score in scores],
+    def rate(
+        self, protocol: str, item: Item, scores: list[Score], example: dict
+    ) -> dict[str, Rating]:
+        """Return whether the word is what the model writes, and by lm-eval its nats."""
+        [score] = scores  # of the word
+        example |= asdict(score)
+        hits = {
+            "lm-eval": score.is_greedy,
+            "last token": score.is_last_greedy,
+            "stop words": score.is_greedy_filtered,
         }
-        results = []
-        for protocol in protocols:
-            results.append(mean_result(self.name, protocol, "acc", hits_by_protocol[protocol]))
-            if protocol == "lm-eval":
-                results.append(self.perplexity([-score.logprob for score in scores]))
-        examples = []
-        for index, score in enumerate(scores):
-            example = {
-                "task": self.name,
-                "index": index,
-                "logprob": score.logprob,
-                "tokens": score.num_tokens,
-                "greedy": score.is_greedy,
-                "greedy_filtered": score.is_greedy_filtered,
-                "last": score.is_last_greedy,
-            }
-            examples.append(example)
-        return results, examples
+        ratings = {"acc": Rating(hits[protocol])}
+        if protocol == "lm-eval":
+            ratings["perplexity"] = Rating(-score.logprob)
+        return ratings
 
-    def perplexity(self, word_nats: list[float]) -> Result:
-        """Return the perplexity per word, exp of the mean nats of a word. Its standard error is
-        that of the mean times exp's derivative, as in lm-evaluation-harness."""
-        nats = mean_result(self.name, "lm-eval", "perplexity", word_nats)
+    def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
+        """Return the mean; of nats of a word the perplexity per word, exp of the mean. Its standard
+        error is that of the mean times exp's derivative, as in lm-evaluation-harness."""
+        mean = super().result(protocol, metric, ratings)
+        if metric != "perplexity":
+            return mean
         # per word, not per token, so that tokenizers can be compared
-        perplexity = float(np.exp(nats.value))
+        perplexity = float(np.exp(mean.value))
         stderr = None
-        if nats.stderr is not None:
-            stderr = perplexity * nats.stderr
-        return replace(nats, value=perplexity, stderr=stderr)
+        if mean.stderr is not None:
+            stderr = perplexity * mean.stderr
+        return replace(mean, value=perplexity, stderr=stderr)
 
 
 class ChildrensBookTest(Task):

@@ -18,9 +18,9 @@ import os
 import random
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix  # of lists of any kind
 from pathlib import Path
 from typing import Literal
 from urllib.request import urlopen
@@ -33,11 +33,12 @@ from evaluation.tasks import (
     Benchmark,
     Continuation,
     Item,
+    Rating,
     Result,
+    Score,
     ScoreItems,
     Task,
     TaskScores,
-    mean_result,
     split_ids,
 )
 from utils.errors import UserError
@@ -47,16 +48,6 @@ BUNDLE = Path("data/eval_bundle")  # where it is kept
 NUM_TASKS = 22  # of CORE
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
-
-
-def common_prefix(sequences: list[list[int]]) -> int:
-    """Return how many first ids all sequences share."""
-    length = 0
-    for ids in zip(*sequences, strict=False):  # up to the end of the shortest
-        if len(set(ids)) > 1:
-            break
-        length += 1
-    return length
 
 
 @dataclass
@@ -122,7 +113,7 @@ class FewShotTask(Task):
             wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in wholes)
         if self.type == "schema":
-            num_counted = common_prefix([ids[::-1] for ids in wholes])
+            num_counted = len(commonprefix([ids[::-1] for ids in wholes]))
             num_counted = min(max(num_counted, 1), shortest - 1)
             starts = [len(ids) - num_counted for ids in wholes]
         else:
@@ -131,35 +122,28 @@ class FewShotTask(Task):
                 compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
             # Of a choice that begins another one nothing would be left, and its mean loss is NaN in
             # nanochat; here the last common token counts, of all choices.
-            starts = [min(common_prefix(compared), shortest - 1)] * len(wholes)
+            starts = [min(len(commonprefix(compared)), shortest - 1)] * len(wholes)
         # block_size tokens, and not one more: nanochat feeds the last one, too
         pairs = zip(wholes, starts, strict=True)
         return [split_ids(ids, start, block_size) for ids, start in pairs]
 
-    def score(
-        self, rows: list[dict], score_items: ScoreItems, protocols: Sequence[str]
-    ) -> TaskScores:
-        """Return the accuracy: of the choice with the lowest mean loss, the first of equal ones, or
-        of answers that greedy decoding writes."""
-        items = self.items(rows, protocols[0])
-        hits = []
-        ties = 0
-        examples = []
-        scores_of_items = score_items(items, self.encode)
-        for index, (item, scores) in enumerate(zip(items, scores_of_items, strict=True)):
-            means = [score.logprob / score.num_tokens for score in scores]
-            pick = means.index(max(means))
-            hit = pick == item.label
-            if self.type == "language_modeling":
-                hit = scores[0].is_greedy
-            elif means.count(max(means)) > 1:  # counted for the JSON; the pick is the first
-                ties += 1
-            hits.append(hit)
-            example = {"task": self.name, "index": index, "label": item.label, "pick": pick}
-            examples.append({**example, "correct": hit, "mean_logprobs": means})
-        result = mean_result(self.name, f"{self.num_shots} examples", "acc", hits, ties)
-        centered = (result.value - self.baseline) / (1 - self.baseline)
-        return [replace(result, centered=centered)], examples
+    def rate(
+        self, protocol: str, item: Item, scores: list[Score], example: dict
+    ) -> dict[str, Rating]:
+        """Return whether the choice with the lowest mean loss is right, the first of equal ones, or
+        the answer is what greedy decoding writes."""
+        means = [score.logprob / score.num_tokens for score in scores]
+        pick = means.index(max(means))
+        is_right = pick == item.label
+        if self.type == "language_modeling":
+            is_right = scores[0].is_greedy
+        example |= {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
+        return {"acc": Rating(is_right, is_tie=means.count(max(means)) > 1)}
+
+    def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
+        mean = super().result(f"{self.num_shots} examples", metric, ratings)
+        centered = (mean.value - self.baseline) / (1 - self.baseline)
+        return replace(mean, centered=centered)
 
 
 LoadedTask = tuple[FewShotTask, list[dict]]  # a task and its rows
@@ -250,13 +234,11 @@ def download_bundle() -> Path:
         archive = Path(temporary, "bundle.zip")
         with urlopen(BUNDLE_URL, timeout=60) as response, open(archive, "wb") as file:
             size = int(response.headers["Content-Length"])
-            progress = tqdm.wrapattr(response, "read", total=size, desc=BUNDLE_URL)
-            with progress as reader:
+            with tqdm.wrapattr(response, "read", total=size, desc=BUNDLE_URL) as reader:
                 shutil.copyfileobj(reader, file)
-        # a connection that breaks off ends the file without an error
-        assert archive.stat().st_size == size, "the download is incomplete"
-        with zipfile.ZipFile(archive) as zipped:
-            zipped.extractall(temporary)
+        # a connection that breaks off ends the file without an error; then it is no archive, whose
+        # list of files stands at its end
+        shutil.unpack_archive(archive, temporary)
         # last, so that the folder is there when it is whole; another process of the machine may
         # have been faster
         with contextlib.suppress(OSError):

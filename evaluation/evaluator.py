@@ -5,8 +5,9 @@ protocols and examples of a benchmark; here one protocol and, without --eval_ful
 examples give a curve. How scores are computed is in validation.py, scoring.py and benchmarks.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from data.loader import Mixture
 from data.tokenizer import load_tokenizer
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.scoring import ItemScorer
-from evaluation.tasks import ScoreTask
+from evaluation.tasks import Benchmark, ScoreTask
 from evaluation.validation import Scorer, weighted_mean
 from model.execution import uncompiled
 from model.generate import Sampling, complete
@@ -57,6 +58,20 @@ def read_on_all(read: Callable[[], Content], process: Process) -> Content:
     return content
 
 
+def open_benchmark(
+    benchmark: Benchmark,
+    path: Path | None,
+    limit: int | None,
+    scorer: ItemScorer,
+    protocols: Sequence[str],
+) -> ScoreTask:
+    """Read a benchmark's file, or download it, and return the function that scores it. Raises
+    UserError for what cannot be read or scored, now and not in the middle of a run."""
+    rows = read_on_all(partial(benchmark.read, path, limit), scorer.process)
+    benchmark.check(rows, scorer.tokenizer, scorer.model.config.block_size)
+    return partial(benchmark.score, rows, scorer.score, protocols)
+
+
 class Evaluator:
     """Evaluate a model while it trains, at the intervals of its TrainConfig and at the last step.
     All processes call each method at the same steps and get the same figures. Without a tokenizer,
@@ -84,14 +99,11 @@ class Evaluator:
             if getattr(config, f"{name}_every", 0) > 0:
                 path = getattr(config, f"{name}_data")  # None: downloaded
                 limit = None if config.eval_full else SUBSET_EXAMPLES
-                rows = read_on_all(partial(benchmark.read, path, limit), process)
-                try:  # now, and not after the first thousand steps
-                    benchmark.check(rows, tokenizer, model.config.block_size)
+                first = benchmark.protocols[:1]
+                try:
+                    score_task = open_benchmark(benchmark, path, limit, self.scorer, first)
                 except UserError as error:
                     raise UserError(f"--{name}_every cannot score {name}: {error}") from error
-                score_task = partial(
-                    benchmark.score, rows, self.scorer.score, benchmark.protocols[:1]
-                )
                 self.score_tasks.append((name, score_task))
 
     @property
@@ -112,16 +124,14 @@ class Evaluator:
         """Return the validation loss in nats per token and, where the shards tell the size of their
         text, bits_per_byte, and the number n of tokens. Several corpora give the means by weight,
         and the loss of each."""
-        val = self.val
         val_tokens = self.config.val_tokens
-        scores = [self.scorer.validation_loss(part, val_tokens) for part in val.parts]
-        n = sum(part.count_within(val_tokens) * part.block_size for part in val.parts)
+        scores = [self.scorer.validation_loss(part, val_tokens) for part in self.val.parts]
         if len(scores) == 1:  # no mixture
-            return scores[0] | {"n": n}
-        means = weighted_mean(scores, val.weights)
-        for name, corpus_scores in zip(val.names, scores, strict=True):
+            return scores[0]
+        means = weighted_mean(scores, self.val.weights)
+        for name, corpus_scores in zip(self.val.names, scores, strict=True):
             means[f"loss_{name}"] = corpus_scores["loss"]
-        return means | {"n": n}
+        return means
 
     def benchmarks(self, step: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the name and the figures of each benchmark that is due after `step` steps; they are

@@ -18,7 +18,7 @@ from matplotlib.ticker import EngFormatter
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLIC_RUN, PUBLISHED, TOKENS_OF_PUBLIC_STEP
 from utils.errors import UserError
-from utils.logger import SAMPLES, logged_run, read_metrics
+from utils.logger import find_metrics, logged_run, read_metrics
 
 Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 
@@ -44,7 +44,6 @@ class Run:
     """A run to draw."""
 
     label: str  # its path, as the user gave it
-    folder: Path  # of the log
     log: Log
     record: dict  # content of the config.json beside the log; {} without one
 
@@ -55,15 +54,10 @@ def read_run(path: Path) -> Run:
     log = read_metrics(path)
     if not log.get("train"):
         raise UserError(f"{path} has no training step yet")
-    folder = path
-    if path.is_file():
-        folder = path.parent
-    elif (path / "logs").is_dir():
-        folder = path / "logs"
     label = str(path).removesuffix("/logs")
     if len(label) > 41:  # the ends tell most: folder above, options and seed of a sweep
         label = f"{label[:20]}…{label[-20:]}"
-    return Run(label, folder, log, logged_run(folder) or {})
+    return Run(label, log, logged_run(find_metrics(path).parent) or {})
 
 
 def comparable_loss(runs: list[Run]) -> str:
@@ -127,8 +121,6 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
         draw_accuracies(panels["accuracy"], runs, size)
     if size:
         draw_published_loss(panels[metric], runs, size)
-    if is_grpo:
-        show_sample(figure, runs[-1])
     save(figure, out)
 
 
@@ -218,27 +210,6 @@ def draw_published(axes: Axes, key: tuple[str, str, str], size: str | None, colo
         axes.axhline(value, color=color, ls="--", lw=1, label=label)
 
 
-def show_sample(figure: Figure, run: Run) -> None:
-    """Show the beginning of the newest text in a run's samples.txt, if that lies beside the log,
-    below the panels."""
-    path = run.folder / SAMPLES
-    if not path.exists():
-        return
-    # replace: half a character, while the file is written
-    text = path.read_text(encoding="utf-8", errors="replace")
-    start = text.rfind("--- step ")  # the line that Logger.log_sample puts before each text
-    lines = text[start:].splitlines()[:12]
-    figure.supxlabel(
-        "\n".join(lines),
-        x=0.01,
-        ha="left",
-        family="monospace",
-        fontsize=8,
-        parse_math=False,  # a dollar of a text begins no formula
-    )
-    figure.set_figheight(figure.get_figheight() + 0.14 * len(lines))
-
-
 def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
     """Label and style all panels, and write the picture as the type that its suffix names."""
     for axes in figure.axes:
@@ -258,7 +229,7 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
-            # characters of a sample or a folder that the font lacks are drawn as boxes
+            # characters of a folder that the font lacks are drawn as boxes
             warnings.filterwarnings("ignore", "Glyph")
             figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows
     except Exception as error:  # also a file type that Matplotlib does not know

@@ -11,6 +11,8 @@ not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
-from evaluation.tasks import Continuation, EncodeItem, Item, Score
+from evaluation.tasks import Continuation, EncodeItem, Item, Score, batched
 from evaluation.validation import Scorer
 from model.loss import rows_within
 from utils.devices import autocast
@@ -92,20 +94,21 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
     targets: list[tuple[int, int, int]] = []  # row, column that predicts it, id
     for b, row in enumerate(rows):
         context_length = len(row.context)
-        ids[b, :context_length] = row.context
-        positions[b, :context_length] = range(context_length)
-        part[b, :context_length] = 0
-        start = context_length
-        for n, choice in enumerate(row.choices, 1):  # n: its number in `part`
-            end = start + len(choice) - 1
-            ids[b, start:end] = choice[:-1]
-            positions[b, start:end] = range(context_length, context_length + end - start)
+        # the last token of a continuation predicts nothing, so it is no input
+        inputs = [row.context] + [choice[:-1] for choice in row.choices]
+        start = 0
+        for n, tokens in enumerate(inputs):  # n: its number in `part`
+            end = start + len(tokens)
+            ids[b, start:end] = tokens
+            positions[b, start:end] = range(len(tokens))
             part[b, start:end] = n
-            # The first token is predicted from the end of the context, the others from those
-            # before them.
-            targets.append((b, context_length - 1, choice[0]))
-            for t, token in enumerate(choice[1:], start):
-                targets.append((b, t, token))
+            if n > 0:
+                positions[b, start:end] += context_length
+                # The first token is predicted from the end of the context, the others from those
+                # before them.
+                columns = [context_length - 1] + list(range(start, end))
+                for column, token in zip(columns, row.choices[n - 1], strict=True):
+                    targets.append((b, column, token))
             start = end
 
     mask = None  # attention without a mask is faster, and enough for rows of one continuation
@@ -178,19 +181,13 @@ class ItemScorer(Scorer):
         rows = pack([encode(item, self.tokenizer, block_size) for item in items])
         rows.sort(key=lambda row: row.length, reverse=True)
         batches: list[list[PackedItem]] = []
-        for row in rows:
-            is_new_length = not batches or batches[-1][0].length != row.length
-            if is_new_length or len(batches[-1]) == self.batch_size:
-                batches.append([])
-            batches[-1].append(row)
+        for _, equal_rows in groupby(rows, key=lambda row: row.length):
+            batches += batched(list(equal_rows), self.batch_size)
 
-        # A batch that comes twice, so that all processes have equally many, gives equal scores.
         scores: dict[int, Score] = {}  # by place among the continuations of all items
-        for _, batch, _ in self.process.share(batches):
-            scores |= self.score_batch(batch, banned_ids)
-            self.progress(len(batch) * self.process.world_size)
+        for batch_scores in self.process.map(partial(self.score_batch, banned_ids), batches):
+            scores |= batch_scores
         self.model.train()
-        scores = self.process.merge(scores)
         # Comparisons with NaN are all false: no choice would be the best one.
         if any(math.isnan(score.logprob) for score in scores.values()):
             raise UserError("the model gives NaN (not a number) instead of a probability")
@@ -203,8 +200,9 @@ class ItemScorer(Scorer):
             start = end
         return scores_of_items
 
-    def score_batch(self, rows: list[PackedItem], banned_ids: list[int]) -> dict[int, Score]:
+    def score_batch(self, banned_ids: list[int], rows: list[PackedItem]) -> dict[int, Score]:
         """Return a Score for each choice of each row, by its place as PackedItem counts them."""
+        self.progress(len(rows) * self.process.world_size)
         batch = make_batch(rows, self.process.device)
         with autocast(self.process.device, self.dtype):
             x = self.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)

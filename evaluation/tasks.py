@@ -9,7 +9,7 @@ evaluation/benchmarks.py and core.py.
 
 import json
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,16 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Rating:
+    """How good a prediction is by one metric."""
+
+    value: float
+    """For a choice 1 if it is right, else 0; of several best ones the share that is right."""
+    is_tie: bool = False
+    """True if there are several best ones."""
+
+
+@dataclass(frozen=True)
 class Result:
     """Value of one metric of a task under a named protocol, over n examples. evaluate.py writes its
     fields as JSON."""
@@ -97,6 +107,11 @@ def evenly_spread(rows: list, limit: int | None) -> list:
     if limit is None or len(rows) <= limit:
         return rows
     return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]
+
+
+def batched(items: list, size: int) -> list[list]:
+    """Return items in lists of `size`, of which the last one may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
@@ -155,10 +170,12 @@ class Benchmark(ABC):
 
 class Task(Benchmark):
     """A benchmark of one file. A subclass sets the attributes and defines `items`; it overrides
-    `values` if a continuation is not chosen by its log-probability, `parse` if its file is not JSON
-    lines."""
+    `values` if a continuation is not chosen by its log-probability, `rate` if there is nothing to
+    choose, `parse` if its file is not JSON lines."""
 
     metric = "acc"
+    banned_words: Sequence[str] = ()
+    """Words that may not come first in Score.is_greedy_filtered."""
 
     @abstractmethod
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
@@ -222,42 +239,47 @@ class Task(Benchmark):
         scores: list[list[Score]] = []
         for protocol in protocols:
             items = self.items(rows, protocol)
-            # Protocols with the same texts differ only in how they choose. They share one pass of
+            # Protocols with the same texts differ only in how they rate. They share one pass of
             # the model.
             if items != scored_items:
-                scores = score_items(items, self.encode)
+                scores = score_items(items, self.encode, banned_words=self.banned_words)
                 scored_items = items  # of the newest forward pass
-            protocol_results, protocol_examples = self.choose(protocol, items, scores)
-            results += protocol_results
-            examples += protocol_examples
+            ratings = defaultdict(list)  # of the examples, by metric
+            for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
+                example = {"task": self.name, "protocol": protocol, "index": index}
+                by_metric = self.rate(protocol, item, item_scores, example)
+                for metric, rating in by_metric.items():
+                    ratings[metric].append(rating)
+                examples.append(example)
+            for metric, metric_ratings in ratings.items():
+                results.append(self.result(protocol, metric, metric_ratings))
         return results, examples
 
-    def choose(self, protocol: str, items: list[Item], scores: list[list[Score]]) -> TaskScores:
-        """Choose a continuation for each item by each metric, and compare it with the label."""
-        examples: list[dict] = []
-        credits = defaultdict(list)  # by metric: for each example the chance of a right choice
-        ties = Counter[str]()  # by metric: examples with several best choices
-        for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
-            example = {"task": self.name, "protocol": protocol, "index": index, "label": item.label}
-            # for each choice its value by metric
-            choices = zip(item.choices, item_scores, strict=True)
-            values = [self.values(protocol, choice, score) for choice, score in choices]
-            example["logprobs"] = [by_metric["acc"] for by_metric in values]
-            for metric in values[0]:
-                metric_values = np.array([by_metric[metric] for by_metric in values])
-                # all choices with the largest value: several where they are equal
-                best = np.flatnonzero(metric_values == metric_values.max())
-                if len(best) > 1:
-                    ties[metric] += 1
-                # For --dump, the first of equal choices. For the accuracy each of them counts as
-                # its share: otherwise a model of zeros would be right wherever the label is 0.
-                example[f"pick_{metric}"] = int(best[0])
-                if protocol.startswith("lm-eval"):
-                    best = best[:1]  # the harness has that bias
-                credits[metric].append(float(item.label in best) / len(best))
-            examples.append(example)
-        # credits[metric] has one number for each example
-        results = []
-        for metric, chances in credits.items():
-            results.append(mean_result(self.name, protocol, metric, chances, ties[metric]))
-        return results, examples
+    def rate(
+        self, protocol: str, item: Item, scores: list[Score], example: dict
+    ) -> dict[str, Rating]:
+        """Return the ratings of an example by metric, and add to its row for --dump, in place. Here
+        a continuation is chosen by each metric, and compared with the label."""
+        choices = zip(item.choices, scores, strict=True)
+        values = [self.values(protocol, choice, score) for choice, score in choices]
+        example["label"] = item.label
+        example["logprobs"] = [by_metric["acc"] for by_metric in values]
+        ratings = {}
+        for metric in values[0]:
+            of_choices = [by_metric[metric] for by_metric in values]
+            # all choices with the largest value: several where they are equal
+            best = [i for i, value in enumerate(of_choices) if value == max(of_choices)]
+            is_tie = len(best) > 1
+            # For --dump, the first of equal choices. For the accuracy each of them counts as its
+            # share: otherwise a model of zeros would be right wherever the label is 0.
+            example[f"pick_{metric}"] = best[0]
+            if protocol.startswith("lm-eval"):
+                best = best[:1]  # the harness has that bias
+            ratings[metric] = Rating((item.label in best) / len(best), is_tie)
+        return ratings
+
+    def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
+        """Return the mean of one rating per example."""
+        values = [rating.value for rating in ratings]
+        num_ties = sum(rating.is_tie for rating in ratings)
+        return mean_result(self.name, protocol, metric, values, num_ties)

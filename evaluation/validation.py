@@ -19,15 +19,6 @@ from utils.devices import autocast
 from utils.distributed import Process
 
 
-def too_few_tokens(name: str, sequences: Sequences, tokens: int) -> str:
-    """Return the sentence for a corpus whose validation split is smaller than `tokens`."""
-    held_out = len(sequences) * sequences.block_size  # targets
-    return (
-        f"note: validation reads all {held_out:,} tokens of {name}, fewer than --val_tokens "
-        f"{tokens:,}: the fewer, the rougher the loss"
-    )
-
-
 def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[str, float]:
     """Return the figures of a mixture from those of validation_loss for its corpora.
 
@@ -35,19 +26,20 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
     token over the mean of bytes per token, not a mean of the corpora's bits per byte.
     """
     loss = sum(weight * x["loss"] for weight, x in zip(weights, scores, strict=True))
+    means = {"loss": loss, "n": sum(x["n"] for x in scores)}
     if not all("bits_per_byte" in x for x in scores):
-        return {"loss": loss}
+        return means
     bytes_per_token = 0.0
     for weight, x in zip(weights, scores, strict=True):
         # bits per token / bits per byte = bytes per token of the corpus
         bytes_per_token += weight * x["loss"] / math.log(2) / x["bits_per_byte"]
-    return {"loss": loss, "bits_per_byte": loss / math.log(2) / bytes_per_token}
+    return means | {"bits_per_byte": loss / math.log(2) / bytes_per_token}
 
 
 @dataclass
 class Scorer:
     """A model, and how to run it. All processes call each method with the same arguments and get
-    the same figures. A signal ends a method between two batches: Process.share raises Stopped."""
+    the same figures. A signal ends a method between two batches: Process.map raises Stopped."""
 
     model: GPT
     tokenizer: Tokenizer | None  # None: no text is scored, see ItemScorer
@@ -59,7 +51,8 @@ class Scorer:
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
-        """Return the mean loss in nats per token over the first `tokens` targets of a split.
+        """Return the mean loss in nats per token over the first `tokens` targets of a split, and
+        the number n of these.
 
         Where the shards tell the size of their text, there is also bits_per_byte = loss / ln 2 /
         (bytes of source text for a token of the whole split), by which runs with different
@@ -71,8 +64,9 @@ class Scorer:
         # where a new batch begins: array_split cuts there
         starts = range(self.batch_size, num_sequences, self.batch_size)
         batches = np.array_split(np.arange(num_sequences), starts)
-        nats = torch.zeros(len(batches), dtype=torch.float64)  # sum over the targets of each batch
-        for place, batch, counts in self.process.share(batches):
+
+        def sum_nats(batch: np.ndarray) -> float:
+            """Return the sum of the loss over the targets of sequences."""
             # The last batch is filled up with sequences that do not count, as another shape would
             # be compiled anew. Targets of -1 are left out of the mean.
             filled = np.resize(batch, len(batches[0]))
@@ -82,13 +76,14 @@ class Scorer:
             target_ids = torch.from_numpy(targets).to(self.process.device)
             with autocast(self.process.device, self.dtype):
                 loss = self.model(ids, target_ids)
-            # else the batch only keeps the processes in step
-            if counts:
-                # the loss is a mean over the targets that count
-                nats[place] = loss.item() * targets[: len(batch)].size
-        total_nats = self.process.sum_float64(nats).sum().item()
+            # the loss is a mean over the targets that count
+            return loss.item() * targets[: len(batch)].size
+
+        nats = self.process.map(sum_nats, batches)
+        total_nats = torch.tensor(nats, dtype=torch.float64).sum().item()
         self.model.train()  # with dropout again
-        scores = {"loss": total_nats / (num_sequences * sequences.block_size)}
+        num_targets = num_sequences * sequences.block_size
+        scores = {"loss": total_nats / num_targets, "n": num_targets}
         bytes_per_token = sequences.stream.bytes_per_token
         if bytes_per_token:
             scores["bits_per_byte"] = scores["loss"] / math.log(2) / bytes_per_token

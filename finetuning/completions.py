@@ -22,6 +22,8 @@ class Completion:
     """Token ids of the prompt, then those of the completion with the one that ended it."""
     is_cut: bool = False
     """True if it reached --max_new_tokens without an end."""
+    reward: float = 0.0
+    """Reward that grpo has given it."""
 
 
 def is_exact(completion: Completion) -> bool:

@@ -8,6 +8,7 @@ Shapes: N completions of a batch, T tokens.
 """
 
 import zlib
+from itertools import chain
 
 import numpy as np
 import torch
@@ -39,52 +40,60 @@ class GroupRelativePolicy(Method):
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Sample and reward the completions of a step, and return those of this process."""
         group_size = self.config.group_size
-        num_completions = len(example_ids) * group_size
-        places = self.places(num_completions)  # those of this process
-
-        # Sample and reward the completions. The random numbers of one depend on seed, step and
-        # place alone, so that any number of processes samples the same. Each process leaves zeros
-        # at the places of others, for the sum below.
         seed = zlib.crc32(f"{self.config.seed} {step}".encode())
-        values = torch.zeros(3, num_completions, dtype=torch.float64)
-        completions: list[list[Completion]] = []  # for each micro-step
-        for micro_places in places:
-            prompt_ids = example_ids[micro_places // group_size]
-            questions = [self.examples[i] for i in prompt_ids]
-            # the places of a micro-step are consecutive: row i of it is place first_row + i
-            first_row = int(micro_places[0])
-            sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=first_row)
-            micro_completions = complete_questions(
-                model, questions, self.encoder, sampling, self.process, self.dtype
-            )
-            completions.append(micro_completions)
-            columns = [
-                self.reward_function(micro_completions),
-                [completion.example.loss_mask.sum() for completion in micro_completions],
-                [completion.is_cut for completion in micro_completions],
-            ]
-            values[:, micro_places] = torch.tensor(columns, dtype=torch.float64)
 
-        # a group can have completions of several processes: its mean needs the rewards of all
-        rewards, lengths, are_cut = self.process.sum_float64(values)  # (num_completions,) each
+        def complete(places: list[int]) -> list[Completion]:
+            """Return the completions of a micro-batch, whose places follow each other."""
+            questions = [self.examples[example_ids[place // group_size]] for place in places]
+            # The random numbers of a completion depend on seed, step and place alone, so that any
+            # number of processes samples the same: row i is place first_row + i.
+            sampling = Sampling(
+                self.config.max_new_tokens,
+                seed=seed,
+                first_row=places[0],
+            )
+            return self.complete(model, questions, sampling)
+
+        # on each process all of the step, as a group can have completions of several processes
+        places = list(range(len(example_ids) * group_size))
+        micro_batches = self.process.map(complete, self.micro_batches(places))
+        completions = list(chain.from_iterable(micro_batches))
+        rewards = torch.tensor([x.reward for x in completions], dtype=torch.float64)
         groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
-        advantages = group_advantages(groups).flatten().float()  # (num_completions,)
+        advantages = group_advantages(groups).flatten().float()  # (completions,)
 
         batches = []
-        for micro_places, micro_completions in zip(places, completions, strict=True):
-            batches.append(self.completion_batch(micro_completions, advantages[micro_places]))
+        pairs = zip(
+            micro_batches,
+            advantages.split(self.config.micro_batch_size),
+            strict=True,
+        )
+        for micro_batch, micro_advantages in self.of_process(list(pairs)):
+            batches.append(self.completion_batch(micro_batch, micro_advantages))
 
-        # for samples.txt, the first group of the main process, as far as it is in one micro-batch
-        sample = f"prompt: {completions[0][0].row['prompt']!r}"
-        # the main process has the places from 0 on, so that these are its rewards
-        for place, completion in enumerate(completions[0][:group_size]):
-            sample += f"\n{rewards[place].item():g}  {completion.text!r}"
+        # for samples.txt, the first group
+        sample = f"prompt: {completions[0].row['prompt']!r}"
+        for completion in completions[:group_size]:
+            sample += f"\n{completion.reward:g}  {completion.text!r}"
+        lengths = [x.example.loss_mask.sum() for x in completions]
         metrics = {
             "reward": rewards.mean().item(),
-            "completion_tokens": lengths.mean().item(),
-            "cut": are_cut.mean().item(),
+            "completion_tokens": float(np.mean(lengths)),
+            "cut": float(np.mean([x.is_cut for x in completions])),
         }
-        return PreparedStep(batches, num_completions, metrics, sample)
+        return PreparedStep(batches, len(completions), metrics, sample)
+
+    def complete(
+        self, model: GPT, questions: list[Question], sampling: Sampling
+    ) -> list[Completion]:
+        """Return a completion of each question, with its reward."""
+        completions = complete_questions(
+            model, questions, self.encoder, sampling, self.process, self.dtype
+        )
+        rewards = self.reward_function(completions)
+        for completion, reward in zip(completions, rewards, strict=True):
+            completion.reward = reward
+        return completions
 
     @torch.no_grad()
     def completion_batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
@@ -112,11 +121,8 @@ class GroupRelativePolicy(Method):
     def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
         """Return the reward of the likeliest completions."""
         sampling = Sampling(self.config.max_new_tokens, temperature=0)  # no random numbers
-        completions = complete_questions(
-            model, questions, self.encoder, sampling, self.process, self.dtype
-        )
-        rewards = torch.tensor(self.reward_function(completions), dtype=torch.float64)
-        return {"reward": rewards.sum()}
+        rewards = [x.reward for x in self.complete(model, questions, sampling)]
+        return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
 
 
 # the formulas

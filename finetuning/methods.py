@@ -7,7 +7,7 @@ method returns the sum over one batch, and finetune.py divides it by the step's 
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.loader import Slicing
+from evaluation.tasks import batched
 from finetuning.examples import Batch, Example, TextEncoder, collate_padded, read_jsonl
 from finetuning.options import ResolvedFinetuneConfig
 from finetuning.rewards import RewardFunction, rewards_at_end
@@ -83,20 +83,18 @@ class Method(ABC):
         `example_ids` (batch_size,)."""
         # every process has the examples of the whole step, and makes batches of its own share
         examples = self.arrange([self.examples[i] for i in example_ids])
-        batches = []
-        for places in self.places(len(examples)):
-            micro_batch = [examples[place] for place in places]
-            batches.append(self.batch(micro_batch))
+        micro_batches = self.of_process(self.micro_batches(examples))
+        batches = [self.batch(micro_batch) for micro_batch in micro_batches]
         return PreparedStep(batches, self.divisor(examples))
 
-    def places(self, num_examples: int) -> np.ndarray:
-        """Return which of the examples of a step this process takes, by their places in the step:
-        int64 (micro-steps, --micro_batch_size)."""
-        # as in pre-training: micro-step i of all processes takes consecutive places
-        slicing = Slicing(
-            num_examples, self.config.micro_batch_size, self.process.rank, self.process.world_size
-        )
-        return slicing.rank_ids(np.arange(num_examples))
+    def micro_batches(self, examples: list) -> list[list]:
+        """Return examples in the micro-batches of all processes."""
+        return batched(examples, self.config.micro_batch_size)
+
+    def of_process(self, micro_batches: list) -> list:
+        """Return the micro-batches of a step that this process trains on."""
+        # as in pre-training: micro-step i of all processes takes consecutive ones
+        return micro_batches[self.process.rank :: self.process.world_size]
 
     def batch(self, texts: list) -> Batch:
         """Return texts as a batch. A method with other examples overrides this."""
@@ -110,23 +108,21 @@ class Method(ABC):
         model.eval()  # without dropout
         examples = self.arrange(self.examples)
         divisor = self.divisor(examples)
-        size = self.config.micro_batch_size
-        starts = range(0, len(examples), size)  # of the micro-batches
-        means: dict[str, float] = {}  # parts of the means, those of this process, by metric
-        # raises Stopped between two micro-batches after a signal
-        for _, start, is_counted in self.process.share(starts):
-            micro_batch = examples[start : start + size]  # the last one can be smaller
+
+        def rate(micro_batch: list) -> dict[str, float]:
+            """Return what a micro-batch adds to each mean."""
             with autocast(self.process.device, self.dtype):
                 sums = self.held_out_sums(model, micro_batch)
-            for name, value in sums.items():
-                # A batch that only keeps the processes in step is computed, and counts as 0.
-                mean = (value / divisor).item() * is_counted
-                means[name] = means.get(name, 0.0) + mean
+            return {name: (value / divisor).item() for name, value in sums.items()}
+
+        # raises Stopped between two micro-batches after a signal
+        ratings = self.process.map(rate, self.micro_batches(examples))
         model.train()
-        # float64: a sum over many batches keeps its digits
-        parts = torch.tensor(list(means.values()), dtype=torch.float64)
-        totals = self.process.sum_float64(parts)
-        return dict(zip(means, totals.tolist(), strict=True))
+        means: dict[str, float] = {}
+        for rating in ratings:
+            for name, value in rating.items():
+                means[name] = means.get(name, 0.0) + value
+        return means
 
     def held_out_sums(self, model: GPT, examples: list) -> Sums:
         """Return the metrics of a micro-batch of held-out examples."""
@@ -211,23 +207,21 @@ class DirectPreference(RewardModeling):
     @torch.no_grad()
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.reference  # finetune.py gives dpo one
-        num_pairs = len(self.examples)
-        size = self.config.micro_batch_size
-        starts = range(0, num_pairs, size)  # of the batches of pairs
-        # nats of chosen and rejected texts, on the CPU for sum_float64
-        logprobs = torch.zeros(2, num_pairs, dtype=torch.float64)
-        # each process computes some of the pairs and leaves zeros for the sum at the others
-        for start in starts[self.process.rank :: self.process.world_size]:
-            end = start + size
-            batch = self.batch(self.examples[start:end])  # of N pairs
-            with autocast(self.process.device, self.dtype):
-                text_logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
-            logprobs[:, start:end] = text_logprobs.view(2, -1)
-        logprobs = self.process.sum_float64(logprobs).float()
-        for i, pair in enumerate(self.examples):
-            pair.ref_logprobs = logprobs[:, i]
+        # A signal does not end this: the loop of the run, which catches Stopped, comes later.
+        process = replace(self.process, stop=None)
+        ratings = process.map(self.rate_by_reference, self.micro_batches(self.examples))
+        for pair, logprobs in zip(self.examples, torch.cat(ratings), strict=True):
+            pair.ref_logprobs = logprobs
         self.reference = None  # frees its memory
+
+    def rate_by_reference(self, pairs: list[Pair]) -> Tensor:
+        """Return the log-probabilities (N, 2) of chosen and rejected texts of N pairs under the
+        reference model, in nats of a whole text, on the CPU."""
+        assert self.reference  # finetune.py gives dpo one
+        batch = self.batch(pairs)
+        with autocast(self.process.device, self.dtype):
+            logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
+        return logprobs.view(2, -1).T.cpu()
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of texts

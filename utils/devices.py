@@ -3,7 +3,6 @@
 Nothing here computes a model: model/ runs the same forward on every device.
 """
 
-import ctypes
 import os
 import shutil
 import time
@@ -125,18 +124,6 @@ def has_c_compiler() -> bool:
     """Return whether there is a C compiler, which Triton, torch.compile's compiler for GPUs, needs.
     The variable CC names another one than gcc and clang."""
     return any([os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")])
-
-
-def keep_freed_memory() -> None:
-    """Let glibc's malloc keep freed memory for the next allocation.
-
-    By default it returns large blocks, such as activations, to the kernel, which zeroes them again
-    page by page when the next step allocates them.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # other C libraries have none
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 
 def autocast(

@@ -11,9 +11,10 @@ restarts all of them; TIMEOUT is for machines that go silent.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -22,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.devices import keep_freed_memory, pick_device
+from utils.devices import pick_device
 from utils.errors import UserError
 
 Item = TypeVar("Item")
+Output = TypeVar("Output")
 
 # A collective fails after this time. Longer than all that one process does while the others wait
 # (a download; for a checkpoint on a slow disk Saver.wait calls many short collectives); without a
@@ -135,19 +137,22 @@ class Process:
 
     # collectives
 
-    def share(self, items: Sequence[Item]) -> Iterator[tuple[int, Item, bool]]:
-        """Yield (index, item, whether it counts) for this process's share of items, round-robin.
+    def map(self, function: Callable[[Item], Output], items: Sequence[Item]) -> list[Output]:
+        """Return what `function` returns for each item, which the processes take round-robin. All
+        of them get the same list.
 
-        Every process gets equally many items, because a sharded model's forward is a collective.
-        In the last round, processes beyond the end get the last item again, which does not count.
-        Raises Stopped between two items.
+        Every process calls the function equally often, because a sharded model's forward is a
+        collective: in the last round, processes beyond the end do the last item again. Raises
+        Stopped between two items.
         """
-        last_index = len(items) - 1
+        outputs: dict[int, Output] = {}  # by the index of their item
         for round_start in range(0, len(items), self.world_size):
             self.end_if_stopped()
             # this process takes item number `rank` of each round
-            index = round_start + self.rank
-            yield index, items[min(index, last_index)], index <= last_index
+            index = min(round_start + self.rank, len(items) - 1)
+            outputs[index] = function(items[index])
+        outputs = self.merge(outputs)  # an item that was done twice has equal outputs
+        return [outputs[index] for index in range(len(items))]
 
     def end_if_stopped(self) -> None:
         """Raise Stopped on every process if one of them got a signal."""
@@ -200,22 +205,15 @@ class Process:
             values /= self.tensor_parallel
         return values
 
-    def sum_float64(self, values: Tensor) -> Tensor:
-        """Return the sum over all parts of the data of a float64 tensor on the CPU, on the CPU."""
-        if self.num_processes > 1 and self.device.type == "cuda":  # NCCL sums tensors of GPUs only
-            return self.sum(values.to(self.device)).cpu()
-        return self.sum(values)
-
-    def merge(self, results: dict[int, Item]) -> dict[int, Item]:
-        """Return the results of all processes, each by the index of its item. An item that several
-        processes have done, as `share` gives the last one out again, has equal results."""
-        shares = [results]
+    def merge(self, outputs: dict[int, Output]) -> dict[int, Output]:
+        """Return the outputs of all processes, which are equal where they have one key."""
+        shares = [outputs]
         if self.num_processes > 1:
             shares = [{}] * self.num_processes  # filled with those of all processes
-            dist.all_gather_object(shares, results)
-        merged: dict[int, Item] = {}
+            dist.all_gather_object(shares, outputs)
+        merged: dict[int, Output] = {}
         for share in shares:
-            merged.update(share)  # an item done twice has the same index
+            merged.update(share)
         return merged
 
 
@@ -283,6 +281,18 @@ def start(device_name: str, *, catch_signals: bool = False, tensor_parallel: int
         tensor_parallel,
         tensor_rank=rank % tensor_parallel,
     )
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed memory for the next allocation.
+
+    By default it returns large blocks, such as activations, to the kernel, which zeroes them again
+    page by page when the next step allocates them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries have none
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 
 def explain(error: Exception) -> str | None:

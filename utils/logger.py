@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,9 @@ class Logger:
         self.metrics.write(json.dumps({"step": step, **row}) + "\n")
         if self.wandb_run is None:
             return
-        values: dict[str, float] = {"step": step}
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                values[f"{row['split']}/{name}"] = value
-        self.call_wandb(self.wandb_run.log, values)
+        split = row["split"]
+        numbers = {f"{split}/{k}": x for k, x in row.items() if isinstance(x, int | float)}
+        self.call_wandb(self.wandb_run.log, {"step": step, **numbers})
 
     def call_wandb(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Return the result of a function of Weights & Biases. After an error, as without a login
@@ -113,19 +111,18 @@ class Logger:
             left = tqdm.format_interval((self.bar.total - step) * row["ms"] / 1000)
             self.print(f"step {step}/{self.bar.total}  {text}  {details}  {left} left")
 
-    def log_scores(self, split: str, scores: Mapping[str, float | None], step: int) -> None:
-        """Write and print the scores of a validation or a benchmark; None is an unknown score."""
+    def log_scores(self, split: str, scores: dict[str, float], step: int) -> None:
+        """Write and print the scores of a validation or a benchmark."""
         self.log({"split": split, **scores}, step)
-        known = {name: score for name, score in scores.items() if score is not None}
+        scores = dict(scores)
+        text = split
         if split == "val":
-            text = f"validation loss {known.pop('loss'):.4f}"
-            if "n" in known:
-                text += f" of {known.pop('n'):,} tokens"
-            if "bits_per_byte" in known:
-                text += f", {known.pop('bits_per_byte'):.4f} bits per byte"
-        else:
-            text = split
-        for name, score in known.items():  # of a mixture, loss_NAME for each corpus
+            text = f"validation loss {scores.pop('loss'):.4f}"
+            if "n" in scores:
+                text += f" of {scores.pop('n'):,} tokens"
+            if "bits_per_byte" in scores:
+                text += f", {scores.pop('bits_per_byte'):.4f} bits per byte"
+        for name, score in scores.items():  # of a mixture, loss_NAME for each corpus
             text += f", {name} {score:.5g}"
         self.print(f"step {step}: {text}")
 
@@ -173,32 +170,35 @@ def logged_run(folder: Path) -> dict | None:
         return {}  # written by a run that was killed, or by others
 
 
+def find_metrics(path: Path | str) -> Path:
+    """Return the metrics.jsonl that a path is, or that lies in the folder of a log or of a run."""
+    for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
+        if metrics_path.is_file():
+            return metrics_path
+    raise UserError(f"{path} holds no {METRICS} of a run; give that file, or its folder")
+
+
 def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """Read the log of a run into lists of rows by split, sorted by step.
 
-    `path` is a metrics.jsonl, its folder, or the folder above. Of steps that were run again, the
-    last rows are returned. Raises UserError for a file that holds other lines.
+    `path` is as for find_metrics. Of steps that were run again, the last rows are returned. Raises
+    UserError for a file that holds other lines.
     """
-    # the file, its folder, or the folder of a run
-    for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
-        if metrics_path.is_file():
-            break
-    else:
-        raise UserError(f"{path} holds no {METRICS} of a run; give that file, or its folder")
-
-    row_at_step: dict[str, dict[int, dict]] = {}  # by split
+    metrics_path = find_metrics(path)
+    rows: dict[tuple[str, int], dict] = {}  # by split and step
     with reading(metrics_path, "the log of a run"), open(metrics_path, encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
                 break  # half a row: the writer was killed, or is writing it
             row = json.loads(line)
-            if row["split"] != "resume":
+            if row["split"] == "resume":
+                # the run continued at this step: later ones may never be written again
+                rows = {key: old for key, old in rows.items() if old["step"] <= row["step"]}
+            else:
                 # a later row of a step takes the place of an earlier one
-                row_at_step.setdefault(row["split"], {})[row["step"]] = row
-                continue
-            # the run continued at this step: rows of later steps may never be written again
-            for rows in row_at_step.values():
-                for later_step in [step for step in rows if step > row["step"]]:
-                    del rows[later_step]
+                rows[row["split"], row["step"]] = row
 
-    return {split: [rows[step] for step in sorted(rows)] for split, rows in row_at_step.items()}
+    log: dict[str, list[dict]] = {}
+    for split, step in sorted(rows):
+        log.setdefault(split, []).append(rows[split, step])
+    return log

@@ -119,20 +119,18 @@ def test_the_legend_stands_above_the_curves_with_the_lowest_loss(tmp_path, draw_
     assert legend.get_window_extent().y0 >= axes.bbox.y1
 
 
-def test_a_run_of_grpo_shows_rewards_lengths_and_samples(tmp_path, draw_panels):
+def test_a_run_of_grpo_shows_rewards_and_lengths(tmp_path, draw_panels):
     rows = [{"step": 0, "split": "held_out", "reward": 9}]
     for step in (1, 2):
         train = {"tokens": step, "tokens_per_s": 9, "reward": step, "cut": 0.5, "loss": -0.1}
         rows.append({"step": step, "split": "train", "completion_tokens": 10 - step, **train})
         rows.append({"step": step, "split": "held_out", "reward": step / 2})
     run = write_run(tmp_path / "run", [], rows)
-    (run / "samples.txt").write_text("--- step 1\nold\n--- step 2\nprompt: 'a$b'\n1  'c'\n")
     panels = draw_panels(run)
     assert len(panels) == 3  # none for kl, which is not logged
     reward = panels["mean reward"]
     assert heights(reward) == [[1, 2], [9, 0.5, 1]]
     assert heights(panels["completion length (tokens)"]) == [[9, 8]]
-    assert reward.figure.get_supxlabel() == "--- step 2\nprompt: 'a$b'\n1  'c'"
 
 
 def test_what_is_no_run_is_skipped_unless_it_is_all(tmp_path, draw_panels, capsys):

@@ -130,12 +130,13 @@ def test_a_model_of_nan_is_an_error(scorer):
 
 def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():
     scores = [  # 1 and 5 bytes per token
-        {"loss": 2.0, "bits_per_byte": 2.0 / math.log(2) / 1},
-        {"loss": 4.0, "bits_per_byte": 4.0 / math.log(2) / 5},
+        {"loss": 2.0, "n": 8, "bits_per_byte": 2.0 / math.log(2) / 1},
+        {"loss": 4.0, "n": 9, "bits_per_byte": 4.0 / math.log(2) / 5},
     ]
     mean = weighted_mean(scores, [0.75, 0.25])
-    assert mean == pytest.approx({"loss": 2.5, "bits_per_byte": 2.5 / math.log(2) / 2})
-    assert weighted_mean([{"loss": 2.0}, scores[1]], [0.75, 0.25]) == {"loss": 2.5}
+    assert mean == pytest.approx({"loss": 2.5, "n": 17, "bits_per_byte": 2.5 / math.log(2) / 2})
+    del scores[0]["bits_per_byte"]
+    assert weighted_mean(scores, [0.75, 0.25]) == {"loss": 2.5, "n": 17}
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
@@ -172,10 +173,11 @@ def test_validation_is_the_mean_over_the_first_tokens_that_there_are_for_any_bat
         ends = (val.stream.tokens(0, len(val.stream)) == 256).sum()
         bits = expected / math.log(2) * len(val.stream) / (len(val.stream) - ends)
         scores = score(val, num_tokens)
-        assert scores == pytest.approx({"loss": expected, "bits_per_byte": bits}, rel=1e-6)
+        n = num_sequences * 32
+        assert scores == pytest.approx({"loss": expected, "n": n, "bits_per_byte": bits}, rel=1e-6)
         assert scorer.model.training  # left as training needs it
     shutil.copytree(shards, tmp_path, dirs_exist_ok=True)
     manifest = read_manifest(shards)
     manifest.bytes = {"train": 0, "val": 0}  # which folders of others do not count
     write_manifest(tmp_path, manifest)
-    assert score(val_sequences(tmp_path), 10**9) == {"loss": scores["loss"]}
+    assert score(val_sequences(tmp_path), 10**9) == {"loss": scores["loss"], "n": n}
