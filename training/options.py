@@ -207,7 +207,7 @@ def resolve_on_device(
     return replace(options, micro_batch_size=size)
 
 
-def model_shape(options: TrainConfig, recipe: Recipe, weights: GPTConfig) -> GPTConfig:
+def model_shape(options: ResolvedTrainConfig, recipe: Recipe, weights: GPTConfig) -> GPTConfig:
     """Return the architecture of a run that begins with `weights`, which are resumed or those of
     --init_from. Raises UserError for options that ask for another one."""
     if options.block_size > weights.block_size:
