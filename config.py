@@ -251,6 +251,9 @@ class MachineOptions:
     """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
     tensor_parallel: Count = 1
     """Processes of a machine that share each block; needs --sharding zero1, zero2 or zero3."""
+    shard_across: Count | None = None
+    """Processes that divide one copy of the state under --sharding, a multiple of those of a
+    machine, which are the default (docs/SCALING.md)."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
@@ -317,6 +320,9 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
                 f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3, "
                 "and --dtype bfloat16 or float32"
             )
+        # a resumed run may bring it from one that was sharded
+        if self.shard_across is not None and self.sharding == "none" and self.resumed is None:
+            raise UserError("--shard_across needs --sharding zero1, zero2 or zero3")
 
     @property
     @abstractmethod

@@ -8,9 +8,10 @@ from data.named_tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import build_without_weights
 from model.recipes import Recipe
+from training.advice import choose_micro_batch
 from training.checkpoint import Checkpoint, open_model
 from training.options import model_shape
-from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
+from training.plan import USABLE, Hardware, forecast_memory
 from utils.devices import seconds_on_cpu
 from utils.distributed import launched
 from utils.errors import UserError
@@ -36,16 +37,16 @@ def print_forecast(
 
     # what is trained, on what
     model = build_without_weights(shape)
-    world_size = hardware.world_size
-    sequences_per_process = options.sequences_per_step(world_size) // world_size
-    micro_steps = sequences_per_process // options.sequences_per_pass  # --micro_batch_size
+    num_parts, _ = hardware.count_parts(options)
+    sequences_of_part = options.sequences_per_step(num_parts) // num_parts
+    micro_steps = sequences_of_part // options.sequences_per_pass  # --micro_batch_size
     device_name = hardware.device.type
     if hardware.gpu is not None:
         device_name = hardware.gpu.name
     print(
         f"{model.num_parameters():,} parameters; {options.max_steps:,} steps of "
         f"{options.total_batch_size:,} tokens = {micro_steps} micro-steps x "
-        f"{options.micro_batch_size} sequences x {options.block_size} tokens x {world_size} on "
+        f"{options.micro_batch_size} sequences x {options.block_size} tokens x {num_parts} on "
         f"{device_name}, {hardware.dtype}"
     )
 
@@ -90,7 +91,7 @@ def describe_time(flops: float, hardware: Hardware) -> str:
     if peak is None:
         return ""
     gpu_hours = flops / (peak * MFU) / 3600
-    num_gpus = hardware.world_size * hardware.tensor_parallel
+    num_gpus = hardware.num_processes
     return (
         f": {gpu_hours / num_gpus:,.2f} hours on {num_gpus} GPUs and "
         f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "

@@ -48,7 +48,7 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
 
     A process alone gets the model itself. DDP returns a module around it; FSDP2 turns its
     parameters into DTensors in place. Under FSDP2 blocks are gathered in `dtype`, and gradients are
-    reduced in float32. Several machines shard within each machine and replicate across machines.
+    reduced in float32. Several copies of the state, by default one in each machine, are replicas.
     """
     if not dist.is_initialized():
         return model.to(process.device)
@@ -59,14 +59,14 @@ def wrap(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> nn.
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
-    # there, and all-reduces the shards along the first one (HSDP): only these leave a machine.
-    # Along a third one, neighbours share each block.
+    # there, and all-reduces the shards along the first one (HSDP): where each machine has a copy,
+    # only these leave it. Along a third one, neighbours share each block.
     all_mesh = init_device_mesh(
         process.device.type,
-        (process.nodes, process.world_size // process.nodes, process.tensor_parallel),
+        (process.copies, process.world_size // process.copies, process.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
-    mesh = all_mesh["replicate", "shard"] if process.nodes > 1 else all_mesh["shard"]
+    mesh = all_mesh["replicate", "shard"] if process.copies > 1 else all_mesh["shard"]
     if process.tensor_parallel > 1:
         parallelize(model, all_mesh["tensor"])
 

@@ -8,19 +8,20 @@ from conftest import script, train_options, user_error
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.recipes import Recipe, parse_recipe
+from training.advice import choose_micro_batch
 from training.optim import make_optimizers
-from training.plan import Hardware, choose_micro_batch, forecast_memory
+from training.plan import Hardware, forecast_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RECIPES = ("gpt2", "speedrun", "llama,n_kv_head=2,n_inner=100")
 
 
-def need(recipe="gpt2", accumulation=2, world_size=1, nodes=1, **changes):
+def need(recipe="gpt2", accumulation=2, world_size=1, per_machine=None, **changes):
     """Return the forecast of a small model on GPUs."""
     shape = GPTConfig(n_layer=4, n_head=4, **parse_recipe(recipe).shape(256, 256, 300))
     tokens = 16 * 256 * accumulation * world_size
     run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
-    hardware = Hardware(GPU, torch.bfloat16, 0, world_size, nodes)
+    hardware = Hardware(GPU, torch.bfloat16, 0, world_size, per_machine or world_size)
     return forecast_memory(
         train_options(recipe=recipe, **run), parse_recipe(recipe), shape, hardware
     )
@@ -51,7 +52,8 @@ def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(name):
         ({"sharding": "zero1", "world_size": 8, "accumulation": 1}, 8, 8),
         ({"sharding": "zero2", "world_size": 8}, 8, 8),
         ({"sharding": "zero3", "world_size": 8}, 8, 8),
-        ({"sharding": "zero2", "world_size": 64, "nodes": 8}, 8, 8),  # machines are replicas
+        ({"sharding": "zero2", "world_size": 64, "per_machine": 8}, 8, 8),  # machines are replicas
+        ({"sharding": "zero2", "world_size": 64, "per_machine": 8, "shard_across": 32}, 32, 32),
         ({"sharding": "zero3"}, 1, 1),  # one process
         ({"world_size": 8, "accumulation": 1}, 1, 1),
         # DDP's buckets, and the gradients of micro-steps without a reduction
@@ -136,7 +138,7 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
 
     def choose(gigabytes, processes=1, checkpointing="none"):
         config = replace(options, activation_checkpointing=checkpointing)
-        hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes)
+        hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes, processes)
         return choose_micro_batch(config, Recipe(), shape, hardware)[0]
 
     sizes = [choose(gigabytes) for gigabytes in (4, 8, 16, 80)]
