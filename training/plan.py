@@ -2,8 +2,8 @@
 
 Weights, gradients and optimizer state are counted exactly. Activations, cast weights and logits are
 sums of terms, one for each tensor that is alive at the peak; docs/SCALING.md says how far they are
-off. Nothing is allocated: models here are on the device "meta". What fits is
-training/advice.py, time and cost are training/dry_run.py.
+off. Nothing is allocated: models here are on the device "meta". What a process sends is
+training/communication.py, and what fits training/advice.py.
 """
 
 import functools
@@ -20,7 +20,7 @@ from model.recipes import Recipe
 from training.optim import MOMENTS
 from utils.devices import pick_device, pick_dtype
 from utils.distributed import count_shards, launched
-from utils.throughput import GPU, NAMED_GPUS
+from utils.throughput import GPU, NAMED_GPUS, find_gpu
 
 FLOAT32_BYTES = 4
 GPUS_PER_MACHINE = 8  # where a launcher does not say how many processes a machine has
@@ -40,7 +40,7 @@ class Hardware:
     per_machine: int = 1
     """Processes of a machine."""
     gpu: GPU | None = None
-    """GPU that --device names; this machine need not have it."""
+    """GPU that --device names, which need not be here, or that of this machine, if it is known."""
 
     @classmethod
     def of(cls, options: ResolvedTrainConfig) -> "Hardware":
@@ -55,6 +55,9 @@ class Hardware:
             device = pick_device(options.device, launched("LOCAL_RANK"))
             free = free_memory(device)
             dtype = pick_dtype(options.dtype, device)
+            # the table has no peaks of float32
+            if device.type == "cuda" and dtype is not torch.float32:
+                gpu = find_gpu(torch.cuda.get_device_name(device))
         # without a launcher, one group of processes that share each block
         num_processes = launched("WORLD_SIZE", options.tensor_parallel)
         per_machine = num_processes
