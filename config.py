@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from model.config import SIZES, GPTConfig
+from model.config import GPT3_SIZES, SIZES, GPTConfig
 from model.recipes import Recipe, ScheduleName
 from utils.cli import flag_value
 from utils.errors import UserError
@@ -144,22 +144,28 @@ class ModelOptions:
         "gpt3-175b",
     ] = "gpt2"
     """Named size: GPT-2's 124M, 350M, 774M, 1558M parameters, or one of GPT-3, whose context is
-    --block_size 2048 (docs/SCALING.md has batch and learning rate)."""
+    2,048 tokens (docs/SCALING.md has their batches and learning rates)."""
     n_layer: Count | None = None
     """Transformer blocks; default: those of --model_type."""
     n_head: Count | None = None
     """Attention heads; default: those of --model_type."""
     n_embd: Count | None = None
     """Channels of the residual stream; default: those of --model_type."""
-    block_size: Count = 1024
-    """Tokens per sequence."""
+    block_size: Count | None = None
+    """Tokens per sequence; default: 1,024, for GPT-3's sizes 2,048."""
     dropout: BelowOne = 0.0
     """Dropout probability; 0 for runs of about one epoch."""
+
+    @property
+    def context(self) -> int:
+        """Tokens per sequence."""
+        default = 2048 if self.model_type in GPT3_SIZES else 1024
+        return self.block_size or default
 
     def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's, the named size and the options over it."""
         n_layer, n_head, n_embd = SIZES[self.model_type]
-        shape = recipe.shape(self.n_embd or n_embd, self.block_size, vocab_size)
+        shape = recipe.shape(self.n_embd or n_embd, self.context, vocab_size)
         return GPTConfig(
             n_layer=self.n_layer or n_layer,
             n_head=self.n_head or n_head,
@@ -245,6 +251,9 @@ class MachineOptions:
     """none: DDP; zero1: shard optimizer state, zero2: gradients too, zero3: weights too."""
     tensor_parallel: Count = 1
     """Processes of a machine that share each block; needs --sharding zero1, zero2 or zero3."""
+    shard_across: Count | None = None
+    """Processes that divide one copy of the state under --sharding, a multiple of those of a
+    machine, which are the default (docs/SCALING.md)."""
     activation_checkpointing: Literal["none", "cheap", "block"] = "none"
     """Recompute in the backward pass: cheap: norms and activations, block: whole blocks."""
     use_torch_compile: bool = False
@@ -276,16 +285,17 @@ class TrainConfig(
     --micro_batch_size and --resume."""
 
     def sequences_per_step(self, world_size: int) -> int:
-        """Return the sequences in a global batch; UserError where the batch does not divide."""
-        tokens_together = self.sequences_per_pass * self.block_size * world_size
+        """Return the sequences in a global batch, which are those of `world_size` parts of the
+        data; UserError where the batch does not divide."""
+        tokens_together = self.sequences_per_pass * self.context * world_size
         if self.total_batch_size % tokens_together:
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
-                f"{self.micro_batch_size} x {self.block_size} tokens x {world_size} processes = "
-                f"{tokens_together:,}: give {nearest:,}, or another --micro_batch_size"
+                f"{self.micro_batch_size} x {self.context} tokens x {world_size} parts of the "
+                f"data = {tokens_together:,}: give {nearest:,}, or another --micro_batch_size"
             )
-        return self.total_batch_size // self.block_size
+        return self.total_batch_size // self.context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +320,9 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
                 f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3, "
                 "and --dtype bfloat16 or float32"
             )
+        # a resumed run may bring it from one that was sharded
+        if self.shard_across is not None and self.sharding == "none" and self.resumed is None:
+            raise UserError("--shard_across needs --sharding zero1, zero2 or zero3")
 
     @property
     @abstractmethod
@@ -320,6 +333,8 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTrainConfig(ResolvedOptions, TrainConfig):
     """Options of a run of train.py; --micro_batch_size may be "auto" until the model is known."""
+
+    block_size: int
 
     @property
     def last_update(self) -> int:
@@ -335,6 +350,7 @@ def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainCo
         ResolvedTrainConfig,
         options,
         log_dir=log_folder(options.checkpoint_dir),
+        block_size=options.context,
         max_lr=max_lr,
         min_lr=0.0 if recipe.to_zero else max_lr / 10,
         weight_decay=recipe.weight_decay,

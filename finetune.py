@@ -66,7 +66,10 @@ def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
     process = distributed.start(
-        given_options.device, catch_signals=True, tensor_parallel=given_options.tensor_parallel
+        given_options.device,
+        catch_signals=True,
+        tensor_parallel=given_options.tensor_parallel,
+        shard_across=given_options.shard_across,
     )
     model_options = resolve_on_device(given_options, derived, process)
     # the lengths of run and batches depend on what is read here

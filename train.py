@@ -54,7 +54,10 @@ def main() -> None:
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
     process = distributed.start(
-        options.device, catch_signals=True, tensor_parallel=options.tensor_parallel
+        options.device,
+        catch_signals=True,
+        tensor_parallel=options.tensor_parallel,
+        shard_across=options.shard_across,
     )
 
     # data: the batch of a step is a pure function of (seed, step)

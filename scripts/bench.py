@@ -29,6 +29,7 @@ from training.optim import make_optimizers
 from utils.cli import start_script
 from utils.devices import describe, pick_device, pick_dtype
 from utils.errors import UserError
+from utils.ranges import Count
 from utils.throughput import peak_flops
 
 
@@ -43,6 +44,8 @@ class BenchOptions(MeasureOptions):
 @dataclass(frozen=True)
 class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
     """Measure training steps on this machine, beside nanoGPT."""
+
+    block_size: Count = 1024  # as in train.py for GPT-2's sizes, but always a number
 
     @property
     def shape(self) -> GPTConfig:

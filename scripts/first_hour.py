@@ -22,7 +22,7 @@ import utils.environment  # noqa: F401 (first: it says what to type without PyTo
 import torch
 
 from evaluation.table import PUBLIC_RUN, PUBLISHED
-from training.dry_run import MFU
+from training.communication import MFU
 from utils.cli import start_script
 from utils.errors import UserError
 from utils.logger import read_metrics

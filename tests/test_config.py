@@ -49,6 +49,15 @@ def test_a_misspelt_flag_gets_a_suggestion():
     bad(["sample.py", "--temprature", "1"], "--temperature")
 
 
+def test_gpt3s_sizes_bring_their_context():
+    def context(**given):
+        return train_options(**given).block_size
+
+    assert (context(), context(model_type="gpt2-xl")) == (1024, 1024)
+    assert context(model_type="gpt3-175b") == 2048
+    assert context(model_type="gpt3-175b", block_size=512) == 512
+
+
 def test_a_batch_that_does_not_divide_says_what_would():
     config = TrainConfig(total_batch_size=2049, micro_batch_size=4, block_size=128)
     with pytest.raises(UserError, match="give 2,048, or another --micro_batch_size"):

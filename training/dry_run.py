@@ -8,16 +8,17 @@ from data.named_tokenizer import TOKENIZERS
 from model.config import GPTConfig
 from model.gpt import build_without_weights
 from model.recipes import Recipe
+from training.advice import advise, choose_micro_batch
 from training.checkpoint import Checkpoint
+from training.communication import MFU, StepForecast, forecast_step, step_flops
 from training.options import model_shape
-from training.plan import USABLE, Hardware, choose_micro_batch, forecast_memory
+from training.plan import USABLE, Hardware, forecast_memory
 from training.start import open_saved
 from utils.devices import seconds_on_cpu
 from utils.distributed import ALONE, launched
 from utils.errors import UserError
-from utils.throughput import peak_flops
+from utils.throughput import NAMED_GPUS, NETWORK_BANDWIDTH
 
-MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
 DOLLARS_PER_GPU_HOUR = 2.50
 FEWEST_FITTED_TOKENS = 100_000_000  # of the runs that fitted_loss follows
 
@@ -37,16 +38,17 @@ def print_forecast(
 
     # what is trained, on what
     model = build_without_weights(shape)
-    world_size = hardware.world_size
-    sequences_per_process = options.sequences_per_step(world_size) // world_size
-    micro_steps = sequences_per_process // options.sequences_per_pass  # --micro_batch_size
+    is_named_gpu = options.device in NAMED_GPUS
+    num_parts, _ = hardware.count_parts(options)
+    sequences_of_part = options.sequences_per_step(num_parts) // num_parts
+    micro_steps = sequences_of_part // options.sequences_per_pass  # --micro_batch_size
     device_name = hardware.device.type
-    if hardware.gpu is not None:
+    if is_named_gpu and hardware.gpu is not None:
         device_name = hardware.gpu.name
     print(
         f"{model.num_parameters():,} parameters; {options.max_steps:,} steps of "
         f"{options.total_batch_size:,} tokens = {micro_steps} micro-steps x "
-        f"{options.micro_batch_size} sequences x {options.block_size} tokens x {world_size} on "
+        f"{options.micro_batch_size} sequences x {options.block_size} tokens x {num_parts} on "
         f"{device_name}, {hardware.dtype}"
     )
 
@@ -56,45 +58,63 @@ def print_forecast(
     for name, num_bytes in bytes_by_part.items():
         print(f"  {num_bytes / 1e9:8.2f}  {name}")
     needed = sum(bytes_by_part.values())
-    fits = "fits" if needed <= USABLE * hardware.free else "does not fit"
-    print(f"  {needed / 1e9:8.2f}  in all: {fits} {hardware.free / 1e9:.2f} GB")
+    fits = needed <= USABLE * hardware.free
+    fits_text = "fits" if fits else "does not fit"
+    print(f"  {needed / 1e9:8.2f}  in all: {fits_text} {hardware.free / 1e9:.2f} GB")
+
+    # bytes sent, and what a person would try
+    step = forecast_step(options, model, hardware)
+    mfu = MFU
+    if step is not None and hardware.num_processes > 1:
+        print_sending(step)
+        mfu *= step.compute_seconds / step.seconds
+    if not fits or (step is not None and step.sending_seconds > step.compute_seconds):
+        print(f"advice: {advise(options, recipe, shape, hardware)}")
 
     # time and cost, of the steps that are left
-    steps_done = checkpoint["step"] if checkpoint else 0
-    tokens = options.total_batch_size * (options.max_steps - steps_done)
-    flops: float = tokens * model.flops_per_token()
-    if options.activation_checkpointing == "block":
-        flops *= 4 / 3  # forward, forward again and backward, which costs as much as two of them
-    print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware)}")
+    steps = options.max_steps - (checkpoint["step"] if checkpoint else 0)
+    flops = step_flops(options, model) * steps
+    tokens = options.total_batch_size * steps
+    print(f"{flops:.3g} FLOPs for {tokens:,} tokens{describe_time(flops, hardware, mfu)}")
 
     # loss, of a new model that reads GPT-2's tokens; rows of n-grams are no usual parameters
     has_gpt2_tokens = shape.vocab_size == TOKENIZERS["gpt2"].vocab_size
     if options.init_from is None and has_gpt2_tokens and shape.ngrams == 1:
         print(describe_loss(model.num_parameters(), options.total_batch_size * options.max_steps))
-    if hardware.gpu is None:  # else train.sh makes the shards, on the machine of that GPU
+    if not is_named_gpu:  # else train.sh makes the shards, on the machine of that GPU
         for folder in options.data_dir:
             print(f"data_dir: {folder}")
     print("This was a dry run: nothing was trained or written.")
 
 
-def describe_time(flops: float, hardware: Hardware) -> str:
-    """Return the time in which the devices compute a number of FLOPs, and the cost of GPUs; "" for
-    a GPU whose peak is not known."""
+def print_sending(step: StepForecast) -> None:
+    """Print the bytes that a GPU sends in a step by link, their time, and that of a step."""
+    print(f"a GPU sends in a step, beside {step.compute_seconds:.3f} s of compute:")
+    for num_bytes, bandwidth, destination in (
+        (step.machine_bytes, step.bandwidth, "within its machine"),
+        (step.network_bytes, NETWORK_BANDWIDTH, "between machines"),
+        (step.activation_bytes, step.bandwidth, "of activations, which the next layer waits for"),
+    ):
+        if num_bytes > 0:
+            text = f"{num_bytes / 1e9:8.2f} GB in {num_bytes / bandwidth:7.3f} s"
+            print(f"  {text} {destination}, at {bandwidth / 1e9:.0f} GB/s")
+    print(f"a step takes {step.seconds:.3f} s if weights and gradients are sent meanwhile")
+
+
+def describe_time(flops: float, hardware: Hardware, mfu: float) -> str:
+    """Return the time in which the devices compute a number of FLOPs, and the cost of GPUs at an
+    MFU; "" for a GPU whose peak is not known."""
     if hardware.device.type == "cpu":
         hours = seconds_on_cpu(flops, hardware.dtype) / 3600
         return f": about {hours:,.1f} hours ({hours / 24:,.0f} days) on this processor"
-    peak: float | None
-    if hardware.gpu is not None:
-        peak = hardware.gpu.peak
-    else:
-        peak = peak_flops(hardware.device, hardware.dtype)
-    if peak is None:
+    if hardware.gpu is None:
         return ""
-    gpu_hours = flops / (peak * MFU) / 3600
-    num_gpus = hardware.world_size * hardware.tensor_parallel
+    peak = hardware.gpu.peak
+    gpu_hours = flops / (peak * mfu) / 3600
+    num_gpus = hardware.num_processes
     return (
         f": {gpu_hours / num_gpus:,.2f} hours on {num_gpus} GPUs and "
-        f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {MFU:.0%} MFU of {peak / 1e12:,.0f} "
+        f"{gpu_hours * DOLLARS_PER_GPU_HOUR:,.2f} $, at {mfu:.0%} MFU of {peak / 1e12:,.0f} "
         f"TFLOP/s and {DOLLARS_PER_GPU_HOUR:.2f} $ per GPU hour"
     )
 

@@ -23,8 +23,10 @@ from config import (
 )
 from model.config import GPTConfig
 from model.recipes import Recipe, parse_recipe
+from training.advice import choose_micro_batch
 from training.checkpoint import Checkpoint, checkpoint_folder, find_newest, load_checkpoint
-from training.plan import Hardware, choose_micro_batch
+from training.plan import Hardware
+from training.tensor_parallel import check_divides
 from utils.cli import expand_home, flag_value, named_flags, parse, to_flags
 from utils.devices import has_c_compiler, pick_device, pick_dtype
 from utils.distributed import Process, launched
@@ -138,6 +140,11 @@ def resolve_options(
     the recipe."""
     recipe = find_recipe(options, checkpoint)
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
+    # before processes connect; of --init_from the shape is known when its file is open
+    if checkpoint is not None:
+        check_divides(GPTConfig(**checkpoint["model_config"]), resolved.tensor_parallel)
+    elif resolved.init_from is None:
+        check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)
     # a GPU takes what fits its memory, see resolve_on_device; on CPUs the default is as fast
     if "micro_batch_size" in derived and is_on_gpu(options.device):
         resolved = replace(resolved, micro_batch_size="auto")
@@ -207,7 +214,7 @@ def resolve_on_device(
     return replace(options, micro_batch_size=size)
 
 
-def model_shape(options: TrainConfig, recipe: Recipe, weights: GPTConfig) -> GPTConfig:
+def model_shape(options: ResolvedTrainConfig, recipe: Recipe, weights: GPTConfig) -> GPTConfig:
     """Return the architecture of a run that begins with `weights`, which are resumed or those of
     --init_from. Raises UserError for options that ask for another one."""
     if options.block_size > weights.block_size:

@@ -63,18 +63,18 @@ def wrap(
 def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> None:
     """Divide a model on the device "meta" among processes, in place.
 
-    Blocks are gathered in `dtype`, and gradients are reduced in float32. Several machines shard
-    within each machine and replicate across machines.
+    Blocks are gathered in `dtype`, and gradients are reduced in float32. Several copies of the
+    state, by default one in each machine, are replicas.
     """
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
-    # there, and all-reduces the shards along the first one (HSDP): only these leave a machine.
-    # Along a third one, neighbours share each block.
+    # there, and all-reduces the shards along the first one (HSDP): where each machine has a copy,
+    # only these leave it. Along a third one, neighbours share each block.
     all_mesh = init_device_mesh(
         process.device.type,
-        (process.nodes, process.world_size // process.nodes, process.tensor_parallel),
+        (process.copies, process.world_size // process.copies, process.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
-    mesh = all_mesh["replicate", "shard"] if process.nodes > 1 else all_mesh["shard"]
+    mesh = all_mesh["replicate", "shard"] if process.copies > 1 else all_mesh["shard"]
     if process.tensor_parallel > 1:
         parallelize(model, all_mesh["tensor"])
 

@@ -1,26 +1,26 @@
-"""Memory of a run: its forecast by part, and the micro-batch that fits.
+"""Hardware of a run, and the forecast of its memory by part.
 
 Weights, gradients and optimizer state are counted exactly. Activations, cast weights and logits are
 sums of terms, one for each tensor that is alive at the peak; docs/SCALING.md says how far they are
-off. Nothing is allocated: models here are on the device "meta". Time and cost are
-training/dry_run.py.
+off. Nothing is allocated: models here are on the device "meta". What a process sends is
+training/communication.py, and what fits training/advice.py.
 """
 
+import functools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from config import ResolvedTrainConfig, TrainConfig
+from config import MachineOptions, ResolvedTrainConfig
 from model import loss
 from model.config import GPTConfig
 from model.gpt import build_without_weights
 from model.recipes import Recipe
 from training.optim import MOMENTS
 from utils.devices import pick_device, pick_dtype
-from utils.distributed import launched, num_nodes
-from utils.errors import UserError
-from utils.throughput import GPU, NAMED_GPUS
+from utils.distributed import count_shards, launched
+from utils.throughput import GPU, NAMED_GPUS, find_gpu
 
 FLOAT32_BYTES = 4
 GPUS_PER_MACHINE = 8  # where a launcher does not say how many processes a machine has
@@ -29,23 +29,21 @@ USABLE = 0.9  # share of the free memory that a micro-batch is chosen for; the f
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices of a run on `nodes` machines."""
+    """Devices of a run. How the processes divide the work is not theirs, but of its options."""
 
     device: torch.device
     dtype: torch.dtype
     """Dtype of matmuls."""
     free: int
     """Bytes that each process can allocate."""
-    world_size: int
-    """Parts of the data; the number of processes without tensor parallelism."""
-    nodes: int = 1
+    num_processes: int = 1
+    per_machine: int = 1
+    """Processes of a machine."""
     gpu: GPU | None = None
-    """GPU that --device names; this machine need not have it."""
-    tensor_parallel: int = 1
-    """Processes that share each block."""
+    """GPU that --device names, which need not be here, or that of this machine, if it is known."""
 
     @classmethod
-    def of(cls, options: TrainConfig) -> "Hardware":
+    def of(cls, options: ResolvedTrainConfig) -> "Hardware":
         """Return the hardware that the options name: a GPU by name, or that of this machine."""
         gpu = NAMED_GPUS.get(options.device)
         if gpu is not None:
@@ -57,10 +55,26 @@ class Hardware:
             device = pick_device(options.device, launched("LOCAL_RANK"))
             free = free_memory(device)
             dtype = pick_dtype(options.dtype, device)
-        nodes = num_nodes(GPUS_PER_MACHINE if device.type == "cuda" else 1)
-        # without a launcher, of one group of processes that share each block
-        world_size = max(1, launched("WORLD_SIZE", 1) // options.tensor_parallel)
-        return cls(device, dtype, free, world_size, nodes, gpu, options.tensor_parallel)
+            # the table has no peaks of float32
+            if device.type == "cuda" and dtype is not torch.float32:
+                gpu = find_gpu(torch.cuda.get_device_name(device))
+        # without a launcher, one group of processes that share each block
+        num_processes = launched("WORLD_SIZE", options.tensor_parallel)
+        per_machine = num_processes
+        if device.type == "cuda":
+            per_machine = min(GPUS_PER_MACHINE, num_processes)
+        per_machine = launched("LOCAL_WORLD_SIZE", per_machine)
+        return cls(device, dtype, free, num_processes, per_machine, gpu)
+
+    def count_parts(self, options: MachineOptions) -> tuple[int, int]:
+        """Return the number of parts of the data, and that of the processes that divide one copy of
+        what each process of a tensor group holds: 1 without sharding. Raises UserError for options
+        that do not divide the processes."""
+        num_parts = self.num_processes // options.tensor_parallel
+        num_shards = count_shards(
+            self.num_processes, self.per_machine, options.tensor_parallel, options.shard_across
+        )
+        return num_parts, num_shards if options.sharding != "none" else 1
 
 
 def free_memory(device: torch.device) -> int:
@@ -129,21 +143,24 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
     return hidden + gradients + copies + logits
 
 
-def forecast_memory(
-    options: TrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
-) -> dict[str, int]:
-    """Return the bytes of one process at its peak, by part.
-
-    Sharding divides state among the processes of each machine. Names are printed by --dry_run.
-    """
-    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
-    num_ranks = hardware.tensor_parallel
-    world_size = hardware.world_size
+@functools.cache
+def count_weights(shape: GPTConfig) -> tuple[int, int]:
+    """Return the number of weights in the matrices of the blocks, which a recipe's optimizer
+    trains, and of all others."""
     model = build_without_weights(shape)
-    # counts of weights: all, matrices of the blocks (trained by a recipe's optimizer), all others
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
-    num_other_weights = num_weights - num_matrix_weights
+    return num_matrix_weights, num_weights - num_matrix_weights
+
+
+def forecast_memory(
+    options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
+) -> dict[str, int]:
+    """Return the bytes of one process at its peak, by part. Names are printed by --dry_run."""
+    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    num_ranks = options.tensor_parallel
+    world_size, num_shards = hardware.count_parts(options)
+    num_matrix_weights, num_other_weights = count_weights(shape)
     num_matrix_weights //= num_ranks  # from here on, of one process's part of the blocks
     num_weights = num_matrix_weights + num_other_weights
     num_moments = MOMENTS["adamw"] * num_other_weights
@@ -151,10 +168,8 @@ def forecast_memory(
     sequences = options.sequences_per_step(world_size)
     micro_steps = sequences // (options.sequences_per_pass * world_size)
     is_sharded = options.sharding != "none"  # zero1, zero2 or zero3
-    # processes of a machine, among which sharding divides
-    num_shards = world_size // hardware.nodes if is_sharded else 1
     # FSDP2 copies weights also where it divides them among one process, as tensor parallelism may
-    has_copies = num_shards * num_ranks > 1
+    has_copies = is_sharded and hardware.num_processes > 1
 
     gradients = FLOAT32_BYTES * num_weights
     if not is_sharded and world_size > 1 and micro_steps > 1:
@@ -202,31 +217,3 @@ def forecast_memory(
         # a thread splits the weights of a copy in two, and writes it while training goes on
         forecast["copy for saving"] = FLOAT32_BYTES * (2 * num_weights + num_moments)
     return forecast
-
-
-def choose_micro_batch(
-    options: ResolvedTrainConfig,
-    recipe: Recipe,
-    shape: GPTConfig,
-    hardware: Hardware,
-) -> tuple[int, str]:
-    """Return the sequences of a micro-batch for --micro_batch_size auto, and a sentence about it.
-
-    That is the largest divisor of a process's share of a step whose forecast fits USABLE of the
-    free memory. Raises UserError if not even one sequence fits.
-    """
-    sequences = replace(options, micro_batch_size=1).sequences_per_step(hardware.world_size)
-    sequences_per_process = sequences // hardware.world_size
-    free_text = f"{hardware.free / 1e9:.2f} GB free"
-    # the largest first
-    for size in range(sequences_per_process, 0, -1):
-        if sequences_per_process % size == 0:
-            trial = replace(options, micro_batch_size=size)
-            needed_bytes = sum(forecast_memory(trial, recipe, shape, hardware).values())
-            if needed_bytes <= USABLE * hardware.free:
-                forecast = f"by forecast {needed_bytes / 1e9:.2f} GB of {free_text}"
-                return size, f"--micro_batch_size auto: {size}, {forecast}"
-    raise UserError(
-        f"one sequence needs {needed_bytes / 1e9:.2f} GB, but a process has {free_text}: "
-        "see --activation_checkpointing and --sharding"
-    )

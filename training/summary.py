@@ -39,7 +39,7 @@ def print_summary(
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
         f"{epochs}: {options.max_steps:,} steps of {tokens_per_step:,} tokens = "
         f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps "
-        f"{slicing.micro_steps} x processes {run.process.world_size}"
+        f"{slicing.micro_steps} x parts of the data {run.process.world_size}"
     )
     if run.state.step > 0:
         text += f"; resumed at step {run.state.step}"

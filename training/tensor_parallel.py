@@ -64,17 +64,22 @@ def model_rows(model: GPT, name: str, num_rows: int) -> Tensor:
     return torch.arange(num_rows)
 
 
-def parallelize(model: GPT, mesh: DeviceMesh) -> None:
-    """Divide the blocks of a model on the device "meta" among the processes of a mesh of one
-    dimension, in place. Raises UserError if the heads or the MLP's width do not divide."""
-    config = model.config
-    num_ranks = mesh.size()
+def check_divides(config: GPTConfig, num_ranks: int) -> None:
+    """Raise UserError unless `num_ranks` processes can share the blocks of a model."""
     # query heads are a multiple of the key/value heads
     if config.kv_heads % num_ranks or config.inner % num_ranks:
         raise UserError(
             f"--tensor_parallel {num_ranks} has to divide the {config.kv_heads} key/value heads of "
             f"the model and the {config.inner} channels of its MLP"
         )
+
+
+def parallelize(model: GPT, mesh: DeviceMesh) -> None:
+    """Divide the blocks of a model on the device "meta" among the processes of a mesh of one
+    dimension, in place. Raises UserError if the heads or the MLP's width do not divide."""
+    config = model.config
+    num_ranks = mesh.size()
+    check_divides(config, num_ranks)
     plan = {
         "attn.c_attn": ColwiseParallel(),
         "attn.c_proj": RowwiseParallel(),

@@ -89,8 +89,8 @@ class Process:
     world_size: int
     """Parts of the data; the number of processes without tensor parallelism."""
     device: torch.device
-    nodes: int = 1
-    """Machines with several processes each; 1 if every machine has a single process."""
+    copies: int = 1
+    """Copies of the state under --sharding; the processes of each copy divide it."""
     stop: StopSignal | None = None
     """Signal handler of a run, which saves before it ends; None in scripts that just end."""
     tensor_parallel: int = 1
@@ -225,36 +225,53 @@ def launched(name: str, default: int = 0) -> int:
     return int(os.environ.get(name, default))
 
 
-def num_nodes(default_per_node: int = 1) -> int:
-    """Return the number of machines with several processes each, or 1 without such machines.
+def count_shards(
+    num_processes: int, per_machine: int, tensor_parallel: int, shard_across: int | None
+) -> int:
+    """Return the number of parts into which sharding divides what a process of each tensor group
+    holds: --shard_across / --tensor_parallel.
 
-    `default_per_node` is the number of processes of a machine where the launcher does not say it.
+    By default the `per_machine` processes of a machine divide one copy of the state, or all
+    processes if each machine has one. Raises UserError for numbers that do not divide.
     """
-    world_size = launched("WORLD_SIZE", 1)
-    per_node = launched("LOCAL_WORLD_SIZE", default_per_node)
-    # machines of one process each have nothing to share within a machine
-    if per_node == 1 or world_size % per_node != 0:
-        return 1
-    return world_size // per_node
+    if per_machine % tensor_parallel:
+        raise UserError(
+            f"--tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
+            f"{per_machine}: start a multiple of it by torchrun --nproc_per_node"
+        )
+    if shard_across is None:
+        shard_across = per_machine
+        # machines of one process each have nothing to share within a machine
+        if per_machine == 1 or num_processes % per_machine:
+            shard_across = num_processes
+    elif num_processes % shard_across or shard_across % per_machine:
+        raise UserError(
+            f"--shard_across {shard_across} has to divide the {num_processes} processes, and to be "
+            f"a multiple of the {per_machine} of a machine"
+        )
+    return shard_across // tensor_parallel
 
 
-def start(device_name: str, *, catch_signals: bool = False, tensor_parallel: int = 1) -> Process:
+def start(
+    device_name: str,
+    *,
+    catch_signals: bool = False,
+    tensor_parallel: int = 1,
+    shard_across: int | None = None,
+) -> Process:
     """Return this process, after joining the process group if a launcher has started several.
 
     With `catch_signals` a signal no longer ends it, but is remembered for the run to end itself.
-    `tensor_parallel` processes with consecutive ranks share each block. The backend is NCCL between
-    GPUs and gloo between CPUs. Raises UserError if the device is not there, or is one that several
-    processes cannot share, and if the processes of a machine do not divide.
+    `tensor_parallel` processes with consecutive ranks share each block, and `shard_across` divide
+    one copy of the state. The backend is NCCL between GPUs and gloo between CPUs. Raises UserError
+    if the device is not there, or is one that several processes cannot share, and if the processes
+    do not divide.
     """
     rank = launched("RANK")  # 0 without a launcher
     local_rank = launched("LOCAL_RANK")  # number of the process on its machine
     world_size = launched("WORLD_SIZE", 1)
-    processes_here = launched("LOCAL_WORLD_SIZE", world_size)
-    if processes_here % tensor_parallel:
-        raise UserError(
-            f"--tensor_parallel {tensor_parallel} does not divide the processes of a machine, "
-            f"{processes_here}: start a multiple of it by torchrun --nproc_per_node"
-        )
+    per_machine = launched("LOCAL_WORLD_SIZE", world_size)
+    num_shards = count_shards(world_size, per_machine, tensor_parallel, shard_across)
     device = pick_device(device_name, local_rank)
     if world_size > 1 and (device.type == "mps" or ":" in device_name):
         raise UserError(
@@ -272,11 +289,12 @@ def start(device_name: str, *, catch_signals: bool = False, tensor_parallel: int
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
     stop = StopSignal() if catch_signals else None
+    num_parts = world_size // tensor_parallel
     return Process(
         rank // tensor_parallel,
-        world_size // tensor_parallel,
+        num_parts,
         device,
-        num_nodes(),
+        num_parts // num_shards,
         stop,
         tensor_parallel,
         tensor_rank=rank % tensor_parallel,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+NETWORK_BANDWIDTH = 50e9  # bytes/s of a card of 400 Gbit/s, one for each GPU
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -23,28 +25,30 @@ class GPU:
     """GB of 1e9 bytes, for the GPUs that --dry_run --device can name."""
     dtype: str = "bfloat16"
     """Dtype that --dtype auto takes on it."""
+    bandwidth: float = 0.0
+    """Bytes/s that it sends to GPUs of its machine, by NVLink or else PCIe; 0: not known."""
 
 
 # the first entry that fits is used: H200 NVL comes before H200
 GPUS = (
     GPU("GB200", 2500e12),
-    GPU("B200", 2250e12, memory=180),
+    GPU("B200", 2250e12, memory=180, bandwidth=900e9),
     GPU("H200 NVL", 835e12),
     GPU("H100 NVL", 835e12),
     GPU("H100 PCIe", 756e12),
     GPU("H800 PCIe", 756e12),
     GPU("GH200", 989e12),
-    GPU("H200", 989e12, memory=141),
-    GPU("H100", 989e12, memory=80),
+    GPU("H200", 989e12, memory=141, bandwidth=450e9),
+    GPU("H100", 989e12, memory=80, bandwidth=450e9),
     GPU("H800", 989e12),
-    GPU("A100", 312e12, memory=80),
+    GPU("A100", 312e12, memory=80, bandwidth=300e9),
     GPU("A800", 312e12),
     GPU("L40S", 362e12),
     GPU("RTX 5090", 209.5e12),
-    GPU("RTX 4090", 165.2e12, memory=24),
+    GPU("RTX 4090", 165.2e12, memory=24, bandwidth=32e9),
     GPU("RTX 3090", 71e12),
     GPU("MI300X", 1307e12),
-    GPU("T4", 65e12, memory=16, dtype="float16"),
+    GPU("T4", 65e12, memory=16, dtype="float16", bandwidth=16e9),
 )
 # GPUs that --dry_run --device can name, by that name, such as "rtx4090"
 NAMED_GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS if gpu.memory}

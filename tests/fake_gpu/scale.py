@@ -41,27 +41,34 @@ MODELS = {
         "--n_head 32 --n_embd 4096",
         2 * 2048,
     ),
+    "13B": ("--micro_batch_size 4 --model_type gpt3-13b", 4 * 2048),
+    "175B": ("--micro_batch_size 4 --model_type gpt3-175b", 4 * 2048),
 }
-ROWS = """124M none none 8 0
-124M none cheap 8 0
-124M none cheap 1024 1023
-124M zero1 cheap 1024 0
-1558M none cheap 1024 0
-1558M zero1 cheap 1024 0
-1558M zero2 cheap 8 0
-1558M zero2 cheap 64 63
-1558M zero2 cheap 1024 0
-1558M zero2 cheap 1024 1023
-1558M zero3 block 1024 0
-7B zero1 block 1024 0
-7B zero2 cheap 1024 0
-7B zero2 block 1024 0
-7B zero3 cheap 1024 0
-7B zero3 block 1024 1023"""
+# model, --sharding, --activation_checkpointing, processes, rank, --tensor_parallel, --shard_across
+ROWS = """124M none none 8 0 1 -
+124M none cheap 8 0 1 -
+124M none cheap 1024 1023 1 -
+124M zero1 cheap 1024 0 1 8
+1558M none cheap 1024 0 1 -
+1558M zero1 cheap 1024 0 1 8
+1558M zero2 cheap 8 0 1 8
+1558M zero2 cheap 64 63 1 8
+1558M zero2 cheap 1024 0 1 8
+1558M zero2 cheap 1024 1023 1 8
+1558M zero3 block 1024 0 1 8
+7B zero1 block 1024 0 1 8
+7B zero2 cheap 1024 0 1 8
+7B zero2 block 1024 0 1 8
+7B zero3 cheap 1024 0 1 8
+7B zero3 block 1024 1023 1 8
+13B zero3 block 1024 0 8 8
+175B zero3 block 1024 0 8 1024
+175B zero3 block 1024 1023 8 1024"""
 KINDS = ("allreduce", "all_gather_single", "reduce_scatter_single")  # of collectives in a step
 COLUMNS = (
-    "model, --sharding, --activation_checkpointing, processes, rank, s to start, shards opened, "
-    "host syncs, all-reduce, all-gather, reduce-scatter, peak GB, forecast GB"
+    "model, --sharding, --activation_checkpointing, processes, rank, --tensor_parallel, "
+    "--shard_across, s to start, shards opened, host syncs, all-reduce, all-gather, "
+    "reduce-scatter, peak GB, forecast GB"
 ).split(", ")
 calls: list[tuple[str, int]] = []  # (kind of collective, bytes of the whole tensors) of a step
 
@@ -113,7 +120,7 @@ def print_row(cells):
 def measure(row, folder):
     """Run train.py as a row of the table says, print the row, and end this process."""
     cells = row.split()
-    model_name, sharding, checkpointing, world_size, rank = cells
+    model_name, sharding, checkpointing, world_size, rank, tensor_parallel, shard_across = cells
     os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": "8", "RANK": rank}
     os.environ["LOCAL_RANK"] = f"{int(rank) % 8}"
     store = dist.HashStore()
@@ -121,10 +128,13 @@ def measure(row, folder):
     flags, tokens = MODELS[model_name]
     # two micro-steps; DDP times its first ten steps, and waits for it
     flags += (
-        f" --total_batch_size {2 * tokens * int(world_size)} --max_steps 12 --sharding {sharding} "
+        f" --total_batch_size {2 * tokens * int(world_size) // int(tensor_parallel)} "
+        f"--max_steps 12 --sharding {sharding} --tensor_parallel {tensor_parallel} "
         f"--activation_checkpointing {checkpointing} --data_dir {folder} --eval_every 0 "
         f"--checkpoint_dir {folder}/{os.getpid()} --sample_every 0"
     )
+    if shard_across != "-":
+        flags += f" --shard_across {shard_across}"
     sys.argv = ["train.py", *flags.split()]
     for name in ("normal_", "uniform_", "kaiming_uniform_"):
         setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)

@@ -173,7 +173,7 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     sent, memory = Collectives(), MemTracker()
     with FakeTensorMode():
         model = GPT(shape)  # the plain one, as on a GPU
-        parallel.wrap(model, Process(0, 64, CPU, nodes=8), sharding, torch.bfloat16)
+        parallel.wrap(model, Process(0, 64, CPU, copies=8), sharding, torch.bfloat16)
         optimizers = make_optimizers(model, config, recipe, torch.bfloat16)
         idx = torch.zeros(batch, 1024, dtype=torch.long)
 

@@ -3,24 +3,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import script, train_options, user_error
+from conftest import environment, script, train_options, user_error
 
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, build_without_weights
 from model.recipes import Recipe, parse_recipe
+from training.advice import advise, choose_micro_batch
+from training.communication import forecast_step
 from training.optim import make_optimizers
-from training.plan import Hardware, choose_micro_batch, forecast_memory
+from training.plan import Hardware, forecast_memory
+from utils.throughput import find_gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RECIPES = ("gpt2", "speedrun", "llama,n_kv_head=2,n_inner=100")
 
 
-def need(recipe="gpt2", accumulation=2, world_size=1, nodes=1, **changes):
+def need(recipe="gpt2", accumulation=2, world_size=1, per_machine=None, **changes):
     """Return the forecast of a small model on GPUs."""
     shape = GPTConfig(n_layer=4, n_head=4, **parse_recipe(recipe).shape(256, 256, 300))
     tokens = 16 * 256 * accumulation * world_size
     run = {"micro_batch_size": 16, "block_size": 256, "total_batch_size": tokens, **changes}
-    hardware = Hardware(GPU, torch.bfloat16, 0, world_size, nodes)
+    hardware = Hardware(GPU, torch.bfloat16, 0, world_size, per_machine or world_size)
     return forecast_memory(
         train_options(recipe=recipe, **run), parse_recipe(recipe), shape, hardware
     )
@@ -51,7 +54,8 @@ def test_weights_gradients_and_optimizer_are_the_bytes_of_their_tensors(name):
         ({"sharding": "zero1", "world_size": 8, "accumulation": 1}, 8, 8),
         ({"sharding": "zero2", "world_size": 8}, 8, 8),
         ({"sharding": "zero3", "world_size": 8}, 8, 8),
-        ({"sharding": "zero2", "world_size": 64, "nodes": 8}, 8, 8),  # machines are replicas
+        ({"sharding": "zero2", "world_size": 64, "per_machine": 8}, 8, 8),  # machines are replicas
+        ({"sharding": "zero2", "world_size": 64, "per_machine": 8, "shard_across": 32}, 32, 32),
         ({"sharding": "zero3"}, 1, 1),  # one process
         ({"world_size": 8, "accumulation": 1}, 1, 1),
         # DDP's buckets, and the gradients of micro-steps without a reduction
@@ -136,7 +140,7 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
 
     def choose(gigabytes, processes=1, checkpointing="none"):
         config = replace(options, activation_checkpointing=checkpointing)
-        hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes)
+        hardware = Hardware(GPU, torch.bfloat16, gigabytes * 10**9, processes, processes)
         return choose_micro_batch(config, Recipe(), shape, hardware)[0]
 
     sizes = [choose(gigabytes) for gigabytes in (4, 8, 16, 80)]
@@ -146,3 +150,113 @@ def test_the_largest_micro_batch_is_the_last_within_the_forecast():
     assert choose(80, processes=4) == 12
     with user_error("one sequence needs .* GB, but a process has 1.00 GB"):
         choose(1)
+
+
+H100 = find_gpu("NVIDIA H100")
+
+
+def plan(num_processes, *, per_machine=8, gigabytes=80, **given):
+    """Return what the forecasts take for a run on so many H100s."""
+    options = train_options(**{"micro_batch_size": 1, "dtype": "bfloat16", **given})
+    recipe = parse_recipe(options.recipe)
+    shape = options.model_config(recipe, GPTConfig.vocab_size)
+    free = gigabytes * 10**9
+    return (
+        options,
+        recipe,
+        shape,
+        Hardware(GPU, torch.bfloat16, free, num_processes, per_machine, H100),
+    )
+
+
+def step_of(*args, **given):
+    options, _, shape, hardware = plan(*args, **given)
+    return forecast_step(options, build_without_weights(shape), hardware)
+
+
+GPT3 = {"model_type": "gpt3-175b", "sharding": "zero3", "activation_checkpointing": "block"}
+
+
+def test_a_gpu_sends_what_the_formulas_of_docs_scaling_say():
+    """By hand, for 1,024 H100s; N parameters"""
+    N = 174.6e9
+    one_each = {**GPT3, "shard_across": 1024, "total_batch_size": 1024 * 2048}
+    # 2 bytes for each of two all-gathers, 4 for the reduce-scatter
+    step = step_of(1024, per_machine=1, **one_each)
+    assert step.network_bytes == pytest.approx(8 * N, rel=0.01) and step.machine_bytes == 0
+    assert step.sending_seconds / step.compute_seconds == pytest.approx(27.9 / 7.43, rel=0.01)
+    assert step.seconds == step.sending_seconds
+    # eight cards for eight GPUs that all need the same
+    step = step_of(1024, **one_each)
+    assert step.network_bytes == pytest.approx(8 * N / 8, rel=0.02)
+    assert step.machine_bytes == pytest.approx(8 * N * 7 / 8, rel=0.01)
+    assert step.seconds == step.compute_seconds
+
+    # eight share a block: each has N / 8, its 128 shards are on 128 machines
+    batch = {"total_batch_size": 1536 * 2048, "micro_batch_size": 4}  # 3 micro-steps
+    step = step_of(1024, **{**GPT3, "shard_across": 1024, "tensor_parallel": 8, **batch})
+    assert step.network_bytes == pytest.approx(3 * 8 * N / 8, rel=0.02)
+    assert step.machine_bytes == 0 and step.sending_seconds < step.compute_seconds
+    # for each token of 12 sequences two all-reduces forward, one again, two in float32 backward
+    activations = 96 * 12 * 2048 * 12288 * (2 * 2 + 2 + 2 * 4)
+    assert step.activation_bytes == pytest.approx(2 * 7 / 8 * activations)
+    assert step.seconds == step.compute_seconds + step.activation_bytes / 450e9
+    # the whole head in each of the eight
+    model_flops = 6 * N + 12 * 96 * 12288 * 2048
+    flops = 1536 * 2048 * (model_flops * 4 / 3 + 7 * 6 * 50304 * 12288)
+    assert step.compute_seconds == pytest.approx(flops / (1024 * 989e12 * 0.4), rel=0.005)
+
+
+def test_replicas_add_an_all_reduce_between_machines():
+    xl = {"model_type": "gpt2-xl", "total_batch_size": 64 * 1024 * 16, "micro_batch_size": 8}
+    N = 1.558e9
+    for sharding, machine, network in (
+        ("none", 8 * N * 7 / 8, 8 * N / 8 * 7 / 8),
+        ("zero1", 6 * N * 7 / 8, 8 * N / 8 * 7 / 8),
+        ("zero2", 10 * N * 7 / 8, 8 * N / 8 * 7 / 8),  # 4 N a + 2 N with a = 2
+        ("zero3", 16 * N * 7 / 8, 8 * N / 8 * 7 / 8),
+    ):
+        step = step_of(64, sharding=sharding, **xl)
+        # the embedding is gathered in float32, and once
+        assert step.machine_bytes == pytest.approx(machine, rel=0.04)
+        assert step.network_bytes == pytest.approx(network, rel=0.01)
+
+
+def test_the_advice_fits_is_faster_and_is_what_the_refusal_names():
+    given = {"model_type": "gpt3-13b", "total_batch_size": 2**21}
+    options, recipe, shape, hardware = plan(64, **given)
+    text = advise(options, recipe, shape, hardware)
+    flags = dict(re.findall(r"--(\w+) (\w+)", text))
+    flags = {name: int(value) if value.isdigit() else value for name, value in flags.items()}
+    advised = replace(options, **flags)
+    assert sum(forecast_memory(advised, recipe, shape, hardware).values()) < 72e9
+    seconds = forecast_step(advised, build_without_weights(shape), hardware).seconds
+    assert text.endswith(f", {seconds:.2f} s a step")
+    with user_error(
+        "one sequence needs .* 80.00 GB free: the fastest that fits is --sharding zero"
+    ):
+        choose_micro_batch(options, recipe, shape, hardware)
+
+    # the state of 175B is that of several machines, and of none that are fewer
+    given |= {"model_type": "gpt3-175b", "total_batch_size": 1536 * 2048}
+    text = advise(*plan(1024, **given))
+    assert re.search(r"--shard_across \d+ ", text)
+    assert advise(*plan(8, **given)) == "see --activation_checkpointing and --sharding"
+
+
+def test_a_dry_run_names_flags_where_a_run_does_not_fit_or_waits_for_the_network(tmp_path):
+    def on_gpus(number, per_machine, *flags):
+        world = {"WORLD_SIZE": f"{number}", "LOCAL_WORLD_SIZE": f"{per_machine}"}
+        args = ("train.py", "--dry_run", "--device", "h100", "--data_dir", tmp_path, *flags)
+        return script(*args, env=environment() | world).stdout
+
+    out = on_gpus(8, 8)
+    assert "advice" not in out and "a step takes 0.14" in out and "between machines" not in out
+    assert "0.87 GB in   0.002 s within its machine, at 450 GB/s" in out
+    assert "40% MFU" in out
+    out = on_gpus(8, 8, "--model_type", "gpt2-xl", "--micro_batch_size", 64)
+    assert "advice: the fastest that fits is --sharding" in out
+    # replicas of one sequence each, one GPU a machine
+    out = on_gpus(512, 1, "--model_type", "gpt2-xl")
+    mfu = int(re.search(r"at (\d+)% MFU", out)[1])
+    assert "advice: the fastest that fits is" in out and mfu < 40

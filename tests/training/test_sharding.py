@@ -1,7 +1,7 @@
 import shutil
 
 import pytest
-from conftest import gap, losses, run_ranks, script, torchrun, train_args
+from conftest import environment, gap, losses, run_ranks, script, slow, torchrun, train_args
 
 from data.manifest import read_manifest, write_manifest
 from utils.logger import read_metrics
@@ -40,6 +40,39 @@ def test_a_chain_of_machines_and_shardings_continues_one_curve(shards, tmp_path,
         expected = {n: loss for n, loss in losses(whole).items() if n > step}
         assert losses(run) == pytest.approx(expected, abs=1e-4)
         before = run
+
+
+@pytest.mark.parametrize("sharding", ["zero1", slow("zero3")])
+def test_a_copy_is_divided_across_machines(shards, reference, tmp_path, sharding):
+    """Four machines of one process hold two copies, then two of two one, then a process its own"""
+    copies, one, alone = (tmp_path / name for name in ("copies", "one", "alone"))
+    flags = ("--sharding", sharding, "--micro_batch_size", 2, "--save_every", 4, "--keep_last", 9)
+    args = train_args(shards, copies, 12, *flags, "--shard_across", 2)
+    torchrun(4, *args, local_world_size=1)
+    resume = ("--resume", copies / "checkpoints/model_step_000004.pt")
+    args = train_args(shards, one, 12, *flags, "--shard_across", 4, *resume)
+    torchrun(4, *args, local_world_size=2)
+    resume = ("--resume", one / "checkpoints/model_step_000008.pt")
+    undivided = ("--sharding", "none", "--shard_across", 1)
+    script(*train_args(shards, alone, 12, *undivided, *resume))
+    for run, steps in ((copies, 12), (one, 8), (alone, 4)):
+        found = losses(run)
+        expected = {step: loss for step, loss in losses(reference).items() if step > 12 - steps}
+        assert len(found) == steps and found == pytest.approx(expected, abs=1e-4)
+
+
+def test_shards_that_do_not_divide_are_a_sentence_before_processes_connect(shards, tmp_path):
+    def refused(num_shards, message, *flags):
+        world = environment() | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
+        args = train_args(shards, tmp_path, 2, "--shard_across", num_shards, *flags)
+        for more in ((), ("--dry_run",)):
+            done = script(*args, *more, env=world, code=2)
+            assert message in done.stderr and "Traceback" not in done.stderr
+
+    refused(4, "--shard_across needs --sharding zero1, zero2 or zero3")
+    for num_shards in (1, 3, 6, 16):
+        message = "has to divide the 8 processes, and to be a multiple of the 2 of a machine"
+        refused(num_shards, message, "--sharding", "zero2")
 
 
 def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):

@@ -1,0 +1,111 @@
+"""Time of a step by forecast: what each GPU computes, and what it sends to the others.
+
+The formulas are those of docs/SCALING.md: ring algorithms, without latencies.
+"""
+
+from dataclasses import dataclass
+
+from config import ResolvedTrainConfig
+from model.gpt import GPT
+from training.plan import FLOAT32_BYTES, Hardware, count_weights
+from utils.throughput import NETWORK_BANDWIDTH
+
+MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nanogpt, 2024-10-13)
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """Forecast of a step of one GPU: seconds of compute at MFU, and bytes that it sends."""
+
+    compute_seconds: float
+    machine_bytes: float
+    """Weights and gradients, within its machine."""
+    network_bytes: float
+    """Weights and gradients, between machines."""
+    activation_bytes: float
+    """Activations, to the GPUs of its machine that share its blocks."""
+    bandwidth: float
+    """Bytes/s within its machine."""
+
+    @property
+    def sending_seconds(self) -> float:
+        """Seconds in which weights and gradients are sent, over both links at the same time."""
+        return max(self.machine_bytes / self.bandwidth, self.network_bytes / NETWORK_BANDWIDTH)
+
+    @property
+    def seconds(self) -> float:
+        """Least seconds of a step. Weights and gradients are sent while others are computed with,
+        but the next layer waits for activations."""
+        overlapped = max(self.compute_seconds, self.sending_seconds)
+        return overlapped + self.activation_bytes / self.bandwidth
+
+
+def step_flops(options: ResolvedTrainConfig, model: GPT) -> float:
+    """Return the FLOPs of a step on all devices."""
+    flops: float = model.flops_per_token()
+    if options.activation_checkpointing == "block":
+        flops *= 4 / 3  # forward, forward again and backward, which costs as much as two of them
+    # processes that share blocks compute the head alike
+    flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
+    return options.total_batch_size * flops
+
+
+def forecast_step(
+    options: ResolvedTrainConfig, model: GPT, hardware: Hardware
+) -> StepForecast | None:
+    """Return the forecast of a step of a model, which may be on the device "meta"; None for devices
+    whose peak or bandwidth is not known."""
+    gpu = hardware.gpu
+    if gpu is None or gpu.bandwidth == 0:
+        return None
+    num_ranks = options.tensor_parallel
+    num_parts, num_shards = hardware.count_parts(options)
+    sequences = options.sequences_per_step(num_parts) // num_parts  # of a part
+    micro_steps = sequences // options.sequences_per_pass
+    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
+    shape = model.config
+
+    # Whole tensors: weights of the blocks are gathered in the dtype of matmuls, all others in
+    # float32 and once, gradients are reduced in float32.
+    num_matrix_weights, num_other_weights = count_weights(shape)
+    num_matrix_weights //= num_ranks
+    gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)
+    sharded = 0  # bytes of all-gathers and reduce-scatters
+    if options.sharding != "none":
+        num_gathers = 2 * micro_steps if options.sharding == "zero3" else 1
+        num_reductions = 1 if options.sharding == "zero1" else micro_steps
+        sharded = num_gathers * itemsize * num_matrix_weights
+        sharded += FLOAT32_BYTES * num_other_weights + num_reductions * gradients
+    # Neighbours in a machine share blocks, then they divide a copy, then they hold copies.
+    shards_here = min(num_shards, hardware.per_machine // num_ranks)
+    copies_here = hardware.per_machine // num_ranks // shards_here
+    machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
+    # an all-reduce, of each shard among its copies, is a reduce-scatter and an all-gather
+    for_copies = split_by_link(2 * gradients / num_shards, num_parts // num_shards, copies_here)
+
+    # Two all-reduces of (tokens, C) a block: forward in the dtype of matmuls, backward in float32.
+    # Recomputation repeats that after attention.
+    token_bytes = shape.n_layer * shape.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
+    if options.activation_checkpointing == "block":
+        token_bytes += shape.n_layer * shape.n_embd * itemsize
+    activations = sequences * shape.block_size * token_bytes
+    activation_bytes, _ = split_by_link(2 * activations, num_ranks, num_ranks)
+    return StepForecast(
+        step_flops(options, model) / (hardware.num_processes * gpu.peak * MFU),
+        machine_bytes + for_copies[0],
+        network_bytes + for_copies[1],
+        activation_bytes,
+        gpu.bandwidth,
+    )
+
+
+def split_by_link(num_bytes: float, group_size: int, per_machine: int) -> tuple[float, float]:
+    """Return the bytes that a process sends in its machine and between machines in an all-gather or
+    a reduce-scatter of `num_bytes` in all, in a group with `per_machine` processes in a machine.
+
+    Each of these takes its part of the bytes through a network card of its own, as NCCL's rings do.
+    """
+    num_machines = group_size / per_machine
+    machine_bytes = num_bytes * (per_machine - 1) / per_machine
+    network_bytes = num_bytes / per_machine * (num_machines - 1) / num_machines
+    return machine_bytes, network_bytes
