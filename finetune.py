@@ -43,7 +43,7 @@ from training.checkpoint import REWARD_HEAD, Checkpoint, find_checkpoint
 from training.options import read_options, resolve_compile, resolve_dtype
 from training.parallel import clip_grad_norm, sync_gradients
 from training.parts import fill_model
-from training.run import Run, StepResult, reason_to_skip, seed_step
+from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.start import SavedModel, init_checksum, open_original, open_start
@@ -65,12 +65,7 @@ METHODS: dict[str, type[Method]] = {
 def main() -> None:
     # options: flags, then what follows from the machine, the rows and the model
     given_options, derived, checkpoint = read_options(FinetuneConfig, "finetune.py", sys.argv[1:])
-    process = distributed.start(
-        given_options.device,
-        catch_signals=True,
-        tensor_parallel=given_options.tensor_parallel,
-        shard_across=given_options.shard_across,
-    )
+    process = start_process(given_options)
     model_options = resolve_on_device(given_options, derived, process)
     # the lengths of run and batches depend on what is read here
     is_reward = model_options.method == "reward"

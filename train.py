@@ -35,7 +35,7 @@ from training.checkpoint import Checkpoint
 from training.dry_run import print_forecast
 from training.options import model_shape, read_options, resolve_on_device, resolve_options
 from training.parallel import clip_grad_norm, sync_gradients
-from training.run import Run, StepResult, reason_to_skip, seed_step
+from training.run import Run, StepResult, reason_to_skip, seed_step, start_process
 from training.saver import Saver, finish_writing
 from training.schedule import set_rates
 from training.start import SavedModel, init_checksum, open_start
@@ -53,12 +53,7 @@ def main() -> None:
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
-    process = distributed.start(
-        options.device,
-        catch_signals=True,
-        tensor_parallel=options.tensor_parallel,
-        shard_across=options.shard_across,
-    )
+    process = start_process(options)
 
     # data: the batch of a step is a pure function of (seed, step)
     train_data = Mixture(options.data_dir, "train", options.block_size)

@@ -214,7 +214,7 @@ class GPT(nn.Module):
             seed = int(torch.randint(2**31, ()))  # follows from torch.manual_seed
             for name, rows in self.initial_weights(seed).items():
                 p = self.get_parameter(name)
-                p.data.copy_(rows[torch.arange(p.size(0), device="cpu")])
+                p.data.copy_(rows[torch.arange(p.size(0))])
 
     def initial_weights(self, seed: int, *, zero_init: bool = False) -> dict[str, Rows]:
         """Return a new model's weights: matrices from Normal(0, 0.02), biases of 0, gains of 1.

@@ -102,11 +102,11 @@ class Piece:
     """Rows of a whole tensor that this process writes to a file."""
 
     shape: torch.Size
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     rows: Tensor
-    """Their indices, int64 (r,); a vector is one row."""
+    """Indices of the rows, int64 (r,); a vector is one row."""
     values: Tensor
-    """(r, columns), on the CPU."""
+    """The rows (r, columns), on the CPU."""
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from config import ResolvedOptions
+from config import MachineOptions, ResolvedOptions
 from data.tokenizer import tokenizer_identity
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -103,6 +103,16 @@ class TrainState:
         self.step += 1  # skipped steps count, too, so that a step always reads the same data
         self.tokens += tokens
         self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
+
+
+def start_process(options: MachineOptions) -> Process:
+    """Return this process among those that the options describe; a signal is remembered."""
+    return distributed.start(
+        options.device,
+        catch_signals=True,
+        tensor_parallel=options.tensor_parallel,
+        shard_across=options.shard_across,
+    )
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -6,8 +6,8 @@ docs/SCALING.md, less than a minute a row.
 RUN_SH starts a command on a null CUDA device: PyTorch's CUDA build with a libcuda that allocates
 host memory and whose kernels do nothing. FAKE_MB is above a GPU's memory, to count what does not
 fit. Each row is train.py itself, compiled, in a process of its own, on shards that this script
-makes. Only its weights are not drawn: memory that nobody writes costs the host none, so that 7B
-parameters fit. Figures are those of the last step; seconds are of this machine's processor.
+makes, and saves nothing, as nobody answers. Memory that nobody writes costs the host none, so that
+a rank of 175B parameters fits. Figures are those of the last step, seconds those of this machine.
 """
 
 import ctypes
@@ -131,13 +131,12 @@ def measure(row, folder):
         f" --total_batch_size {2 * tokens * int(world_size) // int(tensor_parallel)} "
         f"--max_steps 12 --sharding {sharding} --tensor_parallel {tensor_parallel} "
         f"--activation_checkpointing {checkpointing} --data_dir {folder} --eval_every 0 "
+        "--save_every 0 "
         f"--checkpoint_dir {folder}/{os.getpid()} --sample_every 0"
     )
     if shard_across != "-":
         flags += f" --shard_across {shard_across}"
     sys.argv = ["train.py", *flags.split()]
-    for name in ("normal_", "uniform_", "kaiming_uniform_"):
-        setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
     opened: list[str] = []
     sys.addaudithook(lambda event, args: event == "open" and opened.append(f"{args[0]}"))
     count_syncs = ctypes.CDLL(None).fakecuda_count
