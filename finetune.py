@@ -234,7 +234,6 @@ def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[s
     learned_plain = start.checkpoint.get("config", {}).get("plain", options.plain)
     if options.method != "sft" and learned_plain != options.plain:
         raise UserError(f"{options.source} was fine-tuned on another kind of text: change --plain")
-    # a shorter context drops the last rows of the table of positions
     # dpo and grpo compare log-probabilities of two passes, which dropout would make random
     dropout = options.dropout if options.method in ("sft", "reward") else 0.0
     shape = replace(start.shape, block_size=T, dropout=dropout)
@@ -245,6 +244,7 @@ def build_model(options: FinetuneConfig, start: SavedModel) -> tuple[GPT, dict[s
     # All rewards of a new model begin at 0. tied: without the lm_head of an untied model, which
     # nothing would train.
     weights.setdefault(REWARD_HEAD, torch.zeros(1, shape.n_embd))
+    weights.pop("lm_head.weight", None)
     shape = replace(shape, tied=True)
     return build_without_weights(shape, execution, RewardModel), weights
 

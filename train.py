@@ -10,7 +10,7 @@ SIGKILL costs the steps since the last checkpoint. On CPUs a resumed run equals 
 stopped to the bit.
 
 Every process runs this file from top to bottom, and all of them take part in evaluation and saves;
-the main process alone writes. What a run is besides its steps (folders, log, signals) stands in
+the main process alone prints. What a run is besides its steps (folders, log, signals) stands in
 training/run.py.
 """
 

@@ -209,12 +209,14 @@ class GPT(nn.Module):
         # a copy of the head for inference on a CPU, by prepare_for_inference of model/inference.py
         self.inference_head: nn.Module | None = None
 
-        # those of build_without_weights come later
-        if not self.transformer.wte.weight.is_meta:
-            seed = int(torch.randint(2**31, ()))  # follows from torch.manual_seed
-            for name, rows in self.initial_weights(seed).items():
-                p = self.get_parameter(name)
-                p.data.copy_(rows[torch.arange(p.size(0))])
+        if not self.transformer.wte.weight.is_meta:  # build_without_weights fills them in later
+            self.draw_weights()
+
+    def draw_weights(self) -> None:
+        """Give a new model its weights, by a seed that follows from torch.manual_seed."""
+        seed = int(torch.randint(2**31, ()))
+        for name, rows in self.initial_weights(seed).items():
+            self.get_parameter(name).data.copy_(rows[:])
 
     def initial_weights(self, seed: int, *, zero_init: bool = False) -> dict[str, Rows]:
         """Return a new model's weights: matrices from Normal(0, 0.02), biases of 0, gains of 1.

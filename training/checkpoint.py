@@ -6,17 +6,17 @@
     step, tokens, best_loss, run_id, ... (with the seed, all random state there is)
     script, config (options, resolved), model_config, tokenizer, versions
     init_checksum, data_order, val_checksum (what the run is made of: training/run.py)
-    checksums     CRC-32 of the tensors of model, model_low and optimizer
+    checksums     sums of the CRC-32 of the rows of model, model_low and optimizer
 
 Plain containers and tensors: torch.load(path, weights_only=True, mmap=True) reads it. The state is
 that of the whole model: a file resumes on any number of processes. Writing stands in
-training/saver.py.
+training/writer.py.
 """
 
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -98,7 +98,7 @@ class Float32Rows:
         self.low = low
         self.shape = high.shape
 
-    def __getitem__(self, rows: Tensor) -> Tensor:
+    def __getitem__(self, rows: Tensor | slice) -> Tensor:
         return join_float32(self.high[rows], self.low[rows])
 
 
@@ -121,14 +121,14 @@ def flatten(part: Mapping) -> dict:
     return flat
 
 
-def sum_rows(name: str, rows: Tensor, values: Tensor) -> int:
+def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
     """Return the sum of the CRC-32 of some rows of a tensor; `values` (r, columns) are theirs, on
     the CPU. Their name and index change the CRC-32: so rows that change places change the sum."""
     start = zlib.crc32(name.encode())
     # uint8, because NumPy has no bfloat16
     row_bytes = values.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
     total = 0
-    for index, row in zip(rows.tolist(), row_bytes, strict=True):
+    for index, row in zip(rows, row_bytes, strict=True):
         total += zlib.crc32(row, start ^ index)
     return total
 
@@ -141,12 +141,13 @@ def checksum(tensors: Mapping[str, Rows], part: int = 0, num_parts: int = 1) -> 
         if is_vector(x.shape):
             if part == 0:
                 # a Tensor may be a single number, as AdamW's "step", which has no rows
-                vector = x if isinstance(x, Tensor) else x[torch.arange(x.shape[0])]
-                total += sum_rows(name, torch.tensor([0]), vector.reshape(1, -1))
+                vector = x if isinstance(x, Tensor) else x[:]
+                total += sum_rows(name, range(1), vector.reshape(1, -1))
             continue
         num_rows = x.shape[0]
-        rows = torch.arange(num_rows * part // num_parts, num_rows * (part + 1) // num_parts)
-        total += sum_rows(name, rows, x[rows])
+        first = num_rows * part // num_parts
+        end = num_rows * (part + 1) // num_parts
+        total += sum_rows(name, range(first, end), x[first:end])
     return total
 
 

@@ -73,7 +73,11 @@ def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) ->
     """Give a model on the device "meta" memory on a device, and fill in what this process holds of
     its weights."""
     model.to_empty(device=device)
-    for name, x in model.state_dict().items():
+    state = model.state_dict()
+    assert weights.keys() == state.keys()  # each tensor is used once
+    for name, x in state.items():
+        # a shorter context drops the last positions
+        assert weights[name].shape == x.shape or "wpe" in name
         fill(model, name, x, weights[name])
 
 
@@ -81,7 +85,7 @@ def optimizer_state(
     model: GPT, optimizers: list[torch.optim.Optimizer]
 ) -> dict[str, dict[str, Tensor]]:
     """Return the state of optimizers by the name of the parameter and its own: the tensors
-    themselves. That of new optimizers is made, by a step with a learning rate of 0."""
+    themselves. New optimizers get their state here, by a step with a learning rate of 0."""
     return get_optimizer_state_dict(model, optimizers)["state"]  # type: ignore[return-value]
 
 

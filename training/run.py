@@ -138,7 +138,7 @@ def claim_folders(
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
     every process if the folders hold another run. Every process must call it."""
     # The main process alone writes, so it alone looks; the others wait for what it finds.
-    with process.together("the main process cannot write to its folders"):
+    with process.together():
         if process.is_main:
             # a set, as both may be one folder, which is locked once
             for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:

@@ -33,7 +33,7 @@ def finish_writing(seconds: float = 20) -> None:
 
 @dataclass
 class Saver:
-    """Write checkpoints of a run in a thread of the main process, one at a time.
+    """Write checkpoints of a run, one at a time.
 
     A failed write is logged and the run goes on: the older file is whole, and the next save tries
     again. If none of them succeeds, `finish` ends the run with the error.
@@ -68,7 +68,7 @@ class Saver:
         # Training goes on while a file is written, but not before the first one is there: a run
         # that is killed could not be continued.
         if self.is_first:
-            self.wait()
+            self.finish()  # and without it, a run need not begin
             self.is_first = False
 
     def save_if_best(self, loss: float) -> None:
@@ -149,7 +149,8 @@ class Saver:
             if LAST in names:
                 self.error = None  # an earlier failure is made up for
         except Exception as error:  # an exception of a thread would get lost
-            self.error = error
+            if self.run.process.is_main:  # which every failure reaches
+                self.error = error
             self.run.logger.print(f"{error}; the run continues, and the next save tries again")
 
     def wait(self) -> None:

@@ -89,7 +89,8 @@ def init_checksum(
     weights by --init_from than it began from. Every process must call it."""
     if checkpoint is None:
         return start.checksum(process) if start is not None else None
-    if options.init_from != checkpoint["config"]["init_from"]:
+    # a machine may have the same weights in another place
+    if not process.all_agree(options.init_from == checkpoint["config"]["init_from"]):
         open_original(options, checkpoint, process)
     return checkpoint["init_checksum"]
 

@@ -29,8 +29,8 @@ def save_checkpoint(
     process: Process = ALONE,
 ) -> None:
     """Write a file atomically, from what each process has of the float32 weights and the optimizer
-    state: `path` is the old file or the whole new one. Every process must call it, on one file
-    system. Raises UserError if it cannot be written, as on a full disk."""
+    state: `path` is the old file or the whole new one. Every process must call it; those that have
+    rows need the same folder. Raises UserError if it cannot be written, as on a full disk."""
     high: dict[str, Piece] = {}
     low: dict[str, Piece] = {}
     for name, piece in weights.items():
@@ -43,31 +43,34 @@ def save_checkpoint(
     for part, pieces in parts.items():
         total = 0
         for name, piece in flatten(pieces).items():
-            total += sum_rows(name, piece.rows, piece.values)
+            total += sum_rows(name, piece.rows.tolist(), piece.values)
         checksums[part] = sum(process.merge({process.number: total}).values())
 
     # The main process writes a file with gaps for the tensors, and each process fills in its rows.
     temporary = path.with_name(path.name + ".tmp")
+    offsets: dict[int, dict[str, dict[str, int]]] = {}  # {0: those of the file}, for `merge`
     try:
-        with process.together(f"{path} could not be written by the main process"):
+        with process.together():
             if process.is_main:
-                lay_out(temporary, parts, {**entries, "checksums": checksums})
-        with process.together(f"{path} could not be written by all machines, as it has to be"):
-            write_pieces(temporary, parts)
+                offsets[0] = lay_out(temporary, parts, {**entries, "checksums": checksums})
+        offsets = process.merge(offsets)
+        with process.together():
+            write_pieces(temporary, parts, offsets[0])
         if process.is_main:
             replace_file(temporary, path)
     except Exception as error:  # a full disk is a RuntimeError to torch
         if process.is_main:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        if isinstance(error, UserError):
-            raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path} could not be written: {reason}") from error
 
 
-def lay_out(path: Path, parts: dict[str, dict], entries: Mapping[str, object]) -> None:
-    """Write a checkpoint whose tensors are gaps, which take no disk space until they are filled."""
+def lay_out(
+    path: Path, parts: dict[str, dict], entries: Mapping[str, object]
+) -> dict[str, dict[str, int]]:
+    """Write a checkpoint whose tensors are gaps, which take no disk space until they are filled.
+    Return where they begin in the file, in bytes, by part and name."""
     with FakeTensorMode():  # of which torch.save knows the size alone
         reserved = {part: reserve(pieces) for part, pieces in parts.items()}
     content = {
@@ -78,6 +81,16 @@ def lay_out(path: Path, parts: dict[str, dict], entries: Mapping[str, object]) -
     }
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(content, path)
+
+    with FakeTensorMode():  # reads no tensors, but says where they lie
+        layout = torch.load(path, weights_only=True)
+    offsets: dict[str, dict[str, int]] = {}
+    for part in parts:
+        tensors = flatten(layout[part])
+        offsets[part] = {
+            name: x.untyped_storage()._checkpoint_offset for name, x in tensors.items()
+        }
+    return offsets
 
 
 def reserve(pieces: dict) -> dict:
@@ -91,15 +104,17 @@ def reserve(pieces: dict) -> dict:
     return tensors
 
 
-def write_pieces(path: Path, parts: dict[str, dict]) -> None:
-    """Write the rows of this process into a file of lay_out."""
-    with FakeTensorMode():  # reads no tensors, but says where they lie
-        layout = torch.load(path, weights_only=True)
-    with open(path, "r+b") as file:
+def write_pieces(path: Path, parts: dict[str, dict], offsets: dict[str, dict[str, int]]) -> None:
+    """Write the rows of this process into a file of lay_out, which returned the offsets."""
+    num_rows = 0
+    for pieces in parts.values():
+        num_rows += sum(len(piece.rows) for piece in flatten(pieces).values())
+    if num_rows == 0:  # a replica, whose machine need not have the folder
+        return
+    # Write-only: else NFS may read a page, and write it back over another machine's rows.
+    with open(os.open(path, os.O_WRONLY), "wb") as file:
         for part, pieces in parts.items():
-            tensors = flatten(layout[part])
             for name, piece in flatten(pieces).items():
-                offset = tensors[name].untyped_storage()._checkpoint_offset
                 row_bytes = piece.values.contiguous().view(torch.uint8)  # (r, bytes of a row)
                 # rows that follow each other are written at once
                 breaks = torch.nonzero(piece.rows.diff() != 1).flatten() + 1
@@ -107,7 +122,7 @@ def write_pieces(path: Path, parts: dict[str, dict]) -> None:
                 runs_of_bytes = row_bytes.tensor_split(breaks)
                 for rows, values in zip(runs_of_rows, runs_of_bytes, strict=True):
                     if len(rows) > 0:
-                        file.seek(offset + int(rows[0]) * values.size(1))
+                        file.seek(offsets[part][name] + int(rows[0]) * values.size(1))
                         file.write(values.numpy())
         file.flush()  # Python's buffer to the kernel
         os.fsync(file.fileno())

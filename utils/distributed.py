@@ -1,7 +1,7 @@
 """Processes that train together: who they are, what they exchange, how a signal ends them.
 
 torchrun starts one process for each device and numbers them in environment variables (RANK,
-WORLD_SIZE, ...). Every process builds the same model and calls the same
+WORLD_SIZE, ...). Every process trains the same model and calls the same
 collectives (all-reduce, ...) in the same order: a collective waits until all processes have called
 it. How weights and gradients are divided is the subject of training/parallel.py.
 
@@ -172,16 +172,17 @@ class Process:
         return self.min(int(condition)) == 1
 
     @contextlib.contextmanager
-    def together(self, failure: str) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """Raise on every process if the block raises on one: there what it raised, on the others
-        UserError with the sentence `failure`."""
+        UserError with its text."""
         error: Exception | None = None
         try:
             yield
         except Exception as block_error:
             error = block_error
-        if not self.all_agree(error is None):
-            raise error or UserError(failure)
+        texts = self.merge({} if error is None else {self.number: str(error)})
+        for text in texts.values():
+            raise error or UserError(text)
 
     def all_equal(self, number: int) -> bool:
         """Return whether every process has the same number, below 2^63."""

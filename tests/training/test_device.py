@@ -89,7 +89,8 @@ def test_a_sharded_model_computes_the_same(device, sharding, tmp_path):
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
-        wrapped = wrap(model, Process(0, 1, device), sharding, torch.float32)
+        weights = {name: x.float() for name, x in exact.state_dict().items()}
+        wrapped = wrap(model.to("meta"), weights, Process(0, 1, device), sharding, torch.float32)
         loss = wrapped(*batch().to(device)).item()
     finally:
         dist.destroy_process_group()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import loss
 from model.config import GPTConfig
 from model.execution import Execution, compile_static
-from model.gpt import GPT
+from model.gpt import GPT, build_without_weights
 from model.recipes import parse_recipe
 from training import parallel
 from training.optim import make_optimizers
@@ -99,6 +99,7 @@ def test_a_step_of_124M_has_one_graph_for_all_blocks_and_keeps_what_is_forecast(
     compiled_loss = compile_static(loss.cross_entropy_)
     monkeypatch.setattr(loss, "cross_entropy_by_rows_", compiled_loss)
     shape = train_options(recipe=recipe).model_config(parse_recipe(recipe), VOCABULARY)
+    monkeypatch.setattr(GPT, "draw_weights", lambda model: None)  # they have no values
     with FakeTensorMode():
         model = GPT(shape, Execution(checkpointing, compiled=True))
         idx = torch.zeros(64, 1024, dtype=torch.long)
@@ -126,8 +127,9 @@ def test_sharded_blocks_run_one_graph_in_every_layer_and_micro_step(
 ):
     fake_ranks(8)
     counter, residual_dtypes = compile_with(CompileCounter()), set()
-    model = GPT(GPTConfig(16, 257, 3, 4, 64), Execution(compiled=True))
-    wrapped = parallel.wrap(model, Process(0, 8, CPU), sharding, torch.bfloat16)
+    model = build_without_weights(GPTConfig(16, 257, 3, 4, 64), Execution(compiled=True))
+    weights = model.initial_weights(seed=0)
+    wrapped = parallel.wrap(model, weights, Process(0, 8, CPU), sharding, torch.bfloat16)
 
     def note_dtype(module, inputs):
         residual_dtypes.add(inputs[0].dtype)
@@ -171,9 +173,11 @@ def test_eight_machines_of_eight_send_and_hold_what_docs_scaling_says(
     recipe = parse_recipe(config.recipe)
     shape = config.model_config(recipe, VOCABULARY)
     sent, memory = Collectives(), MemTracker()
+    # fake weights are not drawn
+    monkeypatch.setattr(parallel, "fill_model", lambda model, *_: model.to_empty(device="cpu"))
     with FakeTensorMode():
-        model = GPT(shape)  # the plain one, as on a GPU
-        parallel.wrap(model, Process(0, 64, CPU, copies=8), sharding, torch.bfloat16)
+        model = build_without_weights(shape)  # the plain one, as on a GPU
+        parallel.wrap(model, {}, Process(0, 64, CPU, copies=8), sharding, torch.bfloat16)
         optimizers = make_optimizers(model, config, recipe, torch.bfloat16)
         idx = torch.zeros(batch, 1024, dtype=torch.long)
 

@@ -100,6 +100,69 @@ def test_machines_with_other_files_are_told_so(shards, reference, tmp_path):
     run_ranks([ours, [*ours, "--data_dir", copy]], local_world_size=1)
 
 
+def test_machines_need_a_common_folder_only_where_they_divide_one_copy(shards, tmp_path):
+    def machines(first, second, *flags):
+        args = ("--micro_batch_size", 2, "--sharding", "zero2", *flags)
+        first_args, second_args = (
+            train_args(shards, tmp_path / name, 2, *args) for name in (first, second)
+        )
+        return [first_args, first_args, second_args, second_args]
+
+    run_ranks(machines("one", "two"), local_world_size=2)  # the second one is a replica
+    names = [path.name for path in sorted(tmp_path.glob("*/checkpoints/*.pt"))]
+    assert names == ["model_best.pt", "model_last.pt"]
+    assert not list(tmp_path.glob("two/checkpoints/*.pt"))
+    divided = machines("three", "four", "--shard_across", 4)
+    for rank in run_ranks(divided, code=2, local_world_size=2):
+        assert "model_last.pt could not be written" in rank.stderr
+        assert "No such file" in rank.stderr and "Traceback" not in rank.stderr
+    run_ranks(machines("five", "five", "--shard_across", 4), local_world_size=2)
+
+
+@pytest.mark.slow
+def test_a_machine_may_have_the_weights_of_init_from_in_another_place(shards, reference, tmp_path):
+    copies = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    commands = []
+    for copy in copies:
+        shutil.copy(reference / "checkpoints/model_best.pt", copy)
+        begin = ("--init_from", copy, "--sharding", "zero2", "--micro_batch_size", 2)
+        commands.append(train_args(shards, tmp_path, 2, *begin, "--resume", "auto"))
+    run_ranks(commands, local_world_size=1)
+    for command in commands:
+        command += ["--max_steps", 3]
+    run_ranks(commands, local_world_size=1)
+
+
+FULL_DISK = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import train
+from training import writer
+
+def write(*arguments):
+    global saves
+    saves += 1
+    if saves == 2 and os.environ["RANK"] == "1":
+        raise OSError(28, "No space left on device")
+    write_pieces(*arguments)
+
+saves = 0
+write_pieces = writer.write_pieces
+writer.write_pieces = write
+train.main()
+"""
+
+
+def test_a_save_that_one_process_cannot_write_is_made_up_for_by_the_next(shards, tmp_path):
+    program = tmp_path / "full_disk.py"
+    program.write_text(FULL_DISK)
+    flags = ("--sharding", "zero3", "--save_every", 2, "--eval_every", 0, "--keep_last", 3)
+    main_rank, _ = torchrun(2, program, *train_args(shards, tmp_path, 4, *flags)[1:])
+    assert "No space left on device; the run continues" in main_rank.stdout
+    names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert names == [".lock", "model_best.pt", "model_last.pt", "model_step_000004.pt"]
+
+
 COMPILED = ("--use_torch_compile", "--activation_checkpointing")
 
 
