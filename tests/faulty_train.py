@@ -2,6 +2,7 @@
 ..." names forwards of training, counted from 0."""
 
 import os
+from functools import partial
 
 import train
 from model.gpt import GPT
@@ -23,5 +24,5 @@ class FaultyGPT(GPT):
         return loss
 
 
-train.GPT = FaultyGPT
+train.build_without_weights = partial(train.build_without_weights, model_class=FaultyGPT)
 call_and_exit(train.main)

@@ -214,6 +214,6 @@ def forecast_memory(
         ),
     }
     if hardware.device.type == "cpu":
-        # a thread splits the weights of a copy in two, and writes it while training goes on
-        forecast["copy for saving"] = FLOAT32_BYTES * (2 * num_weights + num_moments)
+        # what a process saves is copied, and the weights are split in two
+        forecast["copy for saving"] = FLOAT32_BYTES * (2 * num_weights + num_moments) // num_shards
     return forecast

@@ -101,7 +101,7 @@ def test_dpo_scores_the_texts_by_the_reference_once(make):
 
 def test_grpo_rewards_what_it_samples_and_scores_it_by_the_reference(make):
     """A completion ends with end of text unless it is as long as a completion may be."""
-    reference, model = make_model(4), make_model(5)
+    reference, model = make_model(4), make_model(6)
     with torch.no_grad():  # so that some completions end early
         model.transformer.wte.weight[BYTES.eot] *= 4
     completions: list[Completion] = []
