@@ -233,7 +233,7 @@ def main(config: EvalConfig) -> None:
     }
     # Score one task after the other. What is there is printed and kept: others may still fail.
     results: list[Result] = []
-    examples: list[dict] = []
+    examples: list[dict] = []  # a row for each example of the tasks so far, for --dump
     for task, score_task in score_tasks.items():
         bar.reset()
         bar.set_description(task)

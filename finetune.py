@@ -176,8 +176,9 @@ def train_step(
     num_tokens = 0
     for number, batch in enumerate(prepared.batches, 1):
         is_last = number == len(prepared.batches)
+        # under none and zero1 processes reduce gradients in the last micro-batch, else in each
         with sync_gradients(wrapped, options.sharding, last=is_last):
-            # cast weights are kept for one forward pass only: the next one sees the new weights
+            # A forward pass casts each weight once: keeping the copies would only take memory.
             with autocast(process.device, run.dtype, keep_weights=False):
                 sums = method.metric_sums(wrapped, batch)
             loss = sums["loss"] / prepared.divisor
@@ -302,7 +303,7 @@ def open_data(
         execution = Execution(compiled=options.use_torch_compile)
         reference = build_without_weights(model.config, execution)
         fill_model(reference, weights, process.device)
-        # eval: without the dropout that it shares with the trained model's shape
+        # whole on every process, and never trained
         reference = reference.eval().requires_grad_(False)
 
     # examples, and the function that rates completions of theirs

@@ -61,6 +61,7 @@ def main() -> None:
 
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
     start = open_start(options, checkpoint, process)
+    # weights: tensors by parameter name, mapped from a file or drawn row by row (model/rows.py)
     model, weights = build_model(options, recipe, train_data.stream, start)
     options = resolve_on_device(options, recipe, model.config, process)
     began_from = init_checksum(options, checkpoint, start, process)
@@ -68,7 +69,8 @@ def main() -> None:
     run = Run.start(options, checkpoint, process, entries)
     state = run.state  # step, tokens, lowest loss, ...
     wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
-    del start, weights, checkpoint  # closes the file, from which tensors are mapped
+    # close the file of --resume or --init_from, if there is one, from which tensors are mapped
+    del start, weights, checkpoint
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
@@ -144,8 +146,9 @@ def train_step(
             process.end_if_stopped()  # with more processes one alone must not leave the step
         idx, targets = next(batches)  # (B, T) each
         is_last = micro_step == micro_steps - 1
+        # under none and zero1 processes reduce gradients in the last micro-batch, else in each
         with sync_gradients(wrapped, options.sharding, last=is_last):
-            # cast weights are kept for one forward pass only: the next one sees the new weights
+            # A forward pass casts each weight once: keeping the copies would only take memory.
             with autocast(process.device, run.dtype, keep_weights=False):
                 # divided, so that the sum of the gradients is that of the mean over the step
                 loss = wrapped(idx, targets) / micro_steps

@@ -68,8 +68,8 @@ class DataConfig:
     format: Literal["npy", "bin"] = "npy"
     """npy: numpy.load reads it; bin: llm.c's format."""
     val_fraction: BelowOne = 0.01
-    """Share of documents for validation, chosen by a hash of their text; where it chooses none, as
-    of one book, a tenth of the last text."""
+    """Share of documents for validation, chosen by a hash of their text; where it chooses too few,
+    as of one book, a tenth or more of the last texts is held out."""
     num_workers: Count = os.cpu_count() or 1
     """Tokenizer threads; the shards do not depend on it."""
     worker_index: Natural = 0
@@ -172,8 +172,8 @@ def write_shards(
 def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
     sizes = list_files(config.input) if config.input else {}  # of all workers; {}: the dataset
-    spec = config.tokenizer
-    if spec not in TOKENIZERS:  # the path of a tokenizer.json
+    spec = config.tokenizer  # a name
+    if spec not in TOKENIZERS:  # the path of a tokenizer.json, whose spec is JSON text
         spec = read_tokenizer(Path(spec), config.end_of_text)
     tokenizer = load_tokenizer(spec)
     source = Source(
@@ -223,7 +223,8 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
 
 
 def report(manifest: Manifest) -> None:
-    """Print what a folder of shards holds."""
+    """Print what a folder of shards holds: documents written, rows skipped by reason, tokens, bytes
+    of source text."""
     print(f"documents: {manifest.documents:,}; skipped: {join_reasons(manifest.skipped)}")
     print(f"tokenizer: {manifest.tokenizer}")
     for split in ("train", "val"):
@@ -236,7 +237,7 @@ def report(manifest: Manifest) -> None:
     if manifest.lost_bytes:
         share = manifest.lost_bytes / sum(manifest.bytes.values())
         print(f"lost: {share:.2%} of the bytes, which {manifest.tokenizer} does not give back")
-    if manifest.held_out:  # no hash chose a document for one of the splits
+    if manifest.held_out:  # hashes left a split without text, or with too little
         print(f"validation: {PIECES} pieces, spread over the last text, or texts if that is short")
 
 

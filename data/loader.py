@@ -289,7 +289,7 @@ class Mixture:
     def describe_epochs(self, tokens: int) -> str:
         """Return how often `tokens` tokens of training see their corpus; of several, the one that
         they see most often, by name."""
-        # weight * tokens is the share of a corpus in the training
+        # weight * tokens is what the run draws from a corpus, len its own tokens
         epochs = [
             weight * tokens / len(part.stream)
             for weight, part in zip(self.weights, self.parts, strict=True)

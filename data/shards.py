@@ -90,7 +90,7 @@ def inspect_bin(path: Path) -> Shard:
     for dtype, known in BIN_VERSIONS.items():
         if known == (magic, version):
             return Shard(path, BIN_HEADER.size, num_tokens, np.dtype(dtype))
-    # a file of tokens alone
+    # no header of llm.c: a file of tokens alone
     raise ValueError("no header of llm.c; np.save(path, np.fromfile(...)) adds one")
 
 
@@ -162,7 +162,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
 
     Raises UserError if there are no shards of any split, or if their tokenizer is not known. A
     shard that is missing, damaged or not the one that the manifest lists raises an error when it is
-    first read.
+    first read; without a manifest all are inspected now.
     """
     manifest = read_manifest(folder)  # None if another project made the folder, or there is none
     paths = shard_paths(folder)
@@ -211,8 +211,8 @@ def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazySha
     if manifest is None:  # of another project, which shards GPT-2's tokens if it has no file
         if path.exists():
             return read_tokenizer(path)
-        # Any 1,000 tokens of GPT-2 hold an id above 2**15. The ids of a smaller vocabulary, as of
-        # characters, would train without an error, as another text.
+        # In practice 1,000 tokens of GPT-2 hold an id above 2**15. The ids of a smaller vocabulary,
+        # as of characters, would train without an error, as another text.
         first_ids = shards[0].shard.read(count=100_000) if shards else np.zeros(0)
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
@@ -299,9 +299,11 @@ class TokenStream:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of source text for a token; None if a folder of others does not tell."""
+        """Mean bytes of source text for a token, by which bits per byte are computed; None if a
+        folder of another project does not tell."""
         num_bytes = 0
         for folder in self.folders:
+            # no manifest: made by another project; 0: the bytes of its text were not counted
             if folder.manifest is None or folder.manifest.bytes[self.split] == 0:
                 return None  # one unknown term makes the sum unknown
             num_bytes += folder.manifest.bytes[self.split]

@@ -52,7 +52,7 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
     """Yield a share of the pieces of all texts, chosen by a hash: always the same ones."""
     for batch in source.batches():
         for text in batch.rows:
-            if isinstance(text, Skipped):
+            if isinstance(text, Skipped):  # a row without text
                 continue
             # pieces, not texts, so that a source of one long book can be sampled, too
             for start in range(0, len(text), PIECE):

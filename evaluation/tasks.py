@@ -102,8 +102,9 @@ def mean_result(
 
 
 def evenly_spread(rows: list, limit: int | None) -> list:
-    """Return `limit` rows, or all if there are not more or the limit is None. They are spread over
-    the whole list, as files are often sorted: HellaSwag begins with ActivityNet."""
+    """Return `limit` rows, dicts or questions, or all if there are not more or the limit is None.
+    They are spread over the whole list, as files are often sorted: HellaSwag begins with
+    ActivityNet."""
     if limit is None or len(rows) <= limit:
         return rows
     return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]

@@ -29,6 +29,7 @@ def score_questions(
             scorer.model, batch, encoder, sampling, scorer.process, scorer.dtype
         )
 
+    # completions of each batch, in the order of the questions, the same on every process
     batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
     # the format is part of the protocol: the same question scores differently without turns
     text_format = "plain text"

@@ -64,7 +64,8 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
     """Yield the next token ids (B,) of B prompts, each of one token or more, on the model's device.
 
     Where the context is full, its older half is dropped and the newer one read again; a prompt
-    longer than the context keeps its end. The loop does not wait for the GPU to finish a token.
+    longer than the context keeps its end. With prompts of one length the loop does not wait for the
+    GPU to finish a token.
     """
     block_size = model.config.block_size
     device = model.transformer.wte.weight.device
@@ -89,7 +90,8 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
             unread = context
             cache = KVCache(capacity)
 
-        # rows of different lengths have padding, which needs a mask, and positions that skip it
+        # Rows of different lengths have padding, which needs a mask, and positions that skip it.
+        # Without them (None) attention is causal, and positions go on from the cache.
         longest = max(lengths)
         positions = None
         mask = None

@@ -1,8 +1,9 @@
 """The loss: head and cross-entropy, one chunk of tokens at a time.
 
-The logits of a whole batch never exist: 64 x 1024 x 50304 of them take 13 GB in float32, and their
-gradient as much again. The loss of a chunk is computed from its logits, which the next chunk
-overwrites; to do without them in the backward pass, the forward pass computes the gradients too.
+The logits of a whole batch do not exist unless they are few: 64 x 1024 x 50304 of them take 13 GB
+in float32, and their gradient as much again. The loss of a chunk is computed from its logits, which
+the next chunk overwrites; to do without them in the backward pass, the forward pass computes the
+gradients too.
 
 Three functions compute the loss of a chunk, and a change of the loss goes into each of them:
 `HeadCrossEntropy.loss_of_chunk`, by F.cross_entropy, for few logits and for losses of single

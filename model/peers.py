@@ -55,7 +55,8 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
     values = data[1024:].view(LLM_C_DTYPES[version])  # (number of weights,)
-    config = GPTConfig(block_size, num_rows, *sizes)  # whose embedding has the rows of padding
+    # the embedding of the file has rows of padding, which are cut off at the end
+    config = GPTConfig(block_size, num_rows, *sizes)
 
     # embeddings, each kind of weight of a layer for all layers, final norm
     model = build_without_weights(config)

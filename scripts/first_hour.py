@@ -128,7 +128,7 @@ def check_124m(out: Path) -> list[bool]:
     output(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
     rows = json.loads((out / "gpt2.json").read_text())["results"]
     values = {(row["task"], row["protocol"], row["metric"]): row["value"] for row in rows}
-    key = ("hellaswag", "build-nanogpt", "acc_norm")
+    key = ("hellaswag", "build-nanogpt", "acc_norm")  # of both tables: task, protocol, metric
     score = PUBLISHED[key].values["gpt2"]
     results.append(verdict("HellaSwag of OpenAI's 124M", values[key], score - 2e-3, score + 2e-3))
     return results

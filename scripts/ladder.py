@@ -152,6 +152,7 @@ def build(rung: str, config: LadderConfig) -> Program:
     model.to(pick_device(config.device))
 
     dtype = torch.bfloat16 if "bfloat16" in changes else torch.float32
+    # `changes`: names of this rung's change and of all before it
     [optimizer] = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
     if "fused AdamW" not in changes:
         optimizer = PlainAdamW(optimizer.param_groups, {})

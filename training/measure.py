@@ -90,7 +90,7 @@ def measure(build: Callable[..., Program], options: MeasureOptions) -> Measureme
     idx, targets = torch.randint(GPT2Tokenizer.vocab_size, size, device=device)  # (B, T) each
 
     def train_step() -> float:
-        # as train.py does: the cast weights of a step are of no use to the next one
+        # as train.py does: a forward pass casts each weight once
         with autocast(device, dtype, keep_weights=False):
             loss = model(idx, targets)
         loss.backward()

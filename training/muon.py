@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
         self, groups: list[dict], recipe: Recipe, weight_decay: float, dtype: torch.dtype
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
-        self.recipe = recipe
+        self.recipe = recipe  # of the whole run: momentum, cautious and normuon are read here
         # Momenta are cast before they are normalized, and float16 would round small ones to zero.
         self.dtype = torch.float32 if dtype is torch.float16 else dtype
 
@@ -165,10 +165,11 @@ def orthogonalize(stack: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
 def newton_schulz(x: Tensor) -> Tensor:
     """Return matrices (n, rows, columns), rows <= columns, made nearly orthogonal.
 
-    With a matrix U S V^T the result is U S' V^T, where all of S' lies between about 0.7 and 1.2.
+    With a matrix U S V^T the result is U S' V^T. Of singular values in S above a hundredth of the
+    norm, those of S' lie between about 0.7 and 1.2; smaller ones grow, too.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    # The iteration converges for singular values up to 1; none is larger than the Frobenius norm.
+    # The iteration needs singular values up to 1; none is larger than the Frobenius norm.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT  # A = X X^T, (n, rows, rows)

@@ -53,7 +53,7 @@ def make_optimizers(
     # AdamW updates a group in one operation: with tensor parallelism biases are apart from gains
     for parameters in by_mesh(vectors):
         adamw_groups.append({"params": parameters, "lr_scale": 1.0, "weight_decay": 0.0})
-    if not has_muon:
+    if not has_muon:  # else they are Muon's, below
         adamw_groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
     # without empty groups: a tied head is an embedding
     adamw_groups = [group for group in adamw_groups if group["params"]]

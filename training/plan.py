@@ -1,9 +1,9 @@
 """Hardware of a run, and the forecast of its memory by part.
 
-Weights, gradients and optimizer state are counted exactly. Activations, cast weights and logits are
-sums of terms, one for each tensor that is alive at the peak; docs/SCALING.md says how far they are
-off. Nothing is allocated: models here are on the device "meta". What a process sends is
-training/communication.py, and what fits training/advice.py.
+Weights, gradients and optimizer state are counted (not NorMuon's, of one number a row).
+Activations, cast weights and logits are sums of terms, one for each tensor that is alive at the
+peak; docs/SCALING.md says how far they are off. Nothing is allocated: models here are on the device
+"meta". What a process sends is training/communication.py, and what fits training/advice.py.
 """
 
 import functools
@@ -140,7 +140,7 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
     logits = itemsize * loss.chunk_rows(tokens, max_rows) * V
     if not compiled and hardware.device.type != "cpu":
         logits += 2 * loss.SOFTMAX_BYTES
-    return hidden + gradients + copies + logits
+    return hidden + gradients + copies + logits  # bytes each
 
 
 @functools.cache

@@ -80,8 +80,8 @@ class TrainState:
     tokens: int = 0
     """Tokens of these steps."""
     best_loss: float = math.inf
-    """Lowest validation loss in nats per token that a model_best.pt was written with; only the main
-    process knows."""
+    """Lowest validation loss that a model_best.pt was written with, of pre-training and sft in nats
+    per token; only the main process knows."""
     best_of: str | None = None
     """Identity of the validation text that best_loss belongs to; None before a validation."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -316,10 +316,11 @@ class Run(Generic[Config]):
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         elif self.process.is_main:
             best = ""
-            log = read_metrics(self.config.log_dir)
+            log = read_metrics(self.config.log_dir)  # rows by split, in the order of steps
             best_loss = self.state.best_loss
-            # A run that diverged has no best model to name. One nat: the first loss of a log that
-            # begins in the middle of a run, as a branch's, may by chance lie below the lowest one.
+            # A run that diverged, whose lowest validation loss is far above the first one of
+            # training, has no best model to name. One nat: the first loss of a log that begins in
+            # the middle of a run, as a branch's, may by chance lie below the lowest one.
             train_rows = log.get("train", [])
             first_loss = train_rows[0]["loss"] if train_rows else math.inf
             if math.isfinite(best_loss) and best_loss < first_loss + 1:

@@ -131,7 +131,8 @@ def autocast(
 ) -> torch.autocast:
     """Return a context in which matmuls run in `dtype`; it does nothing for float32.
 
-    `keep_weights` keeps the cast copy of each weight until the context ends, for several forwards.
+    `keep_weights` keeps the cast copy of each weight until the context ends, for several forward
+    passes; else none is kept.
     """
     # the weights are float32, so that there is nothing to cast
     enabled = dtype is not torch.float32

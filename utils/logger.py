@@ -1,9 +1,9 @@
 """The log of a run: numbers in metrics.jsonl, texts in samples.txt, progress on the console.
 
 A row is a line of JSON with "step" and "split": "train", "val", "held_out", a benchmark's name,
-"skipped", or "resume", which says that the steps after it are run again. Rows are only appended,
-also by a run that is resumed; `read_metrics` leaves out those that were run again. The picture of a
-log is the subject of evaluation/figure.py.
+"skipped", or "resume", which says that the steps after it are run again. A run that is resumed
+appends rows; `read_metrics` leaves out those that were run again. The picture of a log is the
+subject of evaluation/figure.py.
 """
 
 import json
