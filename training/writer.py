@@ -1,24 +1,25 @@
 """Writer of checkpoint files: one process alone, or several that hold parts of the state.
 
-No process has to hold the whole state. The main process writes the file with gaps in the place of
-the tensors, and then each process fills in the rows that it holds. When to save, and under which
-names, is training/saver.py's; the format of a file stands in training/checkpoint.py.
+No process has to hold the whole state: of several, the main process writes the file with gaps in
+the place of the tensors, and then each fills in the rows that it holds. When to save, and under
+which names, is training/saver.py's; the format of a file stands in training/checkpoint.py.
 """
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from training.checkpoint import FORMAT_VERSION, flatten, split_float32, sum_rows
 from training.parts import Piece
 from utils.distributed import ALONE, Process
 from utils.errors import UserError
-from utils.files import replace_file
+from utils.files import atomic_write, replace_file
 
 
 def save_checkpoint(
@@ -46,13 +47,24 @@ def save_checkpoint(
             total += sum_rows(name, piece.rows.tolist(), piece.values)
         checksums[part] = sum(process.merge({process.number: total}).values())
 
-    # The main process writes a file with gaps for the tensors, and each process fills in its rows.
+    content = {
+        "format_version": FORMAT_VERSION,  # first, as find_checkpoint looks for it
+        "versions": {"torch": str(torch.__version__)},
+        **entries,
+        "checksums": checksums,
+    }
+    # Of several, the main process writes a file with gaps for the tensors, and each fills in its
+    # rows.
     temporary = path.with_name(path.name + ".tmp")
     offsets: dict[int, dict[str, dict[str, int]]] = {}  # {0: those of the file}, for `merge`
     try:
+        if process.num_processes == 1:
+            with atomic_write(path) as file:
+                torch.save(content | map_pieces(parts, whole_tensor), file)
+            return
         with process.together():
             if process.is_main:
-                offsets[0] = lay_out(temporary, parts, {**entries, "checksums": checksums})
+                offsets[0] = lay_out(temporary, parts, content)
         offsets = process.merge(offsets)
         with process.together():
             write_pieces(temporary, parts, offsets[0])
@@ -66,21 +78,18 @@ def save_checkpoint(
         raise UserError(f"{path} could not be written: {reason}") from error
 
 
-def lay_out(
-    path: Path, parts: dict[str, dict], entries: Mapping[str, object]
-) -> dict[str, dict[str, int]]:
+def whole_tensor(piece: Piece) -> Tensor:
+    """Return the tensor of a piece that has all of its rows."""
+    return piece.values.view(piece.shape)
+
+
+def lay_out(path: Path, parts: dict[str, dict], content: dict) -> dict[str, dict[str, int]]:
     """Write a checkpoint whose tensors are gaps, which take no disk space until they are filled.
     Return where they begin in the file, in bytes, by part and name."""
     with FakeTensorMode():  # of which torch.save knows the size alone
-        reserved = {part: reserve(pieces) for part, pieces in parts.items()}
-    content = {
-        "format_version": FORMAT_VERSION,  # first, as find_checkpoint looks for it
-        "versions": {"torch": str(torch.__version__)},
-        **reserved,
-        **entries,
-    }
+        gaps = map_pieces(parts, empty_tensor)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(content, path)
+        torch.save(content | gaps, path)
 
     with FakeTensorMode():  # reads no tensors, but says where they lie
         layout = torch.load(path, weights_only=True)
@@ -93,14 +102,19 @@ def lay_out(
     return offsets
 
 
-def reserve(pieces: dict) -> dict:
-    """Return tensors of the shapes of pieces, under their names; call it in FakeTensorMode."""
+def empty_tensor(piece: Piece) -> Tensor:
+    """Return a tensor for all rows of the tensor of a piece; call it in FakeTensorMode."""
+    return torch.empty(piece.shape, dtype=piece.values.dtype)
+
+
+def map_pieces(pieces: dict, make_tensor: Callable[[Piece], Tensor]) -> dict:
+    """Return tensors made of pieces, under the same names; parts and parameters hold dicts."""
     tensors: dict = {}
     for name, piece in pieces.items():
-        if isinstance(piece, dict):  # state of one parameter
-            tensors[name] = reserve(piece)
+        if isinstance(piece, dict):
+            tensors[name] = map_pieces(piece, make_tensor)
         else:
-            tensors[name] = torch.empty(piece.shape, dtype=piece.values.dtype)
+            tensors[name] = make_tensor(piece)
     return tensors
 
 
