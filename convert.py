@@ -30,7 +30,7 @@ from training.run import TrainState
 from training.writer import save_checkpoint
 from utils.cli import start_script
 from utils.distributed import ALONE
-from utils.errors import UserError
+from utils.errors import UserError, writing
 from utils.files import atomic_write
 
 CARD = Path(__file__).parent / "scripts" / "model_card.md"  # a template for str.format
@@ -68,8 +68,9 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
         )
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     if is_for_nanogpt:
-        with atomic_write(out) as file:
-            torch.save(to_nanogpt(model), file)
+        content = to_nanogpt(model)
+        with writing(out), atomic_write(out) as file:
+            torch.save(content, file)
         return
     tokenizer = load_tokenizer(tokenizer_spec)
 

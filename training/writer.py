@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from training.checkpoint import FORMAT_VERSION, flatten, split_float32, sum_rows
 from training.parts import Piece
 from utils.distributed import ALONE, Process
-from utils.errors import UserError
+from utils.errors import writing
 from utils.files import atomic_write, replace_file
 
 
@@ -57,25 +57,25 @@ def save_checkpoint(
     # rows.
     temporary = path.with_name(path.name + ".tmp")
     offsets: dict[int, dict[str, dict[str, int]]] = {}  # {0: those of the file}, for `merge`
-    try:
+    with writing(path):
         if process.num_processes == 1:
             with atomic_write(path) as file:
                 torch.save(content | map_pieces(parts, whole_tensor), file)
             return
-        with process.together():
+        try:
+            with process.together():
+                if process.is_main:
+                    offsets[0] = lay_out(temporary, parts, content)
+            offsets = process.merge(offsets)
+            with process.together():
+                write_pieces(temporary, parts, offsets[0])
             if process.is_main:
-                offsets[0] = lay_out(temporary, parts, content)
-        offsets = process.merge(offsets)
-        with process.together():
-            write_pieces(temporary, parts, offsets[0])
-        if process.is_main:
-            replace_file(temporary, path)
-    except Exception as error:  # a full disk is a RuntimeError to torch
-        if process.is_main:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{path} could not be written: {reason}") from error
+                replace_file(temporary, path)
+        except Exception:
+            if process.is_main:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+            raise
 
 
 def whole_tensor(piece: Piece) -> Tensor:

@@ -36,3 +36,14 @@ def reading(path: Path | str, kind: str) -> Iterator[None]:
                 raise
         reason = textwrap.shorten(reason, 300)
         raise UserError(f"{path} is damaged or not {kind}: {reason}") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the block raises into a UserError of one sentence: PATH could not be written:
+    reason. A full disk is an OSError to Python and a RuntimeError to torch."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path} could not be written: {reason}") from error
