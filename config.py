@@ -313,12 +313,9 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
     def __post_init__(self) -> None:
         if self.min_lr > self.max_lr:
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
-        # The processes of a group would scale float16's loss differently: PyTorch tells those of
-        # one mesh alone of infinities.
-        if self.tensor_parallel > 1 and (self.sharding == "none" or self.dtype == "float16"):
+        if self.tensor_parallel > 1 and self.sharding == "none":
             raise UserError(
-                f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3, "
-                "and --dtype bfloat16 or float32"
+                f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3"
             )
         # a resumed run may bring it from one that was sharded
         if self.shard_across is not None and self.sharding == "none" and self.resumed is None:

@@ -153,10 +153,10 @@ def build(rung: str, config: LadderConfig) -> Program:
 
     dtype = torch.bfloat16 if "bfloat16" in changes else torch.float32
     # `changes`: names of this rung's change and of all before it
-    [optimizer] = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
+    optimizers = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
     if "fused AdamW" not in changes:
-        optimizer = PlainAdamW(optimizer.param_groups, {})
-    return model, [optimizer], dtype
+        optimizers = [PlainAdamW(optimizer.param_groups, {}) for optimizer in optimizers]
+    return model, optimizers, dtype
 
 
 def draw(step_ms: dict[str, float], out: Path) -> None:

@@ -50,17 +50,19 @@ def make_optimizers(
         {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
         {"params": heads, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
     ]
-    # AdamW updates a group in one operation: with tensor parallelism biases are apart from gains
+    # with tensor parallelism biases are apart from gains
     for parameters in by_mesh(vectors):
         adamw_groups.append({"params": parameters, "lr_scale": 1.0, "weight_decay": 0.0})
     if not has_muon:  # else they are Muon's, below
         adamw_groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
-    # without empty groups: a tied head is an embedding
-    adamw_groups = [group for group in adamw_groups if group["params"]]
+
+    # An optimizer for each group, as float16's scaler takes all gradients of an optimizer in one
+    # operation, which needs them on one mesh.
     betas = (options.beta1, options.beta2)
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(adamw_groups, betas=betas, fused=True)
-    ]
+    optimizers: list[torch.optim.Optimizer] = []
+    for group in adamw_groups:
+        if group["params"]:  # a tied head is an embedding
+            optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if has_muon:
         optimizers.append(Muon(matrix_groups(model), recipe, options.weight_decay, dtype))
     return optimizers

@@ -54,19 +54,21 @@ def test_an_overflow_in_float16_lowers_the_scale_which_a_resumed_run_keeps(
 
 
 @pytest.mark.parametrize(
-    "sharding, flags, factor",
+    "sharding, flags, fault, factor",
     [
-        ("none", (), "nan"),
-        ("zero2", FLOAT16, OVERFLOW),
-        slow("zero3", FLOAT16, OVERFLOW),
+        # two micro-steps per step: call 5 is the second of step 3
+        ("none", (), "1:5", "nan"),
+        ("zero2", FLOAT16, "1:5", OVERFLOW),
+        slow("zero3", FLOAT16, "1:5", OVERFLOW),
+        # both have the same data, four micro-steps per step
+        ("zero2", (*FLOAT16, "--tensor_parallel", 2), "1:10", OVERFLOW),
     ],
 )
 def test_a_bad_loss_on_one_process_skips_the_step_on_all(
-    overflowed, shards, tmp_path, sharding, flags, factor
+    overflowed, shards, tmp_path, sharding, flags, fault, factor
 ):
-    # two micro-steps per step: call 5 on rank 1 is the second of step 3
     args = train_args(shards, tmp_path, 12, *flags, "--sharding", sharding)
-    faulty(2, args, "1:5", factor)
+    faulty(2, args, fault, factor)
     (skipped,) = read_metrics(tmp_path)["skipped"]
     assert skipped["step"] == 3 and len(skipped["sequences"]) == 16
     state = load_checkpoint(tmp_path / "checkpoints" / "model_last.pt")

@@ -11,15 +11,15 @@ from training.optim import make_optimizers
 SHAPE = {"block_size": 8, "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
 
-def group_of_each_parameter(model, optimizer):
+def group_of_each_parameter(model, *optimizers):
     names = {p: name for name, p in model.named_parameters()}
-    return {names[p]: group for group in optimizer.param_groups for p in group["params"]}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {names[p]: group for group in groups for p in group["params"]}
 
 
 def test_adamw_decays_matrices_and_no_vectors():
     model = GPT(GPTConfig(**SHAPE))
-    (optimizer,) = make_optimizers(model, train_options(), Recipe())
-    groups = group_of_each_parameter(model, optimizer)
+    groups = group_of_each_parameter(model, *make_optimizers(model, train_options(), Recipe()))
     for name, p in model.named_parameters():
         assert groups[name]["lr_scale"] == 1.0
         assert groups[name]["weight_decay"] == (0.1 if p.dim() == 2 else 0.0)
@@ -29,8 +29,9 @@ def test_adamw_decays_matrices_and_no_vectors():
 def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(name):
     recipe = parse_recipe(f"{name},optimizer=muon,embedding_rate=0.3,head_rate=0.2")
     model = GPT(GPTConfig(**SHAPE | recipe.shape(16, 8, 64)))
-    adamw, muon = make_optimizers(model, train_options(), recipe)
-    of_adamw, of_muon = (group_of_each_parameter(model, x) for x in (adamw, muon))
+    *adamw, muon = make_optimizers(model, train_options(), recipe)
+    of_adamw = group_of_each_parameter(model, *adamw)
+    of_muon = group_of_each_parameter(model, muon)
     rates = {"lm_head": 0.2, "transformer.wte": 0.3, "transformer.wpe": 0.3}
     rates["transformer.ngrams"] = 0.3
     for name, p in model.named_parameters():
