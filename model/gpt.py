@@ -357,22 +357,14 @@ def build_without_weights(
         return model_class(config, execution)
 
 
-def rebuild(model: GPT, config: GPTConfig, execution: Execution | None = None) -> GPT:
-    """Return a model of `config` with the weights of `model`.
-
-    `config` may have fewer positions, fewer tokens or another dropout: the tables lose their last
-    rows. All other weights are shared with `model`.
-    """
-    num_rows = {
-        "transformer.wpe.weight": config.block_size,
-        "transformer.wte.weight": config.padded_vocab_size,
-        "lm_head.weight": config.padded_vocab_size,
-    }
-    state = model.state_dict()  # the tensors themselves, not copies
-    for name in num_rows.keys() & state.keys():
-        # a copy: a view of some rows would keep the whole table in memory
-        state[name] = state[name][: num_rows[name]].clone()
-    # type(model): a reward model stays one
-    new_model = build_without_weights(config, execution, type(model))
-    new_model.load_state_dict(state, assign=True)
-    return new_model.requires_grad_()  # tensors that came from a file do not ask for gradients
+def rebuild(model: GPT, config: GPTConfig) -> GPT:
+    """Return a model of `config`, which has fewer tokens than `model` or less padding, with the
+    weights of `model`: embedding and head lose their last rows, and all others are shared."""
+    state = model.state_dict()  # by name the tensors themselves, not copies
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        if name in state:  # a tied model has no lm_head
+            # a copy: a view of some rows would keep the whole table in memory
+            state[name] = state[name][: config.padded_vocab_size].clone()
+    new_model = build_without_weights(config)
+    new_model.load_state_dict(state, assign=True)  # assign: takes these tensors for its own
+    return new_model
