@@ -138,11 +138,7 @@ class Block(nn.Module):
             self.compiled_run = compile_static(self.run)
 
     def forward(
-        self,
-        x: Tensor,
-        angles: Angles | None = None,
-        cache: KVCache | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
         """Return x (B, T, C) after the block; GPT.hidden describes cache and mask."""
         # FSDP2 gathers the block's weights before `forward` and frees them after it. So graphs and
@@ -343,9 +339,10 @@ class SkipInit(TorchFunctionMode):
     PyTorch's compiler, which takes two seconds."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs or {})
+        """Do nothing for functions of torch.nn.init, whose results no module here uses, and call
+        every other function of PyTorch as usual."""
+        if getattr(func, "__module__", None) != "torch.nn.init":
+            return func(*args, **kwargs or {})
 
 
 def build_without_weights(
