@@ -210,7 +210,7 @@ class HeadCrossEntropy(nn.Module):
         reduction "none" that of each target (N,), 0 for -1."""
         all_logits_bytes = 4 * len(x) * len(weight)
         max_bytes = chunk_bytes(x.device)
-        if reduction == "mean" and all_logits_bytes > min(PLAIN_BYTES, max_bytes):
+        if reduction == "mean" and all_logits_bytes > PLAIN_BYTES:
             needs_grad = torch.is_grad_enabled()  # inside an autograd.Function it is always False
             return ChunkedCrossEntropy.apply(x, weight, targets, self, needs_grad)
         if all_logits_bytes <= max_bytes:
