@@ -58,14 +58,12 @@ class Recipe:
 
         # GPTConfig's own default is 4 x n_embd. Other widths are rounded up to 64, as matmuls are
         # slow at odd ones.
-        inner = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
-        if self.mlp_ratio != 4 and inner != 4 * n_embd:
-            shape["n_inner"] = inner
+        if self.mlp_ratio != 4:
+            shape["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
 
         # + 1, because the logarithm of a vocabulary of one token would be 0
         ngrams = int(self.ngram_bits / math.log2(vocab_size + 1))
-        if ngrams > 1:
-            shape["ngrams"] = ngrams
+        shape["ngrams"] = max(1, ngrams)  # 1: no embeddings of n-grams
         return shape | self.model  # the recipe's own fields win
 
 
