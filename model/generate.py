@@ -83,9 +83,7 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
     for uniform in uniforms.unbind(1):
         # drop the older half of each full row
         if max(lengths) > block_size:
-            lengths = [
-                length if length <= block_size else max(1, block_size // 2) for length in lengths
-            ]
+            lengths = [length if length <= block_size else block_size // 2 for length in lengths]
             context = context[:, -max(lengths) :]
             unread = context
             cache = KVCache(capacity)
@@ -134,7 +132,7 @@ def positions_and_mask(first: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Continuation:
+class GeneratedTokens:
     """Text of a model after a prompt."""
 
     tokens: list[int]
@@ -148,8 +146,8 @@ def complete(
     prompts: list[list[int]],
     end_ids: frozenset[int],
     sampling: Sampling,
-    all_done: Callable[[bool], bool] = lambda is_done: is_done,
-) -> list[Continuation]:
+    all_done: Callable[[bool], bool] = bool,
+) -> list[GeneratedTokens]:
     """Return what follows each prompt up to the first of `end_ids`.
 
     `all_done` gets True when all texts have ended and returns True when those of all processes
@@ -169,9 +167,9 @@ def complete(
     return [cut_at_end(text, end_ids) for text in texts]
 
 
-def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> Continuation:
+def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> GeneratedTokens:
     """Return the tokens before the first of `end_ids`."""
     for position, token in enumerate(tokens):
         if token in end_ids:
-            return Continuation(tokens[:position], token)
-    return Continuation(tokens, None)
+            return GeneratedTokens(tokens[:position], token)
+    return GeneratedTokens(tokens, None)
