@@ -336,7 +336,7 @@ def load_pretrained(name_or_folder: str | Path) -> GPT:
 
 def save_pretrained(
     model: GPT,
-    folder: str | Path,
+    folder: Path,
     eot: int | None = None,
     end_ids: Collection[int] = (),
     bos: int | None = None,
@@ -350,7 +350,6 @@ def save_pretrained(
     """
     from safetensors.torch import save_file  # here, because training does without it
 
-    folder = Path(folder)
     if eot is None:
         eot = model.config.vocab_size - 1
     if bos is None:

@@ -101,10 +101,11 @@ VALUES = [
 
 def files_of(kind):
     """Return config.json and the tensors of a model."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         save_pretrained(random_ours(SHAPES[2], **KINDS[kind]), folder)
-        config = Path(folder, "config.json").read_text()
-        return config, load_file(Path(folder, "model.safetensors"))
+        config = (folder / "config.json").read_text()
+        return config, load_file(folder / "model.safetensors")
 
 
 def load_from(config, tensors):
