@@ -136,12 +136,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, targets: Tensor, head: "HeadCrossEntropy", needs_grad: bool
     ) -> Tensor:
-        device = x.device.type
+        device_type = x.device.type
         dtype = x.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         # each dtype below is chosen by hand
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device_type, enabled=False):
             is_counted = targets >= 0  # (N,)
             # Each token's share of the mean. In float16 the gradients of a mean over many tokens
             # would round to 0: there the sum is computed, and the backward pass divides.
@@ -158,6 +158,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 grad_x = torch.empty_like(low_x)  # each chunk fills in its rows
                 # float32, as the chunks add up their gradients
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            # 4 bytes for each logit, though in 16 bits they take 2
             max_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
             num_rows = chunk_rows(len(x), max_rows)
             buffer = low_x.new_empty(num_rows, len(weight))  # one allocation for all chunks
@@ -166,7 +167,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 inputs = low_x[chunk]  # (n, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
                 grad_scale = scale[chunk] if needs_grad else None
-                if device == "cpu":  # also where the blocks are compiled
+                if device_type == "cpu":  # also where the blocks are compiled
                     cross_entropy = cross_entropy_by_rows_
                 else:
                     cross_entropy = head.cross_entropy_
@@ -191,7 +192,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product of a (m, n) and b (n, C) to float32 `total` (m, C), in place."""
+    """Add a @ b to float32 `total`, in place: (padded V, n) @ (n, C), gradients of the logits and
+    inputs of a chunk, to the gradient of the head's weight (padded V, C)."""
     # On CUDA one operation does it, without a product in memory: it multiplies in 16 bits and adds
     # in float32.
     if a.is_cuda and a.dtype is not total.dtype:
@@ -232,7 +234,7 @@ class HeadCrossEntropy(nn.Module):
         # The reduction is "none" here. The gradients of single losses may differ, so that the
         # forward pass cannot compute them: the backward pass computes each chunk again.
         num_rows = rows_within(max_bytes, 4 * len(weight))
-        losses = []
+        losses = []  # (n,) each
         for start in range(0, len(x), num_rows):
             rows = slice(start, start + num_rows)
             inputs = (x[rows], weight, targets[rows], reduction)
