@@ -141,10 +141,10 @@ def positions_and_mask(first: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class GeneratedTokens:
-    """What a model wrote after a prompt."""
+    """Token ids that a model wrote after a prompt."""
 
     tokens: list[int]
-    """Token ids, without the one that ended it."""
+    """Without the one that ended it."""
     end_id: int | None
     """The token that ended it; None: it was cut at Sampling.max_new_tokens."""
 
