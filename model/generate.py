@@ -100,7 +100,7 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
         positions: Tensor | None = None
         mask: Tensor | None = None
         if min(lengths) < longest:
-            # (B,): columns of padding, so that the text begins in this one
+            # (B,): the column in which the text of each row begins, after its padding
             first = torch.tensor([longest - length for length in lengths], device=device)
             positions, mask = positions_and_mask(first, longest, unread.size(1))
 

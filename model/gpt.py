@@ -103,7 +103,7 @@ class MLP(nn.Module):
         # SwiGLU takes two inputs for each of its outputs; one matrix makes both
         num_inputs = 2 if config.is_gated else 1
         self.c_fc = nn.Linear(config.n_embd, num_inputs * config.inner, bias=config.bias)
-        self.activation = config.activation  # name of the function
+        self.activation = config.activation
         self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -247,7 +247,7 @@ class GPT(nn.Module):
                 weights[name] = constant(1.0, p.shape)
             else:
                 std = 0.02
-                if adds_to_residual:
+                if adds_to_residual:  # two in each block
                     std *= (2 * self.config.n_layer) ** -0.5
                 weights[name] = NormalRows(seed, name, p.shape, std)
         return weights

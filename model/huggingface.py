@@ -210,7 +210,7 @@ def model_from_hf(
         embedding = hf_weights.setdefault(embedding_name, hf_weights[HEAD])
         if torch.equal(hf_weights[HEAD].float(), embedding.float()):
             del hf_weights[HEAD]
-        else:
+        else:  # another head: transformers reads it, too, whatever config.json says
             config = replace(config, tied=False)
 
     # Ask weight_to_hf, which exports, where each parameter comes from. A failed assert becomes a

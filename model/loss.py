@@ -61,7 +61,7 @@ def chunk_rows(num_rows: int, max_rows: int) -> int:
     for num_chunks in range(min_chunks, 2 * min_chunks + 1):
         if num_rows % num_chunks == 0:
             return num_rows // num_chunks
-    return max_rows  # and the last chunk is smaller
+    return max_rows
 
 
 def cross_entropy_(
@@ -229,7 +229,7 @@ class HeadCrossEntropy(nn.Module):
             needs_grad = torch.is_grad_enabled()  # inside an autograd.Function it is always False
             return ChunkedCrossEntropy.apply(x, weight, targets, self, needs_grad)
         if all_logits_bytes <= max_bytes:
-            return self.loss_of_chunk(x, weight, targets, reduction)  # one chunk
+            return self.loss_of_chunk(x, weight, targets, reduction)
 
         # The reduction is "none" here. The gradients of single losses may differ, so that the
         # forward pass cannot compute them: the backward pass computes each chunk again.

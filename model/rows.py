@@ -54,7 +54,7 @@ class NormalRows:
 
 def constant(value: float, shape: torch.Size) -> Rows:
     """Return a tensor of one value, which takes the memory of one number."""
-    return torch.tensor(value, device="cpu").expand(shape)  # all elements are the same memory
+    return torch.tensor(value, device="cpu").expand(shape)
 
 
 def is_vector(shape: torch.Size) -> bool:
