@@ -30,7 +30,7 @@ GPT3_SIZES = {
     "gpt3-175b": (96, 96, 12288),
 }
 SIZES = GPT2_SIZES | GPT3_SIZES  # by --model_type
-# fields that train.py has flags of their own for; a recipe may set the others
+# fields of GPTConfig that are no part of a recipe: options, the tokenizer and --model_type set them
 SIZED = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout")
 
 
@@ -57,7 +57,7 @@ class GPTConfig:
     position: Literal["learned", "rotary"] = "learned"
     """learned (a table of positions) or rotary (RoPE)."""
     rope_base: NonNegative = 10_000.0
-    """RoPE: about the ratio of the fastest to the slowest rotation."""
+    """RoPE: about the ratio of the fastest rotation of two channels to the slowest."""
     norm: Literal["layer", "rms"] = "layer"
     """Norm of the residual stream: layer (LayerNorm) or rms (RMSNorm)."""
     norm_eps: NonNegative = 1e-5
@@ -77,17 +77,19 @@ class GPTConfig:
     """Rows of the table that all n-grams share by their hash."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_ranges(self)  # UserError for a value that the type of its field does not allow
         if self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd {self.n_embd} does not divide by n_head {self.n_head}; give another n_head"
             )
         if self.n_head % self.kv_heads:
             raise UserError(f"n_head {self.n_head} does not divide by n_kv_head {self.n_kv_head}")
+        # RoPE rotates pairs of channels
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"a head is {self.head_size} wide; rotary positions need an even width")
 
-        # "n_kv_head=12" and its default are one architecture and have to compare equal
+        # "n_kv_head=12" and its default are one architecture and have to compare equal, as where a
+        # run resumes; object's own __setattr__, as the dataclass is frozen
         if self.n_kv_head == self.n_head:
             object.__setattr__(self, "n_kv_head", None)
         if self.n_inner == 4 * self.n_embd:
@@ -96,7 +98,7 @@ class GPTConfig:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 64 (50257 -> 50304), for fast matmuls."""
-        return -(-self.vocab_size // 64) * 64
+        return -(-self.vocab_size // 64) * 64  # -(-a // b) rounds up
 
     @property
     def is_gated(self) -> bool:
@@ -105,7 +107,7 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads, K."""
+        """Key/value heads, K; H of them unless queries share keys and values."""
         return self.n_kv_head or self.n_head
 
     @property
@@ -115,5 +117,5 @@ class GPTConfig:
 
     @property
     def inner(self) -> int:
-        """Width of the MLP's hidden layer."""
+        """Width of the MLP's hidden layer, the input of its second matrix."""
         return self.n_inner or 4 * self.n_embd

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-# Operations whose outputs "cheap" checkpointing keeps: matmuls and attention, which take nearly all
-# of the time. The list follows torchtitan's selective activation checkpointing.
+# Operations whose outputs "cheap" checkpointing keeps: matmuls without and with bias, and attention
+# by each kernel, which take nearly all of the time. The list follows torchtitan's selective
+# activation checkpointing.
 SAVED_OPS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -24,7 +25,8 @@ SAVED_OPS = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-# `context_fn` of torch.utils.checkpoint.checkpoint: keep SAVED_OPS, recompute everything else
+# `context_fn` of torch.utils.checkpoint.checkpoint, which calls it in each forward pass: keep the
+# outputs of SAVED_OPS, recompute everything else
 keep_matmuls = partial(create_selective_checkpoint_contexts, SAVED_OPS)
 
 
@@ -41,25 +43,27 @@ class Execution:
 
 
 def compile_static(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compile a function as one graph for each shape of its inputs."""
+    """Return a function compiled, at its first call, as one graph for each shape of its inputs."""
     # fullgraph: raise an error where the function cannot be one graph; dynamic=False: a graph for
     # any size would be slower
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def configure_compiler(execution: Execution) -> None:
-    """Set the options of the compiler that exist for the whole process alone."""
+    """Set the options of the compiler that exist for the whole process alone, for every model in
+    it."""
     import torch._dynamo.config  # here, because it takes a second, also in runs that do not compile
     import torch._functorch.config
 
     # DDP would cut the graph of a block at the borders of its gradient buckets. Blocks are small
     # enough that DDP can send the gradients of one during the backward pass of the next.
     torch._dynamo.config.optimize_ddp = False
-    # Batches of fine-tuning have several lengths, each with a graph of its own. Above the limit,
-    # which is 8 by default, the compiler raises an error.
+    # Batches of fine-tuning have several lengths, each with a graph of its own. Above this number
+    # of graphs, 8 by default, the compiler raises an error.
     torch._dynamo.config.recompile_limit = 64
     # The compiler chooses what the backward pass recomputes. By default it keeps what takes long to
-    # recompute; "cheap" lifts these rules, and it recomputes everything that it can fuse.
+    # recompute: `ban` forbids to recompute it. "cheap" lifts these three rules, and the compiler
+    # recomputes everything that it can fuse.
     may_recompute = execution.checkpointing == "cheap"
     torch._functorch.config.ban_recompute_used_far_apart = not may_recompute
     torch._functorch.config.ban_recompute_long_fusible_chains = not may_recompute
@@ -71,4 +75,4 @@ def uncompiled(compiled: bool) -> AbstractContextManager:
     vary and would be compiled one by one; without effect unless the model is `compiled`."""
     if compiled:
         return torch.compiler.set_stance("force_eager")
-    return nullcontext()
+    return nullcontext()  # set_stance would import the compiler

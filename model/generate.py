@@ -14,7 +14,8 @@ from torch import Tensor
 from model.gpt import GPT
 from model.layers import KVCache
 
-# Tokens that `complete` generates between two looks at them. Each look waits for the GPU.
+# Tokens of each text that `complete` generates before it looks whether all texts have ended: that
+# waits for the GPU and for other processes.
 TOKENS_PER_CHECK = 16
 
 
@@ -23,23 +24,26 @@ class Sampling:
     """How to continue prompts. Row i draws its random numbers from (seed, first_row + i) alone."""
 
     max_new_tokens: int
+    """Tokens of each continuation, unless its reader stops before."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """Divisor of the logits; 0 takes the likeliest token."""
     top_k: int | None = None
     """Draw from the k likeliest tokens, exactly k where some are tied."""
     top_p: float | None = None
     """Draw from the smallest set of tokens that reaches this probability (Holtzman et al. 2020)."""
     seed: int = 0
     first_row: int = 0
+    """Number of the first prompt, where these are a part of all prompts."""
 
 
 def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """Draw token ids (B,) from logits (B, V) with random numbers `uniform` (B,) in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    ids = None  # of the columns of `logits`; None: column i is token i
+    ids: Tensor | None = None  # token ids of the columns of `logits`; None: column i is token i
     if sampling.top_k is not None or sampling.top_p is not None:
         V = logits.size(-1)
+        # top_p alone: all V of them, sorted
         logits, ids = logits.topk(min(sampling.top_k or V, V))  # (B, k), the likeliest first
     probabilities = (logits.float() / sampling.temperature).softmax(-1)  # (B, V), or (B, k)
     if sampling.top_p is not None:
@@ -51,12 +55,13 @@ def sample_token(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     # of each row from outside. The sum is below 1 after top_p, and off by rounding otherwise.
     cumulative = probabilities.cumsum(-1)  # from 0 to about 1
     threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]  # (B, 1)
-    # the first token whose cumulative probability is above the threshold
-    column = torch.searchsorted(cumulative, threshold, right=True)
-    column = column.clamp_(max=logits.size(-1) - 1)  # a product rounded up to the sum itself
-    if ids is not None:
-        column = ids.gather(-1, column)
-    return column.squeeze(-1)
+    # the first column whose cumulative probability is above the threshold
+    column = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
+    # none is, if the product was rounded up to the sum itself
+    column = column.clamp_(max=logits.size(-1) - 1)
+    if ids is None:
+        return column.squeeze(-1)
+    return ids.gather(-1, column).squeeze(-1)
 
 
 @torch.no_grad()
@@ -71,39 +76,39 @@ def generate(model: GPT, prompts: list[list[int]], sampling: Sampling) -> Iterat
     device = model.transformer.wte.weight.device
     uniforms = draw_uniforms(len(prompts), sampling).to(device)  # (B, max_new_tokens)
     prompts = [prompt[-block_size:] for prompt in prompts]
-    lengths = [len(prompt) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]  # tokens of each row, without padding
     longest = max(lengths)
-    # 0 is any token: the mask hides it
+    # padding on the left; 0 is any token, as the mask hides it
     rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    context = torch.tensor(rows, device=device)  # (B, S)
+    context = torch.tensor(rows, device=device)  # (B, S): all tokens, read and unread
     capacity = min(block_size, longest + sampling.max_new_tokens)
     cache = KVCache(capacity)
     unread = context  # the tokens that are not in the cache yet
 
-    for uniform in uniforms.unbind(1):
+    for uniform in uniforms.unbind(1):  # (B,): the random numbers of one token
         # drop the older half of each full row
         if max(lengths) > block_size:
-            lengths = [
-                length if length <= block_size else max(1, block_size // 2) for length in lengths
-            ]
+            lengths = [length if length <= block_size else block_size // 2 for length in lengths]
             context = context[:, -max(lengths) :]
+            # positions count from the new beginning, so all keys and values are computed again
             unread = context
             cache = KVCache(capacity)
 
         # Rows of different lengths have padding, which needs a mask, and positions that skip it.
         # Without them (None) attention is causal, and positions go on from the cache.
         longest = max(lengths)
-        positions = None
-        mask = None
+        positions: Tensor | None = None
+        mask: Tensor | None = None
         if min(lengths) < longest:
+            # (B,): the column in which the text of each row begins, after its padding
             first = torch.tensor([longest - length for length in lengths], device=device)
             positions, mask = positions_and_mask(first, longest, unread.size(1))
 
-        # one token more
+        # one token more for each row, from the last column, in which all rows end
         hidden = model.hidden(unread, cache, positions=positions, mask=mask)  # (B, unread, C)
         tokens = sample_token(model.logits(hidden[:, -1]), uniform, sampling)  # (B,)
         yield tokens
-        unread = tokens.unsqueeze(1)  # (B, 1)
+        unread = tokens.unsqueeze(1)  # (B, 1): `hidden` has put the others into the cache
         context = torch.cat([context, unread], dim=1)
         lengths = [length + 1 for length in lengths]
 
@@ -113,17 +118,18 @@ def draw_uniforms(num_rows: int, sampling: Sampling) -> Tensor:
     first_seed = sampling.seed * 1_000_003 + sampling.first_row  # a prime: seeds hardly overlap
     rows = []
     for row in range(num_rows):
+        # a generator for each row: its numbers do not depend on how many rows a batch has
         generator = torch.Generator().manual_seed(first_seed + row)
         rows.append(torch.rand(sampling.max_new_tokens, generator=generator))
     return torch.stack(rows)
 
 
 def positions_and_mask(first: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
-    """Return the positions (B, T) and the attention mask (B, 1, T, S) of the last T of S tokens, in
-    rows with left padding up to the column `first` (B,)."""
+    """Return the positions (B, T) and the attention mask (B, 1, T, S), true where a token may
+    attend, of the last T of S tokens, in rows with left padding up to the column `first` (B,)."""
     key_columns = torch.arange(S, device=first.device)
     query_columns = key_columns[-T:]
-    positions = (query_columns - first[:, None]).clamp(min=0)  # (B, T)
+    positions = (query_columns - first[:, None]).clamp(min=0)  # (B, T); 0 also for padding
 
     is_past = key_columns <= query_columns[:, None]  # (T, S), with the token itself
     is_text = key_columns >= first[:, None, None]  # (B, 1, S)
@@ -134,13 +140,13 @@ def positions_and_mask(first: Tensor, S: int, T: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """Text of a model after a prompt."""
+class GeneratedTokens:
+    """Token ids that a model wrote after a prompt."""
 
     tokens: list[int]
     """Without the one that ended it."""
     end_id: int | None
-    """The token that ended it; None: it was cut at the longest length."""
+    """The token that ended it; None: it was cut at Sampling.max_new_tokens."""
 
 
 def complete(
@@ -148,30 +154,32 @@ def complete(
     prompts: list[list[int]],
     end_ids: frozenset[int],
     sampling: Sampling,
-    all_done: Callable[[bool], bool] = lambda is_done: is_done,
-) -> list[Continuation]:
+    all_done: Callable[[bool], bool] = bool,
+) -> list[GeneratedTokens]:
     """Return what follows each prompt up to the first of `end_ids`.
 
     `all_done` gets True when all texts have ended and returns True when those of all processes
-    have: under FSDP2 a forward pass needs every process. It raises Stopped after a signal.
+    have: under FSDP2 a forward pass needs every process. It raises Stopped after a signal. By
+    default there is one process.
     """
-    texts: list[list[int]] = [[] for _ in prompts]
+    texts: list[list[int]] = [[] for _ in prompts]  # token ids; they run on beyond an end
     steps = generate(model, prompts, sampling)
     while True:
-        # fewer at the end, none after max_new_tokens
-        columns = list(islice(steps, TOKENS_PER_CHECK))  # of (B,) token ids
+        # TOKENS_PER_CHECK times (B,) token ids, fewer at the end, none after max_new_tokens
+        columns = list(islice(steps, TOKENS_PER_CHECK))
         if not columns:
             break
         for text, new_tokens in zip(texts, torch.stack(columns, 1).tolist(), strict=True):
             text += new_tokens
+        # True on all processes at once: one whose texts have ended goes on with the others
         if all_done(all(not end_ids.isdisjoint(text) for text in texts)):
             break
     return [cut_at_end(text, end_ids) for text in texts]
 
 
-def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> Continuation:
-    """Return the tokens before the first of `end_ids`."""
+def cut_at_end(tokens: list[int], end_ids: frozenset[int]) -> GeneratedTokens:
+    """Return the tokens before the first of `end_ids`, and that; all of them if there is none."""
     for position, token in enumerate(tokens):
         if token in end_ids:
-            return Continuation(tokens[:position], token)
-    return Continuation(tokens, None)
+            return GeneratedTokens(tokens[:position], token)
+    return GeneratedTokens(tokens, None)

@@ -28,9 +28,9 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         # FSDP2 gathers the weights in bfloat16, and on a CPU F.layer_norm raises an error unless
-        # they have the dtype of x
+        # they have the dtype of x; otherwise type_as returns the weights themselves
         weight = self.weight.type_as(x)
-        bias = None
+        bias: Tensor | None = None  # of a model without biases
         if self.bias is not None:
             bias = self.bias.type_as(x)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
@@ -40,7 +40,7 @@ def make_norm(config: GPTConfig) -> nn.Module:
     """Return a norm of the residual stream, which is float32."""
     if config.norm == "layer":
         return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
-    # scales to a root mean square of 1, times a gain (Zhang and Sennrich 2019)
+    # scales each token to a root mean square of 1, times a gain (Zhang and Sennrich 2019)
     return nn.RMSNorm(config.n_embd, config.norm_eps)
 
 
@@ -49,43 +49,49 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = layer  # 0 to L - 1, by which a KVCache tells the blocks apart
+        # tensor parallelism leaves each process some of the heads, and divides both numbers
         self.num_heads = config.n_head
         self.num_kv_heads = config.kv_heads
-        num_projections = config.n_head + 2 * config.kv_heads  # of D channels each
+        # queries, keys and values come from one matrix, D channels for each head
+        num_projections = config.n_head + 2 * config.kv_heads
         self.c_attn = nn.Linear(config.n_embd, num_projections * config.head_size, bias=config.bias)
-        self.qk_norm = None
+        self.qk_norm: nn.RMSNorm | None = None
         if config.qk_norm:
+            # elementwise_affine=False: no gains
             self.qk_norm = nn.RMSNorm(config.head_size, config.norm_eps, elementwise_affine=False)
-        # no weights: the choice of a kernel
-        self.attend = ScaledDotProduct(config)
+        self.attend = ScaledDotProduct(config)  # the choice of a kernel, without weights
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
+        """Return what attention adds to the residual stream, given its norm x; both are (B, T, C).
+
+        `angles` are those of rotary positions, else None; GPT.hidden describes cache and mask.
+        """
         B, T, _ = x.shape
         H, K = self.num_heads, self.num_kv_heads  # K = H in GPT-2
         qkv = self.c_attn(x).view(B, T, H + 2 * K, -1)  # (B, T, H + 2K, D)
 
         # norm and rotation work on each head alone: queries and keys go through them together
         qk, v = qkv.split([H + K, K], dim=2)
-        if self.qk_norm is not None:  # Henry et al. 2020
+        if self.qk_norm is not None:  # Henry et al. 2020: products of q and k cannot explode
             # under autocast a GPU returns float32, and attention needs the dtype of the values
             qk = self.qk_norm(qk).type_as(v)
-        if angles is not None:
+        if angles is not None:  # else x contains learned positions
             qk = rotate(qk, angles)
         q, k = qk.split([H, K], dim=2)
 
         q = q.transpose(1, 2)  # (B, H, T, D)
         k = k.transpose(1, 2)  # (B, K, T, D)
         v = v.transpose(1, 2)  # (B, K, T, D)
-        if cache is not None:
+        if cache is not None:  # sampling: x has the newest T of S tokens
             k = cache.append((self.layer, "k"), k, dim=2)  # (B, K, S, D)
             v = cache.append((self.layer, "v"), v, dim=2)  # (B, K, S, D)
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, T, -1)  # the heads side by side
+        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H D): the heads side by side
         return self.dropout(self.c_proj(y))
 
 
@@ -102,12 +108,13 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the residual stream, given its norm x; both are (B, T, C)."""
         x = self.c_fc(x)  # (B, T, num_inputs * inner)
         x = self.activate(x)  # (B, T, inner)
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
     def activate(self, x: Tensor) -> Tensor:
-        """Return the activation function of x; swiglu halves the number of channels."""
+        """Return the activation function of x (B, T, channels); swiglu halves the channels."""
         if self.activation == "gelu":  # Hendrycks and Gimpel 2016, OpenAI's tanh approximation
             return F.gelu(x, approximate="tanh")
         if self.activation == "gelu_exact":  # nanoGPT's
@@ -122,12 +129,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Transformer block with pre-norm: attention, then the MLP, each added to the residual stream.
 
-    `compute` is what a block computes; `forward` and `run` choose how, by the model's Execution.
+    `forward` calls `run`, compiled or not, and `run` calls `compute`, with activation checkpointing
+    or without: the model's Execution decides. `compute` is what a block computes.
     """
 
     def __init__(self, config: GPTConfig, layer: int, execution: Execution) -> None:
         super().__init__()
-        self.execution = execution
+        self.execution = execution  # `compiled`, a bool, and `checkpointing`, a name
         self.ln_1 = make_norm(config)
         self.attn = Attention(config, layer)
         self.ln_2 = make_norm(config)
@@ -138,11 +146,7 @@ class Block(nn.Module):
             self.compiled_run = compile_static(self.run)
 
     def forward(
-        self,
-        x: Tensor,
-        angles: Angles | None = None,
-        cache: KVCache | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
         """Return x (B, T, C) after the block; GPT.hidden describes cache and mask."""
         # FSDP2 gathers the block's weights before `forward` and frees them after it. So graphs and
@@ -154,15 +158,18 @@ class Block(nn.Module):
     def run(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
-        """Call `compute`, with what the backward pass needs of it kept or computed again."""
-        checkpointing = self.execution.checkpointing
+        """Return `compute` of the inputs; autograd keeps its activations for the backward pass, or
+        the backward pass computes them again."""
+        checkpointing = self.execution.checkpointing  # "none", "cheap" or "block"
         # the compiler chooses by itself what "cheap" recomputes: configure_compiler
         if checkpointing == "none" or (checkpointing == "cheap" and self.execution.compiled):
             return self.compute(x, angles, cache, mask)
         # Attention whose output is kept draws no random numbers again, and every dropout after it
         # would have another mask than in the forward pass: with dropout nothing is kept.
         if checkpointing == "block" or self.attn.attend.dropout > 0:
+            # keeps the inputs alone; use_reentrant=False is the variant that PyTorch recommends
             return checkpoint(self.compute, x, angles, cache, mask, use_reentrant=False)
+        # "cheap": outputs of matmuls and attention are kept, everything else is computed again
         return checkpoint(
             self.compute, x, angles, cache, mask, use_reentrant=False, context_fn=keep_matmuls
         )
@@ -170,6 +177,7 @@ class Block(nn.Module):
     def compute(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
+        """Return x (B, T, C), the residual stream, after attention and MLP."""
         x = x + self.attn(self.ln_1(x), angles, cache, mask)
         x = x + self.mlp(self.ln_2(x))
         return x
@@ -198,36 +206,40 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.config = config
-        self.execution = execution or Execution()
+        self.execution = execution or Execution()  # by default neither compiled nor checkpointed
         if self.execution.compiled:
-            configure_compiler(self.execution)
+            configure_compiler(self.execution)  # before the first block is compiled
 
         self.transformer = Transformer(config, self.execution)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        # has no weights of its own: `forward` gives it the head's
         self.loss = HeadCrossEntropy(config.vocab_size, self.execution.compiled)
         # a copy of the head for inference on a CPU, by prepare_for_inference of model/inference.py
         self.inference_head: nn.Module | None = None
 
-        if not self.transformer.wte.weight.is_meta:  # build_without_weights fills them in later
+        # a model of build_without_weights has no memory yet: its caller fills it in later
+        if not self.transformer.wte.weight.is_meta:
             self.draw_weights()
 
     def draw_weights(self) -> None:
         """Give a new model its weights, by a seed that follows from torch.manual_seed."""
         seed = int(torch.randint(2**31, ()))
         for name, rows in self.initial_weights(seed).items():
+            # rows[:] draws all rows of a parameter, as a Tensor on the CPU
             self.get_parameter(name).data.copy_(rows[:])
 
     def initial_weights(self, seed: int, *, zero_init: bool = False) -> dict[str, Rows]:
-        """Return a new model's weights: matrices from Normal(0, 0.02), biases of 0, gains of 1.
+        """Return a new model's weights by name: matrices from Normal(0, 0.02), biases of 0, gains
+        of 1. Nothing is drawn before rows are read, and a process reads those that it holds.
 
         GPT-2 scales the matrices that add to the residual stream, 2 L in number, by 1 / sqrt(2 L).
         With `zero_init` they are 0, so that each block begins as the identity.
         """
         weights: dict[str, Rows] = {}
         for name, p in self.named_parameters():
-            adds_to_residual = "c_proj" in name
-            # the model begins as if there were no n-grams
+            adds_to_residual = "c_proj" in name  # of attention and of the MLP
+            # ngrams: the model begins as if there were none
             is_zero = name.endswith("bias") or "ngrams" in name or (adds_to_residual and zero_init)
             if is_zero:
                 weights[name] = constant(0.0, p.shape)
@@ -235,14 +247,14 @@ class GPT(nn.Module):
                 weights[name] = constant(1.0, p.shape)
             else:
                 std = 0.02
-                if adds_to_residual:
+                if adds_to_residual:  # two in each block
                     std *= (2 * self.config.n_layer) ** -0.5
                 weights[name] = NormalRows(seed, name, p.shape, std)
         return weights
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight of the head (padded V, C)."""
+        """Weight of the head (padded V, C); the rows after V are no tokens."""
         if self.config.tied:
             return self.transformer.wte.weight
         return self.lm_head.weight
@@ -252,11 +264,12 @@ class GPT(nn.Module):
         # tables with a row for each token: the embedding, and an untied head
         num_tables = 1 if self.config.tied else 2
         padded_rows = num_tables * (self.config.padded_vocab_size - self.config.vocab_size)
+        # parameters() yields a tied head once
         return sum(p.numel() for p in self.parameters()) - padded_rows * self.config.n_embd
 
     def num_matmul_parameters(self) -> int:
-        """Return the number of parameters that multiply: blocks, final norm and head, without the
-        embeddings, which are only looked up."""
+        """Return N, the number of parameters that multiply: blocks, final norm and head, without
+        the embeddings, which are only looked up."""
         block_parameters = sum(p.numel() for p in self.transformer.h.parameters())
         norm_parameters = sum(p.numel() for p in self.transformer.ln_f.parameters())
         head_parameters = self.config.vocab_size * self.config.n_embd
@@ -278,39 +291,43 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the final hidden states (B, T, C) of token ids (B, T).
 
-        With a `cache`, the ids continue the tokens in it. Rows with padding, or with several
-        continuations of one prompt, need `positions` (B, T), each below the block size, and `mask`
-        (B, 1, T, S), true where a token may attend to one of S tokens.
+        With a `cache`, the ids continue the S - T tokens in it, and are added to it. Rows with
+        padding, or with several continuations of one prompt, need `positions` (B, T), each below
+        the block size, and `mask` (B, 1, T, S), true where a token may attend to one of S tokens.
+        Without these, positions follow each other and attention is causal.
         """
         if positions is None:
             # tokens before these, whose keys and values the cache holds
             start = 0 if cache is None else cache.length
             end = start + idx.size(1)
+            # beyond it the table of positions has no rows, and RoPE's angles were never trained
             assert end <= self.config.block_size, f"{end} tokens are too many"
             positions = torch.arange(start, end, device=idx.device)  # (T,)
 
         # embed tokens and positions
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.ngrams > 1:
+            # for each token, indices into the table: of the n-grams that end there, n = 2 to N
             rows = ngram_rows(idx, cache, mask, self.config)  # (B, T, N - 1)
-            x = x + self.transformer.ngrams(rows).sum(-2)  # of the n-grams that end at each token
-        angles = None
+            x = x + self.transformer.ngrams(rows).sum(-2)  # (B, T, C)
+        angles: Angles | None = None
         if self.config.position == "learned":
             x = x + self.transformer.wpe(positions)
         else:
+            # computed once; each block rotates its queries and keys by them
             angles = rotary_angles(positions, self.config.head_size, self.config.rope_base)
         x = self.transformer.drop(x)
 
         for block in self.transformer.h:
             x = block(x, angles, cache, mask)
         if cache is not None:
-            cache.advance(idx.size(1))
+            cache.advance(idx.size(1))  # now that all blocks have appended their keys and values
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, C), without the padded vocabulary."""
         if self.inference_head is not None:
-            return self.inference_head(x)
+            return self.inference_head(x)  # it has no padding
         return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
 
     def forward(
@@ -329,9 +346,10 @@ class GPT(nn.Module):
         x = GPT.hidden(self, idx)  # (B, T, C)
         if targets is None:
             return self.logits(x)
+        # The loss applies the head as well: the logits of many tokens exist one chunk at a time.
         loss = self.loss(x.flatten(0, 1), self.head_weight, targets.flatten(), reduction)
         if reduction == "none":
-            return loss.view_as(targets)
+            return loss.view_as(targets)  # (B T,) -> (B, T)
         return loss
 
 
@@ -343,9 +361,10 @@ class SkipInit(TorchFunctionMode):
     PyTorch's compiler, which takes two seconds."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs or {})
+        """Do nothing for functions of torch.nn.init, whose results no module here uses, and call
+        every other function of PyTorch as usual."""
+        if getattr(func, "__module__", None) != "torch.nn.init":
+            return func(*args, **kwargs or {})
 
 
 def build_without_weights(
@@ -357,22 +376,14 @@ def build_without_weights(
         return model_class(config, execution)
 
 
-def rebuild(model: GPT, config: GPTConfig, execution: Execution | None = None) -> GPT:
-    """Return a model of `config` with the weights of `model`.
-
-    `config` may have fewer positions, fewer tokens or another dropout: the tables lose their last
-    rows. All other weights are shared with `model`.
-    """
-    num_rows = {
-        "transformer.wpe.weight": config.block_size,
-        "transformer.wte.weight": config.padded_vocab_size,
-        "lm_head.weight": config.padded_vocab_size,
-    }
-    state = model.state_dict()  # the tensors themselves, not copies
-    for name in num_rows.keys() & state.keys():
-        # a copy: a view of some rows would keep the whole table in memory
-        state[name] = state[name][: num_rows[name]].clone()
-    # type(model): a reward model stays one
-    new_model = build_without_weights(config, execution, type(model))
-    new_model.load_state_dict(state, assign=True)
-    return new_model.requires_grad_()  # tensors that came from a file do not ask for gradients
+def rebuild(model: GPT, config: GPTConfig) -> GPT:
+    """Return a model of `config`, which has fewer tokens than `model` or less padding, with the
+    weights of `model`: embedding and head lose their last rows, and all others are shared."""
+    state = model.state_dict()  # by name the tensors themselves, not copies
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        if name in state:  # a tied model has no lm_head
+            # a copy: a view of some rows would keep the whole table in memory
+            state[name] = state[name][: config.padded_vocab_size].clone()
+    new_model = build_without_weights(config)
+    new_model.load_state_dict(state, assign=True)  # assign: takes these tensors for its own
+    return new_model

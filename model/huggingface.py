@@ -20,7 +20,7 @@ from model.config import SIZED, GPTConfig
 from model.gpt import GPT, build_without_weights
 from utils.errors import UserError, reading
 
-# Fields of config.json, by the fields of GPTConfig that hold the same.
+# Names of fields of config.json, by the fields of GPTConfig that hold the same.
 GPT2_FIELDS = {
     "vocab_size": "vocab_size",
     "n_layer": "n_layer",
@@ -44,9 +44,11 @@ LLAMA_FIELDS = {
 # values of transformers' GPT2Config and LlamaConfig for fields that a config.json leaves out
 GPT2_DEFAULTS = {"tie_word_embeddings": True}
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-# activation_function of a GPT-2's config.json, by our names: the tanh approximation, the exact GELU
+# activation_function of a GPT-2's config.json, by GPTConfig.activation: the tanh approximation, the
+# exact GELU
 GPT2_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
-# Fields of config.json with the one value that this project computes.
+# Fields of config.json with the one value that this project computes. Exports write them, and a
+# file with another value is refused.
 GPT2_CONSTANTS = {
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -61,7 +63,8 @@ LLAMA_CONSTANTS = {
     "rope_scaling": None,
 }
 
-# Names of LLaMA's weights, by the names of ours. Three and two of them are stacked in ours.
+# Names of LLaMA's weights, by the names of ours, without "model.layers.N." and "transformer.h.N.",
+# and without ".weight". Where there are several, ours is their stack.
 LLAMA_WEIGHTS = {
     "transformer.wte": ["model.embed_tokens"],
     "transformer.ln_f": ["model.norm"],
@@ -82,7 +85,8 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 
 
 def differences(config: GPTConfig, other: GPTConfig) -> dict:
-    """Return the fields of an architecture, sizes and dropout aside, that differ from another's."""
+    """Return the fields of an architecture, sizes and dropout aside, that differ from another's, by
+    name with their values."""
     differing = {}
     for name, value in vars(config).items():
         if name not in SIZED and value != getattr(other, name):
@@ -92,7 +96,7 @@ def differences(config: GPTConfig, other: GPTConfig) -> dict:
 
 def nearest_gpt2(config: GPTConfig) -> GPTConfig:
     """Return the GPT-2 of transformers that is most like an architecture, sizes aside: with its
-    GELU, biases and head."""
+    GELU, biases and head. What still differs, transformers' GPT-2 lacks."""
     activation = config.activation
     if activation not in GPT2_ACTIVATIONS:
         activation = "gelu"
@@ -100,7 +104,8 @@ def nearest_gpt2(config: GPTConfig) -> GPTConfig:
 
 
 def as_llama(config: GPTConfig) -> GPTConfig:
-    """Return an architecture with what is the same in every LLaMA."""
+    """Return an architecture with what is the same in every LLaMA. What differs from `config`,
+    transformers' LLaMA lacks."""
     return replace(config, position="rotary", norm="rms", bias=False, activation="swiglu", ngrams=1)
 
 
@@ -115,18 +120,20 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     # transformers 5 writes fields of RoPE as one dict, transformers 4 beside the others
     rope = hf_config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        hf_config = hf_config | {"rope_scaling": rope}  # refused below
+        hf_config = hf_config | {"rope_scaling": rope}  # refused below: LLAMA_CONSTANTS has None
 
-    names = GPT2_FIELDS  # "model_type" of a GPT-2, and of anything that is refused below
+    # of a GPT-2, and of another "model_type", which is refused below
+    hf_names = GPT2_FIELDS
     defaults = GPT2_DEFAULTS
     is_llama = hf_config["model_type"] in ("llama", "qwen3")
     if is_llama:
-        names = LLAMA_FIELDS
-        defaults = LLAMA_DEFAULTS | rope
+        hf_names = LLAMA_FIELDS
+        defaults = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
     # null stands for the default of transformers
     not_null = {name: value for name, value in hf_config.items() if value is not None}
     hf_config = defaults | not_null
-    fields: dict = {name: hf_config.get(hf_name) for name, hf_name in names.items()}
+    # num_key_value_heads may be missing: None is the default of n_kv_head, too
+    fields: dict = {name: hf_config.get(hf_name) for name, hf_name in hf_names.items()}
     config = GPTConfig(**fields)
     if is_llama:
         # what config.json does not say, as it is the same in all of them
@@ -148,7 +155,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict:
     """Return the config.json of transformers' GPT2LMHeadModel, LlamaForCausalLM or
     Qwen3ForCausalLM; raise UserError naming the fields that none of them supports."""
-    gpt2_misfits = differences(config, nearest_gpt2(config))
+    gpt2_misfits = differences(config, nearest_gpt2(config))  # fields of GPTConfig
     if not gpt2_misfits:
         hf_config = {hf_name: getattr(config, name) for name, hf_name in GPT2_FIELDS.items()}
         return hf_config | {
@@ -170,12 +177,13 @@ def config_to_hf(config: GPTConfig) -> dict:
             f"transformers has no class for a model with {assignments}: export one of --recipe "
             "gpt2, modern or llama (the demo's: bash train.sh demo --recipe modern --overwrite)"
         )
+    # transformers' LLaMA with a norm of queries and keys is its Qwen3
     class_name = "Qwen3" if config.qk_norm else "Llama"
     hf_config = {hf_name: getattr(config, name) for name, hf_name in LLAMA_FIELDS.items()}
     return hf_config | {
         "architectures": [f"{class_name}ForCausalLM"],
         "model_type": class_name.lower(),
-        # None in our fields stands for a width that follows from others
+        # over n_inner and n_kv_head, where None stands for a width that follows from others
         "intermediate_size": config.inner,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
@@ -202,13 +210,15 @@ def model_from_hf(
         embedding = hf_weights.setdefault(embedding_name, hf_weights[HEAD])
         if torch.equal(hf_weights[HEAD].float(), embedding.float()):
             del hf_weights[HEAD]
-        else:
+        else:  # another head: transformers reads it, too, whatever config.json says
             config = replace(config, tied=False)
 
+    # Ask weight_to_hf, which exports, where each parameter comes from. A failed assert becomes a
+    # UserError: load_pretrained and load_peer call this within `reading`.
     model = build_without_weights(config)
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}  # by our names
     for name, parameter in model.state_dict().items():
-        stacked: list[Tensor] = []
+        stacked: list[Tensor] = []  # transformers' tensors of this parameter
         # `parameter` is on "meta", and so is what transformers makes of it: it has shapes alone
         for hf_name, expected in weight_to_hf(name, parameter, config, transposed).items():
             assert hf_name in hf_weights, f"it has no {hf_name}"
@@ -219,42 +229,45 @@ def model_from_hf(
             stacked.append(x.float())
         x = torch.cat(stacked)  # along the rows
         if has_gpt2_names(config) and name.endswith(transposed):
-            x = x.T.contiguous()
-        if name in TABLES:  # append the padded rows
+            x = x.T.contiguous()  # (in, out) -> (out, in)
+        if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         weights[name] = x
-    for name, x in hf_weights.items():
-        assert is_redundant(name, x, config), f"it has {name}, which this model lacks"
-    model.load_state_dict(weights, assign=True)
+    # what was not taken out
+    for hf_name, x in hf_weights.items():
+        assert is_redundant(hf_name, x, config), f"it has {hf_name}, which this model lacks"
+    model.load_state_dict(weights, assign=True)  # assign: `model` is on the device "meta"
     return model
 
 
-def is_redundant(name: str, x: Tensor, config: GPTConfig) -> bool:
-    """Return whether a model computes the same without a tensor of its file."""
-    if config.qk_norm and name.endswith("_norm.weight"):
-        return bool((x == 1).all())  # gains of Qwen3's QK-norm, which ours is without
+def is_redundant(hf_name: str, x: Tensor, config: GPTConfig) -> bool:
+    """Return whether a model computes the same without a tensor `x` of its file."""
+    if config.qk_norm and hf_name.endswith("_norm.weight"):
+        # gains of Qwen3's QK-norm, which ours is without
+        return bool((x == 1).all())
     # buffers that nanoGPT and older versions of transformers saved; newer ones ignore them, too:
     # causal mask, value of masked logits, rotation in radians per token
-    return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
+    return hf_name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
 def weight_to_hf(
     name: str, x: Tensor, config: GPTConfig, transposed: tuple[str, ...] = TRANSPOSED
 ) -> dict[str, Tensor]:
-    """Return transformers' weights that our weight `name` is a stack of, by their names."""
+    """Return transformers' weights that our weight `x`, called `name`, is a stack of, by their
+    names. `x` may be on the device "meta"."""
     if name in TABLES:
         x = x[: config.vocab_size]  # the rows after it are padding
     if has_gpt2_names(config):
-        return {name: x.T if name.endswith(transposed) else x}
+        return {name: x.T if name.endswith(transposed) else x}  # no stack
 
     # transformer.h.3.mlp.c_fc.weight -> model.layers.3.mlp.gate_proj.weight, ...
     # LLaMA has no biases, so all names end alike
     module = name.removesuffix(".weight")
     prefix = ""
     if module.startswith("transformer.h."):
-        _, _, layer, module = module.split(".", 3)
+        _, _, layer, module = module.split(".", 3)  # "3", "mlp.c_fc"
         prefix = f"model.layers.{layer}."
-    num_rows = [len(x)]  # no stack
+    num_rows = [len(x)]  # rows of each weight in the stack: here of a single one
     if module == "attn.c_attn":
         kv_rows = config.kv_heads * config.head_size
         num_rows = [config.n_embd, kv_rows, kv_rows]  # queries, keys, values
@@ -271,8 +284,8 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     for name, x in weights.items():
         hf_weights |= weight_to_hf(name, x, config)
         # GPT2LMHeadModel has biases in all norms and linear layers: zeros, where ours has none
-        is_of_layer = name.startswith(("transformer.h.", "transformer.ln_f."))
-        if has_gpt2_names(config) and not config.bias and is_of_layer:
+        is_norm_or_linear = name.startswith(("transformer.h.", "transformer.ln_f."))
+        if has_gpt2_names(config) and not config.bias and is_norm_or_linear:
             hf_weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(x))
     if config.qk_norm:  # Qwen3 has gains, which ours are without
         for layer in range(config.n_layer):
@@ -282,10 +295,10 @@ def weights_to_hf(weights: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     return hf_weights
 
 
-@cache
+@cache  # of this process: open_pretrained asks for a name before load_pretrained does
 def find_folder(name: str) -> Path:
-    """Return the folder or file `name`, or download the hub repository of that name if it is not
-    cached."""
+    """Return the folder or file `name`, or the folder of the hub's repository of that name, which
+    is downloaded unless the hub's cache has it."""
     if Path(name).exists():
         return Path(name)
     # here, because only names of the hub need it
@@ -303,40 +316,44 @@ def find_folder(name: str) -> Path:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder's model.safetensors, or of the files that it is cut into."""
+    """Return the tensors of a folder's model.safetensors, or of the files that it is cut into, by
+    transformers' names."""
     from safetensors.torch import load_file  # here, because training does without it
 
-    # Where both lie, as after an export over a larger model, transformers reads the single file.
-    names = ["model.safetensors"]
+    # Where a single file and an index lie, as after an export over a larger model, transformers
+    # reads the single file.
+    file_names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    if not (folder / names[0]).is_file() and index.is_file():
+    if not (folder / file_names[0]).is_file() and index.is_file():
         # model-00001-of-00003.safetensors, ...: by tensor the file that holds it
         file_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(file_of_tensor.values()))
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        assert (folder / name).is_file(), f"it has no {name}"
-        weights |= load_file(folder / name)
-    return weights
+        file_names = sorted(set(file_of_tensor.values()))
+    hf_weights: dict[str, Tensor] = {}
+    for file_name in file_names:
+        # also for a folder of pytorch_model.bin, which is not read
+        assert (folder / file_name).is_file(), f"it has no {file_name}"
+        hf_weights |= load_file(folder / file_name)
+    return hf_weights
 
 
 def load_pretrained(name_or_folder: str | Path) -> GPT:
     """Return the model of a Hugging Face name ("gpt2", "user/model") or folder: a GPT-2, LLaMA or
     Qwen3 of a shape that save_pretrained writes. Raise UserError naming what does not fit."""
     folder = find_folder(str(name_or_folder))
+    # errors in the content of the files become a UserError of one sentence with name_or_folder
     with reading(name_or_folder, "a GPT-2, LLaMA or Qwen3 of Hugging Face's format"):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        weights = read_weights(folder)
+        hf_weights = read_weights(folder)
         # a GPT2Model, as OpenAI's on the hub, lacks the prefix of a GPT2LMHeadModel
-        has_prefix = any(name.startswith("transformer.") for name in weights)
+        has_prefix = any(hf_name.startswith("transformer.") for hf_name in hf_weights)
         if has_gpt2_names(config) and not has_prefix:
-            weights = {f"transformer.{name}": x for name, x in weights.items()}
-        return model_from_hf(weights, config)
+            hf_weights = {f"transformer.{hf_name}": x for hf_name, x in hf_weights.items()}
+        return model_from_hf(hf_weights, config)
 
 
 def save_pretrained(
     model: GPT,
-    folder: str | Path,
+    folder: Path,
     eot: int | None = None,
     end_ids: Collection[int] = (),
     bos: int | None = None,
@@ -350,26 +367,25 @@ def save_pretrained(
     """
     from safetensors.torch import save_file  # here, because training does without it
 
-    folder = Path(folder)
     if eot is None:
         eot = model.config.vocab_size - 1
     if bos is None:
         bos = eot
     special_ids: dict[str, object] = {"bos_token_id": bos, "eos_token_id": eot}
     hf_config = config_to_hf(model.config) | {"dtype": "float32"} | special_ids
-    generation = special_ids | {"pad_token_id": eot, "do_sample": True}
+    # defaults of transformers' `generate`
+    generation_config = special_ids | {"pad_token_id": eot, "do_sample": True}
     other_ends = sorted(set(end_ids) - {eot})
     if other_ends:
-        generation["eos_token_id"] = [eot, *other_ends]
+        generation_config["eos_token_id"] = [eot, *other_ends]
     hf_weights = weights_to_hf(model.state_dict(), model.config)
     # safetensors takes no transposed views
-    weights = {name: x.contiguous() for name, x in hf_weights.items()}
+    hf_weights = {hf_name: x.contiguous() for hf_name, x in hf_weights.items()}
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(generation_config), encoding="utf-8")
     path = folder / "model.safetensors"
-    save_file(
-        weights, path, metadata={"format": "pt"}
-    )  # older transformers refuse a file without it
+    # older transformers refuse a file without this metadata
+    save_file(hf_weights, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes files that others cannot read

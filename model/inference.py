@@ -1,8 +1,8 @@
 """Models for sampling and scoring, where weights are read and never change.
 
-Training runs the modules of model/gpt.py as they are, on every device. Sampling reads all weights
-for each new token, so its time is that of reading them: on a CPU oneDNN reads a weight faster in a
-layout of its own, on a GPU casting a weight for each token would take as long as the matmul.
+Training runs the modules of model/gpt.py, on every device. Sampling reads all weights for each new
+token, so its time is that of reading them: on a CPU oneDNN reads a weight faster in a layout of its
+own, on a GPU casting a weight for each token would take as long as the matmul.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from model.gpt import GPT
 from utils.devices import has_onednn
 
-onednn = torch.ops.mkldnn  # oneDNN's former name
+onednn = torch.ops.mkldnn  # oneDNN by its former name: PyTorch's operations that call it
 
 
 class OneDNNLinear(nn.Module):
@@ -25,13 +25,14 @@ class OneDNNLinear(nn.Module):
         `num_rows` rows, which are tokens."""
         super().__init__()
         self.dtype = dtype
-        # a copy: oneDNN alone can read its layout
+        # a plain Tensor, as it is never trained or saved; oneDNN alone can read its layout
         self.weight = onednn._reorder_linear_weight(weight.detach().to(dtype), num_rows)
-        self.bias = None
+        self.bias: Tensor | None = None
         if bias is not None:
             self.bias = bias.detach().to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + bias (..., out) for x (..., in), in the layer's dtype."""
         # "none", [] and "": no activation is fused into the matmul
         return onednn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
 
@@ -39,7 +40,8 @@ class OneDNNLinear(nn.Module):
 def prepare_for_inference(
     model: GPT, device: torch.device, dtype: torch.dtype, rows: int = 1
 ) -> GPT:
-    """Prepare a model on `device` for inference, in place, for about `rows` tokens at a time.
+    """Prepare a model on `device` for inference, in place, for matmuls of about `rows` tokens:
+    sampling adds one to each text, scoring reads whole batches. Return the same model.
 
     Matmuls run in `dtype`, as under autocast; embeddings and norms are float32. On a CPU whose
     oneDNN has that dtype, linear layers and the head become OneDNNLinear. On a GPU the weights of
@@ -54,11 +56,13 @@ def prepare_for_inference(
                 packed = OneDNNLinear(module.weight, module.bias, dtype, rows)
                 # in the place of the nn.Linear, whose weight is freed
                 blocks.set_submodule(name, packed)
-        # the head's weight may be the embedding, which stays float32: the head becomes a copy
+        # the head's weight may be the embedding, which stays float32: the head becomes a copy, and
+        # GPT.logits calls it; without the rows of padding
         head_weight = model.head_weight[: model.config.vocab_size]
         model.inference_head = OneDNNLinear(head_weight, None, dtype, rows)
     elif device.type == "cuda":
+        # in place; autocast then finds nothing to cast in the blocks
         for module in blocks.modules():
             if isinstance(module, nn.Linear):
                 module.to(dtype)
-    return model.eval()
+    return model.eval()  # without dropout

@@ -21,22 +21,25 @@ Angles = tuple[Tensor, Tensor]  # cosine and sine, which rotary_angles returns
 def rotary_angles(positions: Tensor, head_size: int, base: float) -> Angles:
     """Return cosine and sine of the angle by which `rotate` turns each pair of channels.
 
-    Both are (T, 1, D / 2) for positions (T,), or (B, T, 1, D / 2) for positions (B, T).
+    Both are (T, 1, D / 2) for positions (T,), or (B, T, 1, D / 2) for positions (B, T); the 1
+    stands for the heads, which all turn alike. They are float32.
     """
     # The first pair turns by one radian a token, the last one by about 1 / base of it.
-    channels = torch.arange(0, head_size, 2, device=positions.device) / head_size  # (D / 2,)
-    angles = positions[..., None, None] / base**channels
+    exponents = torch.arange(0, head_size, 2, device=positions.device) / head_size  # 0 to 1, (D/2,)
+    angles = positions[..., None, None] / base**exponents  # in radians
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate the pairs of channels (i, i + D / 2) of x (B, T, heads, D) by the angles of their
-    positions (RoPE, Su et al. 2021), so that q k depends on the distance of two tokens alone.
+    """Rotate the pairs of channels (i, i + D / 2) of x (B, T, heads, D), queries or keys, by the
+    angles of their positions (RoPE, Su et al. 2021), so that the product of a query and a key
+    depends on the distance of the two tokens alone.
+
     GPT-NeoX and transformers pair channels in this way; the paper and Meta's LLaMA pair neighbours.
     """
     cos, sin = angles
-    a, b = x.chunk(2, dim=-1)  # (B, T, heads, D / 2) twice
-    # the angles are float32 and so are the products
+    a, b = x.chunk(2, dim=-1)  # both elements of all pairs, (B, T, heads, D / 2) each
+    # cos and sin are float32, and so are the products; under autocast x is not
     rotated_a = a * cos - b * sin
     rotated_b = b * cos + a * sin
     return torch.cat((rotated_a, rotated_b), dim=-1).type_as(x)
@@ -44,6 +47,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 # attention
 
+# kernels that PyTorch may choose from where ScaledDotProduct excludes cuDNN's
 WITHOUT_CUDNN = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -57,7 +61,7 @@ class ScaledDotProduct(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.block_size = config.block_size
-        self.dropout = config.dropout
+        self.dropout = config.dropout  # probability; Block.run reads it, too
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, H, T, D) for queries (B, H, T, D) of the newest T of S tokens, keys and values
@@ -66,16 +70,17 @@ class ScaledDotProduct(nn.Module):
         T = q.size(2)
         S = k.size(2)
         if mask is None and 1 < T < S:
-            # is_causal would align the first query with the first key; here the last ones align
+            # Several tokens continue those of a cache. is_causal would align the first query with
+            # the first key; here the last ones align.
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        is_causal = mask is None and T > 1  # a single query attends to all tokens
+        is_causal = mask is None and T > 1  # a single query, the newest, attends to all tokens
 
         group_size = q.size(1) // k.size(1)
         if group_size > 1:  # H / K heads share keys and values (GQA, Ainslie et al. 2023)
             k = k.repeat_interleave(group_size, dim=1)  # (B, H, S, D)
             v = v.repeat_interleave(group_size, dim=1)
 
-        dropout = 0.0
+        dropout = 0.0  # of the attention weights; F.scaled_dot_product_attention knows no eval()
         if self.training:
             dropout = self.dropout
         # cuDNN plans anew for each shape, in 20 to 400 ms, and its backward pass with a mask can
@@ -91,26 +96,28 @@ class ScaledDotProduct(nn.Module):
 class KVCache:
     """Keys and values of past tokens, so that sampling computes each new token alone.
 
-    The tensors of all layers grow together: each layer appends its part of the new tokens, then
-    GPT.hidden calls `advance` once. Memory for `capacity` tokens is allocated at the first call.
+    In a forward pass each layer appends keys and values of the new tokens, after the same `length`
+    old ones; then GPT.hidden calls `advance` once. `append` allocates memory for `capacity` tokens
+    of a layer when it is first called for it.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0  # tokens in the cache
+        self.length = 0  # tokens whose keys and values all layers have appended
         # Tensors of `capacity` tokens, by the key that `append` gets: (layer, "k"), (layer, "v"),
         # and "tokens" for the token ids of n-gram embeddings.
         self.buffers: dict[object, Tensor] = {}
 
     def append(self, key: object, x: Tensor, dim: int) -> Tensor:
-        """Store the values `x` of T new tokens, which lie along `dim`, and return those of all S
-        tokens so far."""
+        """Store `x` of T new tokens, which lie along `dim`, under a key, and return what the cache
+        holds under it of all S tokens so far, as a view."""
         if key not in self.buffers:
             shape = list(x.shape)
             shape[dim] = self.capacity
-            self.buffers[key] = x.new_empty(shape)
+            self.buffers[key] = x.new_empty(shape)  # of the dtype and on the device of x
         buffer = self.buffers[key]
         num_new = x.size(dim)
+        # narrow is a slice along `dim`; beyond the capacity it raises an error
         buffer.narrow(dim, self.length, num_new).copy_(x)
         return buffer.narrow(dim, 0, self.length + num_new)
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from model.execution import compile_static
 
 # Sizes in bytes. training/plan.py forecasts memory by those of chunks of logits.
-# Up to this size of all float32 logits, few large operations are faster than little memory.
+# Up to this size of all float32 logits, F.cross_entropy of all of them is faster than chunks.
 PLAIN_BYTES = 2**22
 # Largest float32 logits of a chunk.
 LOGITS_BYTES = 2**30
@@ -48,7 +48,7 @@ def rows_within(max_bytes: int, row_bytes: int) -> int:
     num_rows = max_bytes // row_bytes
     if num_rows >= 32:
         return num_rows // 32 * 32
-    return max(1, num_rows)
+    return max(1, num_rows)  # a single row may be larger than max_bytes
 
 
 def chunk_rows(num_rows: int, max_rows: int) -> int:
@@ -71,21 +71,24 @@ def cross_entropy_(
     overwrite the logits with their gradient.
 
     The gradient of token i is multiplied by `grad_scale[i]`, which is 0 for a target of -1; the
-    cross-entropy of such a token is undefined. Without `grad_scale` the logits stay.
+    cross-entropy of such a token means nothing, and the caller multiplies it by 0. Without
+    `grad_scale` the logits stay.
 
     It is written for the compiler, which makes two loops of it.
     """
     # The target is found by comparison with the index of each column: a scatter would end the fused
     # loop of the compiler, and torch 2.11 gathers the target's logit after overwriting it.
-    column = torch.arange(logits.size(1), device=logits.device)
+    column = torch.arange(logits.size(1), device=logits.device)  # (padded V,)
     is_target = column == targets.unsqueeze(-1)  # (n, padded V)
+    # -inf takes the padding out of the softmax
     x = logits.float().masked_fill(column >= vocab_size, -torch.inf)
     # logsumexp by its parts, which the compiler fuses into one pass (an online softmax). It then
     # reads the logits twice for this function, and three times with torch.logsumexp.
     maximum = x.amax(-1, keepdim=True)  # (n, 1)
     logsumexp = maximum + (x - maximum).exp().sum(-1, keepdim=True).log()
-    nats = logsumexp.squeeze(-1) - torch.where(is_target, x, 0.0).sum(-1)
-    if grad_scale is not None:
+    target_logits = torch.where(is_target, x, 0.0).sum(-1)  # (n,)
+    nats = logsumexp.squeeze(-1) - target_logits
+    if grad_scale is not None:  # None in validation
         grad = (x - logsumexp).exp_().add_(is_target, alpha=-1)  # softmax(x) - one_hot(target)
         logits.copy_(grad.mul_(grad_scale.unsqueeze(-1)))
     return nats
@@ -98,18 +101,19 @@ def cross_entropy_by_rows_(
     in few operations, and by gather and scatter instead of a comparison of each target with every
     column."""
     max_bytes = SOFTMAX_BYTES_ON_CPU if logits.device.type == "cpu" else SOFTMAX_BYTES
-    num_rows = rows_within(max_bytes, 4 * logits.size(1))
-    nats = []
+    num_rows = rows_within(max_bytes, 4 * logits.size(1))  # float32: 4 bytes for each logit
+    nats: list[Tensor] = []  # (rows,) each
     for start in range(0, len(logits), num_rows):
         rows = slice(start, start + num_rows)
         target = targets[rows].clamp(min=0).unsqueeze(-1)  # (rows, 1); gather takes no -1
-        x = logits[rows].float()  # (rows, padded V)
-        x[:, vocab_size:] = -torch.inf
+        x = logits[rows].float()  # (rows, padded V), a copy unless the logits are float32
+        x[:, vocab_size:] = -torch.inf  # takes the padding out of the softmax
         softmax = x.softmax(-1)
         # log of the softmax at the largest logit m: m - logsumexp
         logsumexp = x.amax(-1) - softmax.amax(-1).log()
         nats.append(logsumexp - x.gather(-1, target).squeeze(-1))
-        if grad_scale is not None:
+        if grad_scale is not None:  # None in validation
+            # softmax(x) - one_hot(target), in place of the softmax
             minus_one = torch.full_like(target, -1, dtype=softmax.dtype)
             grad = softmax.scatter_add_(-1, target, minus_one)
             logits[rows] = grad.mul_(grad_scale[rows].unsqueeze(-1))
@@ -123,17 +127,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     Matmuls run in the autocast dtype, the rest in float32. The forward pass computes the gradients
     as well, while the logits of a chunk are in memory. The backward pass multiplies them in place
     by the gradient of the loss, so it can run only once.
+
+    `head` has the vocabulary's size and the function for chunks; without `needs_grad`, as in
+    validation, only the loss is computed.
     """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, targets: Tensor, head: "HeadCrossEntropy", needs_grad: bool
     ) -> Tensor:
-        device = x.device.type
+        device_type = x.device.type
         dtype = x.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        # each dtype below is chosen by hand
+        with torch.autocast(device_type, enabled=False):
             is_counted = targets >= 0  # (N,)
             # Each token's share of the mean. In float16 the gradients of a mean over many tokens
             # would round to 0: there the sum is computed, and the backward pass divides.
@@ -141,14 +149,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             ctx.divisor = 1
             if dtype is torch.float16:
                 ctx.divisor = num_counted
-            scale = is_counted * ctx.divisor / num_counted  # (N,)
+            scale = is_counted * ctx.divisor / num_counted  # (N,), 0 for a target of -1
 
-            total = torch.zeros((), device=x.device)
+            total = torch.zeros((), device=x.device)  # mean in nats, times the divisor
             low_x = x.to(dtype)
             low_weight = weight.to(dtype)
             if needs_grad:
-                grad_x = torch.empty_like(low_x)
+                grad_x = torch.empty_like(low_x)  # each chunk fills in its rows
+                # float32, as the chunks add up their gradients
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            # 4 bytes for each logit, though in 16 bits they take 2
             max_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
             num_rows = chunk_rows(len(x), max_rows)
             buffer = low_x.new_empty(num_rows, len(weight))  # one allocation for all chunks
@@ -157,30 +167,35 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 inputs = low_x[chunk]  # (n, C)
                 logits = torch.mm(inputs, low_weight.T, out=buffer[: len(inputs)])  # (n, padded V)
                 grad_scale = scale[chunk] if needs_grad else None
-                if device == "cpu":  # also where the blocks are compiled
+                if device_type == "cpu":  # also where the blocks are compiled
                     cross_entropy = cross_entropy_by_rows_
                 else:
                     cross_entropy = head.cross_entropy_
-                nats = cross_entropy(logits, targets[chunk], grad_scale, head.vocab_size)
+                nats = cross_entropy(logits, targets[chunk], grad_scale, head.vocab_size)  # (n,)
                 total += (nats * scale[chunk]).sum()
                 if needs_grad:
-                    # the logits now hold their gradient
+                    # `cross_entropy` has overwritten the logits with their gradient
                     torch.mm(logits, low_weight, out=grad_x[chunk])
                     add_matmul_(grad_weight, logits.T, inputs)
         if needs_grad:
+            # float32 in training: in 16 bits the backward pass would round its products again
             ctx.save_for_backward(grad_x.to(x.dtype), grad_weight.to(weight.dtype))
         return total / ctx.divisor
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor) -> tuple:
+        """Return the gradients of x and weight. `grad_loss` () is the factor that the caller has
+        multiplied the mean by, as 1 / micro-steps or the scale of a GradScaler."""
         grad_x, grad_weight = ctx.saved_tensors
         grad_loss = grad_loss / ctx.divisor
         return grad_x.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None, None
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32 `total`."""
-    # on CUDA one operation does it, without a product in memory
+    """Add a @ b to float32 `total`, in place: (padded V, n) @ (n, C), gradients of the logits and
+    inputs of a chunk, to the gradient of the head's weight (padded V, C)."""
+    # On CUDA one operation does it, without a product in memory: it multiplies in 16 bits and adds
+    # in float32.
     if a.is_cuda and a.dtype is not total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
@@ -197,7 +212,7 @@ class HeadCrossEntropy(nn.Module):
 
     def __init__(self, vocab_size: int, compiled: bool = False) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size  # V, without the padding that the weight has
         # for GPUs; on a CPU the compiled function would be slower
         self.cross_entropy_ = cross_entropy_by_rows_
         if compiled:
@@ -208,9 +223,9 @@ class HeadCrossEntropy(nn.Module):
     ) -> Tensor:
         """Return the mean in nats for x (N, C), weight (padded V, C), targets (N,); with the
         reduction "none" that of each target (N,), 0 for -1."""
-        all_logits_bytes = 4 * len(x) * len(weight)
+        all_logits_bytes = 4 * len(x) * len(weight)  # in float32
         max_bytes = chunk_bytes(x.device)
-        if reduction == "mean" and all_logits_bytes > min(PLAIN_BYTES, max_bytes):
+        if reduction == "mean" and all_logits_bytes > PLAIN_BYTES:
             needs_grad = torch.is_grad_enabled()  # inside an autograd.Function it is always False
             return ChunkedCrossEntropy.apply(x, weight, targets, self, needs_grad)
         if all_logits_bytes <= max_bytes:
@@ -219,14 +234,15 @@ class HeadCrossEntropy(nn.Module):
         # The reduction is "none" here. The gradients of single losses may differ, so that the
         # forward pass cannot compute them: the backward pass computes each chunk again.
         num_rows = rows_within(max_bytes, 4 * len(weight))
-        losses = []
+        losses = []  # (n,) each
         for start in range(0, len(x), num_rows):
             rows = slice(start, start + num_rows)
             inputs = (x[rows], weight, targets[rows], reduction)
             losses.append(checkpoint(self.loss_of_chunk, *inputs, use_reentrant=False))
-        return torch.cat(losses)
+        return torch.cat(losses)  # (N,)
 
     def loss_of_chunk(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the cross-entropy (n,) in nats of each token of a chunk, or their mean."""
+        """Return the cross-entropy (n,) in nats of each token of a chunk, 0 for a target of -1; or
+        with the reduction "mean" the mean over the others."""
         logits = F.linear(x, weight[: self.vocab_size]).float()  # (n, V)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)

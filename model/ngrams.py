@@ -24,13 +24,14 @@ def ngram_rows(
     or where `mask` (B, 1, T, S) allows it. End of text stands in for those that are missing.
     """
     B, T = idx.shape
-    num_before = config.ngrams - 1
-    tokens = idx
+    num_before = config.ngrams - 1  # tokens before an id in the longest n-gram
+    tokens = idx  # (B, S), where S = T without a cache
     if cache is not None:
-        tokens = cache.append("tokens", idx, dim=1)  # (B, S)
+        # it keeps token ids beside keys and values, as n-grams begin in tokens of earlier calls
+        tokens = cache.append("tokens", idx, dim=1)
     end_of_text = config.vocab_size - 1  # not in every tokenizer.json: then it is just some token
     tokens = F.pad(tokens, (num_before, 0), value=end_of_text)  # column s is now s + num_before
-    columns = torch.arange(tokens.size(1), device=idx.device)
+    columns = torch.arange(tokens.size(1), device=idx.device)  # (num_before + S,)
 
     id_column = columns[-T:, None]  # (T, 1): the column of each id itself
 
@@ -39,13 +40,15 @@ def ngram_rows(
         nearest = id_column - columns[1 : num_before + 1]  # (T, num_before)
         nearest = nearest.expand(B, T, num_before)
     else:
+        # (B, T, num_before + S): true for padding by end of text, and for what the mask allows
         is_before = F.pad(mask[:, 0], (num_before, 0), value=True) & (columns < id_column)
+        # the largest columns before it; there are num_before of them, thanks to the padding
         nearest = columns.where(is_before, -1).topk(num_before).values  # (B, T, num_before)
 
     # one more token before changes the hash of an n-gram into that of an (n + 1)-gram
-    ngram_hash = idx
-    rows = []
-    for column in nearest.unbind(-1):
+    ngram_hash = idx  # (B, T) int64
+    rows: list[Tensor] = []  # (B, T) for n = 2, 3, ..., N
+    for column in nearest.unbind(-1):  # (B, T): the column of one more token
         ngram_hash = ngram_hash * MULTIPLIER + tokens.gather(1, column) + 1  # wraps at 64 bits
         # high bits of the product depend on more of the tokens than low ones, which % looks at
         rows.append((ngram_hash ^ (ngram_hash >> 15)) % config.ngram_rows)

@@ -25,16 +25,18 @@ from model.huggingface import EMBEDDING, model_from_hf
 from utils.errors import reading
 
 LLM_C_MAGIC = 20240326
-LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older ones had no padding
+LLM_C_DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by version; older ones had no padded rows
 
 
 def load_peer(path: Path) -> GPT:
     """Return the float32 model of a file; of nanoGPT and build-nanogpt, its vocabulary includes any
     rows of padding. Raises UserError for a file of another kind or a damaged one."""
+    # errors in the content of the file become a UserError of one sentence with its path
     with reading(path, "a checkpoint of this project, nanoGPT, build-nanogpt or llm.c"):
-        data = torch.from_numpy(np.memmap(path, mode="c"))  # uint8, mapped from disk
+        # uint8 (n,), mapped from disk; mode "c", copy on write, as torch warns of read-only memory
+        data = torch.from_numpy(np.memmap(path, mode="c"))
         if data[:4].view(torch.int32) == LLM_C_MAGIC:
-            config, weights = read_llm_c(data)
+            config, weights = read_llm_c(data)  # weights: tensors by name
         else:
             # weights_only: no code of the file runs. An empty class stands in for build-nanogpt's
             # GPTConfig, which torch.load would refuse; it was defined in the script, __main__.
@@ -42,23 +44,26 @@ def load_peer(path: Path) -> GPT:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             # nanoGPT saves a compiled model with this prefix
             weights = {name.removeprefix("_orig_mod."): x for name, x in content["model"].items()}
-            if "model_args" in content:
+            if "model_args" in content:  # nanoGPT: a dict with the names of GPTConfig's fields
                 config = GPTConfig(**content["model_args"], activation="gelu_exact")
-            else:
+            else:  # build-nanogpt: the stand-in, with the same names
                 config = GPTConfig(**vars(content["config"]))
+        # The names are those of transformers' GPT-2. transposed: no matrix is stored as (in, out),
+        # as the layers of all three projects are nn.Linear or laid out like it.
         return model_from_hf(weights, config, transposed=())
 
 
 def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     """Return architecture and weights from the bytes of llm.c's file, uint8 (n,)."""
-    # sizes: layers, heads, channels
+    # sizes: layers, heads, channels; num_rows: of the embedding
     _, version, block_size, vocab_size, *sizes, num_rows = data[:32].view(torch.int32).tolist()
     assert version in LLM_C_DTYPES, f"version {version} of llm.c"
-    values = data[1024:].view(LLM_C_DTYPES[version])  # (number of weights,)
+    values = data[1024:].view(LLM_C_DTYPES[version])  # (number of weights,), after 256 int32
     # the embedding of the file has rows of padding, which are cut off at the end
     config = GPTConfig(block_size, num_rows, *sizes)
 
-    # embeddings, each kind of weight of a layer for all layers, final norm
+    # The order of the weights: embeddings, each kind of weight of a block ("ln_1.weight", ...) for
+    # all layers, final norm. The kinds follow each other as in this project's blocks.
     model = build_without_weights(config)
     names = [EMBEDDING, "transformer.wpe.weight"]
     for kind in model.get_submodule("transformer.h.0").state_dict():
@@ -68,7 +73,7 @@ def read_llm_c(data: Tensor) -> tuple[GPTConfig, dict[str, Tensor]]:
     for name in names:
         x = model.get_parameter(name)  # on "meta": its shape
         weights[name] = values[: x.numel()].view_as(x)
-        values = values[x.numel() :]
+        values = values[x.numel() :]  # those of the parameters that follow
     assert len(values) == 0, f"{len(values):,} values more than the sizes of its header give"
     # by the header, the rows after it are no tokens
     weights[EMBEDDING] = weights[EMBEDDING][:vocab_size]

@@ -21,7 +21,8 @@ class Recipe:
     """A way to build and train a model: architecture, optimizer, learning rates, schedule."""
 
     model: dict = field(default_factory=dict)
-    """Fields of GPTConfig that differ from GPT-2's, by name."""
+    """Fields of GPTConfig that differ from GPT-2's, by name; mlp_ratio and ngram_bits give those
+    that follow from the sizes."""
     mlp_ratio: NonNegative = 4.0
     """Width of the MLP over that of the residual stream, rounded up to 64 unless it is 4."""
     ngram_bits: NonNegative = 0.0
@@ -50,22 +51,21 @@ class Recipe:
     """Decay to 0 instead of a tenth of max_lr."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_ranges(self)  # UserError for a value that the type of its field does not allow
 
     def shape(self, n_embd: int, block_size: int, vocab_size: int) -> dict:
-        """Return the fields of GPTConfig that the recipe gives a model of these sizes."""
+        """Return the fields of GPTConfig that the recipe gives a model of these sizes, with the
+        sizes; layers, heads and dropout are the caller's."""
         shape = {"block_size": block_size, "vocab_size": vocab_size, "n_embd": n_embd}
 
         # GPTConfig's own default is 4 x n_embd. Other widths are rounded up to 64, as matmuls are
         # slow at odd ones.
-        inner = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
-        if self.mlp_ratio != 4 and inner != 4 * n_embd:
-            shape["n_inner"] = inner
+        if self.mlp_ratio != 4:
+            shape["n_inner"] = 64 * math.ceil(self.mlp_ratio * n_embd / 64)
 
         # + 1, because the logarithm of a vocabulary of one token would be 0
         ngrams = int(self.ngram_bits / math.log2(vocab_size + 1))
-        if ngrams > 1:
-            shape["ngrams"] = ngrams
+        shape["ngrams"] = max(1, ngrams)  # 1: no embeddings of n-grams
         return shape | self.model  # the recipe's own fields win
 
 
@@ -88,7 +88,7 @@ MODERN = Recipe(
 RECIPES = {
     "gpt2": Recipe(),
     "modern": MODERN,
-    # 42 bits are n-grams of up to 5 bytes, or of 2 of GPT-2's tokens
+    # 42 bits are n-grams of up to 5 bytes (8 bits each), or of 2 of GPT-2's tokens (15.6 each)
     "speedrun": replace(MODERN, model=MODERN.model | {"ngram_rows": 65_000}, ngram_bits=42.0),
     "llama": Recipe(model=LLAMA),
 }
@@ -100,16 +100,18 @@ def parse_recipe(text: str) -> Recipe:
     name, *changes = text.split(",")  # "modern,qk_norm=False"
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
+    recipe = RECIPES[name]  # from here on with the changes so far; it is frozen, `replace` copies
     training_fields = [field.name for field in fields(Recipe) if field.name != "model"]
     model_fields = [field.name for field in fields(GPTConfig) if field.name not in SIZED]
     for change in changes:
         key, _, text = change.strip().partition("=")  # "qk_norm", "=", "False"
         if key in training_fields:
-            value = parse_value(key, text, getattr(Recipe, key))  # the default, for its type
+            # the default, an attribute of the class, tells the type of the value
+            value = parse_value(key, text, getattr(Recipe, key))
             recipe = replace(recipe, **{key: value})  # type: ignore[arg-type]  # any field
         elif key in model_fields:
             value = parse_value(key, text, getattr(GPTConfig, key))
+            # over the recipe's own; GPTConfig checks it where the model is built
             recipe = replace(recipe, model=recipe.model | {key: value})
         else:
             names = ", ".join(training_fields + model_fields)
@@ -120,10 +122,11 @@ def parse_recipe(text: str) -> Recipe:
 def parse_value(key: str, text: str, default: float | str | None) -> float | str:
     """Return the value of a field that a text stands for; it has the type of the field's default,
     int where that is None. Raises UserError for other text."""
+    # the fields whose default is None, n_kv_head and n_inner, are Counts
     value_type = int if default is None else type(default)
     try:
         if value_type is bool:
-            return {"True": True, "False": False}[text]
+            return {"True": True, "False": False}[text]  # bool("False") would be True
         return value_type(text)
     except (ValueError, KeyError) as error:
         expected = "True or False" if value_type is bool else value_type.__name__

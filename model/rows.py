@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 64  # rows that are drawn together: fewer would spend the time on seeding generators
+# Rows of NormalRows that one generator draws: with fewer, seeding generators would take the time.
+BLOCK_ROWS = 64
 
 
 class Rows(Protocol):
@@ -36,16 +37,18 @@ class NormalRows:
         self.std = std
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
-        rows = torch.arange(self.shape[0], device="cpu")[rows]  # the indices also of a slice
-        drawn = torch.empty(len(rows), self.shape[1], device="cpu")
-        blocks = rows // BLOCK_ROWS  # the block of each row
+        # device="cpu", as torch's default device can be another one
+        indices = torch.arange(self.shape[0], device="cpu")[rows]  # (r,): also those of a slice
+        drawn = torch.empty(len(indices), self.shape[1], device="cpu")
+        blocks = indices // BLOCK_ROWS  # (r,): the block of each row
         for block in blocks.unique().tolist():
             # hashed, as PyTorch's generator for CPUs keeps 32 bits of a seed
             block_seed = zlib.crc32(f"{self.seed} {self.name} {block}".encode())
             generator = torch.Generator("cpu").manual_seed(block_seed)
+            # the whole block, also for a single row of it: numbers follow from their place
             normal = torch.randn(BLOCK_ROWS, self.shape[1], generator=generator, device="cpu")
-            is_here = blocks == block
-            drawn[is_here] = normal[rows[is_here] % BLOCK_ROWS]
+            is_here = blocks == block  # (r,)
+            drawn[is_here] = normal[indices[is_here] % BLOCK_ROWS]
         return drawn.mul_(self.std)
 
 
@@ -55,5 +58,6 @@ def constant(value: float, shape: torch.Size) -> Rows:
 
 
 def is_vector(shape: torch.Size) -> bool:
-    """Return True for a vector, a matrix of one column, and a single number."""
-    return shape.numel() == shape[:1].numel()
+    """Return True for a vector, a matrix of one column, and a single number. Checkpoints write
+    these as one row."""
+    return shape.numel() == shape[:1].numel()  # shape[:1] of a single number is (): 1 element

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from conftest import train_options, user_error
 from tiny import RECIPES, tiny_gpt
 
 from model.config import GPT2_SIZES, GPT3_SIZES, GPTConfig
-from model.gpt import build_without_weights
+from model.gpt import build_without_weights, rebuild
 from model.layers import KVCache
 from model.recipes import Recipe
 
@@ -91,3 +92,12 @@ def test_a_cache_filled_in_any_steps_gives_the_same_logits(recipe):
     cache = KVCache(16)
     parts = [model.logits(model.hidden(part, cache)) for part in x.split([5, 4, 1, 1, 5], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "llama"])  # tied, and with a head of its own
+def test_a_model_with_fewer_tokens_gives_the_logits_of_these(recipe):
+    model = tiny(recipe)
+    smaller = rebuild(model, replace(model.config, vocab_size=180)).eval()
+    assert smaller.head_weight.shape == (192, 32) and smaller.head_weight.requires_grad
+    x = torch.randint(0, 180, (2, 16))
+    torch.testing.assert_close(smaller(x), model(x)[..., :180])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from data.export_tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
-from model.gpt import GPT, rebuild
+from model.gpt import GPT
 from model.huggingface import load_pretrained, save_pretrained
 from model.recipes import parse_recipe
 from training.checkpoint import open_model
@@ -72,9 +72,6 @@ def test_logits_and_weights_are_those_of_transformers_both_ways(shape, fields, n
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")  # several files and an index
     again = load_pretrained(tmp_path / "theirs").eval()
     assert again.config == replace(ours.config, bias=name == "GPT2LMHeadModel")
-    if not fields:
-        shorter = rebuild(again, replace(again.config, block_size=10)).eval()  # for fine-tuning
-        assert differ(shorter, theirs, (*shape[:3], 10, shape[4])) < 1e-4
     save_pretrained(again, tmp_path / "again")
     state, back = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
     assert state.keys() == back.keys() and all(torch.equal(state[k], back[k]) for k in state)
@@ -104,10 +101,11 @@ VALUES = [
 
 def files_of(kind):
     """Return config.json and the tensors of a model."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         save_pretrained(random_ours(SHAPES[2], **KINDS[kind]), folder)
-        config = Path(folder, "config.json").read_text()
-        return config, load_file(Path(folder, "model.safetensors"))
+        config = (folder / "config.json").read_text()
+        return config, load_file(folder / "model.safetensors")
 
 
 def load_from(config, tensors):

@@ -29,7 +29,8 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     monkeypatch.setattr(loss_module, "MATMUL_BYTES_ON_CPU", 4 * 32 * 100)
 
     def loss_and_gradients(rows):
-        monkeypatch.setattr(loss_module, "LOGITS_BYTES_ON_CPU", 4 * 320 * rows)
+        for name in ("PLAIN_BYTES", "LOGITS_BYTES_ON_CPU"):
+            monkeypatch.setattr(loss_module, name, 4 * 320 * rows)
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         with autocast(CPU, dtype):
             loss = HeadCrossEntropy(300)(*leaves, targets)

@@ -25,7 +25,7 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def chunks_of_logits(monkeypatch):
-    for name in ("LOGITS_BYTES", "LOGITS_BYTES_ON_CPU"):
+    for name in ("PLAIN_BYTES", "LOGITS_BYTES", "LOGITS_BYTES_ON_CPU"):
         monkeypatch.setattr(loss_module, name, 2**17)
 
 
