@@ -123,9 +123,6 @@ class ResolvedFinetuneConfig(ResolvedOptions, FinetuneConfig):
     batch_size: int
     micro_batch_size: int
 
-    def __post_init__(self) -> None:
-        ResolvedOptions.__post_init__(self)
-
     @property
     def last_update(self) -> int:
         return self.max_steps  # one after the last: the last step still learns, as with trl
