@@ -13,7 +13,6 @@ import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import utils.environment  # noqa: F401 (first: it says what to type without PyTorch)
 
@@ -81,7 +80,7 @@ def main() -> None:
     state = run.state  # step, tokens, lowest loss, ...
 
     # rows and optimizers; `wrapped` shares the weights of the model and synchronizes gradients
-    method, held_out_method = open_data(run, model, weights, checkpoint)
+    method = open_data(run, model, weights, checkpoint)
     # the default recipe is AdamW for all weights, also of a model that was trained with Muon
     wrapped, optimizers = run.distribute(model, weights, Recipe(), checkpoint)
     del weights, start, checkpoint  # closes the file, from which their tensors are mapped
@@ -104,10 +103,10 @@ def main() -> None:
             step = state.step
             if saver.due(step):
                 saver.save_last()
-            if held_out_method and (run.ended or is_due(options.eval_every, step)):
+            if method.held_out and (run.ended or is_due(options.eval_every, step)):
                 # batches of other shapes than those of training
                 with uncompiled(options.use_torch_compile):
-                    scores = held_out_method.evaluate(model)
+                    scores = method.evaluate(model)
                 if "loss" in scores:
                     run.logger.log_scores("val", scores, step)
                     saver.save_if_best(scores["loss"])
@@ -281,12 +280,12 @@ def open_data(
     model: GPT,
     weights: Mapping[str, Rows],
     checkpoint: Checkpoint | None,
-) -> tuple[Method, Method | None]:
+) -> Method:
     """Read and encode the rows of a run, and open the models that its method needs beside `model`,
     the trained one, which begins with `weights`.
 
-    Return the method with the examples of --data, and the same with those of --eval_data, None
-    without them. Raise UserError if the reference model of a resumed run has changed.
+    Return the method, with the examples of --data and --eval_data. Raise UserError if the reference
+    model of a resumed run has changed.
     """
     options, process = run.config, run.process
     tokenizer = load_tokenizer(run.entries["tokenizer"])
@@ -311,16 +310,11 @@ def open_data(
     if options.method == "grpo":
         assert options.reward is not None  # FinetuneConfig demands it
         reward_function = load_reward_function(options.reward, encoder, process, run.dtype)
-    open_examples = partial(
-        METHODS[options.method], options, process, run.dtype, encoder, reference, reward_function
-    )
-    method = open_examples(options.data)
-    held_out_method = None
-    if options.eval_data:
-        held_out_method = open_examples(options.eval_data)
+    method_class = METHODS[options.method]
+    method = method_class(options, process, run.dtype, encoder, reference, reward_function)
     if encoder.num_cut:  # of the rows of --data and --eval_data
         process.print(f"warning: {encoder.num_cut:,} texts are cut to {block_size} tokens")
-    return method, held_out_method
+    return method
 
 
 if __name__ == "__main__":

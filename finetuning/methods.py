@@ -8,7 +8,6 @@ method returns the sum over one batch, and finetune.py divides it by the step's 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,8 +43,7 @@ class PreparedStep:
 
 @dataclass(eq=False)
 class Method(ABC):
-    """Base of the methods: the examples of a file, their batches, and the loss of a batch. A file
-    of held-out rows has a Method of its own."""
+    """Base of the methods: the examples of a run, their batches, and the loss of a batch."""
 
     config: ResolvedFinetuneConfig
     process: Process
@@ -56,11 +54,12 @@ class Method(ABC):
     """dpo, grpo with --kl: the model of --init_from, which is not trained."""
     reward_function: RewardFunction | None
     """grpo: --reward."""
-    path: Path
-    """File of rows."""
 
     def __post_init__(self) -> None:
-        self.examples = read_jsonl(self.path, self.encode)
+        # one for each row, in the order of the file: what the method's `encode` returns
+        self.examples = read_jsonl(self.config.data, self.encode)
+        eval_data = self.config.eval_data
+        self.held_out = read_jsonl(eval_data, self.encode) if eval_data else []
 
     @abstractmethod
     def encode(self, row: dict) -> object:
@@ -104,9 +103,9 @@ class Method(ABC):
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
-        """Return the mean of each metric over all examples, the same on every process."""
+        """Return the mean of each metric over the held-out examples, the same on every process."""
         model.eval()  # without dropout
-        examples = self.arrange(self.examples)
+        examples = self.arrange(self.held_out)
         divisor = self.divisor(examples)
 
         def rate(micro_batch: list) -> dict[str, float]:
@@ -209,8 +208,9 @@ class DirectPreference(RewardModeling):
         super().__post_init__()
         # A signal does not end this: the loop of the run, which catches Stopped, comes later.
         process = replace(self.process, stop=None)
-        ratings = process.map(self.rate_by_reference, self.micro_batches(self.examples))
-        for pair, logprobs in zip(self.examples, torch.cat(ratings), strict=True):
+        pairs = self.examples + self.held_out
+        ratings = process.map(self.rate_by_reference, self.micro_batches(pairs))
+        for pair, logprobs in zip(pairs, torch.cat(ratings), strict=True):
             pair.ref_logprobs = logprobs
         self.reference = None  # frees its memory
 
