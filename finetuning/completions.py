@@ -20,10 +20,12 @@ class Completion:
     text: str
     example: Example
     """Token ids of the prompt, then those of the completion with the one that ended it."""
-    is_cut: bool = False
+    is_cut: bool
     """True if it reached --max_new_tokens without an end."""
     reward: float = 0.0
-    """Reward that grpo has given it."""
+    """grpo: reward, by --reward."""
+    advantage: float = 0.0
+    """grpo: how much better its reward is than those of its group, see group_advantages."""
 
 
 def is_exact(completion: Completion) -> bool:

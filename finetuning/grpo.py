@@ -47,11 +47,7 @@ class GroupRelativePolicy(Method):
             questions = [self.examples[example_ids[place // group_size]] for place in places]
             # The random numbers of a completion depend on seed, step and place alone, so that any
             # number of processes samples the same: row i is place first_row + i.
-            sampling = Sampling(
-                self.config.max_new_tokens,
-                seed=seed,
-                first_row=places[0],
-            )
+            sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=places[0])
             return self.complete(model, questions, sampling)
 
         # on each process all of the step, as a group can have completions of several processes
@@ -60,16 +56,10 @@ class GroupRelativePolicy(Method):
         completions = list(chain.from_iterable(micro_batches))
         rewards = torch.tensor([x.reward for x in completions], dtype=torch.float64)
         groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
-        advantages = group_advantages(groups).flatten().float()  # (completions,)
-
-        batches = []
-        pairs = zip(
-            micro_batches,
-            advantages.split(self.config.micro_batch_size),
-            strict=True,
-        )
-        for micro_batch, micro_advantages in self.of_process(list(pairs)):
-            batches.append(self.completion_batch(micro_batch, micro_advantages))
+        advantages = group_advantages(groups).flatten().tolist()
+        for completion, advantage in zip(completions, advantages, strict=True):
+            completion.advantage = advantage
+        batches = [self.batch(micro_batch) for micro_batch in self.of_process(micro_batches)]
 
         # for samples.txt, the first group
         sample = f"prompt: {completions[0].row['prompt']!r}"
@@ -96,10 +86,11 @@ class GroupRelativePolicy(Method):
         return completions
 
     @torch.no_grad()
-    def completion_batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
-        """Return N completions and their advantages (N,) as a batch."""
-        batch = self.batch([completion.example for completion in completions])
-        batch.advantages = self.process.copy(advantages)
+    def batch(self, completions: list[Completion]) -> Batch:
+        """Return N completions and their advantages as a batch."""
+        batch = super().batch([completion.example for completion in completions])
+        advantages = torch.tensor([completion.advantage for completion in completions])
+        batch.advantages = self.process.copy(advantages)  # (N,), float32
         if self.reference is not None:  # None with --kl 0
             with autocast(self.process.device, self.dtype):
                 batch.ref_logprobs = token_logprobs(self.reference, batch)
@@ -108,7 +99,7 @@ class GroupRelativePolicy(Method):
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
         is_target = batch.targets >= 0  # (N, T): the completion's tokens
         logprobs = token_logprobs(model, batch)  # (N, T), 0 at the prompt and at padding
-        assert batch.advantages is not None  # of completion_batch
+        assert batch.advantages is not None  # `batch` sets them
         losses = policy_losses(logprobs, batch.advantages)  # (N, T)
         sums: Sums = {}
         if batch.ref_logprobs is not None:
