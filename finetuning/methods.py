@@ -69,10 +69,6 @@ class Method(ABC):
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
         """Return the loss of a batch, "loss", and further metrics."""
 
-    def arrange(self, examples: list) -> list:
-        """Return examples in the order in which micro-batches take them."""
-        return examples
-
     def divisor(self, examples: list) -> int:
         """Return the number that the metrics of these examples are a mean over."""
         return len(examples)
@@ -81,7 +77,7 @@ class Method(ABC):
         """Return the data of step number `step`, which takes the examples with the indices
         `example_ids` (batch_size,)."""
         # every process has the examples of the whole step, and makes batches of its own share
-        examples = self.arrange([self.examples[i] for i in example_ids])
+        examples = [self.examples[i] for i in example_ids]
         micro_batches = self.of_process(self.micro_batches(examples))
         batches = [self.batch(micro_batch) for micro_batch in micro_batches]
         return PreparedStep(batches, self.divisor(examples))
@@ -105,8 +101,7 @@ class Method(ABC):
     def evaluate(self, model: GPT) -> dict[str, float]:
         """Return the mean of each metric over the held-out examples, the same on every process."""
         model.eval()  # without dropout
-        examples = self.arrange(self.held_out)
-        divisor = self.divisor(examples)
+        divisor = self.divisor(self.held_out)
 
         def rate(micro_batch: list) -> dict[str, float]:
             """Return what a micro-batch adds to each mean."""
@@ -115,7 +110,7 @@ class Method(ABC):
             return {name: (value / divisor).item() for name, value in sums.items()}
 
         # raises Stopped between two micro-batches after a signal
-        ratings = self.process.map(rate, self.micro_batches(examples))
+        ratings = self.process.map(rate, self.micro_batches(self.held_out))
         model.train()
         means: dict[str, float] = {}
         for rating in ratings:
@@ -134,10 +129,10 @@ class SupervisedTuning(Method):
     def encode(self, row: dict) -> Example:
         return self.encoder.dialog(row)
 
-    def arrange(self, dialogs: list[Example]) -> list[Example]:
-        """Return dialogs by their length: those of a micro-batch then need little padding."""
+    def micro_batches(self, dialogs: list[Example]) -> list[list[Example]]:
+        """Return dialogs in micro-batches by their length: each then needs little padding."""
         # no bias: the loss is a mean over the whole step, whichever micro-batch has a dialog
-        return sorted(dialogs, key=lambda dialog: len(dialog.tokens))
+        return super().micro_batches(sorted(dialogs, key=lambda dialog: len(dialog.tokens)))
 
     def divisor(self, dialogs: list[Example]) -> int:
         # targets: the first token of a text follows nothing, so it is none
