@@ -105,15 +105,15 @@ def main() -> None:
         while True:
             # once in a while: save and evaluate; every process takes part
             step = state.step  # steps done
-            if saver.due(step):
+            if saver.due(step):  # every --save_every steps, and before the first
                 saver.save_last()
             if method.held_out and (run.ended or is_due(options.eval_every, step)):
-                # batches of other shapes than those of training: each would be compiled
+                # Without gradients and dropout each shape would need a compiled graph of its own.
                 with uncompiled(options.use_torch_compile):
                     scores = method.evaluate(model)  # means by metric, over the rows of --eval_data
                 if "loss" in scores:
                     run.logger.log_scores("val", scores, step)
-                    saver.save_if_best(scores["loss"])
+                    saver.save_if_best(scores["loss"])  # as model_best.pt
                 else:  # grpo has the reward instead, and no best model
                     run.logger.log_scores("held_out", scores, step)
             if run.ended:  # the last step is taken, saved and evaluated; a signal raises Stopped
@@ -136,10 +136,10 @@ def main() -> None:
             if prepared.sample and is_due(options.sample_every, state.step):
                 run.logger.log_sample(prepared.sample, state.step)
             saver.end_after_patience()  # UserError after 5 skipped steps in a row
-            if result.got_signal:
+            if result.got_signal:  # some process got it
                 raise Stopped
     except Stopped:  # a resumed run does the evaluation, or samples completions, again
-        run.stopping = True
+        run.stopping = True  # run.finish then says how to continue
         saver.save_last()
 
     saver.finish()  # waits for the last write

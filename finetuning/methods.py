@@ -121,7 +121,8 @@ class Method(ABC):
                 sums = self.held_out_sums(model, micro_batch)
             return {name: (value / divisor).item() for name, value in sums.items()}
 
-        # of all micro-batches, in one order everywhere: so all processes add up the same
+        # The processes share the micro-batches. All get the ratings of all in one order, and so add
+        # up the same.
         ratings = self.process.map(rate, self.micro_batches(self.held_out))
         model.train()
         means: dict[str, float] = {}
