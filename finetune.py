@@ -71,8 +71,7 @@ def main() -> None:
     is_reward = device_options.method == "reward"
     start = open_start(device_options, checkpoint, process, is_reward_model=is_reward)
     assert start is not None  # --init_from is required
-    # of the weights of --init_from, which for a resumed run may not have changed
-    weights_checksum = init_checksum(device_options, checkpoint, start, process)
+    weights_checksum = init_checksum(device_options, checkpoint, start, process)  # of --init_from
     model, weights = build_model(device_options, start)
     # --batch_size and --max_steps follow from the number of rows, --max_lr from that of parameters
     assert device_options.data is not None  # FinetuneConfig demands it
@@ -91,8 +90,7 @@ def main() -> None:
     # Log and checkpoints come last: an error above has removed and written nothing.
     run.open_log(model.config)
     if options.eval_data:
-        # forgets the lowest loss of the checkpoint if it is that of other rows
-        run.validate_on(str(entries["val_checksum"]))
+        run.validate_on(str(entries["val_checksum"]))  # the lowest loss of other rows is forgotten
     saver = Saver(run, model, optimizers)
     resumed = f"; resumed at step {state.step}" if state.step else ""
     process.print(
@@ -122,8 +120,7 @@ def main() -> None:
             # one step, then its log
             tokens_before = state.tokens  # how many a step has depends on its examples
             timer.start()  # with grpo, sampling counts as time of the step
-            # indices (batch_size,) of rows of --data, as in pre-training a pure function of seed
-            # and step, the same on every process
+            # indices (batch_size,) of rows, as in pre-training a pure function of seed and step
             example_ids = step_sequences(step, options.batch_size, num_rows, options.seed)
             prepared = method.prepare(model, step, example_ids)  # with grpo, it samples completions
             result = train_step(run, wrapped, optimizers, method, prepared)
@@ -132,19 +129,17 @@ def main() -> None:
                 run.logger.log_train(result.figures | speed, state.step)
             else:
                 run.logger.log_skip(result.skip_reason, example_ids.tolist(), state.step)
-            # None but with grpo, whose completions and rewards go into samples.txt
             if prepared.sample and is_due(options.sample_every, state.step):
-                run.logger.log_sample(prepared.sample, state.step)
+                run.logger.log_sample(prepared.sample, state.step)  # grpo: completions and rewards
             saver.end_after_patience()  # UserError after 5 skipped steps in a row
-            if result.got_signal:  # some process got it
+            if result.got_signal:  # any process
                 raise Stopped
     except Stopped:  # a resumed run does the evaluation, or samples completions, again
         run.stopping = True  # run.finish then says how to continue
         saver.save_last()
 
     saver.finish()  # waits for the last write
-    # commands to try next, which are printed; a reward model writes no text
-    chat = "" if options.plain else "--chat "
+    chat = "" if options.plain else "--chat "  # in the command that is printed as the next one
     run.finish([] if options.method == "reward" else [f"sample.py {chat}--checkpoint"])
 
 
