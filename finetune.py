@@ -299,7 +299,8 @@ def open_data(
     Return the method, with the examples of --data and --eval_data. Raise UserError if the reference
     model of a resumed run has changed, and for a row that cannot be encoded.
     """
-    options, process = run.config, run.process
+    options = run.config
+    process = run.process
     tokenizer = load_tokenizer(run.entries["tokenizer"])  # from its spec
     block_size = model.config.block_size
     encoder = TextEncoder(tokenizer, chat=not options.plain, block_size=block_size)

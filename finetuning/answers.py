@@ -33,9 +33,7 @@ def score_questions(
     # a list of completions for each batch, in the order of the questions
     batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
     # the format is part of the protocol: the same question scores differently without turns
-    text_format = "plain text"
-    if encoder.chat:
-        text_format = "chat"
+    text_format = "chat" if encoder.chat else "plain text"
     rows: list[dict] = []
     for index, completion in enumerate(chain.from_iterable(batches)):
         row = {

@@ -166,10 +166,14 @@ def resolve_options(
         max_steps = max(max_steps, 200)  # enough to learn a few dialogs
     max_steps = options.max_steps or max_steps
 
-    # learning rate after warmup, by method
-    rates = {"dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # of trl 1.16
-    # trl's 2e-5 suits models of 1B parameters; small models need more, at most 3e-3
-    rates["sft"] = min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters))
+    # Learning rates after warmup: those of trl 1.16, whose 2e-5 for sft suits models of 1B
+    # parameters. Small models need more.
+    rates = {
+        "sft": min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters)),
+        "dpo": 1e-6,
+        "reward": 1e-4,
+        "grpo": 1e-6,
+    }
     return resolve(  # these values take the place of None alone
         ResolvedFinetuneConfig,
         options,
