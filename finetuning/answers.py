@@ -21,7 +21,8 @@ def score_questions(
     scorer: ItemScorer,
 ) -> TaskScores:
     """Return one result, the share of exact answers to the questions of the file `name`, and a row
-    for each question. The processes share the questions in batches."""
+    for each question, for --dump. `scorer` has the model, its process and the batch size; processes
+    share the questions in batches, and all of them return the same."""
     sampling = Sampling(max_new_tokens, temperature=0)  # greedy
 
     def answer(batch: list[Question]) -> list[Completion]:
@@ -29,13 +30,11 @@ def score_questions(
             scorer.model, batch, encoder, sampling, scorer.process, scorer.dtype
         )
 
-    # completions of each batch, in the order of the questions, the same on every process
+    # a list of completions for each batch, in the order of the questions
     batches = scorer.process.map(answer, batched(questions, scorer.batch_size))
     # the format is part of the protocol: the same question scores differently without turns
-    text_format = "plain text"
-    if encoder.chat:
-        text_format = "chat"
-    rows: list[dict] = []  # for --dump
+    text_format = "chat" if encoder.chat else "plain text"
+    rows: list[dict] = []
     for index, completion in enumerate(chain.from_iterable(batches)):
         row = {
             "task": name,
@@ -44,8 +43,8 @@ def score_questions(
             "answer": completion.row["answer"],
             "completion": completion.text,
             "cut": completion.is_cut,
-            "exact": is_exact(completion),  # a cut one never is
+            "exact": is_exact(completion),  # bool; a cut one never is
         }
         rows.append(row)
-    exact = [row["exact"] for row in rows]
+    exact = [row["exact"] for row in rows]  # their mean is the share of right answers
     return [mean_result(name, f"greedy, {text_format}", "exact match", exact)], rows

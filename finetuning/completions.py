@@ -17,13 +17,18 @@ class Completion:
     """Completion of the prompt of a row."""
 
     row: dict
+    """With "prompt", and for exact rewards "answer"."""
     text: str
+    """Without what ended it."""
     example: Example
-    """Token ids of the prompt, then those of the completion with the one that ended it."""
-    is_cut: bool = False
+    """Token ids of the prompt, then those of the completion with the one that ended it, which count
+    in the loss."""
+    is_cut: bool
     """True if it reached --max_new_tokens without an end."""
     reward: float = 0.0
-    """Reward that grpo has given it."""
+    """grpo: reward, by --reward."""
+    advantage: float = 0.0
+    """grpo: how much better its reward is than those of its group, see group_advantages."""
 
 
 def is_exact(completion: Completion) -> bool:
@@ -43,11 +48,13 @@ def complete_questions(
 ) -> list[Completion]:
     """Return a completion of each question; `dtype` is the autocast dtype of matmuls. Every
     process must call it, with any number of questions. Raises Stopped after a signal."""
-    tokenizer = encoder.tokenizer
+    tokenizer = encoder.tokenizer  # of the model and of the questions
     prompts = [question.prompt_ids for question in questions]  # of different lengths
     model.eval()  # without dropout
-    # every few tokens all_done looks for a signal, which ends the run within seconds
+    # every 16 tokens all_done asks all processes whether they are done, and raises Stopped if one
+    # got a signal: so a run ends within seconds
     with autocast(process.device, dtype):
+        # token ids without the end, and its id; None where max_new_tokens came first
         texts = complete(model, prompts, tokenizer.end_ids, sampling, process.all_done)
     model.train()  # a training step may follow
     completions: list[Completion] = []
@@ -57,14 +64,14 @@ def complete_questions(
         example = Example.of_completion(question.prompt_ids, ids)
         # without the end: <|im_end|> is no part of the text
         decoded = decode_completion(text.tokens, encoder)
-        # without an end, --max_new_tokens has cut it
-        completions.append(Completion(question.row, decoded, example, text.end_id is None))
+        is_cut = text.end_id is None
+        completions.append(Completion(question.row, decoded, example, is_cut))
     return completions
 
 
 def decode_completion(ids: list[int], encoder: TextEncoder) -> str:
     """Return the text of a completion's ids without the space after "Assistant:"."""
-    # a cut text can end in the middle of a character, which becomes U+FFFD
+    # a text can end in the middle of a character, which becomes U+FFFD
     text = encoder.tokenizer.decode_bytes(ids).decode(errors="replace")
     # the project's own format writes "Assistant: 5", and the prompt ends with the colon
     if encoder.chat and not encoder.tokenizer.chat_template:

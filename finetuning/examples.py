@@ -30,10 +30,12 @@ UNSUPPORTED = ("tools", "functions", "documents", "chat_template_kwargs", "image
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Token ids (T,) of a text, uint32, and a bool mask (T,), true where they count in the loss."""
+    """A text of T tokens, some of which count in the loss."""
 
     tokens: np.ndarray
+    """Token ids (T,), uint32."""
     loss_mask: np.ndarray
+    """bool (T,): true for a token that counts in the loss, which is predicted from those before."""
 
     @classmethod
     def of_completion(cls, prompt_ids: list[int], completion_ids: list[int]) -> "Example":
@@ -48,7 +50,8 @@ def encode_messages(messages: Messages, tokenizer: Tokenizer) -> Example:
     ids = encode_dialog(messages, tokenizer)
     loss_mask = np.zeros(len(ids), bool)
     for i, message in enumerate(messages):
-        if is_learned(message):
+        if is_learned(message):  # of the assistant, without "weight": 0
+            # the slice of its tokens, with the one that ends it
             loss_mask[find_answer(messages, i, ids, tokenizer)] = True
     return Example(np.array(ids, np.uint32), loss_mask)
 
@@ -65,7 +68,7 @@ def encode_completion(
         encode = tokenizer.encode_continuation if prompt else tokenizer.encode
         completion_ids = [*encode(completion).tolist(), tokenizer.eot]
         return Example.of_completion(prompt_ids, completion_ids)
-    # earlier answers are learned where the whole dialog is; here they are the prompt's
+    # Earlier answers are learned where the whole dialog is; here they are the prompt's.
     dialog = [*as_messages(prompt), {"role": "assistant", "content": completion}]
     ids = encode_dialog(dialog, tokenizer)
     answer = find_answer(dialog, len(dialog) - 1, ids, tokenizer)
@@ -83,9 +86,9 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
-    """Return the examples that `encode` makes of the rows of a .jsonl file; raise UserError with
+    """Return what `encode` makes of each row of a .jsonl file, in their order; raise UserError with
     file and line for a row that it raises for."""
-    examples = []  # one for each row, in the order of the file
+    examples = []
     for number, line in read_lines(path):
         try:
             examples.append(encode(json.loads(line)))
@@ -99,13 +102,14 @@ def read_jsonl(path: Path, encode: Callable[[dict], Any]) -> list:
 def get_field(row: dict, name: str, *types: type) -> Any:
     """Return a field of a row; raise ValueError unless it is there and of one of the types."""
     if not isinstance(row.get(name), types):  # None where the field is missing
-        type_names = " or ".join(one.__name__ for one in types)
+        type_names = " or ".join(json_type.__name__ for json_type in types)
         raise ValueError(f'there is no "{name}" of type {type_names}, but fields {", ".join(row)}')
     return row[name]
 
 
 def check_message(message: Message) -> None:
-    """Raise ValueError for a message with a role or a field that the project's own format lacks."""
+    """Raise ValueError for a message with a role or a field that the project's own format cannot
+    write."""
     fields = [name for name, value in message.items() if value]  # without "tool_calls": null
     if message["role"] not in ROLES or not set(fields) <= {"role", "content", "weight"}:
         raise ValueError(f"a chat has no such role or field: {message!r:.200}")
@@ -113,10 +117,11 @@ def check_message(message: Message) -> None:
 
 @dataclass
 class Question:
-    """A row with a "prompt", and the token ids that a completion of it follows."""
+    """A row with a "prompt" to complete, of grpo or of evaluate.py."""
 
     row: dict
     prompt_ids: list[int]
+    """Token ids that a completion follows: of a chat up to "Assistant:"."""
 
 
 @dataclass
@@ -126,6 +131,7 @@ class TextEncoder:
 
     tokenizer: Tokenizer
     chat: bool
+    """False for plain text: without turns."""
     block_size: int
     num_cut: int = 0
     """Examples so far that were longer than the context."""
@@ -139,7 +145,8 @@ class TextEncoder:
         return self.completion(row, "completion")
 
     def completion(self, row: dict, name: str) -> Example:
-        """Encode the "prompt" of a row and the completion in its field `name`."""
+        """Encode the "prompt" of a row and the completion in its field `name`, which is completion,
+        chosen or rejected."""
         prompt = self.get_text(row, "prompt")  # a text, or messages of earlier turns
         completion = get_field(row, name, str)
         return self.cut(encode_completion(prompt, completion, self.tokenizer, self.chat))
@@ -148,7 +155,7 @@ class TextEncoder:
         """Return the beginning of an example that fits into the context, and count it if it is
         not the whole; raise ValueError if nothing in it counts in the loss."""
         T = self.block_size
-        # such a row would teach nothing, and a mean over its targets would be NaN
+        # such a row would teach nothing, and a mean over no targets would be NaN
         if not example.loss_mask[:T].any():
             raise ValueError(f"the first {T} tokens, the context, have no answer")
         if len(example.tokens) > T:  # finetune.py warns of their number
@@ -170,7 +177,8 @@ class TextEncoder:
         return Question(row, prompt_ids)
 
     def get_text(self, row: dict, name: str) -> str | Messages:
-        """Return a field that holds a text or, in a chat, messages."""
+        """Return a field that holds a text or, in a chat, messages. Raise ValueError for a row or a
+        message with other fields that would change what it means."""
         for field in UNSUPPORTED:
             if row.get(field):
                 raise ValueError(f'"{field}" is not supported, and would change what the row means')
@@ -181,7 +189,8 @@ class TextEncoder:
             for message in value:  # one turn of the dialog
                 get_field(message, "role", str)
                 get_field(message, "content", str)  # None would be written as "None"
-                if not self.tokenizer.chat_template:  # a template writes what it knows
+                # a chat template reads further fields of a message, the project's own format none
+                if not self.tokenizer.chat_template:
                     check_message(message)
         return value
 
@@ -192,32 +201,33 @@ class Batch:
     All tensors are on the device of the process."""
 
     idx: Tensor
-    """Token ids (B, T)."""
+    """Token ids (B, T), int64."""
     targets: Tensor
     """Next token (B, T) of each token; NO_TARGET where it does not count in the loss."""
     last: Tensor
-    """Column (B,) of the last token of each text."""
+    """Column (B,) of the last token of each text, at which a reward is read."""
     advantages: Tensor | None = None
-    """grpo: advantage (B,) of each completion."""
+    """grpo: advantage (B,) of each completion, float32."""
     ref_logprobs: Tensor | None = None
-    """Log-probabilities under the reference model: of targets (B, T) for grpo, of texts (B,) for
-    dpo."""
+    """Log-probabilities in nats under the reference model: of targets (B, T) for grpo, of
+    completions, summed over their tokens, (B,) for dpo."""
 
 
 def collate_padded(
     texts: list[Example], block_size: int, process: Process, compiled: bool = False
 ) -> Batch:
-    """Return a batch of texts, each of at most `block_size` tokens, for a model that is `compiled`.
+    """Return a batch of texts, each of at most `block_size` tokens; `compiled` keeps the number of
+    different T small, for a model that is.
 
     The text "a b c", of which the first token does not count in the loss, becomes
 
         idx  a  b  c  0  0        targets  b  c -1 -1 -1        last  2
     """
-    lengths = np.array([len(text.tokens) for text in texts])
+    lengths = np.array([len(text.tokens) for text in texts])  # (B,)
     T = 8 * math.ceil(lengths.max() / 8)  # sizes that suit tensor cores
     if compiled:  # the next power of 2: each T costs a compilation
         T = 1 << (T - 1).bit_length()
-    T = min(T, block_size)  # the table of positions ends there
+    T = min(T, block_size)  # the model has no further positions
     # Padding is token 0. It needs no mask: attention is causal, so no token of a text sees what
     # stands on its right, and the loss leaves out what padding itself predicts.
     idx = np.zeros((len(texts), T), np.int64)
@@ -225,8 +235,8 @@ def collate_padded(
     for b, text in enumerate(texts):
         # The last token predicts nothing, but a reward model reads its value there.
         idx[b, : lengths[b]] = text.tokens
-        # columns whose next token counts in the loss
+        # columns whose next token counts in the loss: that token is their target
         columns = np.flatnonzero(text.loss_mask[1:])
         targets[b, columns] = text.tokens[columns + 1]
-    arrays = (idx, targets, lengths - 1)
+    arrays = (idx, targets, lengths - 1)  # in the order of the fields of Batch
     return Batch(*[process.copy(torch.from_numpy(array)) for array in arrays])

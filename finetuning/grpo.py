@@ -1,10 +1,10 @@
 """GRPO (Shao et al. 2024): completions that the model samples itself, compared within groups.
 
 A step takes `batch_size` prompts, samples `group_size` completions of each, and makes one update
-from them. Completion p of the step, its place, belongs to prompt p // group_size. The processes
-share the places, so that a group can be spread over several of them.
+from them. The completions of a step are numbered: the one in place p belongs to prompt
+p // group_size. The processes share the places, so that a group can be spread over several of them.
 
-Shapes: N completions of a batch, T tokens.
+Shapes: N completions of a batch, T tokens of prompt and completion with padding.
 """
 
 import zlib
@@ -26,7 +26,7 @@ from utils.devices import autocast
 
 class GroupRelativePolicy(Method):
     """Completions become likelier the more their reward is above the mean of their group. The
-    reference model, if there is one, adds a KL divergence to the loss."""
+    reference model, if there is one, adds a KL divergence to the loss. An example is a Question."""
 
     reward_function: RewardFunction  # never None: the options demand --reward
 
@@ -42,51 +42,45 @@ class GroupRelativePolicy(Method):
         group_size = self.config.group_size
         seed = zlib.crc32(f"{self.config.seed} {step}".encode())
 
-        def complete(places: list[int]) -> list[Completion]:
+        def complete_places(places: list[int]) -> list[Completion]:
             """Return the completions of a micro-batch, whose places follow each other."""
+            # the same question for each place of a group
             questions = [self.examples[example_ids[place // group_size]] for place in places]
             # The random numbers of a completion depend on seed, step and place alone, so that any
             # number of processes samples the same: row i is place first_row + i.
-            sampling = Sampling(
-                self.config.max_new_tokens,
-                seed=seed,
-                first_row=places[0],
-            )
-            return self.complete(model, questions, sampling)
+            sampling = Sampling(self.config.max_new_tokens, seed=seed, first_row=places[0])
+            return self.complete_and_reward(model, questions, sampling)
 
         # on each process all of the step, as a group can have completions of several processes
         places = list(range(len(example_ids) * group_size))
-        micro_batches = self.process.map(complete, self.micro_batches(places))
-        completions = list(chain.from_iterable(micro_batches))
+        # raises Stopped after a signal: a resumed run samples the same again
+        micro_batches = self.process.map(complete_places, self.micro_batches(places))
+        completions = list(chain.from_iterable(micro_batches))  # by place
+        # float64, so that the means of groups and the logged one round less
         rewards = torch.tensor([x.reward for x in completions], dtype=torch.float64)
-        groups = rewards.view(-1, group_size)  # (prompts, group_size): places follow each other
-        advantages = group_advantages(groups).flatten().float()  # (completions,)
+        groups = rewards.view(-1, group_size)  # (batch_size, group_size): a row for each prompt
+        advantages = group_advantages(groups).flatten().tolist()  # by place again
+        for completion, advantage in zip(completions, advantages, strict=True):
+            completion.advantage = advantage
+        batches = [self.batch(micro_batch) for micro_batch in self.of_process(micro_batches)]
 
-        batches = []
-        pairs = zip(
-            micro_batches,
-            advantages.split(self.config.micro_batch_size),
-            strict=True,
-        )
-        for micro_batch, micro_advantages in self.of_process(list(pairs)):
-            batches.append(self.completion_batch(micro_batch, micro_advantages))
-
-        # for samples.txt, the first group
+        # for samples.txt, the first group: its prompt, then reward and text of each completion
         sample = f"prompt: {completions[0].row['prompt']!r}"
         for completion in completions[:group_size]:
             sample += f"\n{completion.reward:g}  {completion.text!r}"
+        # tokens of each completion, with the one that ended it
         lengths = [x.example.loss_mask.sum() for x in completions]
-        metrics = {
+        metrics = {  # for the log, means over the completions of all processes
             "reward": rewards.mean().item(),
             "completion_tokens": float(np.mean(lengths)),
             "cut": float(np.mean([x.is_cut for x in completions])),
         }
         return PreparedStep(batches, len(completions), metrics, sample)
 
-    def complete(
+    def complete_and_reward(
         self, model: GPT, questions: list[Question], sampling: Sampling
     ) -> list[Completion]:
-        """Return a completion of each question, with its reward."""
+        """Return a completion of each question, with its reward. Every process must call it."""
         completions = complete_questions(
             model, questions, self.encoder, sampling, self.process, self.dtype
         )
@@ -96,32 +90,36 @@ class GroupRelativePolicy(Method):
         return completions
 
     @torch.no_grad()
-    def completion_batch(self, completions: list[Completion], advantages: Tensor) -> Batch:
-        """Return N completions and their advantages (N,) as a batch."""
-        batch = self.batch([completion.example for completion in completions])
-        batch.advantages = self.process.copy(advantages)
+    def batch(self, completions: list[Completion]) -> Batch:
+        """Return N completions as a batch, with their advantages and, under the reference model,
+        the log-probabilities of their tokens."""
+        batch = super().batch([completion.example for completion in completions])
+        advantages = torch.tensor([completion.advantage for completion in completions])
+        batch.advantages = self.process.copy(advantages)  # (N,), float32
         if self.reference is not None:  # None with --kl 0
             with autocast(self.process.device, self.dtype):
                 batch.ref_logprobs = token_logprobs(self.reference, batch)
         return batch
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
+        # sums over completions, each of which counts by the mean over its tokens
         is_target = batch.targets >= 0  # (N, T): the completion's tokens
         logprobs = token_logprobs(model, batch)  # (N, T), 0 at the prompt and at padding
-        assert batch.advantages is not None  # of completion_batch
+        assert batch.advantages is not None  # `batch` sets them
         losses = policy_losses(logprobs, batch.advantages)  # (N, T)
         sums: Sums = {}
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(logprobs, batch.ref_logprobs)  # (N, T)
+            kl = kl_estimate(logprobs, batch.ref_logprobs)  # (N, T), in nats
             sums["kl"] = mean_over_tokens(kl, is_target).sum()
             losses = losses + self.config.kl * kl
         sums["loss"] = mean_over_tokens(losses, is_target).sum()
         return sums
 
     def held_out_sums(self, model: GPT, questions: list[Question]) -> Sums:
-        """Return the reward of the likeliest completions."""
-        sampling = Sampling(self.config.max_new_tokens, temperature=0)  # no random numbers
-        rewards = [x.reward for x in self.complete(model, questions, sampling)]
+        """Return the sum of the rewards of the likeliest completions, one for each question. There
+        is no loss: it does not tell how good completions are."""
+        sampling = Sampling(self.config.max_new_tokens, temperature=0)  # greedy: no random numbers
+        rewards = [x.reward for x in self.complete_and_reward(model, questions, sampling)]
         return {"reward": torch.tensor(rewards, dtype=torch.float64).sum()}
 
 
@@ -132,7 +130,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
     """Return (reward - mean) / standard deviation within each group, for rewards (groups, size)
     (Shao et al. 2024, section 4.1.2); 0 in a group of equal rewards."""
     mean = rewards.mean(dim=1, keepdim=True)  # (groups, 1)
-    std = rewards.std(dim=1, keepdim=True)
+    std = rewards.std(dim=1, keepdim=True)  # (groups, 1), by size - 1, as in trl
     advantages = (rewards - mean) / (std + 1e-4)  # 1e-4 as in trl
     # The mean of equal numbers can be rounded: without this, noise would be divided by 1e-4.
     is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
@@ -155,11 +153,12 @@ def policy_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return exp(ref - logprob) - (ref - logprob) - 1, (N, T): an unbiased estimate of the KL
     divergence from the reference, never negative (Shao et al. 2024, equation 4)."""
-    difference = ref_logprobs - logprobs
+    difference = ref_logprobs - logprobs  # log of reference / policy, per token
     return difference.exp() - difference - 1
 
 
 def mean_over_tokens(values: Tensor, is_target: Tensor) -> Tensor:
     """Return the mean (N,) of values (N, T) over the targets of each completion."""
-    # a mean over the tokens of all completions would give the long ones more weight
+    # A mean over the tokens of all completions would give the long ones more weight. Nothing is
+    # divided by 0: a completion that ends at once has its end as a target.
     return (values * is_target).sum(1) / is_target.sum(1)

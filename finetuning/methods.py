@@ -4,11 +4,12 @@ makes the batches of a step, and computes its loss.
 A step takes `batch_size` examples, which all processes share. The loss of the step is a mean over
 all of its targets, pairs or completions, whatever the number of micro-steps and processes. So a
 method returns the sum over one batch, and finetune.py divides it by the step's `divisor`.
+
+Shapes: B texts of a batch, T tokens of each with padding, N pairs, which are 2 N texts.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
 
-# The sum of each metric over a batch, () on the device, by its name; in training "loss" is one.
+# Sum of each metric over a batch, a tensor (), by the metric's name; in training "loss" is one.
 Sums = dict[str, Tensor]
 
 
@@ -35,32 +36,37 @@ class PreparedStep:
     batches: list[Batch]
     """Batches of this process, one for each micro-step; every process has equally many."""
     divisor: int
-    """Targets (sft), pairs or completions (grpo) in the batches of all processes."""
+    """Targets (sft), pairs (dpo, reward) or completions (grpo) in the batches of all processes."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further values for the row of the log."""
+    """Further values for the row of the log, means over the step; of grpo alone."""
     sample: str | None = None
-    """Text for samples.txt."""
+    """Text for samples.txt; of grpo alone."""
 
 
 @dataclass(eq=False)
 class Method(ABC):
-    """Base of the methods: the examples of a file, their batches, and the loss of a batch. A file
-    of held-out rows has a Method of its own."""
+    """Base of the methods: the examples of a run, their batches, and the loss of a batch.
+
+    What an example is depends on the method: an Example for sft, a Pair for dpo and reward, a
+    Question for grpo.
+    """
 
     config: ResolvedFinetuneConfig
     process: Process
     dtype: torch.dtype
     """Autocast dtype of matmuls."""
     encoder: TextEncoder
+    """Encodes the fields of rows as token ids."""
     reference: GPT | None
     """dpo, grpo with --kl: the model of --init_from, which is not trained."""
     reward_function: RewardFunction | None
     """grpo: --reward."""
-    path: Path
-    """File of rows."""
 
     def __post_init__(self) -> None:
-        self.examples = read_jsonl(self.path, self.encode)
+        # one for each row, in the order of the file; held_out: those of --eval_data
+        self.examples = read_jsonl(self.config.data, self.encode)
+        eval_data = self.config.eval_data
+        self.held_out = read_jsonl(eval_data, self.encode) if eval_data else []
 
     @abstractmethod
     def encode(self, row: dict) -> object:
@@ -68,27 +74,26 @@ class Method(ABC):
 
     @abstractmethod
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        """Return the loss of a batch, "loss", and further metrics."""
-
-    def arrange(self, examples: list) -> list:
-        """Return examples in the order in which micro-batches take them."""
-        return examples
+        """Return the sum of the losses in a batch, "loss", and those of further metrics. `model` is
+        the one to train, as DDP or FSDP2 has wrapped it, or in an evaluation the plain one."""
 
     def divisor(self, examples: list) -> int:
-        """Return the number that the metrics of these examples are a mean over."""
+        """Return the number by which sums over these examples become means: theirs, for sft that of
+        their targets."""
         return len(examples)
 
     def prepare(self, model: GPT, step: int, example_ids: np.ndarray) -> PreparedStep:
         """Return the data of step number `step`, which takes the examples with the indices
         `example_ids` (batch_size,)."""
         # every process has the examples of the whole step, and makes batches of its own share
-        examples = self.arrange([self.examples[i] for i in example_ids])
+        examples = [self.examples[i] for i in example_ids]
         micro_batches = self.of_process(self.micro_batches(examples))
         batches = [self.batch(micro_batch) for micro_batch in micro_batches]
         return PreparedStep(batches, self.divisor(examples))
 
     def micro_batches(self, examples: list) -> list[list]:
-        """Return examples in the micro-batches of all processes."""
+        """Return examples, or for grpo places of completions, in the micro-batches of all
+        processes."""
         return batched(examples, self.config.micro_batch_size)
 
     def of_process(self, micro_batches: list) -> list:
@@ -97,17 +102,18 @@ class Method(ABC):
         return micro_batches[self.process.rank :: self.process.world_size]
 
     def batch(self, texts: list) -> Batch:
-        """Return texts as a batch. A method with other examples overrides this."""
+        """Return texts, an Example each, as a batch on the device. Methods with other examples
+        override this."""
         return collate_padded(
             texts, self.encoder.block_size, self.process, self.config.use_torch_compile
         )
 
     @torch.no_grad()
     def evaluate(self, model: GPT) -> dict[str, float]:
-        """Return the mean of each metric over all examples, the same on every process."""
+        """Return the mean of each metric over the held-out examples, the same on every process.
+        Every process must call it; raises Stopped after a signal."""
         model.eval()  # without dropout
-        examples = self.arrange(self.examples)
-        divisor = self.divisor(examples)
+        divisor = self.divisor(self.held_out)
 
         def rate(micro_batch: list) -> dict[str, float]:
             """Return what a micro-batch adds to each mean."""
@@ -115,8 +121,9 @@ class Method(ABC):
                 sums = self.held_out_sums(model, micro_batch)
             return {name: (value / divisor).item() for name, value in sums.items()}
 
-        # raises Stopped between two micro-batches after a signal
-        ratings = self.process.map(rate, self.micro_batches(examples))
+        # The processes share the micro-batches. All get the ratings of all in one order, and so add
+        # up the same.
+        ratings = self.process.map(rate, self.micro_batches(self.held_out))
         model.train()
         means: dict[str, float] = {}
         for rating in ratings:
@@ -125,41 +132,45 @@ class Method(ABC):
         return means
 
     def held_out_sums(self, model: GPT, examples: list) -> Sums:
-        """Return the metrics of a micro-batch of held-out examples."""
+        """Return the sums of the metrics of a micro-batch of held-out examples; grpo has others
+        than in training."""
         return self.metric_sums(model, self.batch(examples))
 
 
 class SupervisedTuning(Method):
-    """Mean cross-entropy of what the assistant says."""
+    """Mean cross-entropy, in nats per token, of what the assistant says. An example is a dialog, or
+    in plain text a prompt and a completion."""
 
     def encode(self, row: dict) -> Example:
         return self.encoder.dialog(row)
 
-    def arrange(self, dialogs: list[Example]) -> list[Example]:
-        """Return dialogs by their length: those of a micro-batch then need little padding."""
+    def micro_batches(self, dialogs: list[Example]) -> list[list[Example]]:
+        """Return dialogs in micro-batches by their length: each then needs little padding."""
         # no bias: the loss is a mean over the whole step, whichever micro-batch has a dialog
-        return sorted(dialogs, key=lambda dialog: len(dialog.tokens))
+        return super().micro_batches(sorted(dialogs, key=lambda dialog: len(dialog.tokens)))
 
     def divisor(self, dialogs: list[Example]) -> int:
-        # targets: the first token of a text follows nothing, so it is none
+        # number of targets; the first token of a text follows nothing, so it is none
         return sum(int(dialog.loss_mask[1:].sum()) for dialog in dialogs)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        # The mean over the targets of this batch: for a mean, the model never holds the logits of
-        # the whole batch. Times their number it is a sum, in which each target has equal weight.
+        # A mean over the targets of this batch: the model computes large logits once for it, for
+        # losses of single tokens again in the backward pass (model/loss.py).
         mean_loss = model(batch.idx, batch.targets)
-        num_targets = (batch.targets >= 0).sum()
+        # times their number it is a sum, so that each target of the step has equal weight
+        num_targets = (batch.targets >= 0).sum()  # the others are NO_TARGET, -1
         return {"loss": mean_loss * num_targets}
 
 
 @dataclass
 class Pair:
-    """A chosen and a rejected completion of a prompt, each after the prompt's tokens."""
+    """A chosen and a rejected completion of a prompt, each a text that begins with the prompt."""
 
     chosen: Example
     rejected: Example
     ref_logprobs: Tensor | None = None
-    """dpo: log-probabilities (2,) of both under the reference model, float32 on the CPU."""
+    """dpo: log-probabilities (2,) of both under the reference model, in nats, float32 on the CPU;
+    None until DirectPreference.__post_init__ computes them."""
 
 
 class RewardModeling(Method):
@@ -167,7 +178,7 @@ class RewardModeling(Method):
     equation 1)."""
 
     def encode(self, row: dict) -> Pair:
-        # the prompt is in both texts, and counts in neither
+        # An Example each. The prompt is in both texts, and counts in neither.
         chosen = self.encoder.completion(row, "chosen")
         rejected = self.encoder.completion(row, "rejected")
         return Pair(chosen, rejected)
@@ -178,7 +189,7 @@ class RewardModeling(Method):
         chosen = [pair.chosen for pair in pairs]
         rejected = [pair.rejected for pair in pairs]
         batch = super().batch(chosen + rejected)
-        # empty with a reward model, and with dpo while its reference rates the pairs
+        # (2,) of each pair; none with reward, and with dpo while its reference rates the pairs
         columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
         if columns:
             # (2, N), flattened as the texts are: all chosen ones, then all rejected ones
@@ -186,12 +197,12 @@ class RewardModeling(Method):
         return batch
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return by how much the model prefers the chosen text of each pair, (N,)."""
+        """Return the reward of the chosen text of each pair less that of the rejected one, (N,)."""
         chosen, rejected = rewards_at_end(model, batch).chunk(2)  # (N,) each
         return chosen - rejected
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Sums:
-        margin = self.margin(model, batch)  # (N,)
+        margin = self.margin(model, batch)  # (N,), of dpo that of its implicit rewards
         return {
             "margin": margin.sum(),
             # Bradley-Terry: sigmoid(margin) is the probability that a human prefers the chosen text
@@ -206,11 +217,13 @@ class DirectPreference(RewardModeling):
 
     @torch.no_grad()
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # reads the pairs
         # A signal does not end this: the loop of the run, which catches Stopped, comes later.
         process = replace(self.process, stop=None)
-        ratings = process.map(self.rate_by_reference, self.micro_batches(self.examples))
-        for pair, logprobs in zip(self.examples, torch.cat(ratings), strict=True):
+        pairs: list[Pair] = self.examples + self.held_out
+        ratings = process.map(self.rate_by_reference, self.micro_batches(pairs))
+        # (N, 2) of each micro-batch, joined: a row (2,) for each pair
+        for pair, logprobs in zip(pairs, torch.cat(ratings), strict=True):
             pair.ref_logprobs = logprobs
         self.reference = None  # frees its memory
 
@@ -221,17 +234,20 @@ class DirectPreference(RewardModeling):
         batch = self.batch(pairs)
         with autocast(self.process.device, self.dtype):
             logprobs = token_logprobs(self.reference, batch).sum(1)  # (2 N,)
+        # (2, N) until .T: all chosen ones come first. On the CPU, as process.map sends them to all
+        # processes.
         return logprobs.view(2, -1).T.cpu()
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
         logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of texts
         assert batch.ref_logprobs is not None  # __post_init__ has computed them
-        # how much likelier the texts have become: beta times that is their implicit reward
+        # log of how much likelier the texts have become: beta times that is their implicit reward
         chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each
         return self.config.beta * (chosen - rejected)
 
 
 def token_logprobs(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the log-probability (B, T) of each target in nats, 0 where there is none."""
+    """Return the log-probability (B, T) of each target in nats, 0 where there is none; the sum of a
+    row is that of its completion."""
     # the model's loss of a token is its cross-entropy; where there is no target it is 0
     return -model(batch.idx, batch.targets, reduction="none")

@@ -107,7 +107,8 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
-        """Return the --checkpoint_dir of a command line."""
+        """Return the --checkpoint_dir of a command line, by default in a folder named after its
+        --method."""
         # called before the flags are parsed, as --resume auto looks for a checkpoint there
         default = f"runs/{flag_value(flags, 'method')}/checkpoints"
         return Path(flag_value(flags, "checkpoint_dir") or default)
@@ -115,7 +116,7 @@ class FinetuneConfig(MachineOptions, SaveOptions, MethodOptions, BatchOptions, F
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedFinetuneConfig(ResolvedOptions, FinetuneConfig):
-    """Options of a run of finetune.py."""
+    """Options of a run of finetune.py, with what was derived in place of None."""
 
     method: MethodName
     data: Path
@@ -123,29 +124,29 @@ class ResolvedFinetuneConfig(ResolvedOptions, FinetuneConfig):
     batch_size: int
     micro_batch_size: int
 
-    def __post_init__(self) -> None:
-        ResolvedOptions.__post_init__(self)
-
     @property
     def last_update(self) -> int:
-        return self.max_steps  # one after the last: the last step still learns, as with trl
+        # one after the last, max_steps - 1: that one still learns with --min_lr 0, as with trl
+        return self.max_steps
 
 
 def resolve_options(
     options: FinetuneConfig, num_rows: int, num_parameters: int, world_size: int
 ) -> ResolvedFinetuneConfig:
     """Return the options with the defaults that follow from the rows of --data, the model's number
-    of parameters and the number of processes. Raise UserError where a step does not divide into
-    micro-batches."""
+    of parameters and the number of processes, `world_size`. Raise UserError where a step does not
+    divide into micro-batches."""
     assert options.method is not None  # FinetuneConfig demands it
-    # at least 16 steps an epoch, if that leaves four examples, and one for each process
+    # --batch_size: at least 16 steps an epoch, if that leaves four examples in a step, and one for
+    # each process
     batch_size = 32  # halved, so that it divides among a power of 2 of processes
     while batch_size > max(4, world_size, num_rows // 16):
         batch_size //= 2
     batch_size = max(1, batch_size // world_size) * world_size  # as many for each of 3 processes
     batch_size = options.batch_size or batch_size
 
-    # Micro-batches are of equal size: a forward pass of a sharded model waits for all processes.
+    # Micro-batches are of equal size, as many on each process: a forward pass of a sharded model
+    # waits for all processes.
     num_examples = batch_size  # in a step: dialogs, pairs or completions
     if options.method == "grpo":
         num_examples *= options.group_size
@@ -165,11 +166,15 @@ def resolve_options(
         max_steps = max(max_steps, 200)  # enough to learn a few dialogs
     max_steps = options.max_steps or max_steps
 
-    # learning rate
-    rates = {"dpo": 1e-6, "reward": 1e-4, "grpo": 1e-6}  # of trl 1.16
-    # trl's 2e-5 suits models of 1B parameters; small models need more
-    rates["sft"] = min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters))
-    return resolve(
+    # Learning rates after warmup: those of trl 1.16, whose 2e-5 for sft suits models of 1B
+    # parameters. Small models need more.
+    rates = {
+        "sft": min(3e-3, 2e-5 * math.sqrt(1e9 / num_parameters)),
+        "dpo": 1e-6,
+        "reward": 1e-4,
+        "grpo": 1e-6,
+    }
+    return resolve(  # these values take the place of None alone
         ResolvedFinetuneConfig,
         options,
         log_dir=log_folder(options.checkpoint_dir),

@@ -22,16 +22,16 @@ from utils.devices import autocast
 from utils.distributed import Process
 from utils.errors import UserError
 
-RewardFunction = Callable[[list[Completion]], list[float]]  # one number for each completion
+RewardFunction = Callable[[list[Completion]], list[float]]  # a finite number for each completion
 
 
 class RewardModel(GPT):
-    """GPT whose head gives the reward of the text so far in place of logits."""
+    """GPT whose head gives the reward of the text so far in place of logits. `config` is tied, so
+    that there is no other head."""
 
     def __init__(self, config: GPTConfig, execution: Execution | None = None) -> None:
         super().__init__(config, execution)
-        # beside the token embedding, which `tied` models also use as their head
-        self.reward_head = nn.Linear(config.n_embd, 1, bias=False)
+        self.reward_head = nn.Linear(config.n_embd, 1, bias=False)  # weight (1, C)
         nn.init.zeros_(self.reward_head.weight)  # all rewards begin at 0
 
     def logits(self, x: Tensor) -> Tensor:
@@ -41,7 +41,8 @@ class RewardModel(GPT):
 
 
 def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the rewards (B,) in float32 of whole texts, read at the last token of each."""
+    """Return the rewards (B,) in float32 of whole texts by a RewardModel, read at the last token of
+    each."""
     # no targets, so that the model returns its "logits": the reward of each beginning of a text
     rewards = model(batch.idx).float().squeeze(-1)  # (B, T)
     return rewards.gather(1, batch.last[:, None]).squeeze(1)
@@ -50,34 +51,37 @@ def rewards_at_end(model: nn.Module, batch: Batch) -> Tensor:
 def load_reward_function(
     name: str, encoder: TextEncoder, process: Process, dtype: torch.dtype
 ) -> RewardFunction:
-    """Return the function that rates completions by --reward `name`; `encoder` has written their
-    prompts, `dtype` is the autocast dtype of a reward model."""
+    """Return the function that rates completions by --reward `name`; `encoder` is that of their
+    prompts, `dtype` the autocast dtype of a reward model. Raise UserError for a name that is none
+    of the three kinds, and for a reward model of other texts than those of this run."""
     if name == "exact":
         # 1.0 for a completion that equals the "answer" of its row, else 0.0
         return lambda completions: [float(is_exact(completion)) for completion in completions]
-    # the last colon: a path can have one, too
+    # FILE.py:FUNCTION, at the last colon: a path can have one, too
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
         sys.path.append(str(Path(file).resolve().parent))  # it may import modules beside it
         try:
-            function = runpy.run_path(file)[function_name]  # the file's code runs here
+            # run_path runs the file, and returns its global names
+            function = runpy.run_path(file)[function_name]
         except Exception as error:
             raise UserError(f"--reward {name} cannot be loaded: {error!r}") from error
         return partial(rate_by_function, name, function)
-    path = find_checkpoint(name)
+    path = find_checkpoint(name)  # None if there is no checkpoint of this project
     if path is None:
         raise UserError(
             f"--reward {name} is none of exact, FILE.py:FUNCTION, and a checkpoint of --method "
             "reward or its folder"
         )
 
-    # a reward model, which stays in memory beside the trained one
-    model, checkpoint = load_model(path, RewardModel, float32=True)
-    tokenizer = checkpoint["tokenizer"]  # its spec
+    # A reward model, which stays in memory beside the trained one. load_model raises UserError for
+    # the checkpoint of another model.
+    model, checkpoint = load_model(path, RewardModel, float32=True)  # all bits of the weights
+    tokenizer_spec = checkpoint["tokenizer"]
     # With other tokens or turns the model would rate another text than was written.
     has_same_text = (
-        tokenizer_identity(tokenizer) == encoder.tokenizer.identity
-        and is_chat(checkpoint, name, tokenizer) == encoder.chat
+        tokenizer_identity(tokenizer_spec) == encoder.tokenizer.identity
+        and is_chat(checkpoint, name, tokenizer_spec) == encoder.chat
     )
     # a shorter context would not hold the texts of this run
     if not has_same_text or model.config.block_size < encoder.block_size:
@@ -93,8 +97,9 @@ def rate_by_function(name: str, function: Callable, completions: list[Completion
     UserError if it fails for one of them."""
     rewards: list[float] = []
     for completion in completions:
-        prompt = completion.row["prompt"]
+        prompt = completion.row["prompt"]  # a text or messages
         try:
+            # float: it may return a bool or a number of NumPy
             rewards.append(float(function(prompt, completion.text, completion.row)))
         except Exception as error:
             raise UserError(
@@ -108,9 +113,9 @@ def rate_by_function(name: str, function: Callable, completions: list[Completion
 def rate(
     model: GPT, process: Process, dtype: torch.dtype, completions: list[Completion]
 ) -> list[float]:
-    """Return the rewards of completions by a reward model."""
+    """Return the rewards of completions by a reward model, in one forward pass."""
     examples = [completion.example for completion in completions]
-    # the context of the reward model is at least as long as that of the texts
+    # load_reward_function has checked that the texts fit into this context
     batch = collate_padded(examples, model.config.block_size, process)
     with autocast(process.device, dtype):
         return rewards_at_end(model, batch).tolist()

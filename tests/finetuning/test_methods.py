@@ -42,7 +42,7 @@ def make(tmp_path):
         given = {"batch_size": len(rows), "micro_batch_size": 2, "reward": "function"} | options
         config = FinetuneConfig(init_from="a", data=path, method=name, **given)
         encoder = TextEncoder(BYTES, False, 64)
-        return METHODS[name](config, CPU, torch.float32, encoder, reference, reward_function, path)
+        return METHODS[name](config, CPU, torch.float32, encoder, reference, reward_function)
 
     return make_method
 
