@@ -49,11 +49,12 @@ class Position:
     file: int = 0
     """Index of its file among those of this worker; 0 for a dataset."""
     counts: dict = field(default_factory=dict)
-    """FileCounts, as JSON, of the rows of this file before the batch; {} at its beginning."""
+    """FileCounts, as JSON, of the rows of this file before the batch; {} if no batch is there: in
+    a first run before the first one, and after the last file."""
     revision: str | None = None
-    """Commit of the hub's dataset, so that a later run reads the same files; None of files."""
+    """Commit of the hub's dataset, so that a later run reads the same files; None for files."""
     stream: dict | None = None
-    """State that `datasets` saves of its stream; None at the beginning, and of files."""
+    """State that `datasets` saves of its stream; None at the beginning, and for files."""
 
 
 class Batch(NamedTuple):
@@ -328,14 +329,14 @@ class Source:
         """Return the ledger up to a position, for the manifest. Reading is ahead of it: batches
         wait for the tokenizer."""
         ledger = dict(islice(self.ledger.items(), position.file))  # of the files before
-        if position.counts:  # none of a file's rows are before its beginning, nor after the last
+        if position.counts:  # else it is after the last file
             ledger[self.names[position.file]] = FileCounts(**position.counts)
         return ledger
 
     def batches(self, start: dict | None = None) -> Iterator[Batch]:
-        """Yield batches of rows from the beginning or from `start` on, a Position as JSON, and name
-        files that are not what they seem. Raises UserError for what cannot be read, and at the end
-        if nothing was a text; `datasets` itself retries downloads for some minutes."""
+        """Yield batches of rows from the beginning or from `start` on, State.source of a manifest,
+        and warn of files that are not what they seem. Raises UserError for what cannot be read, and
+        at the end if nothing was a text; `datasets` itself retries downloads for some minutes."""
         position = Position(**(start or {}))
         read = self.read_file if self.sizes else self.read_dataset
         for index in range(position.file, len(self.names)):
@@ -368,7 +369,8 @@ class Source:
             raise UserError(f"{names:.300} holds no text for this worker")
 
     def read_file(self, name: str, position: Position) -> Iterator[Batch]:
-        """Yield the batches of a file from a position in it on; `batches` completes theirs."""
+        """Yield the batches of a file from a position in it on; their own positions are empty,
+        `batches` fills them in."""
         # most formats have no index of their rows: earlier ones are read again, and dropped
         first_row = position.counts.get("rows", 0)
         rows_left = islice(read_texts(name, self.column), first_row, None)
@@ -378,15 +380,15 @@ class Source:
             rows = list(islice(rows_left, BATCH))
 
     def read_dataset(self, name: str, position: Position) -> Iterator[Batch]:
-        """Yield the batches of the hub's dataset, named `name`, from a position on; `batches`
-        completes theirs."""
+        """Yield the batches of the hub's dataset, named `name`, from a position on; in their own
+        positions `batches` fills in the rest."""
         import datasets  # slow to import, as all that is needed for the hub only
         from fsspec.compression import register_compression
         from huggingface_hub import HfApi
 
         datasets.disable_progress_bars()  # one a file, between the lines of our own
         # fsspec would need another package for zstd, which reads the first frame only
-        register_compression("zstd", open_zstd, "zst", force=True)  # also where it has that
+        register_compression("zstd", open_zstd, "zst", force=True)  # force: also in place of that
         # a dataset may change on the hub between two runs; its commit does not
         revision = position.revision or HfApi().dataset_info(name).sha
         # an IterableDataset, which downloads a file when its rows are due
