@@ -202,7 +202,7 @@ class Sharder:
         write_manifest(self.folder, self.manifest)
         for split in self.num_tokens:
             self.num_tokens[split] = self.shard_size * self.num_full(split)
-        for split, num_tokens in self.manifest.state.open.items():
+        for split, num_tokens in self.manifest.state.open.items():  # of shards that are not full
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens
 
@@ -243,7 +243,7 @@ class Sharder:
         little for validation, as of one book or a few short notes, those that are in the other
         split become one document, with pieces of it held out: a tenth of it, `val_fraction` of all
         tokens or min_val_tokens, whichever is most, but at most half."""
-        # so far each document is in one split as a whole
+        # so far each document is in one split as a whole: num_train is 0 in validation
         to_divide = [document for document in last if document.num_train]
         of_val = [document for document in last if not document.num_train]
         # validation tokens written so far, and those of `last`
@@ -289,7 +289,7 @@ class Sharder:
                 split, split_end = "val", total
             if split not in self.writers:  # its last shard got full, or it has none yet
                 self.open_shard(split)
-            writer = self.writers[split]
+            writer = self.writers[split]  # of the open shard
             # as much as fits: a document may go on in the next shard, or in the other split
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             writer.append(document.tokens[start:end])
