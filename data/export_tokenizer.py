@@ -27,30 +27,32 @@ def byte_level(model: models.BPE, split: str = "gpt2") -> tokenizers.Tokenizer:
     """Return byte-level BPE whose tokens lie within the pieces that `split` ("gpt2" or "unicode")
     cuts a text into."""
     engine = tokenizers.Tokenizer(model)
-    # use_regex cuts by GPT-2's expression
+    # This writes a text as characters that stand for its bytes (byte_characters). Before that,
+    # use_regex cuts it by GPT-2's expression.
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "gpt2")
     engine.pre_tokenizer = to_bytes
     if split == "unicode":
+        # isolated: each match is a piece of its own, so that no character is dropped
         cut = pre_tokenizers.Split(tokenizers.Regex(UNICODE_PIECES), "isolated")
         engine.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
-    engine.decoder = decoders.ByteLevel()  # for other programs; ours has bytes_of_id
+    engine.decoder = decoders.ByteLevel()  # for other programs; ours has FileTokenizer.bytes_of_id
     return engine
 
 
 def to_engine(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """Return GPT-2's tokenizer, or that of bytes, in Hugging Face's format."""
-    characters = byte_characters()
-    vocab = {}
-    for token_id in range(tokenizer.eot):
-        token = tokenizer.decode_bytes([token_id])
-        vocab["".join(characters[byte] for byte in token)] = token_id
-    merges = []
+    characters = byte_characters()  # 256, one for each byte
+    vocab: dict[str, int] = {}  # ids by token, which is spelled in these characters
+    for token_id in range(tokenizer.eot):  # end of text is the last id
+        token_bytes = tokenizer.decode_bytes([token_id])
+        vocab["".join(characters[byte] for byte in token_bytes)] = token_id
+    merges: list[tuple[str, str]] = []  # pairs of tokens, the first one has priority; [] for bytes
     if tokenizer.name == "gpt2":
         # tiktoken keeps tokens without the pairs that they are merged from, but the file that it
         # made them of lies in its cache: a line of version, then a pair in each
         lines = read_file_cached(GPT2_MERGES).decode().splitlines()
         merges = [(left, right) for left, right in map(str.split, lines[1:])]
-    engine = byte_level(models.BPE(vocab, merges))
+    engine = byte_level(models.BPE(vocab, merges))  # cut as in GPT-2
     engine.add_special_tokens([END_OF_TEXT])  # gets the next id, which is tokenizer.eot
     return engine
 
@@ -61,12 +63,13 @@ def save_tokenizer(
     """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size}
     if isinstance(tokenizer, FileTokenizer):
-        content = tokenizer.tokenizer_json
-        config.update(tokenizer.template_tokens)
+        tokenizer_json = tokenizer.tokenizer_json  # text of the file that it came from
+        config.update(tokenizer.template_tokens)  # bos_token, eos_token, ... of its model
     else:
-        content = to_engine(tokenizer).to_str()
+        tokenizer_json = to_engine(tokenizer).to_str()
+        # GPT-2 has one token for all of these
         config.update(dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
-    if chat_template:  # of a model that was fine-tuned on dialogs
+    if chat_template:  # Jinja, of a chat model
         config["chat_template"] = chat_template
-    (folder / TOKENIZER_FILE).write_text(content, encoding="utf-8")
+    (folder / TOKENIZER_FILE).write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -86,7 +86,7 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
     validation document is never trained on.
     """
     utf8 = text.encode()
-    tokens = tokenizer.encode_document(text)  # (n,)
+    tokens = tokenizer.encode_document(text)  # uint32 (n,): start_ids, then the text
     # 64 bits of the hash as a number in [0, 1)
     digest = hashlib.blake2b(utf8, digest_size=8).digest()
     is_val = int.from_bytes(digest, "big") / 2**64 < val_fraction
@@ -95,7 +95,7 @@ def tokenize(tokenizer: Tokenizer, val_fraction: float, text: str) -> Document:
         num_start=len(tokenizer.start_ids),
         num_train=0 if is_val else len(tokens),  # all tokens are in one split
         num_bytes=len(utf8),
-        lost_text=tokenizer.lost_text(text, tokens),
+        lost_text=tokenizer.lost_text(text, tokens),  # "" for gpt2 and bytes
     )
 
 
@@ -103,23 +103,26 @@ def read_documents(
     config: DataConfig, source: Source, tokenizer: Tokenizer, state: State
 ) -> Iterator[Document]:
     """Yield the documents of the source in order, from where an earlier run stopped, or from the
-    beginning on; threads tokenize them."""
+    beginning on; threads tokenize them. `state` is that of the manifest, State() in a new one."""
 
-    def tokenize_batch(batch: Batch, state: State) -> list[Document]:
-        """Return the documents of a batch, from that of `state` on."""
-        documents = []
+    def tokenize_batch(batch: Batch, start: State) -> list[Document]:
+        """Return the documents of a batch, from that of `start` on. In the shards are those before
+        it, and its own first `start.tokens` tokens."""
+        documents: list[Document] = []
         for row, text in enumerate(batch.rows):
-            # the ledger has counted a row that is no text
-            if row >= state.documents and isinstance(text, str):
+            # a Skipped row is in the ledger only
+            if row >= start.documents and isinstance(text, str):
                 document = tokenize(tokenizer, config.val_fraction, text)
+                # where a later run would read it again
                 document.position = batch.position
                 document.row = row
                 documents.append(document)
         if documents:
-            documents[0].num_written = state.tokens
+            documents[0].num_written = start.tokens  # 0 after the first batch
         return documents
 
-    pending: deque[Future] = deque()  # batches in the order of the source
+    # what tokenize_batch returns for each batch, in the order of the source
+    pending: deque[Future[list[Document]]] = deque()
     # threads, not processes: tokenizers release the interpreter lock, and nothing is copied
     workers = ThreadPoolExecutor(config.num_workers)
     try:
@@ -141,17 +144,17 @@ def write_shards(
     """Write shards; return True at the end of the source, False once max_shards are full."""
     documents = read_documents(config, source, tokenizer, sharder.manifest.state)
     # between two updates of the bar; in a log each of them is a line
-    seconds = 0.1 if sys.stderr.isatty() else 60
+    bar_seconds = 0.1 if sys.stderr.isatty() else 60
     bar = tqdm(
-        initial=sum(sharder.num_tokens.values()),  # those of an earlier run
+        initial=sum(sharder.num_tokens.values()),  # of earlier runs
         unit="tok",
-        unit_scale=True,
-        delay=seconds,  # a short run shows no bar
-        mininterval=seconds,
+        unit_scale=True,  # 1.2M, not 1200000
+        delay=bar_seconds,  # a short run shows no bar
+        mininterval=bar_seconds,
     )
-    # one book has no document for validation; of several workers, another may have some
-    val_fraction = config.val_fraction if config.worker_count == 1 else 0
-    for document in sharder.hold_back(documents, val_fraction):
+    # the same documents, but of the last ones a part may be held out for validation
+    for document in sharder.hold_back(documents):
+        # e.g. tabs, for a tokenizer.json whose pre-tokenizer drops white space
         if document.lost_text and not config.allow_loss:
             characters = "".join(dict.fromkeys(document.lost_text))  # each one once
             raise UserError(
@@ -160,10 +163,10 @@ def write_shards(
                 "--allow_loss"
             )
         bar.update(len(document.tokens) - document.num_written)
-        if not sharder.write(document):
+        if not sharder.write(document):  # max_shards are full, and the state is saved
             return False
     sharder.save_state(Position(len(source.names)))  # after the last file
-    # every byte of text that was read is in the shards
+    # every byte of text that was read is in the shards, those of earlier runs included
     num_bytes = sum(counts.bytes for counts in source.ledger.values())
     assert num_bytes == sum(sharder.manifest.bytes.values()), "text was lost"
     return True
@@ -172,10 +175,10 @@ def write_shards(
 def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     """Write the shards that the folder lacks; return its manifest and the number of new tokens."""
     sizes = list_files(config.input) if config.input else {}  # of all workers; {}: the dataset
-    spec = config.tokenizer  # a name
-    if spec not in TOKENIZERS:  # the path of a tokenizer.json, whose spec is JSON text
-        spec = read_tokenizer(Path(spec), config.end_of_text)
-    tokenizer = load_tokenizer(spec)
+    tokenizer_spec = config.tokenizer  # "gpt2" or "bytes"
+    if tokenizer_spec not in TOKENIZERS:  # the path of a tokenizer.json, whose spec is JSON text
+        tokenizer_spec = read_tokenizer(Path(config.tokenizer), config.end_of_text)
+    tokenizer = load_tokenizer(tokenizer_spec)
     source = Source(
         sizes=sizes,
         dataset=config.dataset,
@@ -184,8 +187,9 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
         worker_index=config.worker_index,
         worker_count=config.worker_count,
     )
+    # what the tokens depend on: a folder with shards of other settings is refused
     settings = Settings(
-        tokenizer=tokenizer.name,
+        tokenizer=tokenizer.name,  # "gpt2", "bytes" or a checksum
         vocab_size=tokenizer.vocab_size,
         eot=tokenizer.eot,
         shard_size=config.shard_size,
@@ -200,20 +204,20 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
     )
     if isinstance(tokenizer, FileTokenizer):
         settings.end_of_text = tokenizer.end_of_text
-    # two processes would overwrite each other's shards
+    # Two processes would overwrite each other's shards. The lock is a file descriptor.
     lock = lock_folder(folder, "sharding into")
     try:
         sharder = Sharder(folder, settings, source, config.max_shards)
         if isinstance(tokenizer, FileTokenizer):  # it travels with the shards
             with atomic_write(folder / TOKENIZER_FILE) as file:
                 file.write(tokenizer.tokenizer_json.encode())
-        manifest = sharder.manifest  # which may be new, and grows while it writes
+        manifest = sharder.manifest  # of an earlier run, or new; the sharder goes on changing it
         source.ledger.update(manifest.ledger)  # of the rows that earlier runs have sharded
         manifest.source = list(config.input) or [config.dataset, config.remote_name]
-        if manifest.complete:
+        if manifest.complete:  # an earlier run has read the source to its end
             return manifest, 0
         sharder.reopen()
-        num_tokens_before = sum(sharder.num_tokens.values())
+        num_tokens_before = sum(sharder.num_tokens.values())  # of both splits
         # full already after an earlier run with this --max_shards
         is_complete = not sharder.is_full and write_shards(config, source, sharder, tokenizer)
         sharder.end(is_complete)
@@ -228,6 +232,7 @@ def report(manifest: Manifest) -> None:
     print(f"documents: {manifest.documents:,}; skipped: {join_reasons(manifest.skipped)}")
     print(f"tokenizer: {manifest.tokenizer}")
     for split in ("train", "val"):
+        # tokens of each shard
         sizes = [entry.tokens for entry in manifest.shards if entry.split == split]
         num_tokens = sum(sizes)
         line = f"{split}: {num_tokens:,} tokens; shards: {len(sizes)}"
@@ -250,7 +255,7 @@ def main(config: DataConfig) -> None:
         name = Path(config.input[0]).name.split(".")[0] or "text"
     folder = config.local_dir or Path("data", name)
     start = time.time()
-    manifest, num_new = prepare(config, folder)
+    manifest, num_new = prepare(config, folder)  # num_new: tokens of this run
     seconds = time.time() - start
     print(f"{folder}: {'complete' if manifest.complete else 'stopped at --max_shards'}")
     report(manifest)

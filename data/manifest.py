@@ -20,9 +20,10 @@ class FileCounts:
     """Entry of the ledger: counts of what a file, or a dataset of the hub, has given so far."""
 
     size: int
-    """Bytes of the file; 0 for a dataset."""
+    """Bytes of the file, compressed if it is; 0 for a dataset."""
     rows: int = 0
     texts: int = 0
+    """Rows that are texts."""
     bytes: int = 0
     """Bytes of the texts in UTF-8."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -52,8 +53,9 @@ class State:
     documents: int = 0
     """Rows of the batch before the document."""
     tokens: int = 0
+    """Tokens of the document that are in the shards."""
     open: dict[str, int] = field(default_factory=dict)
-    """Tokens of each shard that is not full, by split."""
+    """Tokens of each shard that is not full, by split. Its file may hold more, of a killed run."""
 
 
 @dataclass(kw_only=True)
@@ -62,7 +64,7 @@ class Settings:
     those that it has. Manifests of other versions may lack those with a default."""
 
     tokenizer: str
-    """Tokenizer.name."""
+    """Tokenizer.name: "gpt2", "bytes", or "tokenizer-" and a checksum of the tokenizer.json."""
     vocab_size: int
     eot: int | None = None
     """Id of the end-of-text token."""
@@ -71,9 +73,11 @@ class Settings:
     shard_size: int = 0
     """Tokens of a full shard."""
     format: str = "npy"
+    """"npy" or "bin", the suffix of the shards."""
     val_fraction: float | None = None
     """Share of documents for validation."""
     remote_name: str | None = None
+    """Configuration of the hub's dataset, as "sample-10BT"."""
     text_column: str | None = None
     worker_index: int = 0
     worker_count: int = 1
@@ -103,9 +107,10 @@ class Manifest(Settings):
     bytes: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})
     """Bytes of the source text in UTF-8, by split; 0 if they were not counted."""
     lost_bytes: int = 0
-    """Bytes of the text that the tokenizer does not give back."""
+    """Bytes of the text that the tokenizer does not give back; 0 without --allow_loss."""
     held_out: int = 0
-    """Tokens of the last document, or of the last short ones, that are held out for validation."""
+    """Tokens of the last document, or of the last short ones, that are held out for validation. 0
+    where hashes gave validation enough."""
     state: State = field(default_factory=State)
 
 
@@ -115,8 +120,10 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     if not path.exists():
         return None
+    # turns what the lines raise for other content into a UserError that names the file
     with reading(path, "a manifest of shards"):
         content = json.loads(path.read_text(encoding="utf-8"))
+        # dataclasses for the objects in it, which `asdict` has made dicts
         content["shards"] = [ShardEntry(**entry) for entry in content["shards"]]
         ledger = content.get("ledger", {})
         content["ledger"] = {name: FileCounts(**counts) for name, counts in ledger.items()}

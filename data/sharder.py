@@ -13,7 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from data.manifest import Manifest, Settings, ShardEntry, State, read_manifest, 
 from data.shards import bin_header, shard_paths
 from data.source import Position, Source
 from utils.errors import UserError
-from utils.files import atomic_write, sync_folder
+from utils.files import atomic_write, replace_file
 
 PIECES = 10  # of the last text, where a part of it is held out for validation
 MIN_VAL_TOKENS = 1_025  # a sequence of GPT-2's context, and the target of its last token
@@ -35,7 +35,7 @@ class Document:
     tokens: np.ndarray
     """Token ids, uint32 (n,), Tokenizer.start_ids first."""
     num_start: int
-    """Number of these first ids: those before the text."""
+    """Number of these start_ids, which stand before the text."""
     num_train: int
     """The first `num_train` tokens go to the train shards, the rest to validation. All or none,
     but for a text of which a part is held out."""
@@ -56,17 +56,19 @@ class Document:
 def hold_out(document: Document, num_held_out: int) -> Document:
     """Divide a document into train and validation tokens. The end of each of PIECES equal spans is
     held out, so that both sides hold all parts of the text, as chapters in another language. What
-    stands before the text stands before every piece."""
-    start, text = np.split(document.tokens, [document.num_start])
+    stands before the text stands before every piece. `num_held_out`: tokens, at least 1, at most
+    half of the document's."""
+    start_ids, text_ids = np.split(document.tokens, [document.num_start])
     # fewer tokens than PIECES are held out one by one, so that no piece is empty
     num_pieces = min(PIECES, num_held_out)
-    size = num_held_out // num_pieces  # tokens of a piece; the division's remainder is trained on
-    train: list[np.ndarray] = []
+    # tokens held out of each span; the division's remainder is trained on
+    piece_size = num_held_out // num_pieces
+    train: list[np.ndarray] = []  # token ids; start_ids and a piece by turns
     val: list[np.ndarray] = []
-    for span in np.array_split(text, num_pieces):
-        train += [start, span[:-size]]
-        val += [start, span[-size:]]
-    # all train pieces first: Sharder.write needs one border
+    for span in np.array_split(text_ids, num_pieces):
+        train += [start_ids, span[:-piece_size]]
+        val += [start_ids, span[-piece_size:]]
+    # all train pieces first: Sharder.write needs one border between train and validation
     return replace(
         document,
         tokens=np.concatenate(train + val),
@@ -87,7 +89,7 @@ class ShardWriter:
     def __init__(self, path: Path, split: str, dtype: str, start: int = 0) -> None:
         self.path = path
         self.dtype = np.dtype(dtype)
-        self.split = split
+        self.split = split  # "train" or "val", for the manifest
         self.temporary = path.with_name(path.name + ".tmp")
         if start and not self.temporary.exists():
             # The earlier run ended before the shard was full, or was killed after the rename and
@@ -95,12 +97,13 @@ class ShardWriter:
             # written aside, so that a kill leaves no half of it.
             with open(path, "rb") as shard, atomic_write(self.temporary) as copy:
                 shutil.copyfileobj(shard, copy, 2**20)
-        self.file = open(self.temporary, "r+b" if start else "wb")  # "wb" empties the file
-        self.num_tokens = start
+        # "r+b" keeps the tokens of the earlier run, "wb" empties the file
+        self.file = open(self.temporary, "r+b" if start else "wb")
+        self.num_tokens = start  # in the file
         self.write_header()
-        # cuts off what the earlier run wrote after its last state
+        # Cuts off what the earlier run wrote after its last state. `tell` is the header's length.
         self.file.truncate(self.file.tell() + start * self.dtype.itemsize)
-        self.file.seek(0, os.SEEK_END)
+        self.file.seek(0, os.SEEK_END)  # for `append`
 
     def write_header(self) -> None:
         """Write the header of the tokens so far at the beginning of the file, in place of an
@@ -118,7 +121,7 @@ class ShardWriter:
         np.lib.format.write_array_header_1_0(self.file, description)
 
     def append(self, tokens: np.ndarray) -> None:
-        """Append tokens (n,)."""
+        """Append token ids (n,), none too large for `dtype`."""
         self.file.write(tokens.astype(self.dtype, copy=False).tobytes())
         self.num_tokens += len(tokens)
 
@@ -130,13 +133,12 @@ class ShardWriter:
 
     def finish(self) -> ShardEntry:
         """Write the header, rename the file to its final name and return its manifest entry."""
-        self.write_header()
+        self.write_header()  # now with the number of all tokens
         self.sync()
         self.file.close()
         digest = sha256(self.temporary)
         # the content is on disk, so that the name never stands for a part of a shard
-        os.replace(self.temporary, self.path)
-        sync_folder(self.path.parent)  # else a power cut may undo the rename
+        replace_file(self.temporary, self.path)
         return ShardEntry(self.path.name, self.split, self.num_tokens, digest)
 
 
@@ -157,81 +159,83 @@ class Sharder:
         self.max_shards = max_shards
         self.shard_size = settings.shard_size  # tokens
         self.min_val_tokens = min(MIN_VAL_TOKENS, max(1, self.shard_size // 4))
-        """Tokens of validation below which more are held out: of small shards too few to fill one
-        here, so that no state lies between the last documents."""
+        """Validation tokens below which `divide_last` holds out more. At most a full shard: where
+        one gets full between the last documents, a run that continues there holds out no more."""
         # the smallest that holds the ids; little-endian on any machine, as the headers say
         self.dtype = "<u2" if settings.vocab_size <= 2**16 else "<u4"
         self.writers: dict[str, ShardWriter] = {}
         """Open shard of each split that has one."""
         self.num_tokens = {"train": 0, "val": 0}
-        """Tokens in the shards of each split, once they are reopened."""
-        manifest = read_manifest(folder)
+        """Tokens in the shards of each split; from `reopen` on with those of earlier runs."""
+        manifest = read_manifest(folder)  # None if the folder has none
         advice = "give another --local_dir or empty that one"
         if manifest is None and shard_paths(folder):
             raise UserError(f"{folder} holds shards without a manifest; {advice}")
-        # without a listed shard, an earlier run has left nothing to continue
+        # a run that was killed before its first shard was full has left nothing to continue
         if manifest is None or not manifest.shards:
             manifest = Manifest(**vars(settings), shards=[])
             write_manifest(folder, manifest)
         # one folder is one sharding: with other settings the new shards would not follow the old
-        for setting in fields(Settings):
-            of_shards = getattr(manifest, setting.name)  # a manifest has all fields of its settings
-            if of_shards != getattr(settings, setting.name):
+        for setting, value in vars(settings).items():
+            value_of_shards = getattr(manifest, setting)  # Manifest inherits the fields of Settings
+            if value_of_shards != value:
                 raise UserError(
-                    f"{folder} holds shards of {setting.name} {of_shards!r:.99}; {advice}"
+                    f"{folder} holds shards of {setting} {value_of_shards!r:.99}; {advice}"
                 )
         self.manifest = manifest
 
-    def full_shards(self, split: str) -> list[ShardEntry]:
-        """Return the entries of the shards of a split that have shard_size tokens."""
+    def num_full(self, split: str) -> int:
+        """Return the number of shards of a split that have shard_size tokens."""
         entries = self.manifest.shards
-        return [x for x in entries if x.split == split and x.tokens == self.shard_size]
+        return sum(x.split == split and x.tokens == self.shard_size for x in entries)
 
     @property
     def is_full(self) -> bool:
-        """True once max_shards train shards are full."""
-        # validation shards do not count
-        return self.max_shards is not None and len(self.full_shards("train")) >= self.max_shards
+        """True once max_shards train shards are full; validation shards do not count."""
+        return self.max_shards is not None and self.num_full("train") >= self.max_shards
 
     def reopen(self) -> None:
         """Open the unfinished shards after the tokens that the state counts. Those that `end` of an
         earlier run has listed stay in the manifest until they are longer."""
-        self.manifest.complete = False
+        # training then warns that the folder holds a part of its text, until `end`
         self.manifest.stopped = False
         write_manifest(self.folder, self.manifest)
         for split in self.num_tokens:
-            self.num_tokens[split] = self.shard_size * len(self.full_shards(split))
-        for split, num_tokens in self.manifest.state.open.items():
+            self.num_tokens[split] = self.shard_size * self.num_full(split)
+        for split, num_tokens in self.manifest.state.open.items():  # of shards that are not full
             self.open_shard(split, num_tokens)
             self.num_tokens[split] += num_tokens
 
     def open_shard(self, split: str, start: int = 0) -> None:
         """Open the next shard of a split, after its first `start` tokens."""
-        # full shards are all in the manifest, numbered from 0
-        index = len(self.full_shards(split))
+        # shards are numbered from 0, and all before this one are full and in the manifest
+        index = self.num_full(split)
         path = self.folder / f"{split}_{index:06d}.{self.manifest.format}"
         self.writers[split] = ShardWriter(path, split, self.dtype, start)
 
     def finish_shard(self, split: str) -> None:
-        """Finish the open shard of a split, and list it instead of a shorter one of its name."""
+        """Finish the open shard of a split, and list it instead of a shorter one of its name, which
+        `end` of an earlier run has listed."""
         entry = self.writers.pop(split).finish()
         others = [other for other in self.manifest.shards if other.file != entry.file]
         self.manifest.shards = [*others, entry]
 
-    def hold_back(self, documents: Iterator[Document], val_fraction: float) -> Iterator[Document]:
+    def hold_back(self, documents: Iterator[Document]) -> Iterator[Document]:
         """Yield documents to write, and the last ones of the source only at its end: if
-        `val_fraction` is above 0, a part of them may have to be held out for validation."""
-        last: list[Document] = []
+        --val_fraction is above 0, a part of them may have to be held out for validation."""
+        last: list[Document] = []  # read, but not yet yielded
         num_tokens = 0  # of these
         for document in documents:
             last.append(document)
             num_tokens += len(document.tokens)
-            # the fewest of them with twice the tokens that validation needs
+            # Keeps the fewest of them with twice the tokens that validation needs, as divide_last
+            # holds out half of them at most.
             while num_tokens - len(last[0].tokens) >= 2 * self.min_val_tokens:
                 num_tokens -= len(last[0].tokens)
                 yield last.pop(0)
-        if last and val_fraction:
-            last = self.divide_last(last, val_fraction)
+        # if hashes chose no validation text for one of several workers, another one may have some
+        if last and self.manifest.val_fraction and self.manifest.worker_count == 1:
+            last = self.divide_last(last, self.manifest.val_fraction)
         yield from last
 
     def divide_last(self, last: list[Document], val_fraction: float) -> list[Document]:
@@ -239,29 +243,33 @@ class Sharder:
         little for validation, as of one book or a few short notes, those that are in the other
         split become one document, with pieces of it held out: a tenth of it, `val_fraction` of all
         tokens or min_val_tokens, whichever is most, but at most half."""
-        texts = [document for document in last if document.num_train]
+        # so far each document is in one split as a whole: num_train is 0 in validation
+        to_divide = [document for document in last if document.num_train]
         of_val = [document for document in last if not document.num_train]
+        # validation tokens written so far, and those of `last`
         num_val = self.num_tokens["val"] + sum(len(document.tokens) for document in of_val)
-        if not texts:
-            texts, of_val = of_val, []
-        tokens = np.concatenate([document.tokens for document in texts])
-        # An earlier run may have written a part of these. Then the number stands in the manifest,
-        # as the tokens that it follows from have changed.
+        if not to_divide:  # hashes put all of them into validation
+            to_divide, of_val = of_val, []
+        tokens = np.concatenate([document.tokens for document in to_divide])  # (n,)
+        # An earlier run may have written a part of these. Then manifest.held_out is its number, and
+        # is not computed again: num_tokens, from which it follows, has changed.
         if last[0].num_written == 0:
             self.manifest.held_out = 0
-            has_train = texts[0].num_train > 0 or self.num_tokens["train"] > 0
+            # false if hashes put every text of the source into validation
+            has_train = to_divide[0].num_train > 0 or self.num_tokens["train"] > 0
             if num_val < self.min_val_tokens or not has_train:
+                # tokens that val_fraction of the whole folder would be
                 share = int(val_fraction * (sum(self.num_tokens.values()) + len(tokens)))
                 num_held_out = max(self.min_val_tokens, len(tokens) // 10, share)
                 self.manifest.held_out = min(num_held_out, len(tokens) // 2)
-        if self.manifest.held_out == 0:
+        if self.manifest.held_out == 0:  # both splits have enough
             return last
         joined = replace(
-            last[0],  # where a later run continues
+            last[0],  # its position: a later run reads all of `last` again from there
             tokens=tokens,
-            num_bytes=sum(document.num_bytes for document in texts),
-            lost_text="".join(document.lost_text for document in texts),
-            num_texts=len(texts),
+            num_bytes=sum(document.num_bytes for document in to_divide),
+            lost_text="".join(document.lost_text for document in to_divide),
+            num_texts=len(to_divide),
         )
         # first of all: a run that is killed within it begins again with all of these documents
         return [hold_out(joined, self.manifest.held_out)] + of_val
@@ -270,7 +278,7 @@ class Sharder:
         """Append the tokens of a document that are not written yet; return False once the folder is
         full. Saves the manifest each time a shard gets full."""
         total = len(document.tokens)
-        start = document.num_written
+        start = document.num_written  # tokens [start, total) are not written yet
         if start == 0:  # else an earlier run has counted it
             self.manifest.documents += document.num_texts
             self.manifest.lost_bytes += len(document.lost_text.encode())
@@ -279,9 +287,9 @@ class Sharder:
             split, split_end = "train", document.num_train
             if start >= document.num_train:
                 split, split_end = "val", total
-            if split not in self.writers:
+            if split not in self.writers:  # its last shard got full, or it has none yet
                 self.open_shard(split)
-            writer = self.writers[split]
+            writer = self.writers[split]  # of the open shard
             # as much as fits: a document may go on in the next shard, or in the other split
             end = min(split_end, start + self.shard_size - writer.num_tokens)
             writer.append(document.tokens[start:end])
@@ -304,22 +312,24 @@ class Sharder:
     def save_state(self, position: Position, row: int = 0, num_written: int = 0) -> None:
         """Save the manifest, to continue after `num_written` tokens of the document in a row of the
         batch at a position. Tokens of the open shards are on disk before it counts them."""
+        # tokens of each shard that is not full, by split; `sync` forces them to disk
         open_tokens = {split: writer.sync() for split, writer in self.writers.items()}
         self.manifest.state = State(
             source=asdict(position), documents=row, tokens=num_written, open=open_tokens
         )
-        self.manifest.ledger = self.source.ledger_at(position)
+        self.manifest.ledger = self.source.ledger_at(position)  # without rows that are read ahead
         skipped: Counter[str] = Counter()  # rows by reason
         for counts in self.manifest.ledger.values():  # FileCounts of each file
-            skipped.update(counts.skipped)
+            skipped.update(counts.skipped)  # adds to the counts
         self.manifest.skipped = dict(skipped)
         write_manifest(self.folder, self.manifest)
 
     def end(self, complete: bool) -> None:
-        """Finish the shards that are not full; a later run can still continue them."""
+        """Finish the shards that are not full; a later run can still continue them. `complete`: the
+        source is read to its end; otherwise max_shards are full."""
         for split in sorted(self.writers):
             self.finish_shard(split)
-        # an interrupted run never comes here, so that it has neither
+        # an interrupted run never comes here, so that neither is true
         self.manifest.complete = complete
         self.manifest.stopped = not complete
         write_manifest(self.folder, self.manifest)

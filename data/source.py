@@ -25,9 +25,12 @@ from typing import IO, Literal, NamedTuple
 from data.manifest import FileCounts
 from utils.errors import UserError
 
-BATCH = 100  # rows; another number would change the positions in manifests
+# Rows. A manifest counts rows within a batch (State.documents): with a smaller number a later run
+# would continue at the wrong one.
+BATCH = 100
 IN_FOLDERS = (".parquet", ".jsonl", ".txt", ".py")  # read in folders; other files only if named
-# Reasons that are usual in a sound file. A file with another one, or without any text, is suspect.
+# How the reasons begin that are usual in a sound file: "without text", "without a column 'text'".
+# A file with another reason, or without any text, is suspect.
 USUAL = ("empty", "without")
 
 
@@ -46,18 +49,20 @@ class Position:
     file: int = 0
     """Index of its file among those of this worker; 0 for a dataset."""
     counts: dict = field(default_factory=dict)
-    """FileCounts, as JSON, of the rows of this file before the batch; {} at its beginning."""
+    """FileCounts, as JSON, of the rows of this file before the batch; {} if no batch is there: in
+    a first run before the first one, and after the last file."""
     revision: str | None = None
-    """Commit of the hub's dataset, so that a later run reads the same files; None of files."""
+    """Commit of the hub's dataset, so that a later run reads the same files; None for files."""
     stream: dict | None = None
-    """State that `datasets` saves of its stream; None at the beginning, and of files."""
+    """State that `datasets` saves of its stream; None at the beginning, and for files."""
 
 
 class Batch(NamedTuple):
-    """Successive rows of a file or dataset, and where the first one is."""
+    """Successive rows of a file or dataset, BATCH of them or fewer, and where the first one is."""
 
     position: Position
     rows: list[str | Skipped]
+    """Text of each row, or why it has none."""
 
 
 # Files: what to read, and how to open it
@@ -65,12 +70,13 @@ class Batch(NamedTuple):
 
 def open_zstd(path: str | IO[bytes], mode: str = "rb") -> IO[bytes]:
     """Open a file compressed by zstd for reading. pyarrow reads all of its frames (zstd -T writes
-    several), many readers only the first."""
+    several), many readers only the first. `mode` is what open_text and fsspec give any opener."""
     from pyarrow import CompressedInputStream  # slow to import; few files need it
 
     return io.BufferedReader(CompressedInputStream(path, "zstd"))
 
 
+# what opens a file for reading, by the last suffix of its name
 COMPRESSIONS: dict[str, Callable[[str, Literal["rb"]], IO[bytes] | gzip.GzipFile]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
@@ -84,7 +90,7 @@ def open_text(name: str) -> IO[str]:
     becomes a surrogate, U+DC80 to U+DCFF, so that one bad row does not end the file; as_text looks
     for them."""
     open_bytes = COMPRESSIONS.get(Path(name).suffix.lower(), open)
-    # -sig drops a byte order mark at the beginning
+    # -sig drops a byte order mark at the beginning; newline="" leaves \r\n as it stands in the file
     return io.TextIOWrapper(
         open_bytes(name, "rb"), "utf-8-sig", errors="surrogateescape", newline=""
     )
@@ -93,27 +99,29 @@ def open_text(name: str) -> IO[str]:
 def suffix_of(name: str) -> str:
     """Return the suffix of a file that tells its format, in lower case: .jsonl for A.JSONL.gz."""
     path = Path(name.lower())
+    # the stem of a.jsonl.gz is a.jsonl
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def walk(folder: str) -> list[Path]:
-    """Return the files below a folder in name order, but hidden ones and installed packages."""
+    """Return the files below a folder in name order. Left out are hidden ones, those in hidden
+    folders, and installed packages."""
     paths: list[Path] = []
-    for path in Path(folder).rglob("*"):
+    for path in Path(folder).rglob("*"):  # files and folders at any depth
         names = path.relative_to(folder).parts  # of the folders between, and of the file
         is_hidden = any(name.startswith(".") for name in names)
-        # false for a folder, and for a link to a file that is gone
+        # is_file is false for a folder, and for a link to a file that is gone
         if path.is_file() and not is_hidden and "site-packages" not in names:
             paths.append(path)
-    # the order of a folder differs between file systems, and the shards follow that of the files
+    # the order of rglob differs between file systems, and the shards follow that of the files
     return sorted(paths)
 
 
 def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
-    """Return the sizes in bytes of the files of `inputs` by name, folders in name order. Prints
+    """Return the sizes in bytes of the files of --input by name, folders in name order. Prints
     what is left out of the folders; raises UserError if nothing is left."""
     sizes: dict[str, int] = {}
-    left_out: Counter[str] = Counter()  # files by suffix
+    left_out: Counter[str] = Counter()  # number of files in folders that are not read, by suffix
     for name in inputs:
         if os.path.isdir(name):
             for path in walk(name):
@@ -121,8 +129,9 @@ def list_files(inputs: tuple[str, ...]) -> dict[str, int]:
                     sizes[str(path)] = path.stat().st_size
                 else:
                     left_out[path.suffix.lower() or "without a suffix"] += 1
-        else:
+        else:  # a file is read whatever its suffix; a missing one is an OSError that names it
             sizes[name] = os.path.getsize(name)
+    # as "2 .jpg, 1 without a suffix"; "" if nothing is left out
     others = ", ".join(f"{count:,} {suffix}" for suffix, count in left_out.most_common(8))
     if not sizes:
         raise UserError(f"{' '.join(inputs)} holds none of {IN_FOLDERS}, but {others or 'nothing'}")
@@ -144,12 +153,12 @@ def read_document(file: IO[str]) -> Iterator[object]:
 def read_json(file: IO[str]) -> Iterator[object]:
     """Yield the values of JSON, one in each line, or the elements of one array, which may span
     lines. A line that is not JSON is skipped; an array has to fit into memory."""
-    first_line = next(filter(str.strip, file), "")  # not a blank one
+    first_line = next(filter(str.strip, file), "")  # not a blank one; "" in a file of these alone
     if first_line.lstrip().startswith("["):
-        yield from json.loads(first_line + "".join(file))
+        yield from json.loads(first_line + "".join(file))  # the lines after the first one
         return
     for line in chain([first_line], file):
-        if line.strip():
+        if line.strip():  # a blank line is no row
             try:
                 value = json.loads(line)
             except ValueError:  # also a number of more than 4,300 digits, which int() refuses
@@ -161,15 +170,18 @@ def read_csv(file: IO[str], delimiter: str = ",") -> Iterator[object]:
     """Yield the rows of CSV. One with more cells than the header is skipped: it has a comma that is
     not quoted, and which of the cells is the text cannot be told."""
     csv.field_size_limit(2**31 - 1)  # characters of a cell; the default, 131,072, is below a book
-    # strict: a quote that is never closed is an error, and not one cell to the end of the file
+    # A row is a dict of cells by column. strict: a quote that is never closed is an error, and not
+    # one cell to the end of the file.
     for row in csv.DictReader(file, delimiter=delimiter, strict=True):
-        # None is the key of the cells beyond the header; commas at the end of a line add empty ones
+        # None is the key of the list of cells beyond the header. Commas at the end of a line add
+        # empty ones, which do no harm.
         if any(row.pop(None, [])):
             yield Skipped("wider than the header")
         else:
             yield row
 
 
+# by suffix_of; any other file is read as one text
 READERS: dict[str, Callable[[IO[str]], Iterator[object]]] = {
     ".jsonl": read_json,
     ".ndjson": read_json,
@@ -184,31 +196,32 @@ def read_parquet(name: str, column: str) -> Iterator[object]:
     from pyarrow.parquet import ParquetFile  # slow to import; few files need it
 
     file = ParquetFile(name)
-    # for a name that it lacks, pyarrow would give rows without any column
+    # None: all columns. For a name that the file lacks, pyarrow would give rows without any column,
+    # and the reason why they are skipped could not list those that there are.
     columns = [column] if column in file.schema_arrow.names else None
-    for rows in file.iter_batches(BATCH, columns=columns):
-        yield from rows.to_pylist()
+    for record_batch in file.iter_batches(BATCH, columns=columns):
+        yield from record_batch.to_pylist()  # a dict of values by column for each row
 
 
 def without_column(column: str, names: Iterable[str]) -> Skipped:
-    """Return what stands for a row that lacks a column."""
+    """Return what stands for a row that lacks a column and has those of `names`."""
     return Skipped(f"without a column {column!r}, but {', '.join(names):.200}")
 
 
 def as_text(value: object) -> str | Skipped:
-    """Return the text that a value of a row is; Skipped if it is none."""
-    if isinstance(value, bytes):
+    """Return the text of a row from what its reader gave for it; Skipped if that is no text."""
+    if isinstance(value, bytes):  # of a binary column of parquet
         value = value.decode("utf-8", "surrogateescape")  # as open_text
     if isinstance(value, Skipped):  # its reader knows why it is no text
         return value
     if not isinstance(value, str):  # null, a number, a list
         return Skipped("without text")
-    if not value.strip():
+    if not value.strip():  # white space alone
         return Skipped("empty")
     try:
         value.encode()
-    except UnicodeEncodeError:  # it would train as U+FFFD
-        # a byte that open_text has escaped, or what JSON may write by itself
+    except UnicodeEncodeError:  # a tokenizer would raise it, too, and end the run
+        # a byte that open_text has escaped, or "\ud800" in JSON without its other half
         return Skipped("not UTF-8, or half of a surrogate pair")
     if "\0" in value:  # no text has it; UTF-16 without a byte order mark and binary files do
         return Skipped("with U+0000")
@@ -216,21 +229,23 @@ def as_text(value: object) -> str | Skipped:
 
 
 def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
-    """Yield the rows of a file. If it is damaged, the last row says so. An error of the machine, as
-    of a disk, is raised."""
-    # The same one for all rows that lack the column: their other columns may differ.
+    """Yield the text of each row of a file, or why it has none. If the file is damaged, the last
+    row says so. An error of the machine, as of a disk, is raised."""
+    # The same one for all rows that lack the column, as it is a key of the ledger: their other
+    # columns, which it lists, may differ.
     lacking: Skipped | None = None
     try:
         for row in read_rows(name, column):
-            value = row
-            if isinstance(row, dict):  # by column
+            value = row  # a text, a value of JSON, or Skipped
+            if isinstance(row, dict):  # values by column
                 value = row.get(column)
                 if column not in row:
                     lacking = lacking or without_column(column, row)
                     value = lacking
             yield as_text(value)
-    except Exception as error:  # each reader has classes of its own
-        # errors of the operating system have a number, those of gzip and pyarrow none
+    except Exception as error:  # each reader has error classes of its own
+        # Errors of the operating system have a number, those of gzip and pyarrow none. Another try
+        # may succeed where the machine failed, so that the rest of the file is not given up.
         if isinstance(error, MemoryError) or getattr(error, "errno", None):
             raise
         yield Skipped(f"damaged from here on {quote(error)}")
@@ -238,7 +253,7 @@ def read_texts(name: str, column: str) -> Iterator[str | Skipped]:
 
 def read_rows(name: str, column: str) -> Iterator[object]:
     """Yield the rows of a file: objects with columns, texts, or Skipped."""
-    if suffix_of(name) == ".parquet":
+    if suffix_of(name) == ".parquet":  # pyarrow opens it by name
         yield from read_parquet(name, column)
         return
     read = READERS.get(suffix_of(name), read_document)
@@ -263,11 +278,12 @@ def count_rows(counts: FileCounts, rows: list[str | Skipped]) -> None:
             counts.skipped[row.reason] = counts.skipped.get(row.reason, 0) + 1
         else:
             counts.texts += 1
-            counts.bytes += len(row.encode())
+            counts.bytes += len(row.encode())  # as UTF-8
 
 
 def warn_if_suspect(name: str, counts: FileCounts) -> None:
-    """Name a file that is not what it seems: it has rows without any text, or damaged rows."""
+    """Print a warning about a file that is not what it seems: none of its rows is a text, or some
+    are skipped for a reason that no sound file has."""
     lacks_text = counts.rows > 0 and counts.texts == 0  # an empty file has no row
     if lacks_text or any(not reason.startswith(USUAL) for reason in counts.skipped):
         print(
@@ -278,7 +294,7 @@ def warn_if_suspect(name: str, counts: FileCounts) -> None:
 
 
 def join_reasons(skipped: dict[str, int]) -> str:
-    """Return how many rows were skipped, for each reason."""
+    """Return how many rows were skipped for each reason, as "2 empty, 1 not JSON"."""
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) or "none"
 
 
@@ -288,15 +304,19 @@ class Source:
     Worker i of n reads every n-th file, from the i-th on."""
 
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of each file by its name, in the order of reading, of all workers."""
+    """Bytes of each file by its name, in the order of reading, of all workers; {}: `dataset` is
+    read."""
     dataset: str = ""
+    """Name of the dataset on the hub."""
     remote_name: str = ""
+    """Its configuration, as sample-10BT."""
     column: str = "text"
     """Column that holds the texts."""
     worker_index: int = 0
     worker_count: int = 1
     ledger: dict[str, FileCounts] = field(default_factory=dict)
-    """Counts of each file that was read, those of earlier runs included."""
+    """Counts of each file of `names` that was read, in their order; the caller puts those of
+    earlier runs in."""
 
     @property
     def names(self) -> list[str]:
@@ -306,28 +326,29 @@ class Source:
         return [self.dataset]
 
     def ledger_at(self, position: Position) -> dict[str, FileCounts]:
-        """Return the ledger up to a position. Reading may be ahead of it."""
+        """Return the ledger up to a position, for the manifest. Reading is ahead of it: batches
+        wait for the tokenizer."""
         ledger = dict(islice(self.ledger.items(), position.file))  # of the files before
-        if position.counts:
+        if position.counts:  # else it is after the last file
             ledger[self.names[position.file]] = FileCounts(**position.counts)
         return ledger
 
     def batches(self, start: dict | None = None) -> Iterator[Batch]:
-        """Yield batches of rows from the beginning or from `start` on, a Position as JSON, and name
-        files that are not what they seem. Raises UserError for what cannot be read, and at the end
-        if nothing was a text; `datasets` itself retries downloads for some minutes."""
+        """Yield batches of rows from the beginning or from `start` on, State.source of a manifest,
+        and warn of files that are not what they seem. Raises UserError for what cannot be read, and
+        at the end if nothing was a text; `datasets` itself retries downloads for some minutes."""
         position = Position(**(start or {}))
         read = self.read_file if self.sizes else self.read_dataset
         for index in range(position.file, len(self.names)):
             name = self.names[index]
             # begins with the rows before the position, which an earlier run has sharded
             counts = FileCounts(**(position.counts or {"size": self.sizes.get(name, 0)}))
-            self.ledger[name] = counts
+            self.ledger[name] = counts  # grows by count_rows below
             try:
                 for batch in read(name, position):
-                    # read_dataset has set the other two fields
+                    # read_dataset has set the other two fields of the position
                     batch.position.file = index
-                    batch.position.counts = asdict(counts)
+                    batch.position.counts = asdict(counts)  # a copy, of the rows before this batch
                     count_rows(counts, batch.rows)
                     yield batch
             except UserError:  # names it already
@@ -342,13 +363,15 @@ class Source:
                 raise UserError(message) from error
             warn_if_suspect(name, counts)
             position = Position()  # the next file is read from its beginning
+        # the ledger has the texts of earlier runs, too: this one may continue at the very end
         if not any(counts.texts for counts in self.ledger.values()):
             names = " ".join(self.names) or "the input"  # a worker may have no file
             raise UserError(f"{names:.300} holds no text for this worker")
 
     def read_file(self, name: str, position: Position) -> Iterator[Batch]:
-        """Yield the batches of a file from a position in it on."""
-        # formats other than parquet have no index: earlier rows are read again, and dropped
+        """Yield the batches of a file from a position in it on; their own positions are empty,
+        `batches` fills them in."""
+        # most formats have no index of their rows: earlier ones are read again, and dropped
         first_row = position.counts.get("rows", 0)
         rows_left = islice(read_texts(name, self.column), first_row, None)
         rows = list(islice(rows_left, BATCH))
@@ -357,27 +380,29 @@ class Source:
             rows = list(islice(rows_left, BATCH))
 
     def read_dataset(self, name: str, position: Position) -> Iterator[Batch]:
-        """Yield the batches of the hub's dataset, named `name`, from a position on."""
+        """Yield the batches of the hub's dataset, named `name`, from a position on; in their own
+        positions `batches` fills in the rest."""
         import datasets  # slow to import, as all that is needed for the hub only
         from fsspec.compression import register_compression
         from huggingface_hub import HfApi
 
         datasets.disable_progress_bars()  # one a file, between the lines of our own
         # fsspec would need another package for zstd, which reads the first frame only
-        register_compression("zstd", lambda file, **_: open_zstd(file), "zst", force=True)
+        register_compression("zstd", open_zstd, "zst", force=True)  # force: also in place of that
         # a dataset may change on the hub between two runs; its commit does not
-        revision = position.revision or HfApi().dataset_info(self.dataset).sha
+        revision = position.revision or HfApi().dataset_info(name).sha
+        # an IterableDataset, which downloads a file when its rows are due
         stream = datasets.load_dataset(
-            self.dataset, self.remote_name, split="train", revision=revision, streaming=True
+            name, self.remote_name, split="train", revision=revision, streaming=True
         )
-        if self.worker_index >= stream.num_shards:
+        if self.worker_index >= stream.num_shards:  # files
             raise UserError(f"--worker_count must be at most the {stream.num_shards} files")
         # every n-th file, not a contiguous part of them
         stream = stream.shard(self.worker_count, self.worker_index, contiguous=False)
-        state = position.stream
+        state = position.stream  # None at the beginning
         if state:
             stream.load_state_dict(state)
-        for columns in stream.iter(BATCH):
+        for columns in stream.iter(BATCH):  # a dict: the values of the rows by column
             if self.column not in columns:  # now, not after hours of rows without a text
                 reason = without_column(self.column, columns).reason
                 raise UserError(f"{name} is {reason}; give another --text_column")

@@ -22,10 +22,9 @@ from tokenizers import models, pre_tokenizers, trainers
 from data.export_tokenizer import END_OF_TEXT, byte_level
 from data.source import Skipped, Source, list_files
 from utils.cli import start_script
-from utils.files import atomic_write
 from utils.ranges import Count
 
-PIECE = 2_000  # characters of a text that are sampled together
+PIECE = 2_000  # characters of a text that are sampled together, about a page
 
 
 @dataclass
@@ -49,8 +48,9 @@ class TokenizerConfig:
 
 
 def read_pieces(source: Source, share: float) -> Iterator[str]:
-    """Yield a share of the pieces of all texts, chosen by a hash: always the same ones."""
-    for batch in source.batches():
+    """Yield a share (0 to 1, or above for all) of the pieces of all texts, chosen by a hash: always
+    the same ones."""
+    for batch in source.batches():  # from the beginning on
         for text in batch.rows:
             if isinstance(text, Skipped):  # a row without text
                 continue
@@ -62,12 +62,12 @@ def read_pieces(source: Source, share: float) -> Iterator[str]:
 
 
 def main(config: TokenizerConfig) -> None:
-    sizes = list_files(config.input)
+    sizes = list_files(config.input)  # bytes by file name
     source = Source(sizes, column=config.text_column)
     # Above 1 if all text is less than --sample_mb. The sizes are those of the files, so that
     # compressed ones give more text.
     share = config.sample_mb * 1e6 / max(1, sum(sizes.values()))
-    # an untrained tokenizer: bytes, no merges, and the rule that cuts a text into pieces
+    # an untrained tokenizer: no tokens, no merges, but the rule that cuts a text into pieces
     engine = byte_level(models.BPE(), config.split)
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size - 1,  # end of text is added below
@@ -77,8 +77,8 @@ def main(config: TokenizerConfig) -> None:
     engine.train_from_iterator(read_pieces(source, share), trainer)
     engine.add_special_tokens([END_OF_TEXT])  # the last id, as in GPT-2
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(config.out) as file:
-        file.write(engine.to_str().encode())
+    config.out.write_text(engine.to_str(), encoding="utf-8")
+    # fewer than --vocab_size if the text has no more pairs to merge
     print(f"{config.out}: {engine.get_vocab_size():,} tokens")
 
 

@@ -29,11 +29,13 @@ class VerifyConfig:
 
 
 def main(config: VerifyConfig) -> None:
+    # as train.py: a folder with a weight is a corpus, and those without weights are one together
     for corpus in parse_corpora(config.data_dir):
+        names = " ".join(map(str, corpus.folders))
         for split in ("train", "val"):
+            # opens those of the folders that have the split, and compares their tokenizers
             stream = TokenStream(open_folders(corpus.folders, split))
             check_shards(stream)  # reads every token
-            names = " ".join(map(str, corpus.folders))
             print(f"{names}: {len(stream):,} {split} tokens of {stream.tokenizer_identity}, intact")
 
 
@@ -42,13 +44,15 @@ def check_shards(stream: TokenStream) -> None:
     for folder in stream.folders:
         if folder.manifest is None:  # of another project, without checksums
             continue
-        for entry in folder.manifest.shards:
+        for entry in folder.manifest.shards:  # of both splits
             path = folder.path / entry.file
             if entry.split == stream.split and sha256(path) != entry.sha256:
                 raise UserError(f"{path} differs from the manifest's checksum; make it again")
     # in chunks: a split may be larger than memory
     for start in range(0, len(stream), CHUNK):
-        stream.tokens(start, min(CHUNK, len(stream) - start))  # checks the ids
+        # only reads: it raises UserError for an id beyond the vocabulary, and for a header that
+        # contradicts the size of its file
+        stream.tokens(start, min(CHUNK, len(stream) - start))
 
 
 if __name__ == "__main__":
