@@ -9,7 +9,7 @@ resolved options, which training/options.py completes from the recipe and the ma
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -94,14 +94,14 @@ class RunOptions:
     def to_dict(self) -> dict:
         """Return the resolved options as plain values, for checkpoints and config.json."""
         values: dict[str, object] = {}
-        for option in fields(self):
-            value = getattr(self, option.name)
+        for name, value in vars(self).items():
+            if name in PER_LAUNCH:
+                continue
             if isinstance(value, Path):
                 value = str(value)
             elif isinstance(value, tuple):  # --data_dir
                 value = [str(folder) for folder in value]
-            if option.name not in PER_LAUNCH:
-                values[option.name] = value
+            values[name] = value
         return values
 
 
