@@ -214,7 +214,8 @@ class Process:
         return values
 
     def merge(self, outputs: dict[int, Output]) -> dict[int, Output]:
-        """Return the outputs of all processes, which are equal where they have one key."""
+        """Return the outputs of all processes in one dict, by the number of an item or a process.
+        Where two processes have one key, their outputs are equal."""
         shares = [outputs]  # one dict for each process
         if self.num_processes > 1:
             shares = [{}] * self.num_processes  # places, which the next line fills
@@ -277,14 +278,15 @@ def start(
     if the device is not there, or is one that several processes cannot share, and if the processes
     do not divide.
     """
-    rank = launched("RANK")  # among all processes; 0 without a launcher
+    # torchrun's names count all processes, those of Process below the parts of the data
+    number = launched("RANK")  # 0 without a launcher
     local_rank = launched("LOCAL_RANK")  # number of the process on its machine
-    world_size = launched("WORLD_SIZE", 1)  # all processes
-    per_machine = launched("LOCAL_WORLD_SIZE", world_size)
-    num_shards = count_shards(world_size, per_machine, tensor_parallel, shard_across)
+    num_processes = launched("WORLD_SIZE", 1)
+    per_machine = launched("LOCAL_WORLD_SIZE", num_processes)
+    num_shards = count_shards(num_processes, per_machine, tensor_parallel, shard_across)
     device = pick_device(device_name, local_rank)
     # ":" as in cuda:1; without it each process takes the GPU of its number
-    if world_size > 1 and (device.type == "mps" or ":" in device_name):
+    if num_processes > 1 and (device.type == "mps" or ":" in device_name):
         raise UserError(
             f"--device {device_name} is one device, which several processes cannot share"
         )
@@ -294,22 +296,22 @@ def start(
     if device.type == "cpu":
         keep_freed_memory()
     # initialized already: by tests/fake_gpu, whose group counts what would be sent
-    if world_size > 1 and not dist.is_initialized():
+    if num_processes > 1 and not dist.is_initialized():
         if device.type == "cpu":
             dist.init_process_group("gloo", timeout=TIMEOUT)
         else:
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
     # processes that share each block have consecutive ranks, and one part of the data
-    num_parts = world_size // tensor_parallel
+    num_parts = num_processes // tensor_parallel
     return Process(
-        rank=rank // tensor_parallel,
+        rank=number // tensor_parallel,
         world_size=num_parts,
         device=device,
         copies=num_parts // num_shards,
         stop=StopSignal() if catch_signals else None,
         tensor_parallel=tensor_parallel,
-        tensor_rank=rank % tensor_parallel,
+        tensor_rank=number % tensor_parallel,
     )
 
 
