@@ -103,7 +103,7 @@ class Logger:
         if not self.bar.disable:
             # update draws the bar, at most ten times a second
             self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(step - self.bar.n)  # n: steps shown so far, without skipped ones
+            self.bar.update(step - self.bar.n)  # n: the last step shown; skipped ones are not
             return
         # no terminal: lines, for the log of a scheduler
         now = time.monotonic()
