@@ -9,7 +9,7 @@ resolved options, which training/options.py completes from the recipe and the ma
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,7 +21,8 @@ from utils.ranges import BelowOne, Count, Natural, NonNegative
 
 WARMUP_STEPS = 715  # of GPT-3 at 524,288 tokens a step (Brown et al. 2020: 375M tokens)
 
-# Options of one start of a script: a resumed run does not take them over.
+# Options of one start of a script: neither checkpoints nor config.json hold them, so that a resumed
+# run does not take them over.
 PER_LAUNCH = ("run_dir", "config", "resume", "overwrite", "dry_run")
 
 # Options that follow from others, from the recipe or from the device where nobody gives them, or
@@ -38,7 +39,7 @@ DERIVED = (
     "use_torch_compile",
 )
 
-Resolved = TypeVar("Resolved", bound="ResolvedOptions")
+Resolved = TypeVar("Resolved", bound="ResolvedOptions")  # those of train.py or of finetune.py
 
 
 @dataclass(frozen=True)
@@ -84,24 +85,26 @@ class RunOptions:
         run there is another one from then on; a whole folder that was moved or copied is not."""
         if self.resumed is None:
             return False
+        # resolved: "runs/a" and a link to it are one folder
         return self.resumed.parent.resolve() != self.checkpoint_dir.resolve()
 
     @classmethod
     def checkpoint_folder(cls, flags: list[str]) -> Path:
-        """Return the --checkpoint_dir of a command line."""
-        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)
+        """Return the --checkpoint_dir of a command line, before it is parsed: --resume auto looks
+        there for a checkpoint, which brings options along."""
+        return Path(flag_value(flags, "checkpoint_dir") or cls.checkpoint_dir)  # or the default
 
     def to_dict(self) -> dict:
         """Return the resolved options as plain values, for checkpoints and config.json."""
         values: dict[str, object] = {}
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, Path):
+        for name, value in vars(self).items():
+            if name in PER_LAUNCH:
+                continue
+            if isinstance(value, Path):  # no type of JSON, nor of torch.load(weights_only=True)
                 value = str(value)
             elif isinstance(value, tuple):  # --data_dir
                 value = [str(folder) for folder in value]
-            if option.name not in PER_LAUNCH:
-                values[option.name] = value
+            values[name] = value
         return values
 
 
@@ -119,7 +122,7 @@ class DataOptions:
     @property
     def sequences_per_pass(self) -> int:
         """--micro_batch_size, once a number is found for "auto"."""
-        assert self.micro_batch_size != "auto"
+        assert self.micro_batch_size != "auto"  # resolve_on_device of training/options.py found it
         return self.micro_batch_size
 
 
@@ -165,7 +168,9 @@ class ModelOptions:
     def model_config(self, recipe: Recipe, vocab_size: int) -> GPTConfig:
         """Return the architecture: the recipe's, the named size and the options over it."""
         n_layer, n_head, n_embd = SIZES[self.model_type]
+        # n_embd, block_size, vocab_size, and the fields that the recipe sets, such as "position"
         shape = recipe.shape(self.n_embd or n_embd, self.context, vocab_size)
+        # an option that was given wins over the named size; an option of None was not given
         return GPTConfig(
             n_layer=self.n_layer or n_layer,
             n_head=self.n_head or n_head,
@@ -286,9 +291,11 @@ class TrainConfig(
 
     def sequences_per_step(self, world_size: int) -> int:
         """Return the sequences in a global batch, which are those of `world_size` parts of the
-        data; UserError where the batch does not divide."""
+        data. Raises UserError for a batch that is no whole number of micro-steps."""
+        # tokens of one micro-step: a micro-batch for each part of the data
         tokens_together = self.sequences_per_pass * self.context * world_size
         if self.total_batch_size % tokens_together:
+            # the nearest multiple, at least one micro-step
             nearest = max(1, round(self.total_batch_size / tokens_together)) * tokens_together
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} does not divide by the micro-batch, "
@@ -302,6 +309,7 @@ class TrainConfig(
 class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions, ABC):
     """Options of a run of train.py or finetune.py, with what was derived in place of None."""
 
+    # declared again, without the None of those who did not give them
     log_dir: Path
     max_steps: int
     max_lr: float
@@ -317,7 +325,7 @@ class ResolvedOptions(MachineOptions, SaveOptions, OptimizerOptions, RunOptions,
             raise UserError(
                 f"--tensor_parallel {self.tensor_parallel} needs --sharding zero1, zero2 or zero3"
             )
-        # a resumed run may bring it from one that was sharded
+        # DDP divides no state. A resumed run may bring the flag from one that was sharded.
         if self.shard_across is not None and self.sharding == "none" and self.resumed is None:
             raise UserError("--shard_across needs --sharding zero1, zero2 or zero3")
 
@@ -335,21 +343,22 @@ class ResolvedTrainConfig(ResolvedOptions, TrainConfig):
 
     @property
     def last_update(self) -> int:
-        return self.max_steps - 1
+        return self.max_steps - 1  # of the last step: updates count from 0
 
 
 def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainConfig:
     """Return the options with the learning rates, the schedule and the folder of the log, as far as
     nobody gave them, from the recipe and from other options."""
     assert options.max_steps is not None  # its default is a number
-    max_lr = recipe.max_lr if options.max_lr is None else options.max_lr
+    max_lr = recipe.max_lr if options.max_lr is None else options.max_lr  # 0 is a rate, too
+    # defaults: `resolve` takes them only for options of None
     return resolve(
         ResolvedTrainConfig,
         options,
         log_dir=log_folder(options.checkpoint_dir),
         block_size=options.context,
         max_lr=max_lr,
-        min_lr=0.0 if recipe.to_zero else max_lr / 10,
+        min_lr=0.0 if recipe.to_zero else max_lr / 10,  # a tenth: Brown et al. 2020
         weight_decay=recipe.weight_decay,
         schedule=recipe.schedule,
         warmup_steps=min(WARMUP_STEPS, options.max_steps // 10),
@@ -359,6 +368,7 @@ def resolve_from_recipe(options: TrainConfig, recipe: Recipe) -> ResolvedTrainCo
 def resolve(resolved_class: type[Resolved], options: RunOptions, **defaults: object) -> Resolved:
     """Return the options as `resolved_class`, with these values in place of those that are None."""
     given = {name: value for name, value in vars(options).items() if value is not None}
+    # of equal names the last wins: what was given, then its default, then None
     return resolved_class(**vars(options) | defaults | given)
 
 

@@ -61,15 +61,16 @@ class ConvertConfig:
 def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) -> None:
     """Write a checkpoint as a folder for transformers: weights, tokenizer and model card; or as a
     file for nanoGPT."""
-    path = find_checkpoint(checkpoint_path)
+    path = find_checkpoint(checkpoint_path)  # of a folder its best one, else its newest
     if path is None:  # a model of another project
         raise UserError(
             f"--checkpoint {checkpoint_path} is no checkpoint of this project: see --model"
         )
+    # float32: all bits of the weights, not the bfloat16 half that a checkpoint keeps apart
     model, tokenizer_spec, checkpoint = open_model(path, float32=True)
     if is_for_nanogpt:
         content = to_nanogpt(model)
-        with writing(out), atomic_write(out) as file:
+        with writing(out), atomic_write(out) as file:  # UserError where the disk is full
             torch.save(content, file)
         return
     tokenizer = load_tokenizer(tokenizer_spec)
@@ -80,15 +81,17 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
 
     # A model that came with a chat template keeps it; another chat model has learned this
     # project's format, and a model of plain text has none.
-    chat_template = tokenizer.chat_template
+    chat_template = tokenizer.chat_template  # Jinja, or None
     if chat_template is None and is_chat(checkpoint, path, tokenizer_spec):
         chat_template = CHAT_TEMPLATE
+    # transformers warns of a text that is longer than the context, block_size
     save_tokenizer(tokenizer, out, model.config.block_size, chat_template)
 
-    options = checkpoint["config"]
-    origin = Path(options["init_from"] or "random weights")
+    options = checkpoint["config"]  # of the run that wrote it, by the names of its flags
+    origin = Path(options["init_from"] or "random weights")  # a path or a name of the hub
     if origin.parent.name == "checkpoints":  # RUN/checkpoints/model_best.pt: the run says more
         origin = origin.resolve().parent.parent
+    # the template also reads fields of `shape` and entries of `checkpoint`, such as its step
     card = CARD.read_text(encoding="utf-8").format(
         name=out.name,
         num_parameters=model.num_parameters(),
@@ -100,6 +103,7 @@ def export_checkpoint(checkpoint_path: Path, out: Path, is_for_nanogpt: bool) ->
         origin=origin.name,  # without its folder, which the readers of the card have not got
         # train.py names its corpus, which may be a mixture; finetune.py reads one file
         data=checkpoint.get("corpus") or Path(options.get("data", "not recorded")).name,
+        # infinite before the first validation
         best_loss=f"{checkpoint['best_loss']:.4f}".replace("inf", "none yet"),
         inputs=TEXT_INPUTS if chat_template is None else CHAT_INPUTS,
     )
@@ -114,14 +118,15 @@ def to_nanogpt(model: GPT) -> dict:
     nanoGPT computes the exact GELU, also where `model` computes the tanh approximation.
     """
     config = model.config
+    # its GELU and biases may be any of nanoGPT's; tied: a head of its own is a misfit
     misfits = differences(config, replace(nearest_gpt2(config), tied=True))
     if misfits:
         raise UserError(f"nanoGPT has no model that differs from GPT-2 in {', '.join(misfits)}")
-    weights = model.state_dict()
+    weights = model.state_dict()  # its names are nanoGPT's
     # without padding, which nanoGPT would sample
     weights[EMBEDDING] = weights[EMBEDDING][: config.vocab_size]
-    weights[HEAD] = weights[EMBEDDING]
-    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}
+    weights[HEAD] = weights[EMBEDDING]  # one tensor, which nanoGPT's files have under both names
+    model_args = {name: getattr(config, name) for name in (*SIZED, "bias")}  # all it knows
     return {"model": weights, "model_args": model_args}
 
 
@@ -131,22 +136,23 @@ def import_model(name: str, out: Path) -> None:
     model, tokenizer_spec, _ = open_model(name, float32=True)
     recipe = Recipe()  # the default: AdamW and GPT-2's rates, whatever trained the weights
     # With init_from, a run that resumes the file takes the architecture of its weights.
-    options = TrainConfig(init_from=name, block_size=model.config.block_size)
-    options = resolve_from_recipe(options, recipe)
+    given_options = TrainConfig(init_from=name, block_size=model.config.block_size)
+    options = resolve_from_recipe(given_options, recipe)
     entries = {
         "script": "train.py",
         # a run that resumes it derives these anew, its warmup as well: there were no steps yet
         "config": options.to_dict() | {"warmup_steps": None},
-        "derived": dict.fromkeys(DERIVED),
-        "init_checksum": checksum(model.state_dict()),
+        "derived": dict.fromkeys(DERIVED),  # None: nobody gave one of them
+        "init_checksum": checksum(model.state_dict()),  # of what the run begins from
         "recipe": asdict(recipe),
         "model_config": asdict(model.config),
         "tokenizer": tokenizer_spec,
         # step 0 of a new run
         **asdict(TrainState()),
-        "scaler": {},
+        "scaler": {},  # no scale of the loss, as a run in float16 would have
     }
-    # without optimizers: the first step of a run makes their state
+    # pieces with all rows of the weights; without optimizers no moments: the first step of a run
+    # makes them
     weights, moments = copy_state(model, [], ALONE)
     save_checkpoint(out, weights, moments, entries)
 
@@ -165,8 +171,8 @@ def main(config: ConvertConfig) -> None:
     config.out.parent.mkdir(parents=True, exist_ok=True)
     if config.model is not None:
         import_model(config.model, config.out)
-    elif config.checkpoint is not None:
-        export_checkpoint(config.checkpoint, config.out, config.format == "nanogpt")
+    elif config.checkpoint is not None:  # always: one of the two was given
+        export_checkpoint(config.checkpoint, config.out, is_for_nanogpt)
     print(f"wrote {config.out}")
 
 

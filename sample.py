@@ -72,23 +72,23 @@ class GeneratedText:
         self.is_answer = is_answer  # of a chat
         # A character can span several tokens: the decoder holds its bytes back until it is whole,
         # and gives U+FFFD for bytes that are no UTF-8.
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.content = ""  # without the prompt
-        self.is_empty = True  # until the first token, whose characters may be none
+        self.has_begun = False  # True from the first token on, whose characters may be none
         self.has_ended = False  # True from end of text on
 
     def append(self, token: int) -> str:
         """Add a token; return the characters that it completes, none from end of text on."""
-        if token in self.tokenizer.end_ids:
+        if token in self.tokenizer.end_ids:  # end of text, or the end of a turn
             self.has_ended = True
         # a text that has ended gets further tokens as long as others of its batch have not
         if self.has_ended:
             return ""
         characters = self.decoder.decode(self.tokenizer.decode_bytes([token]))
-        if self.is_answer and self.is_empty:
+        if self.is_answer and not self.has_begun:
             characters = characters.removeprefix(" ")  # between "Assistant:" and the answer
         self.content += characters
-        self.is_empty = False
+        self.has_begun = True
         return characters
 
 
@@ -101,7 +101,8 @@ class Writer:
     config: SampleConfig
 
     def write(self, prompt: str, history: Messages, seed: int) -> str:
-        """Continue a prompt, or with --chat answer it as the newest message after `history`.
+        """Continue a prompt, or with --chat answer it as the newest message after `history`, which
+        holds earlier questions and answers in turn.
 
         Return the first sample, which is printed while it is generated; the others follow it.
         """
@@ -114,9 +115,10 @@ class Writer:
         texts = [GeneratedText(self.tokenizer, config.chat) for _ in range(config.num_samples)]
         prompts = [prompt_ids] * config.num_samples  # one batch: row i draws from (seed, i)
         show(heading)
-        for token_ids in generate(self.model, prompts, sampling):  # (num_samples,) each
+        # `generate` yields the next token of each text, up to max_new_tokens times
+        for token_ids in generate(self.model, prompts, sampling):  # (num_samples,)
             pairs = zip(texts, token_ids.tolist(), strict=True)
-            pieces = [text.append(token) for text, token in pairs]
+            pieces = [text.append(token) for text, token in pairs]  # new characters of each text
             show(pieces[0])  # of the first text, as soon as it is there
             if all(text.has_ended for text in texts):  # before max_new_tokens
                 break
@@ -128,11 +130,13 @@ class Writer:
     def encode(self, prompt: str, history: Messages) -> list[int]:
         """Return the token ids to continue. Raises UserError if they do not fit the context."""
         config = self.config
-        block_size = self.model.config.block_size
-        if config.chat:  # the newest messages that fit
+        block_size = self.model.config.block_size  # the context, in tokens
+        if config.chat:
             messages = [*history, {"role": "user", "content": prompt}]
+            # the newest messages that fit, with room for an answer; the last one in any case
             prompt_ids = fit_history(messages, self.tokenizer, block_size, config.max_new_tokens)
         else:
+            # BOS or end of text, then the prompt, as a document of the shards begins
             prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
         if len(prompt_ids) > block_size:  # `generate` would leave out its beginning
             raise UserError(
@@ -155,14 +159,15 @@ class Writer:
                     return
                 if line.strip() == "/new":
                     history = []
-                elif line:  # an empty line is none
+                elif line:  # an empty line is no message
                     answer = self.write(line, history, seed)
+                    # only now: after Ctrl-C or an error the question is forgotten, too
                     history.append({"role": "user", "content": line})
                     history.append({"role": "assistant", "content": answer})
                     seed += 1  # the same question gets another answer next time
             except UserError as error:  # a message that is too long: the next may be shorter
                 show(f"{error}\n")
-            except KeyboardInterrupt:  # Ctrl-C ends an answer, which is forgotten, or a line
+            except KeyboardInterrupt:  # Ctrl-C ends an answer or a line, and the chat goes on
                 show("\n")
             except EOFError:  # Ctrl-D, or the end of a file
                 return
@@ -175,17 +180,19 @@ def show(text: str) -> None:
 
 def main(config: SampleConfig) -> None:
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
+    dtype = pick_dtype(config.dtype, device)  # of matmuls
     name = config.model or config.checkpoint  # --model wins, as --checkpoint has a default
     # matmuls in bfloat16 need the upper half of each weight alone: half the bytes to read
     model, tokenizer_spec, checkpoint = open_model(name, float32=dtype is not torch.bfloat16)
+    # `checkpoint` is {} for a model of another project: then a chat template tells
     if config.chat and not is_chat(checkpoint, name, tokenizer_spec):
         print("note: this model has not learned to chat: finetune.py --method sft", file=sys.stderr)
+    # in place: weights in the layout or dtype in which a token reads them fastest
     prepare_for_inference(model.to(device), device, dtype)
 
     writer = Writer(model, load_tokenizer(tokenizer_spec), config)
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
-    with autocast(device, dtype):
+    with autocast(device, dtype):  # for attention and, on a GPU, the head
         if config.chat and not prompt:
             writer.converse()
         else:

@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -20,7 +21,8 @@ from typing import NoReturn, TypeVar
 from utils.errors import UserError, is_out_of_memory
 from utils.ranges import Dataclass, check_ranges
 
-# Flags by nanoGPT's names, for which the parser finds no similar one. docs/NANOGPT.md has them all.
+# nanoGPT's names and ours. Of a misspelt flag tyro suggests similar ones, but hardly finds these.
+# docs/NANOGPT.md translates all of nanoGPT's options.
 FLAGS_BY_NANOGPT_NAME = {
     "learning_rate": "max_lr",
     "max_iters": "max_steps",
@@ -42,30 +44,27 @@ Config = TypeVar("Config", bound=Dataclass)
 
 def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
     """Parse flags, by default the command line, into a dataclass; exit with code 2 if one is wrong.
-    Raises UserError for a number out of its range, a flag that nanoGPT alone calls so, a boolean
-    flag with a value, and a word without a flag.
+    Raises UserError for a value out of its range and for a flag by nanoGPT's name.
 
     --help shows a group of flags for each dataclass that `config_class` inherits from, named after
     it without "Options"; the last one comes first.
     """
-    # examples: the first commands in the docstring of the script
-    commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     args = expand_home(sys.argv[1:] if args is None else args)
     defaults = {option.name: option.default for option in fields(config_class)}
-    types = {option.name: str(option.type) for option in fields(config_class)}  # "bool | None"
-    if args and not args[0].startswith("-"):
-        raise UserError(f"{args[0]} stands without a flag; --help lists the flags")
     corrections: list[str] = []
-    for name, value in named_flags(args):
-        flag = FLAGS_BY_NANOGPT_NAME.get(name, name)
+    for name, _ in named_flags(args):
+        flag = FLAGS_BY_NANOGPT_NAME.get(name)
+        # not where the script has no such option by either name: tyro refuses the flag below
         if name not in defaults and flag in defaults:
             corrections.append(f"there is no --{name}, but --{flag}")
-        # nanoGPT writes --compile=False; the type is bool, or bool | None
-        if value in ("True", "False") and "bool" in types.get(flag, ""):
-            corrections.append(f"--{flag} takes no value: it is off by --no_{flag}")
     if corrections:
         raise UserError("; ".join(corrections) + "; --help says more")
+
+    # --help begins with two examples, the first commands in the docstring of the script; one that
+    # goes on in the next line, after a backslash, is left out
+    commands = re.findall(r"^ *(python .*[^\\])$", sys.modules["__main__"].__doc__ or "", re.M)
     description = "\n  ".join([config_class.__doc__ or ""] + commands[:2])
+    # empty for SampleConfig and others that declare their options themselves
     groups = [base for base in reversed(config_class.__bases__) if is_dataclass(base)]
     if not groups:
         options = call_tyro(config_class, args, description)
@@ -74,26 +73,26 @@ def parse(config_class: type[Config], args: list[str] | None = None) -> Config:
         # such field for each group, and take them apart again
         group_fields = []
         for group in groups:
-            label = group.__name__.removesuffix("Options").lower()
+            label = group.__name__.removesuffix("Options").lower()  # "machine": MachineOptions
             # `config_class` may have another default than the group it inherits from
             default = group(**{option.name: defaults[option.name] for option in fields(group)})
             group_fields.append((label, group, field(default=default)))
         grouped_class = make_dataclass(config_class.__name__, group_fields)
         grouped: object = call_tyro(grouped_class, args, description)
-        values: dict[str, object] = {}
+        values: dict[str, object] = {}  # by the name of the option
         for parsed_group in vars(grouped).values():  # an instance of each group
             values |= vars(parsed_group)
         options = config_class(**values)
-    check_ranges(options, "--")
+    check_ranges(options, "--")  # tyro knows "int", but not "at least 1"
     return options
 
 
 def call_tyro(config_class: type[Config], args: list[str], description: str) -> Config:
-    """Return the options that tyro parses. The help leaves out "(default: None)": the text of such
-    a flag says what happens without it."""
+    """Return the options that tyro parses; it raises SystemExit after --help or an error. The help
+    leaves out "(default: None)": the text of such a flag says what happens without it."""
     import tyro  # here, as other users of this module do without it
 
-    printed = io.StringIO()
+    printed = io.StringIO()  # the help; errors go to standard error
     try:
         with contextlib.redirect_stdout(printed):
             return tyro.cli(
@@ -137,15 +136,15 @@ def named_flags(flags: list[str]) -> list[tuple[str, str | None]]:
     for word in flags:
         if word.startswith("--"):  # --name or --name=value
             name, equals, value = word[2:].partition("=")
-            pairs.append((name.replace("-", "_"), value if equals else None))
-        elif pairs and pairs[-1][1] is None:  # the word after --name
+            pairs.append((name.replace("-", "_"), value if equals else None))  # tyro takes both
+        elif pairs and pairs[-1][1] is None:  # the first word after --name: "-1", too, is a value
             pairs[-1] = (pairs[-1][0], word)
     return pairs
 
 
 def flag_value(flags: list[str], name: str) -> str | None:
     """Return the value of the last flag of this name, None without one."""
-    return dict(named_flags(flags)).get(name)
+    return dict(named_flags(flags)).get(name)  # of equal keys, dict keeps the last value
 
 
 def start_script(main: Callable[[Config], None], config_class: type[Config]) -> NoReturn:
@@ -161,8 +160,9 @@ def call_and_exit(
     """Call `main`, then `before_exit`, and exit.
 
     The exit code is 0, or that of a SystemExit; 2 after a mistake of the user or a fault of the
-    machine, of which one sentence is printed, that of `explain` if it has one; 1 after a bug, with
-    its traceback; 128 + the number of a signal.
+    machine, of which one sentence is printed; 1 after a bug, with its traceback; 128 + the number
+    of a signal. `explain` returns the sentence for an error of which `user_message` knows none, as
+    distributed.explain for a lost process; None for a bug.
     """
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # PyTorch warns of its own use
     warnings.filterwarnings("ignore", "\nOnline softmax is disabled")  # of a choice of its compiler
@@ -170,14 +170,14 @@ def call_and_exit(
     exit_code = 0
     try:
         main()
-    except SystemExit as end:
+    except SystemExit as end:  # of tyro after --help or a wrong flag, of a run after a signal
         exit_code = int(end.code or 0)  # None after sys.exit()
-    except BrokenPipeError:  # the reader of standard output has ended, as `head` does: SIGPIPE
-        sys.stdout = open(os.devnull, "w")
-        exit_code = 128 + 13
+    except BrokenPipeError:  # the reader of standard output has ended, as `head` does
+        sys.stdout = open(os.devnull, "w")  # the flush below would raise again
+        exit_code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         message = "interrupted"
-        exit_code = 128 + 2
+        exit_code = 128 + signal.SIGINT
     except Exception as error:
         message = user_message(error) or explain(error)
         exit_code = 2  # a mistake of the user, or a fault of a file or the machine
@@ -185,7 +185,7 @@ def call_and_exit(
             traceback.print_exc()
             exit_code = 1
     if message:
-        rank = os.environ.get("RANK")
+        rank = os.environ.get("RANK")  # None without a launcher
         label = f"error on rank {rank}" if rank else "error"
         print(f"{label}: {message}", file=sys.stderr)
     before_exit()  # as waiting for a checkpoint that is being written
@@ -199,10 +199,11 @@ def user_message(error: Exception) -> str | None:
     """Return the sentence to print for a mistake of the user or a full machine, None for a bug."""
     if isinstance(error, UserError):
         return str(error)
+    # "No space left on device"; None in an OSError that a library made of a text of its own
     if isinstance(error, OSError) and error.strerror:
         if error.filename is None:  # a write to an open file, as on a full disk
             return error.strerror
         return f"{error.filename}: {error.strerror}"
-    if is_out_of_memory(error):
+    if is_out_of_memory(error):  # on the host or a GPU; PyTorch's own text may have many lines
         return f"out of memory: lower --micro_batch_size or --num_samples ({error!s:.200})"
     return None

@@ -27,9 +27,9 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     Without a number, a process gets the GPU of its number on this machine, `local_rank`. Raises
     UserError for a device that this machine does not have.
     """
+    # the first is the fastest: "auto" takes it
     available = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    # Apple GPU
-    if torch.mps.is_available():
+    if torch.mps.is_available():  # Apple GPU
         available.append("mps")
     available.append("cpu")
     if name == "auto":
@@ -46,7 +46,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 def has_onednn(dtype: torch.dtype) -> bool:
     """Return whether oneDNN can multiply matrices of `dtype` on this processor."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # mkldnn is oneDNN's former name
         return False
     if dtype is torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -65,6 +65,7 @@ def is_bfloat16_faster() -> bool:
         return False
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, several would wait for each other
+    # the fastest of 20: other programs can only make a matmul slower
     float32_seconds = min(matmul_seconds(256, torch.float32) for _ in range(20))
     bfloat16_seconds = min(matmul_seconds(256, torch.bfloat16) for _ in range(20))
     torch.set_num_threads(num_threads)
@@ -73,7 +74,7 @@ def is_bfloat16_faster() -> bool:
 
 def matmul_seconds(size: int, dtype: torch.dtype) -> float:
     """Return the time in which this CPU multiplies two matrices (size, size)."""
-    # device="cpu", as torch's default device can be another one
+    # "cpu" also where torch.set_default_device has named another device
     matrix = torch.ones(size, size, dtype=dtype, device="cpu")
     start_seconds = time.perf_counter()
     matrix.mm(matrix)
@@ -85,6 +86,7 @@ def seconds_on_cpu(flops: float, dtype: torch.dtype) -> float:
     # the fastest of three: other programs can only make it slower
     fastest_seconds = min(matmul_seconds(512, dtype) for _ in range(3))
     matmul_flops_per_second = 2 * 512**3 / fastest_seconds  # a multiplication and an addition each
+    # the rest of a step, such as softmax and the optimizer, takes time but counts no FLOPs
     return flops / (SHARE_OF_MATMULS * matmul_flops_per_second)
 
 
@@ -92,6 +94,7 @@ def has_bfloat16(device: torch.device) -> bool:
     """Return whether a GPU multiplies in bfloat16, as NVIDIA's do since Ampere."""
     # the function asks about the current device
     with torch.cuda.device(device):
+        # with emulation it would be True for older GPUs, too, which are slow in bfloat16
         return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -102,20 +105,20 @@ def pick_dtype(
 
     "auto" is bfloat16 on GPUs that have it, float16 on older ones; on a CPU it is bfloat16 where
     that is faster, else float32. `all_agree` says whether something holds for all processes, which
-    need the same dtype. Raises UserError for bfloat16 on a GPU without it, where kernels would fail
-    to compile or to run.
+    need the same dtype: Process.all_agree, or `bool` for a process alone. Raises UserError for
+    bfloat16 on a GPU without it, where kernels would fail to compile or to run.
     """
     is_gpu = device.type == "cuda"
     if name == "bfloat16" and is_gpu and not has_bfloat16(device):
         gpu_name = torch.cuda.get_device_name(device)
         raise UserError(f"--dtype bfloat16: this {gpu_name} has none; give --dtype float16")
     if name != "auto":
-        return getattr(torch, name)
+        return getattr(torch, name)  # "float16" to torch.float16
     if is_gpu:
-        use_bfloat16 = has_bfloat16(device)  # "auto" on a GPU
+        use_bfloat16 = has_bfloat16(device)
     else:
-        use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()
-    if all_agree(use_bfloat16):
+        use_bfloat16 = device.type == "cpu" and is_bfloat16_faster()  # an Apple GPU: float32
+    if all_agree(use_bfloat16):  # one slower process of several decides for all
         return torch.bfloat16
     return torch.float16 if is_gpu else torch.float32
 
@@ -134,15 +137,15 @@ def autocast(
     `keep_weights` keeps the cast copy of each weight until the context ends, for several forward
     passes; else none is kept.
     """
-    # the weights are float32, so that there is nothing to cast
+    # weights and activations are float32 already, so that there is nothing to cast
     enabled = dtype is not torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=keep_weights)
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Return the names of the device and of PyTorch's version, which speed and rounding depend on.
-    The version ends in that of CUDA."""
-    name = str(device)
+    """Return the names of the device and of PyTorch's version, which speed and rounding depend on,
+    for config.json. The version ends in that of CUDA."""
+    name = str(device)  # "cpu" or "mps"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {"device": name, "torch": str(torch.__version__)}

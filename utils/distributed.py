@@ -1,9 +1,9 @@
 """Processes that train together: who they are, what they exchange, how a signal ends them.
 
 torchrun starts one process for each device and numbers them in environment variables (RANK,
-WORLD_SIZE, ...). Every process trains the same model and calls the same
-collectives (all-reduce, ...) in the same order: a collective waits until all processes have called
-it. How weights and gradients are divided is the subject of training/parallel.py.
+WORLD_SIZE, ...). Every process trains the same model and calls the same collectives (all-reduce,
+...) in the same order: a collective waits until all processes have called it. How weights and
+gradients are divided is the subject of training/parallel.py.
 
 Nothing here watches for lost processes. When one dies, its connections close, the collectives of
 the others fail (of gloo at once; NCCL may wait until torchrun kills the others), and torchrun
@@ -54,10 +54,11 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.signal = 0
-        self.is_launched = "RANK" in os.environ
+        self.is_launched = "RANK" in os.environ  # by torchrun, which passes its signals on
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.receive)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and so do we
+        # SIGHUP: the terminal was closed. Under nohup it is ignored, so that the run goes on.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self.receive)
 
     def receive(self, number: int, frame: object) -> None:
@@ -72,7 +73,7 @@ class StopSignal:
                 with contextlib.suppress(OSError):
                     os.write(2, f"{message}\n".encode())
         elif number == signal.SIGINT and not self.is_launched:
-            raise SystemExit(128 + number)
+            raise SystemExit(128 + number)  # at once, without saving
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,11 @@ class Process:
     """
 
     rank: int
-    """Number of this process's part of the data."""
+    """Number of this process's part of the data, from 0; not torch's rank: see `number`."""
     world_size: int
     """Parts of the data; the number of processes without tensor parallelism."""
     device: torch.device
+    """Device of this process, with a number if it is a GPU: cuda:0."""
     copies: int = 1
     """Copies of the state under --sharding; the processes of each copy divide it."""
     stop: StopSignal | None = None
@@ -105,7 +107,8 @@ class Process:
 
     @property
     def number(self) -> int:
-        """Number of this process among all."""
+        """Number of this process among all, which torch.distributed calls its rank."""
+        # those that share each block follow each other
         return self.rank * self.tensor_parallel + self.tensor_rank
 
     @property
@@ -124,14 +127,16 @@ class Process:
             print(message, flush=True)
 
     def to_device(self, batches: Iterator[tuple]) -> Iterator[tuple]:
-        """Yield batches, tuples of NumPy arrays, as tuples of tensors on the device."""
+        """Yield batches, tuples of NumPy arrays, as tuples of tensors on the device. The caller
+        runs it in a thread, so that the next batch is copied while a step computes."""
         for arrays in batches:
             yield tuple(self.copy(torch.from_numpy(array)) for array in arrays)
 
     def copy(self, cpu_tensor: Tensor) -> Tensor:
         """Return a tensor on the device; a GPU copies it while the host goes on."""
         if self.device.type == "cuda":
-            # only from pinned memory, which the kernel cannot move, is a copy asynchronous
+            # only from pinned memory, which the kernel cannot move, is a copy asynchronous; kernels
+            # that use the tensor are queued behind it
             return cpu_tensor.pin_memory().to(self.device, non_blocking=True)
         return cpu_tensor.to(self.device)
 
@@ -145,18 +150,19 @@ class Process:
         collective: in the last round, processes beyond the end do the last item again. Raises
         Stopped between two items.
         """
-        outputs: dict[int, Output] = {}  # by the index of their item
+        outputs: dict[int, Output] = {}  # of this process, by the index of the item
         for round_start in range(0, len(items), self.world_size):
             self.end_if_stopped()
             # this process takes item number `rank` of each round
             index = min(round_start + self.rank, len(items) - 1)
             outputs[index] = function(items[index])
-        outputs = self.merge(outputs)  # an item that was done twice has equal outputs
+        outputs = self.merge(outputs)  # now of all; an item that was done twice has equal outputs
         return [outputs[index] for index in range(len(items))]
 
     def end_if_stopped(self) -> None:
         """Raise Stopped on every process if one of them got a signal."""
-        if self.stop is not None and not self.all_agree(self.stop.signal == 0):
+        # a scheduler may signal one machine alone; the others would wait for it in a collective
+        if self.stop is not None and not self.all_agree(self.signal == 0):
             raise Stopped
 
     def all_done(self, is_done: bool) -> bool:
@@ -175,14 +181,14 @@ class Process:
     def together(self) -> Iterator[None]:
         """Raise on every process if the block raises on one: there what it raised, on the others
         UserError with its text."""
-        error: Exception | None = None
+        error: Exception | None = None  # of this process
         try:
             yield
         except Exception as block_error:
-            error = block_error
-        texts = self.merge({} if error is None else {self.number: str(error)})
+            error = block_error  # raised below, after the others know of it
+        texts = self.merge({} if error is None else {self.number: str(error)})  # of all errors
         for text in texts.values():
-            raise error or UserError(text)
+            raise error or UserError(text)  # the first text, where this process has no error
 
     def all_equal(self, number: int) -> bool:
         """Return whether every process has the same number, below 2^63."""
@@ -191,10 +197,10 @@ class Process:
 
     def min(self, number: int) -> int:
         """Return the smallest of the processes' numbers."""
-        if self.num_processes == 1:
+        if self.num_processes == 1:  # without a process group
             return number
-        minimum = torch.tensor(number, device=self.device)
-        # each process now holds the smallest
+        minimum = torch.tensor(number, device=self.device)  # int64; NCCL sends what lies on a GPU
+        # in place: each process now holds the smallest
         dist.all_reduce(minimum, dist.ReduceOp.MIN)
         return int(minimum)
 
@@ -202,23 +208,27 @@ class Process:
         """Sum a tensor of floats over all parts of the data, in place, and return it."""
         if self.num_processes > 1:
             dist.all_reduce(values)
-            # Those that share each block have added the same. So they get the same to the bit, too.
+            # A loss is in the sum `tensor_parallel` times, once for each process that computed it.
+            # All of them divide the same sum, so they get the same bits.
             values /= self.tensor_parallel
         return values
 
     def merge(self, outputs: dict[int, Output]) -> dict[int, Output]:
-        """Return the outputs of all processes, which are equal where they have one key."""
-        shares = [outputs]
+        """Return the outputs of all processes in one dict, by the number of an item or a process.
+        Where two processes have one key, their outputs are equal."""
+        shares = [outputs]  # one dict for each process
         if self.num_processes > 1:
-            shares = [{}] * self.num_processes  # filled with those of all processes
-            dist.all_gather_object(shares, outputs)
+            shares = [{}] * self.num_processes  # places, which the next line fills
+            dist.all_gather_object(shares, outputs)  # pickled
         merged: dict[int, Output] = {}
         for share in shares:
             merged.update(share)
         return merged
 
 
-ALONE = Process(0, 1, torch.device("cpu"))  # for what scripts of one process share with runs
+# Main process of a script of one process, for functions that scripts share with runs. Its
+# collectives return at once.
+ALONE = Process(0, 1, torch.device("cpu"))
 
 
 def launched(name: str, default: int = 0) -> int:
@@ -241,7 +251,7 @@ def count_shards(
             f"{per_machine}: start a multiple of it by torchrun --nproc_per_node"
         )
     if shard_across is None:
-        shard_across = per_machine
+        shard_across = per_machine  # links within a machine are the fastest
         # machines of one process each have nothing to share within a machine
         if per_machine == 1 or num_processes % per_machine:
             shard_across = num_processes
@@ -250,7 +260,7 @@ def count_shards(
             f"--shard_across {shard_across} has to divide the {num_processes} processes, and to be "
             f"a multiple of the {per_machine} of a machine"
         )
-    return shard_across // tensor_parallel
+    return shard_across // tensor_parallel  # a copy is divided by both factors
 
 
 def start(
@@ -268,13 +278,15 @@ def start(
     if the device is not there, or is one that several processes cannot share, and if the processes
     do not divide.
     """
-    rank = launched("RANK")  # 0 without a launcher
+    # torchrun's names count all processes, those of Process below the parts of the data
+    number = launched("RANK")  # 0 without a launcher
     local_rank = launched("LOCAL_RANK")  # number of the process on its machine
-    world_size = launched("WORLD_SIZE", 1)
-    per_machine = launched("LOCAL_WORLD_SIZE", world_size)
-    num_shards = count_shards(world_size, per_machine, tensor_parallel, shard_across)
+    num_processes = launched("WORLD_SIZE", 1)
+    per_machine = launched("LOCAL_WORLD_SIZE", num_processes)
+    num_shards = count_shards(num_processes, per_machine, tensor_parallel, shard_across)
     device = pick_device(device_name, local_rank)
-    if world_size > 1 and (device.type == "mps" or ":" in device_name):
+    # ":" as in cuda:1; without it each process takes the GPU of its number
+    if num_processes > 1 and (device.type == "mps" or ":" in device_name):
         raise UserError(
             f"--device {device_name} is one device, which several processes cannot share"
         )
@@ -283,22 +295,23 @@ def start(
         torch.cuda.set_device(device)
     if device.type == "cpu":
         keep_freed_memory()
-    if world_size > 1 and not dist.is_initialized():
+    # initialized already: by tests/fake_gpu, whose group counts what would be sent
+    if num_processes > 1 and not dist.is_initialized():
         if device.type == "cpu":
             dist.init_process_group("gloo", timeout=TIMEOUT)
         else:
             # device_id: connect now, so that a GPU that cannot be reached fails here
             dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    stop = StopSignal() if catch_signals else None
-    num_parts = world_size // tensor_parallel
+    # processes that share each block have consecutive ranks, and one part of the data
+    num_parts = num_processes // tensor_parallel
     return Process(
-        rank // tensor_parallel,
-        num_parts,
-        device,
-        num_parts // num_shards,
-        stop,
-        tensor_parallel,
-        tensor_rank=rank % tensor_parallel,
+        rank=number // tensor_parallel,
+        world_size=num_parts,
+        device=device,
+        copies=num_parts // num_shards,
+        stop=StopSignal() if catch_signals else None,
+        tensor_parallel=tensor_parallel,
+        tensor_rank=number % tensor_parallel,
     )
 
 
@@ -308,7 +321,7 @@ def keep_freed_memory() -> None:
     By default it returns large blocks, such as activations, to the kernel, which zeroes them again
     page by page when the next step allocates them.
     """
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None)  # the C library that Python itself uses
     if hasattr(libc, "mallopt"):  # other C libraries have none
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
@@ -319,6 +332,7 @@ def explain(error: Exception) -> str | None:
 
     gloo raises a plain RuntimeError, in whose text only its own name tells where it comes from.
     """
+    # DistError is raised by NCCL, and by the store where the processes meet
     if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
         return f"another process has ended ({error!s:.200}); continue with --resume auto"
     return None

@@ -10,9 +10,10 @@ from pathlib import Path
 
 VENV = Path(__file__).resolve().parents[1] / ".venv"  # which train.sh makes
 
-for package in ("torch", "numpy", "tyro", "yaml"):
-    if find_spec(package) is None:
+for package in ("torch", "numpy", "tyro", "yaml"):  # enough to tell: they are installed together
+    if find_spec(package) is None:  # found on disk, not imported
         command = "python -m pip install -r requirements.txt"
+        # sys.prefix is the folder of the environment that Python runs in
         if VENV.exists() and Path(sys.prefix) != VENV:
             command = f". {VENV}/bin/activate"
         sys.stderr.write(f"error: {sys.executable} has no package {package}; type: {command}\n")

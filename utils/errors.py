@@ -14,6 +14,7 @@ class UserError(ValueError):
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the host or a GPU has no memory left; PyTorch says so in several ways."""
+    # of its allocator on the host, in a plain RuntimeError; of CUDA, in errors of several classes
     messages = "can't allocate memory|out of memory"
     return isinstance(error, MemoryError) or re.search(messages, str(error)) is not None
 
@@ -29,12 +30,12 @@ def reading(path: Path | str, kind: str) -> Iterator[None]:
         # memory, rights or a disk: such a file must not be called damaged
         if isinstance(error, OSError) or is_out_of_memory(error):
             raise
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"  # "KeyError: 'step'"
         if isinstance(error, UserError):
-            reason = str(error)
+            reason = str(error)  # a sentence already, as of a GPTConfig that cannot be
             if str(path) in reason:
                 raise
-        reason = textwrap.shorten(reason, 300)
+        reason = textwrap.shorten(reason, 300)  # in characters; also makes it one line
         raise UserError(f"{path} is damaged or not {kind}: {reason}") from error
 
 
@@ -45,5 +46,6 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # the first line: torch adds its C++ stack; a MemoryError has no text
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path} could not be written: {reason}") from error

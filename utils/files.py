@@ -26,26 +26,27 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
             file.flush()  # Python's buffer to the kernel
             os.fsync(file.fileno())  # the kernel's to the disk; else a power cut leaves zeros
         replace_file(temporary, path)
-    except BaseException:  # also a signal's
+    except BaseException:  # also the SystemExit or KeyboardInterrupt of a signal
         temporary.unlink(missing_ok=True)
         raise
 
 
 def replace_file(temporary: Path, path: Path) -> None:
-    """Give a file that is on the disk its final name."""
+    """Give a file, whose content is on the disk, its final name, also where a file has it."""
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync_folder(path.parent)  # now the name is on the disk, too
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, which may exist; copy it where the file system has no links."""
+    """Give a file a second name, which may exist; copy it where the file system has no links.
+    The caller calls sync_folder, once for all names."""
     temporary = target.with_name(target.name + ".tmp")
-    temporary.unlink(missing_ok=True)
+    temporary.unlink(missing_ok=True)  # left by a kill; os.link replaces no file
     try:
-        os.link(source.resolve(), temporary)
+        os.link(source, temporary)
     except OSError:
         with open(source, "rb") as file, atomic_write(target) as copy:
-            shutil.copyfileobj(file, copy, 2**20)
+            shutil.copyfileobj(file, copy, 2**20)  # 1 MiB at a time: a checkpoint may be large
     else:
         os.replace(temporary, target)
         temporary.unlink(missing_ok=True)  # it stays where `target` was the same file before
@@ -55,12 +56,13 @@ def lock_folder(folder: Path, activity: str) -> int:
     """Make a folder and lock it for this process; return the descriptor that holds the lock.
 
     The lock ends when the descriptor is closed or the process dies, so a killed run blocks nobody.
-    Raises UserError, which names the `activity`, if another process holds the lock.
+    Raises UserError, which names the `activity` ("writing to"), if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # 0o666 less the umask: other users of a shared folder may lock it, too
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        # NB: fail at once instead of waiting
+        # EX: one process alone; NB: fail at once instead of waiting
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(f"another process is {activity} {folder}; wait for its end") from error
@@ -75,6 +77,6 @@ def lock_folder(folder: Path, activity: str) -> int:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a power cut: a rename is on disk only after this."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)  # `open` takes no folder
     os.fsync(descriptor)  # of the names; the content of the files has an fsync of its own
     os.close(descriptor)

@@ -44,9 +44,9 @@ class Logger:
         begins_empty: bool = False,
     ) -> None:
         self.is_main = is_main
-        if not is_main:
+        if not is_main:  # one process alone writes
             return
-        self.wandb_run: Any = None
+        self.wandb_run: Any = None  # training/run.py sets it with --wandb
         self.last_line_seconds = float("-inf")  # time of the last line of training, on the console
         folder.mkdir(parents=True, exist_ok=True)
         metrics_path = folder / METRICS
@@ -58,22 +58,24 @@ class Logger:
             os.truncate(metrics_path, num_bytes)
         mode = "w" if begins_empty else "a"
         # buffering=1: each line is written at once, and survives a kill
-        self.metrics = open(metrics_path, mode, buffering=1, encoding="utf-8")
-        self.samples = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
+        self.metrics_file = open(metrics_path, mode, buffering=1, encoding="utf-8")
+        self.samples_file = open(folder / SAMPLES, mode, buffering=1, encoding="utf-8")
         if is_resumed:
-            self.log({"split": "resume"}, start)
-        # disable=None: no bar where standard error is not a terminal
+            self.log({"split": "resume"}, start)  # read_metrics drops the rows after this step
+        # on standard error; disable=None: none where that is not a terminal
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
 
     def log(self, row: dict, step: int) -> None:
         """Write one row, which has its "split", and send its numbers to Weights & Biases."""
         if not self.is_main:
             return
-        self.metrics.write(json.dumps({"step": step, **row}) + "\n")
+        self.metrics_file.write(json.dumps({"step": step, **row}) + "\n")
         if self.wandb_run is None:
             return
         split = row["split"]
-        numbers = {f"{split}/{k}": x for k, x in row.items() if isinstance(x, int | float)}
+        # "train/loss"; without texts, and without an MFU of None
+        numbers = {f"{split}/{name}": x for name, x in row.items() if isinstance(x, int | float)}
+        # "step" is a column: wandb's own step only grows, and would lose steps that are done again
         self.call_wandb(self.wandb_run.log, {"step": step, **numbers})
 
     def call_wandb(self, function: Callable[..., Any], *arguments: object) -> Any:
@@ -82,12 +84,13 @@ class Logger:
         try:
             return function(*arguments)
         except Exception as error:  # of wandb, of the network, of the helper's socket
-            self.wandb_run = None
+            self.wandb_run = None  # no further rows are sent
             self.print(f"warning: the run goes on without Weights & Biases ({error!s:.200})")
             return None
 
     def log_train(self, row: dict, step: int) -> None:
-        """Write a row of the split "train"; show it on the progress bar, or as a line at times."""
+        """Write a row of the split "train", after step `step`; show it on the progress bar, or as a
+        line at times. `row` has the figures of StepResult and those of StepTimer.stop."""
         self.log({"split": "train", **row}, step)
         if not self.is_main:
             return
@@ -100,48 +103,51 @@ class Logger:
         if not self.bar.disable:
             # update draws the bar, at most ten times a second
             self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(step - self.bar.n)
+            self.bar.update(step - self.bar.n)  # n: the last step shown; skipped ones are not
             return
+        # no terminal: lines, for the log of a scheduler
         now = time.monotonic()
         is_last = step == self.bar.total
         if is_last or now - self.last_line_seconds >= SECONDS_PER_LINE:
             self.last_line_seconds = now  # since then SECONDS_PER_LINE have to pass
             details = f"lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {row['ms']:,.0f} ms"
-            # as the bar has it; without evaluations
+            # "1:23:45" as the bar has it, by the time of this step, without evaluations
             left = tqdm.format_interval((self.bar.total - step) * row["ms"] / 1000)
             self.print(f"step {step}/{self.bar.total}  {text}  {details}  {left} left")
 
     def log_scores(self, split: str, scores: dict[str, float], step: int) -> None:
         """Write and print the scores of a validation or a benchmark."""
         self.log({"split": split, **scores}, step)
-        scores = dict(scores)
-        text = split
+        scores = dict(scores)  # the caller's stays whole
+        text = split  # "hellaswag", or "held_out" of fine-tuning
         if split == "val":
             text = f"validation loss {scores.pop('loss'):.4f}"
-            if "n" in scores:
+            if "n" in scores:  # not in fine-tuning
                 text += f" of {scores.pop('n'):,} tokens"
-            if "bits_per_byte" in scores:
+            if "bits_per_byte" in scores:  # not where shards do not tell the size of their text
                 text += f", {scores.pop('bits_per_byte'):.4f} bits per byte"
-        for name, score in scores.items():  # of a mixture, loss_NAME for each corpus
+        # those of a benchmark; after a validation of several corpora loss_NAME of each
+        for name, score in scores.items():
             text += f", {name} {score:.5g}"
         self.print(f"step {step}: {text}")
 
     def log_skip(self, reason: str, sequences: list[int], step: int) -> None:
-        """Write and print why the update of a step was skipped, and the sequences it trained on."""
+        """Write and print why the update of a step was skipped; write the numbers of the sequences
+        (in fine-tuning of the examples) that it read."""
         self.log({"split": "skipped", "reason": reason, "sequences": sequences}, step)
         self.print(f"step {step} skipped: {reason}")
 
     def log_sample(self, text: str, step: int) -> None:
         """Append a generated text to samples.txt."""
         if self.is_main:
-            self.samples.write(f"--- step {step}\n{text}\n")
+            self.samples_file.write(f"--- step {step}\n{text}\n")
 
     def print(self, message: str) -> None:
         """Print a message above the progress bar."""
         if not self.is_main:
             return
         try:
-            self.bar.write(message, file=sys.stdout)
+            self.bar.write(message, file=sys.stdout)  # a plain print would break the bar's line
             sys.stdout.flush()
         except OSError:  # `| tee` has ended at Ctrl-C: go on without a console, to save
             sys.stdout = open(os.devnull, "w")
@@ -151,14 +157,15 @@ class Logger:
         if not self.is_main:
             return
         self.bar.close()
-        self.metrics.close()
-        self.samples.close()
+        self.metrics_file.close()
+        self.samples_file.close()
         if self.wandb_run is not None:
             self.call_wandb(self.wandb_run.finish)
 
 
 def logged_run(folder: Path) -> dict | None:
-    """Return the config.json beside the metrics of a folder; {} if it cannot be read.
+    """Return the content of the config.json beside the metrics of a folder, which training/run.py
+    writes: "run_id", "config" (the options), "tokenizer" and others; {} if it cannot be read.
 
     None means that there is no log in the folder.
     """
@@ -171,7 +178,8 @@ def logged_run(folder: Path) -> dict | None:
 
 
 def find_metrics(path: Path | str) -> Path:
-    """Return the metrics.jsonl that a path is, or that lies in the folder of a log or of a run."""
+    """Return the metrics.jsonl that a path is, or that lies in the folder of a log or of a run.
+    Raises UserError without one."""
     for metrics_path in (Path(path), Path(path, METRICS), Path(path, "logs", METRICS)):
         if metrics_path.is_file():
             return metrics_path
@@ -186,19 +194,21 @@ def read_metrics(path: Path | str) -> dict[str, list[dict]]:
     """
     metrics_path = find_metrics(path)
     rows: dict[tuple[str, int], dict] = {}  # by split and step
+    # `reading` turns what a line of another format raises into a UserError
     with reading(metrics_path, "the log of a run"), open(metrics_path, encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
                 break  # half a row: the writer was killed, or is writing it
             row = json.loads(line)
             if row["split"] == "resume":
-                # the run continued at this step: later ones may never be written again
+                # The run continued after this step. It may never write some of the later rows anew:
+                # it was stopped again before them, or has another --eval_every.
                 rows = {key: old for key, old in rows.items() if old["step"] <= row["step"]}
             else:
                 # a later row of a step takes the place of an earlier one
                 rows[row["split"], row["step"]] = row
 
-    log: dict[str, list[dict]] = {}
+    log: dict[str, list[dict]] = {}  # by split
     for split, step in sorted(rows):
         log.setdefault(split, []).append(rows[split, step])
     return log

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, get_args, get_origin
 
 from utils.errors import UserError
 
-# All are false for NaN.
+# A rule is named by its text, which stands in the type and in the message. All are false for NaN.
 RULES = {
     "at least 0": lambda x: 0 <= x < math.inf,
     "at least 1": lambda x: x >= 1,
@@ -34,7 +34,7 @@ def check_ranges(options: Dataclass, prefix: str = "") -> None:
     `prefix` stands before the field's name in the message: -- for flags."""
     for field in fields(options):
         value = getattr(options, field.name)
-        rule = broken_rule(field.type, value)
+        rule = broken_rule(field.type, value)  # "at least 1", or None
         if rule is not None:
             raise UserError(f"{prefix}{field.name} {value} must be {rule}")
 
@@ -42,12 +42,13 @@ def check_ranges(options: Dataclass, prefix: str = "") -> None:
 def broken_rule(field_type: object, value: object) -> str | None:
     """Return what a value of a field must be and is not, None for one that its type allows. Values
     that are found later, None and "auto", are allowed."""
-    choices = get_args(field_type)
-    if get_origin(field_type) is Literal and value not in choices:
-        return f"one of {', '.join(choices)}"
+    type_args = get_args(field_type)  # the choices of Literal["a", "b"]; the parts of Count | None
+    if get_origin(field_type) is Literal and value not in type_args:
+        return f"one of {', '.join(type_args)}"
     if isinstance(value, int | float):
         # the rule stands in the type, Count, or in a part of it, Count | None
-        for part in (field_type,) + choices:
+        for part in (field_type,) + type_args:
+            # () for int, None and "auto", which are not Annotated
             for rule in getattr(part, "__metadata__", ()):
                 if not RULES[rule](value):
                     return rule

@@ -29,7 +29,7 @@ class GPU:
     """Bytes/s that it sends to GPUs of its machine, by NVLink or else PCIe; 0: not known."""
 
 
-# the first entry that fits is used: H200 NVL comes before H200
+# the first entry that fits is used: H200 NVL comes before H200, whose word its name holds, too
 GPUS = (
     GPU("GB200", 2500e12),
     GPU("B200", 2250e12, memory=180, bandwidth=900e9),
@@ -60,7 +60,7 @@ VARIANTS = {"MIG", "Laptop", "D", "Ti", "SUPER"}
 def find_gpu(device_name: str) -> GPU | None:
     """Return the GPU that the driver calls `device_name`, None if its peak is not known."""
     words = set(re.split("[ -]", device_name))  # "NVIDIA H100 80GB HBM3" and "A100-SXM4-80GB"
-    # no figure is better than a wrong one
+    # a slower variant or a part of a GPU: no figure is better than a wrong one
     if words & VARIANTS:
         return None
     for gpu in GPUS:  # the first that fits: "H100 NVL" stands before "H100"
@@ -71,7 +71,7 @@ def find_gpu(device_name: str) -> GPU | None:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of matmuls on a device, None if unknown, as for CPUs and float32."""
-    # the table holds the peak of 16 bits; float32 has another
+    # the table holds the peak of float16 and bfloat16; that of float32 is a fraction of it
     if device.type != "cuda" or dtype is torch.float32:
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
@@ -84,23 +84,24 @@ class StepTimer:
     def __init__(
         self, flops_per_token: int, device: torch.device, dtype: torch.dtype, num_devices: int
     ) -> None:
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops(device, dtype)  # of one device, None if unknown
+        self.flops_per_token = flops_per_token  # of forward and backward: GPT.flops_per_token
+        self.peak_flops = peak_flops(device, dtype)  # FLOP/s of one device, None if unknown
         self.num_devices = num_devices
-        self.start_seconds = 0.0  # start of the step, by the performance counter
+        self.start_seconds = 0.0  # when the step began, by the performance counter
 
     def start(self) -> None:
         """Begin a step."""
         self.start_seconds = time.perf_counter()
 
     def stop(self, tokens: int) -> dict[str, float | None]:
-        """End a step on `tokens` tokens; return columns for the log: tokens/s, MFU, milliseconds.
+        """End a step on `tokens` tokens of all devices; return columns for the log: tokens/s, MFU,
+        milliseconds.
 
         The step must have ended with a host sync, or a GPU is still at work on it.
         """
         seconds = time.perf_counter() - self.start_seconds
         tokens_per_second = tokens / seconds
-        mfu = None
+        mfu = None  # a share, 0 to 1; None on CPUs and unknown GPUs
         if self.peak_flops:
             total_peak = self.num_devices * self.peak_flops
             mfu = self.flops_per_token * tokens_per_second / total_peak
