@@ -73,7 +73,7 @@ def train(config: SweepConfig, name: str) -> Run:
 
     # The folder's name does not tell --fixed: without this check the table would compare a run of
     # an earlier sweep, on other data or of another length, with new ones.
-    earlier = logged_run(folder / "logs")  # its config.json, with its command; None before a run
+    earlier = logged_run(folder / "logs")  # its config.json; None before a run, {} if it is damaged
     # without train.py, the first word, and without the last one, as --out may have another spelling
     if earlier and earlier["command"][1:-1] != flags[:-1]:
         raise UserError(f"{folder} has a run with other options; give another --out")

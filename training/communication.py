@@ -90,8 +90,8 @@ def forecast_step(
     # Two all-reduces of (tokens, C) a block: forward in the dtype of matmuls, backward in float32.
     token_bytes = shape.n_layer * shape.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
     if options.activation_checkpointing == "block":
-        # Recomputation repeats that after attention. It ends before that after the MLP, whose
-        # result the backward pass does not need.
+        # Recomputation repeats that after attention; it ends before that after the MLP, whose
+        # result the backward pass does not need. Under "cheap" the compiler keeps both results.
         token_bytes += shape.n_layer * shape.n_embd * itemsize
     activations = options.total_batch_size // num_parts * token_bytes  # in a step
     activation_bytes, _ = split_by_link(2 * activations, num_ranks, num_ranks)  # in one machine

@@ -62,7 +62,7 @@ class Measurement(NamedTuple):
 
 
 def measure_in_turn(
-    programs: dict[str, Callable], options: MeasureOptions
+    programs: dict[str, Callable[..., Program]], options: MeasureOptions
 ) -> dict[str, Measurement]:
     """Measure programs in turn, each time in a new process, and print each measurement.
 

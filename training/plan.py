@@ -146,12 +146,11 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
     if itemsize < FLOAT32_BYTES:
         # casts for the matmuls: hidden states, their gradient and the weight
         copies = itemsize * (2 * tokens * C + V * C)
-    # One chunk of logits in the dtype of matmuls. Without the compiler, which stores no
-    # intermediate results, also a copy of some of its rows in float32, and their softmax. A CPU
-    # works on too few rows at a time to count.
-    # most tokens of a chunk whose logits, in float32, fit into chunk_bytes
+    # tokens of one chunk: at most as many as have chunk_bytes of float32 logits
     max_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
     logits = itemsize * loss.chunk_rows(tokens, max_rows) * V
+    # Without the compiler, which stores no intermediate results, also a copy of some of its rows in
+    # float32, and their softmax. A CPU works on too few rows at a time to count.
     if not compiled and hardware.device.type != "cpu":
         logits += 2 * loss.SOFTMAX_BYTES
     return hidden + gradients + copies + logits  # bytes each
