@@ -45,7 +45,7 @@ def write_data(folder: Path, seed: int) -> None:
     write_rows(folder / "sums.jsonl", 6 * rows[200:])
     # few dialogs: they teach the form of an answer, and rewards teach to answer
     write_rows(folder / "dialogs.jsonl", rows[200:208])
-    write_rows(folder / "questions.jsonl", rows[600:])
+    write_rows(folder / "questions.jsonl", rows[600:])  # 7,500, without those of the dialogs
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
