@@ -55,26 +55,30 @@ class BenchConfig(MachineOptions, ModelOptions, BenchOptions):
 
 
 def build_ours(config: BenchConfig) -> Program:
-    """Return this project's model and optimizers, as train.py makes them."""
+    """Return this project's model, optimizers and dtype, as train.py makes them. It runs in a
+    process of its own, which training/measure.py starts."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     recipe = parse_recipe(config.recipe)
     execution = Execution(config.activation_checkpointing, config.use_torch_compile)
+    # random weights: their values do not change the time of a step
     model = GPT(config.shape, execution).to(device)
-    # The learning rates stay the optimizers' own: they do not change the time of a step.
+    # The learning rates stay the optimizers' own: they do not change it either.
     options = OptimizerOptions(weight_decay=recipe.weight_decay)
     return model, make_optimizers(model, options, recipe, dtype), dtype
 
 
 def build_nanogpt(peer: Path, config: BenchConfig) -> Program:
-    """Return the model and optimizer of a checkout of nanoGPT, as its train.py makes them."""
+    """Return the model and optimizer of a checkout of nanoGPT, as its train.py makes them, and the
+    dtype of matmuls. It runs in a process of its own, as build_ours."""
     # Load its model.py under another name, as `model` is this project's package.
     spec = util.spec_from_file_location("nanogpt", peer / "model.py")
-    assert spec is not None and spec.loader is not None  # as of each file in .py
+    assert spec is not None and spec.loader is not None  # None only for files of an unknown type
     nanogpt = util.module_from_spec(spec)
     sys.modules["nanogpt"] = nanogpt  # where torch.compile looks for the globals of its functions
-    spec.loader.exec_module(nanogpt)
+    spec.loader.exec_module(nanogpt)  # runs the file
 
+    # the sizes of this project's model, padding of the vocabulary included
     shape = config.shape
     model_config = nanogpt.GPTConfig(
         block_size=shape.block_size,
@@ -91,7 +95,8 @@ def build_nanogpt(peer: Path, config: BenchConfig) -> Program:
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
     if config.use_torch_compile:  # this project's Execution compiles its model
         model = torch.compile(model)
-    # it returns logits and loss, where this project's model returns the loss alone
+    # it returns logits and loss, where this project's model returns the loss alone: the result of
+    # the hook takes their place
     model.register_forward_hook(lambda module, inputs, outputs: outputs[1])
     return model, [optimizer], pick_dtype(config.dtype, device)
 
@@ -106,23 +111,23 @@ def main(config: BenchConfig) -> None:
                 f"https://github.com/karpathy/nanoGPT {peer}"
             )
         programs["nanogpt"] = partial(build_nanogpt, peer)
-    medians = measure_in_turn(programs, config)
+    medians = measure_in_turn(programs, config)  # a Measurement of each, by name
 
     # Only now: a process that uses a GPU takes some of its memory from the measurements.
     device = pick_device(config.device)
-    peak = peak_flops(device, pick_dtype(config.dtype, device))
+    peak = peak_flops(device, pick_dtype(config.dtype, device))  # FLOP/s, None if unknown
     # of this project's model: nanoGPT's has the same matmuls
     flops_per_token = build_without_weights(config.shape).flops_per_token()
     measured = {}
     for side, median in medians.items():
-        rate = config.micro_batch_size * config.block_size / median.step_seconds
+        rate = config.micro_batch_size * config.block_size / median.step_seconds  # tokens/s
         mfu = None  # for CPUs, and GPUs whose peak is not known
         if peak is not None:
             mfu = rate * flops_per_token / peak
         measured[side] = {"rate": rate, "peak_bytes": median.peak_bytes, "mfu": mfu}
 
     row: dict[str, object] = {
-        **describe(device),
+        **describe(device),  # names of the device and of PyTorch's version
         "unit": "tokens/s",
         "measured": measured,
         "options": vars(config),

@@ -13,18 +13,19 @@ from pathlib import Path
 def worked_sum(a: int, b: int) -> str:
     """Return a sum of two numbers below 100, worked from the units: "7+8=15, 2+5+1=8, 85"."""
     # as by hand: the units, then the tens with what is carried over
-    units = a % 10 + b % 10
-    carry = units // 10
-    tens = a // 10 + b // 10 + carry
+    units = a % 10 + b % 10  # 7 + 8 = 15
+    carry = units // 10  # 1
+    tens = a // 10 + b // 10 + carry  # 2 + 5 + 1 = 8
     return f"{a % 10}+{b % 10}={units}, {a // 10}+{b // 10}+{carry}={tens}, {a + b}"
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Write texts, dialogs and questions; no stage sees the sums of the held-out questions."""
+    """Write texts, dialogs and questions as .jsonl files; no stage sees the sums of the held-out
+    questions."""
     pairs = list(itertools.product(range(10, 100), repeat=2))
     random.Random(seed).shuffle(pairs)  # 8,100 pairs
-    rows: list[dict] = []
-    sums: list[dict] = []  # questions in the form of the texts
+    rows: list[dict[str, str]] = []  # one for each pair: each stage reads the fields that it needs
+    sums: list[dict[str, str]] = []  # questions in the form of the texts
     for a, b in pairs:
         answer = worked_sum(a, b)
         row = {
@@ -39,15 +40,16 @@ def write_data(folder: Path, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "held_out.jsonl", rows[:200])
     write_rows(folder / "held_out_sums.jsonl", sums[:200])
-    # Training reads less than the six copies. Each has a sum at another place of a sequence.
+    # Pre-training reads six copies a little more than once. So it meets a sum several times, each
+    # time at another place of a sequence.
     write_rows(folder / "sums.jsonl", 6 * rows[200:])
     # few dialogs: they teach the form of an answer, and rewards teach to answer
     write_rows(folder / "dialogs.jsonl", rows[200:208])
-    write_rows(folder / "questions.jsonl", rows[600:])
+    write_rows(folder / "questions.jsonl", rows[600:])  # 7,500, without those of the dialogs
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Write a .jsonl file."""
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write a .jsonl file, one row a line."""
     lines = [json.dumps(row) + "\n" for row in rows]
     path.write_text("".join(lines))
 

@@ -36,7 +36,7 @@ FLAGS_SMALL = (
 )
 # 20 steps whose rate does not follow from --max_steps
 FLAGS_RESUME = "--resume auto --eval_every 0 --warmup_steps 0 --max_lr 1e-4 --min_lr 1e-4"
-SMALL_LOSS = 1.206  # at step 50 of FLAGS_SMALL, on a CPU
+SMALL_LOSS = 1.206  # validation loss at step 50 of FLAGS_SMALL, in nats per byte, on a CPU
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class FirstHourConfig:
 
 
 def output(command: str) -> str:
-    """Run a script of this project and return its output; raise UserError if it fails."""
+    """Run a script of this project and return its standard output; raise UserError if it fails.
+    `command` is its path from the project's folder, and its flags."""
+    # standard error goes to the console: progress, and why a command failed
     done = subprocess.run([sys.executable, *command.split()], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise UserError(f"this command failed: python {command}")
@@ -58,22 +60,23 @@ def output(command: str) -> str:
 
 
 def verdict(name: str, measured: float, low: float, high: float) -> bool:
-    """Print whether a figure lies in its range, and return it."""
-    is_right = low <= measured <= high
+    """Print whether a figure lies in its range, and return whether it does."""
+    is_right = low <= measured <= high  # False for NaN
     word = "ok   " if is_right else "WRONG"
     print(f"{word} {name}: {measured:.4g}, expected {low:.4g} to {high:.4g}", flush=True)
     return is_right
 
 
 def check_loss(flags: str, run: Path, step: int, expected: float, tolerance: float) -> bool:
-    """Train in a new folder, stop by SIGTERM at the validation of `step`, and check its loss."""
+    """Train in the new folder `run`, stop by SIGTERM at the validation of `step`, and check its
+    loss. `expected` and `tolerance` are in nats per token."""
     command = [sys.executable, *f"train.py --run_dir {run} --sample_every 0 {flags}".split()]
-    loss = math.nan  # if the run ends before
+    loss = math.nan  # if the run ends before, which the verdict calls wrong
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None  # it is a pipe
-        for line in process.stdout:
+        for line in process.stdout:  # as train.py writes them, up to its end
             print(line, end="", flush=True)
-            if line.startswith(f"step {step}: validation loss "):
+            if line.startswith(f"step {step}: validation loss "):  # Logger.log_scores
                 loss = float(line.split()[4])
                 process.terminate()  # it saves, and ends
     name = f"validation loss at step {step}"
@@ -84,7 +87,9 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
     """Check the largest difference of a training loss between 20 steps at a stretch, and 10 steps
     and then 10 more."""
     for run, steps in (("whole", 20), ("resumed", 10), ("resumed", 20)):
+        # --resume auto of FLAGS_RESUME: the second start of "resumed" continues its checkpoint
         output(f"train.py --run_dir {out / run} {flags} {FLAGS_RESUME} --max_steps {steps}")
+    # rows of training, one for each of the 20 steps
     whole = read_metrics(out / "whole")["train"]
     resumed = read_metrics(out / "resumed")["train"]
     gap = max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, resumed, strict=True))
@@ -92,7 +97,7 @@ def check_resume(flags: str, out: Path, tolerance: float) -> bool:
 
 
 def check_small(out: Path) -> list[bool]:
-    """Check a small model on squares of numbers."""
+    """Check a small model on squares of numbers. Return whether each figure is right."""
     text = "".join(f"The square of {n} is {n * n}.\n" for n in range(20_000))
     (out / "squares.txt").write_text(text)
     source = f"--input {out}/squares.txt --tokenizer bytes"
@@ -100,12 +105,13 @@ def check_small(out: Path) -> list[bool]:
     flags = f"{FLAGS_SMALL} --data_dir {out}/shards"
     return [
         check_loss(flags, out / "run", 50, SMALL_LOSS, tolerance=0.02),
-        check_resume(flags, out, tolerance=0),
+        check_resume(flags, out, tolerance=0),  # CPUs resume bit for bit
     ]
 
 
 def check_124m(out: Path) -> list[bool]:
-    """Check 124M on the GPU."""
+    """Check 124M on the GPU. Return whether each figure is right."""
+    # two shards of 100M train tokens: 250 steps read 131M
     output(f"data/fineweb-edu.py --max_shards 2 --local_dir {out}/shards")
     flags = f"{FLAGS_124M} --data_dir {out}/shards"
     results = [
@@ -115,16 +121,18 @@ def check_124m(out: Path) -> list[bool]:
         check_resume(flags, out, tolerance=2e-3),
     ]
 
+    # speed, and peak memory of tensors: the last line of bench.py is JSON
     bench = output("scripts/bench.py --device cuda --use_torch_compile --micro_batch_size 16")
     measured = json.loads(bench.splitlines()[-1])["measured"]["ours"]
     if measured["mfu"] is None:
         print("not checked: the MFU, as the peak of this GPU is not known")
-    else:
+    else:  # MFU: the share of the peak that forecasts assume
         results.append(verdict("MFU", measured["mfu"], 0.8 * MFU, 1))
     forecast = output("train.py --dry_run --micro_batch_size 16")
     total = float(forecast.partition("  in all")[0].split()[-1])  # the number before these words
     results.append(verdict("peak GB", measured["peak_bytes"] / 1e9, 0.85 * total, 1.1 * total))
 
+    # the score of a model whose score is published
     output(f"evaluate.py --model gpt2 --tasks hellaswag --out {out}/gpt2.json")
     rows = json.loads((out / "gpt2.json").read_text())["results"]
     values = {(row["task"], row["protocol"], row["metric"]): row["value"] for row in rows}
@@ -141,7 +149,7 @@ def main(config: FirstHourConfig) -> None:
         shutil.rmtree(config.out / run, ignore_errors=True)
     config.out.mkdir(parents=True, exist_ok=True)
     check = check_small if config.small else check_124m
-    if not all(check(config.out)):
+    if not all(check(config.out)):  # all figures have been printed by then
         sys.exit(1)
 
 

@@ -30,12 +30,13 @@ from model.config import GPTConfig
 from model.execution import Execution
 from model.gpt import GPT, rebuild
 from model.recipes import Recipe
-from training.measure import MeasureOptions, Program, measure_in_turn
+from training.measure import Measurement, MeasureOptions, Program, measure_in_turn
 from training.optim import make_optimizers
 from utils.cli import start_script
 from utils.devices import pick_device
 from utils.ranges import Count, NonNegative
 
+# each name is a change to the rung before it, and `build` looks for the name
 RUNGS = [
     "start",
     "padded vocabulary",
@@ -50,7 +51,7 @@ RUNGS = [
 
 @dataclass(frozen=True)
 class LadderOptions:
-    """Model and device."""
+    """Model, device and picture."""
 
     n_layer: Count = 4
     """Transformer blocks."""
@@ -62,17 +63,18 @@ class LadderOptions:
     """Tokens per sequence."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
+    out: Path = Path("plots/ladder.png")
+    """Picture to write."""
 
 
 @dataclass(frozen=True)
 class LadderConfig(MeasureOptions, LadderOptions):
     """Measure the changes between a tutorial's GPT-2 and this one."""
 
+    # smaller than those of MeasureOptions, so that eight rungs take minutes on two cores
     repeats: Count = 3
     seconds: NonNegative = 1.0
     micro_batch_size: Count = 2
-    out: Path = Path("plots/ladder.png")
-    """Picture to write."""
 
 
 # what the rungs replace
@@ -83,13 +85,14 @@ class UnpaddedConfig(GPTConfig):
 
     @property
     def padded_vocab_size(self) -> int:
-        return self.vocab_size
+        return self.vocab_size  # GPTConfig rounds it up to a multiple of 64
 
 
 class PlainAttention(nn.Module):
     """softmax(q k^T / sqrt(D)) v, with the weights of all pairs of tokens in memory."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        # (B, H, T, D) each; `mask` is None in training
         scores = q @ k.mT / q.size(-1) ** 0.5  # (B, H, T, T)
         # -inf above the diagonal: no token attends to later ones
         causal_mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)  # (T, T)
@@ -101,6 +104,7 @@ class PlainLoss(nn.Module):
     """Cross-entropy of the logits of all tokens at once, several times in memory."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        # x (N, C), the head's weight (padded V, C), targets (N,)
         # a bias of -inf takes the padding out of the softmax
         bias = weight.new_zeros(len(weight))
         bias[GPT2Tokenizer.vocab_size :] = -torch.inf
@@ -113,10 +117,11 @@ class PlainAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # takes no closure
+        # groups of a torch.optim.AdamW, whose options they hold: lr, betas, eps, weight_decay
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
-                # step, and moving averages of the gradient and of its square
+                # step, and moving averages of the gradient and of its square: the paper's names
                 t, m, v = self.state.get(p, (0, 0, 0))
                 t += 1
                 m = beta1 * m + (1 - beta1) * p.grad
@@ -131,8 +136,8 @@ class PlainAdamW(torch.optim.Optimizer):
 
 def build(rung: str, config: LadderConfig) -> Program:
     """Return the program of a rung: this project's model, with a plain part for each change that
-    comes later."""
-    changes = RUNGS[: RUNGS.index(rung) + 1]
+    comes later. It runs in a process of its own, which training/measure.py starts."""
+    changes = RUNGS[: RUNGS.index(rung) + 1]  # names of this rung's change and of all before it
     shape = GPTConfig(
         block_size=config.block_size,
         n_layer=config.n_layer,
@@ -142,9 +147,10 @@ def build(rung: str, config: LadderConfig) -> Program:
     checkpointing = "block" if "activation checkpointing" in changes else "none"
     model = GPT(shape, Execution(checkpointing, "compile" in changes))
     if "padded vocabulary" not in changes:
-        # all rungs begin with the same weights, this one without the rows of the padding
+        # All rungs begin with the same weights, as torch.manual_seed(0) comes before; this one does
+        # without the rows of the padding.
         model = rebuild(model, UnpaddedConfig(**vars(shape)))
-    if "fused attention" not in changes:
+    if "fused attention" not in changes:  # attn.attend has no weights to take over
         for block in model.transformer.h:
             block.set_submodule("attn.attend", PlainAttention())
     if "chunked loss" not in changes:
@@ -152,32 +158,37 @@ def build(rung: str, config: LadderConfig) -> Program:
     model.to(pick_device(config.device))
 
     dtype = torch.bfloat16 if "bfloat16" in changes else torch.float32
-    # `changes`: names of this rung's change and of all before it
+    # the default recipe is GPT-2's: AdamW alone
     optimizers = make_optimizers(model, OptimizerOptions(weight_decay=0.1), Recipe())
     if "fused AdamW" not in changes:
+        # the groups, with their options; nothing has taken a step yet
         optimizers = [PlainAdamW(optimizer.param_groups, {}) for optimizer in optimizers]
     return model, optimizers, dtype
 
 
-def draw(step_ms: dict[str, float], out: Path) -> None:
+def draw(medians: dict[str, Measurement], out: Path) -> None:
     """Draw the milliseconds of a step of each rung as bars, from above, into the picture `out`."""
     picture = Figure(figsize=(WIDTH, 3), layout="constrained")
     axes = picture.subplots()
-    axes.bar_label(axes.barh(list(step_ms), list(step_ms.values())), fmt="%.0f")
-    axes.invert_yaxis()
+    step_ms = [1000 * median.step_seconds for median in medians.values()]
+    bars = axes.barh(list(medians), step_ms)
+    axes.bar_label(bars, fmt="%.0f")
+    axes.invert_yaxis()  # barh begins at the bottom
     save(picture, out, "milliseconds per training step")
 
 
 def main(config: LadderConfig) -> None:
+    # a Measurement of each rung: medians of its repeats
     medians = measure_in_turn({rung: partial(build, rung) for rung in RUNGS}, config)
     loss_before = medians["start"].loss
     print("\n| rung | ms a step | peak GB | loss | change of the loss |")
     print("|---|---|---|---|---|")
     for rung, (step_seconds, peak_bytes, loss) in medians.items():
+        # only rounding may differ: each rung trains the same model on the same batch
         change = f"{loss:.6f} | {loss - loss_before:+.6f}"
         print(f"| {rung} | {1000 * step_seconds:.0f} | {peak_bytes / 1e9:.2f} | {change} |")
         loss_before = loss
-    draw({rung: 1000 * median.step_seconds for rung, median in medians.items()}, config.out)
+    draw(medians, config.out)
     print(f"wrote {config.out}")
 
 

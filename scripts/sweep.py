@@ -60,8 +60,9 @@ def list_groups(grid: tuple[str, ...]) -> list[str]:
 
 
 def train(config: SweepConfig, name: str) -> Run:
-    """Train the run "recipe=gpt2 max_lr=2e-3 seed=1", or the steps that it lacks, and return it.
-    Raises UserError if it fails, or if its folder has a run with other options."""
+    """Train the run `name`, such as "recipe=gpt2 max_lr=2e-3 seed=1", or the steps that it lacks,
+    and return its log. Raises UserError if it fails, or if its folder has a run with other
+    options."""
     folder = config.out / name
     # Of two flags of one name the last one wins: so a --fixed seed or rate changes nothing.
     options = list(config.fixed) + name.split()
@@ -72,7 +73,7 @@ def train(config: SweepConfig, name: str) -> Run:
 
     # The folder's name does not tell --fixed: without this check the table would compare a run of
     # an earlier sweep, on other data or of another length, with new ones.
-    earlier = logged_run(folder / "logs")  # its config.json
+    earlier = logged_run(folder / "logs")  # its config.json; None before a run, {} if it is damaged
     # without train.py, the first word, and without the last one, as --out may have another spelling
     if earlier and earlier["command"][1:-1] != flags[:-1]:
         raise UserError(f"{folder} has a run with other options; give another --out")
@@ -80,7 +81,7 @@ def train(config: SweepConfig, name: str) -> Run:
     print(f"--- {name}", flush=True)  # flush: before what train.py prints
     # Popen, as subprocess.run kills the run at Ctrl-C: the terminal tells it, too, and it saves
     exit_code = subprocess.Popen([sys.executable, TRAIN, *flags]).wait()
-    if exit_code != 0:  # its error stands above
+    if exit_code != 0:  # its error stands above; 128 + the signal if one stopped it
         raise UserError(f"the run {name} has failed: see above; mend it or take it out of --grid")
     return read_run(folder)
 
@@ -91,9 +92,9 @@ def to_markdown(groups: list[str], losses: np.ndarray, metric: str) -> str:
     order."""
     num_seeds = losses.shape[1]
     ddof = min(1, num_seeds - 1)  # deviations of a sample; of a single seed 0
-    means = losses.mean(axis=1)
-    order = means.argsort()  # with NaN, of a run that diverged, last
-    differences = losses - losses[order[0]]  # seed by seed
+    means = losses.mean(axis=1)  # (groups,)
+    order = means.argsort()  # indices of groups, the best first; NaN, of one that diverged, last
+    differences = losses - losses[order[0]]  # (groups, seeds), seed by seed
     lines = [f"| run | validation {metric} | std of {num_seeds} | to the best |", "|---" * 4 + "|"]
     for i in order:
         numbers = f"{means[i]:.4f} | {losses[i].std(ddof=ddof):.4f} | {differences[i].mean():+.4f}"
@@ -107,14 +108,15 @@ def draw(runs: list[Run], groups: list[str], losses: np.ndarray, metric: str, ou
     then of the second, ...; `losses` (groups, seeds) are their last ones, which sort the legend."""
     num_seeds = losses.shape[1]
     ddof = min(1, num_seeds - 1)  # as in the table
-    picture, panels = figure.make_panels([[metric]])
+    picture, panels = figure.make_panels([[metric]])  # one panel, by the name of its metric
     axes = panels[metric]
     colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))  # blue is best, red is worst
     for color, i in zip(colors, losses.mean(axis=1).argsort(), strict=True):
+        # of each seed of group i: training tokens, and the losses at these
         curves = [curve(run, "val", metric) for run in runs[num_seeds * i : num_seeds * (i + 1)]]
         x = curves[0][0][1:]  # without the untrained models, far above all others
         values = np.array([values[1:] for _, values in curves])  # (seeds, validations)
-        mean = values.mean(axis=0)
+        mean = values.mean(axis=0)  # over seeds, (validations,)
         std = values.std(axis=0, ddof=ddof)
         label = f"{groups[i]}: {losses[i].mean():.4f} ± {losses[i].std(ddof=ddof):.4f}"
         axes.plot(x, mean, color=color, label=label)
@@ -131,7 +133,7 @@ def main(config: SweepConfig) -> None:
     # nats per token, or bits per byte where the tokenizers of the groups differ
     metric = comparable_loss(runs)
     # NaN for shards made elsewhere, which do not tell the bytes of their text
-    last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]
+    last_losses = [run.log["val"][-1].get(metric, np.nan) for run in runs]  # after the last step
     losses = np.reshape(last_losses, (len(groups), -1))  # (groups, seeds)
     table = to_markdown(groups, losses, metric)
     (config.out / "table.md").write_text(table, encoding="utf-8")

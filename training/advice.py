@@ -21,8 +21,8 @@ def choose_micro_batch(
     shape: GPTConfig,
     hardware: Hardware,
 ) -> tuple[int, str]:
-    """Return the sequences of a micro-batch for --micro_batch_size auto, and a sentence about it.
-    Raises UserError, which names flags that would do, if not even one sequence fits."""
+    """Return the sequences of a micro-batch for --micro_batch_size auto, and a sentence about it to
+    print. Raises UserError, which names flags that would do, if not even one sequence fits."""
     size, needed_bytes = largest_micro_batch(options, recipe, shape, hardware)
     free_text = f"{hardware.free / 1e9:.2f} GB free"
     if size == 0:
@@ -40,16 +40,17 @@ def largest_micro_batch(
     """Return the most sequences of a micro-batch whose forecast fits USABLE of the free memory, and
     that forecast in bytes; 0 and that of one sequence if none fits. The sequences divide a
     process's share of a step."""
-    num_parts, _ = hardware.count_parts(options)
-    num_sequences = replace(options, micro_batch_size=1).sequences_per_step(num_parts) // num_parts
-    # the largest first
+    # as many micro-steps of one sequence as a process has sequences in a step
+    num_sequences = hardware.count_micro_steps(replace(options, micro_batch_size=1))
+    # the largest first; another size than a divisor would leave a smaller last micro-batch
     for size in range(num_sequences, 0, -1):
         if num_sequences % size == 0:
             trial = replace(options, micro_batch_size=size)
+            # forecast_memory: bytes at the peak, by part of the memory
             needed_bytes = sum(forecast_memory(trial, recipe, shape, hardware).values())
             if needed_bytes <= USABLE * hardware.free:
                 return size, needed_bytes
-    return 0, needed_bytes
+    return 0, needed_bytes  # of the last trial, one sequence
 
 
 def advise(
@@ -58,15 +59,18 @@ def advise(
     """Return the flags with which a step takes the least time by forecast, of those with which the
     run fits these devices; of equal ones the first below, which are the plainest. Return where to
     look if none fit, or if the devices are not known."""
-    model = build_without_weights(shape)
+    model = build_without_weights(shape)  # on the device "meta", for its FLOPs
     num_processes = hardware.num_processes
+    # values of --shard_across, beside None: the processes of two machines, of three, ...
     several_machines = range(2 * hardware.per_machine, num_processes + 1, hardware.per_machine)
     best_seconds = math.inf
-    advice = "see --activation_checkpointing and --sharding"
+    advice = "see --activation_checkpointing and --sharding"  # if no combination below fits
+    # Plainest values first: a later combination has to be faster to be taken. The last tuple varies
+    # fastest.
     for checkpointing, tensor_parallel, shard_across, sharding in itertools.product(
         ("none", "cheap", "block"),
         (1, 2, 4, 8),
-        (None, *several_machines),
+        (None, *several_machines),  # None: the processes of each machine divide a copy
         ("none", "zero1", "zero2", "zero3"),
     ):
         flags: dict[str, object] = {
@@ -81,12 +85,13 @@ def advise(
             size, _ = largest_micro_batch(trial, recipe, shape, hardware)
         except UserError:  # they do not divide, or do not go together
             continue
-        if size == 0:
+        if size == 0:  # not even one sequence fits
             continue
+        # None for a device whose speed is not known: the advice stays the general one
         step = forecast_step(replace(trial, micro_batch_size=size), model, hardware)
         if step is not None and step.seconds < best_seconds:
             best_seconds = step.seconds
             flags["micro_batch_size"] = size
-            words = " ".join(to_flags(flags))
-            advice = f"the fastest that fits is {words}, {best_seconds:.2f} s a step"
+            flags_text = " ".join(to_flags(flags))  # without a --shard_across of None
+            advice = f"the fastest that fits is {flags_text}, {best_seconds:.2f} s a step"
     return advice

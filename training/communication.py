@@ -15,17 +15,18 @@ MFU = 0.40  # llm.c's 124M on eight H100: 140 ms for 524,288 tokens (modded-nano
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Forecast of a step of one GPU: seconds of compute at MFU, and bytes that it sends."""
+    """Forecast of a step of one GPU: what it computes, and the bytes that it sends."""
 
     compute_seconds: float
+    """Seconds of its FLOPs at MFU, without waiting for others."""
     machine_bytes: float
-    """Weights and gradients, within its machine."""
+    """Weights and gradients that it sends within its machine."""
     network_bytes: float
-    """Weights and gradients, between machines."""
+    """Weights and gradients that it sends to other machines."""
     activation_bytes: float
-    """Activations, to the GPUs of its machine that share its blocks."""
+    """Activations that it sends to the GPUs of its machine that share its blocks."""
     bandwidth: float
-    """Bytes/s within its machine."""
+    """Bytes/s that it sends within its machine."""
 
     @property
     def sending_seconds(self) -> float:
@@ -42,12 +43,13 @@ class StepForecast:
 
 def step_flops(options: ResolvedTrainConfig, model: GPT) -> float:
     """Return the FLOPs of a step on all devices."""
-    flops: float = model.flops_per_token()
+    token_flops: float = model.flops_per_token()  # forward and backward, with one head
     if options.activation_checkpointing == "block":
-        flops *= 4 / 3  # forward, forward again and backward, which costs as much as two of them
-    # processes that share blocks compute the head alike
-    flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
-    return options.total_batch_size * flops
+        # forward, forward again and backward, which costs as much as two of them
+        token_flops *= 4 / 3
+    # each process that shares the blocks computes the whole head: 6 FLOPs a weight, as above
+    token_flops += 6 * model.head_weight.numel() * (options.tensor_parallel - 1)
+    return options.total_batch_size * token_flops
 
 
 def forecast_step(
@@ -58,44 +60,47 @@ def forecast_step(
     gpu = hardware.gpu
     if gpu is None or gpu.bandwidth == 0:
         return None
-    num_ranks = options.tensor_parallel
+    num_ranks = options.tensor_parallel  # processes that share each block
     num_parts, num_shards = hardware.count_parts(options)
-    sequences = options.sequences_per_step(num_parts) // num_parts  # of a part
-    micro_steps = sequences // options.sequences_per_pass
+    micro_steps = hardware.count_micro_steps(options)
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     shape = model.config
 
     # Whole tensors: weights of the blocks are gathered in the dtype of matmuls, all others in
     # float32 and once, gradients are reduced in float32.
     num_matrix_weights, num_other_weights = count_weights(shape)
-    num_matrix_weights //= num_ranks
+    num_matrix_weights //= num_ranks  # from here on, of one process's part of the blocks
     gradients = FLOAT32_BYTES * (num_matrix_weights + num_other_weights)
-    sharded = 0  # bytes of all-gathers and reduce-scatters
+    sharded = 0  # bytes of all-gathers and reduce-scatters of a step; 0 under DDP
     if options.sharding != "none":
+        # zero3 frees the blocks after the forward pass and gathers them again for the backward
         num_gathers = 2 * micro_steps if options.sharding == "zero3" else 1
         num_reductions = 1 if options.sharding == "zero1" else micro_steps
         sharded = num_gathers * itemsize * num_matrix_weights
         sharded += FLOAT32_BYTES * num_other_weights + num_reductions * gradients
-    # Neighbours in a machine share blocks, then they divide a copy, then they hold copies.
-    shards_here = min(num_shards, hardware.per_machine // num_ranks)
+    # The processes of a machine, by number: neighbours share blocks, such groups divide one copy of
+    # the state, and what is left of the machine holds further copies.
+    shards_here = min(num_shards, hardware.per_machine // num_ranks)  # of a copy, in a machine
     copies_here = hardware.per_machine // num_ranks // shards_here
     machine_bytes, network_bytes = split_by_link(sharded, num_shards, shards_here)
-    # an all-reduce, of each shard among its copies, is a reduce-scatter and an all-gather
-    for_copies = split_by_link(2 * gradients / num_shards, num_parts // num_shards, copies_here)
+    # Each copy has gradients of its own data. An all-reduce of each shard among its copies averages
+    # them; it is a reduce-scatter and an all-gather, so that its bytes count twice.
+    between_copies = split_by_link(2 * gradients / num_shards, num_parts // num_shards, copies_here)
 
     # Two all-reduces of (tokens, C) a block: forward in the dtype of matmuls, backward in float32.
-    # Recomputation repeats that after attention.
     token_bytes = shape.n_layer * shape.n_embd * (2 * itemsize + 2 * FLOAT32_BYTES)
     if options.activation_checkpointing == "block":
+        # Recomputation repeats that after attention; it ends before that after the MLP, whose
+        # result the backward pass does not need. Under "cheap" the compiler keeps both results.
         token_bytes += shape.n_layer * shape.n_embd * itemsize
-    activations = sequences * shape.block_size * token_bytes
-    activation_bytes, _ = split_by_link(2 * activations, num_ranks, num_ranks)
+    activations = options.total_batch_size // num_parts * token_bytes  # in a step
+    activation_bytes, _ = split_by_link(2 * activations, num_ranks, num_ranks)  # in one machine
     return StepForecast(
-        step_flops(options, model) / (hardware.num_processes * gpu.peak * MFU),
-        machine_bytes + for_copies[0],
-        network_bytes + for_copies[1],
-        activation_bytes,
-        gpu.bandwidth,
+        compute_seconds=step_flops(options, model) / (hardware.num_processes * gpu.peak * MFU),
+        machine_bytes=machine_bytes + between_copies[0],
+        network_bytes=network_bytes + between_copies[1],
+        activation_bytes=activation_bytes,
+        bandwidth=gpu.bandwidth,
     )
 
 
@@ -106,6 +111,7 @@ def split_by_link(num_bytes: float, group_size: int, per_machine: int) -> tuple[
     Each of these takes its part of the bytes through a network card of its own, as NCCL's rings do.
     """
     num_machines = group_size / per_machine
+    # with P members a ring sends (P - 1) / P of the bytes from each of them
     machine_bytes = num_bytes * (per_machine - 1) / per_machine
     network_bytes = num_bytes / per_machine * (num_machines - 1) / num_machines
     return machine_bytes, network_bytes

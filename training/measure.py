@@ -26,9 +26,11 @@ WARMUP_STEPS = 3  # the first one compiles
 
 
 class ModelSize:
-    """Size that every script has an option for, beside its others of the model."""
+    """Size that every script has an option for, beside its others of the model. It is declared here
+    for `measure` alone: as a field of MeasureOptions it would be a second flag of the same name."""
 
     block_size: int
+    """Tokens per sequence."""
 
 
 @dataclass(frozen=True)
@@ -43,50 +45,53 @@ class MeasureOptions(ModelSize):
     """Sequences in a training step."""
 
 
-# a model, which returns the loss of token ids and targets, its optimizers, and the dtype of matmuls
+# a model on its device, which returns the loss of token ids and targets (B, T), its optimizers, and
+# the dtype of matmuls
 Program = tuple[nn.Module, list[torch.optim.Optimizer], torch.dtype]
 
 
 class Measurement(NamedTuple):
-    """Training steps of a program."""
+    """Training steps of a program in one process, or medians over several processes."""
 
     step_seconds: float
     """Mean time of a step."""
     peak_bytes: float
     """Peak memory: of tensors on a CUDA GPU, elsewhere of the whole process."""
     loss: float
-    """Loss of the last warmup step."""
+    """Loss of the last warmup step: mean nats per token of a random batch."""
 
 
 def measure_in_turn(
-    programs: dict[str, Callable], options: MeasureOptions
+    programs: dict[str, Callable[..., Program]], options: MeasureOptions
 ) -> dict[str, Measurement]:
-    """Measure programs in turn, each time in a new process.
+    """Measure programs in turn, each time in a new process, and print each measurement.
 
     `programs` are functions that return a Program for the options, by name. Return the medians of
-    `options.repeats` measurements of each.
+    `options.repeats` measurements of each, by name.
     """
     measurements: dict[str, list[Measurement]] = {name: [] for name in programs}
     # "spawn" starts a new Python; a fork would begin with the memory of this process
     context = multiprocessing.get_context("spawn")
     for _ in range(options.repeats):  # outside: a slow minute hits all programs
         for name, build in programs.items():
+            # an executor of one process, which ends with the block; an error there is raised here
             with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
                 measurement = process.submit(measure, build, options).result()
             print(name, measurement, flush=True)
             measurements[name].append(measurement)
+    # medians of each field by itself: NumPy sees a table (repeats, fields)
     return {name: Measurement(*np.median(measurements[name], axis=0)) for name in programs}
 
 
 def measure(build: Callable[..., Program], options: MeasureOptions) -> Measurement:
-    """Build a program and train it on one random batch.
+    """Build a program and train it on one random batch, the same in each step.
 
     The peak memory is that of the process so far, which therefore has to be a new one.
     """
     torch.manual_seed(0)  # programs that draw alike get the same weights and the same batch
     model, optimizers, dtype = build(options)
     device = next(model.parameters()).device
-    size = (2, options.micro_batch_size, options.block_size)
+    size = (2, options.micro_batch_size, options.block_size)  # inputs and targets
     idx, targets = torch.randint(GPT2Tokenizer.vocab_size, size, device=device)  # (B, T) each
 
     def train_step() -> float:
@@ -102,7 +107,7 @@ def measure(build: Callable[..., Program], options: MeasureOptions) -> Measureme
 
     for _ in range(WARMUP_STEPS):
         loss = train_step()
-    num_steps = 0
+    num_steps = 0  # that are timed, after the warmup
     start_seconds = time.perf_counter()
     while num_steps == 0 or time.perf_counter() < start_seconds + options.seconds:
         train_step()

@@ -11,7 +11,7 @@ matrices. Where parameters are sharded by rows, every process gathers the moment
 another, orthogonalizes them, and keeps the rows of its own parameters.
 
 Shapes: a stack has n matrices of R rows and C columns, and this process holds r rows of each: R
-without sharding.
+without sharding. With tensor parallelism it holds only some columns of a c_proj, too.
 """
 
 import math
@@ -24,32 +24,35 @@ from model.gpt import GPT
 from model.recipes import Recipe
 from training.tensor_parallel import group_size, stacked_layers
 
-# Jordan et al. 2024: the polynomial a s + b s^3 + c s^5 of a singular value s, chosen steep at 0
-# so that small singular values grow to about 1 in five iterations.
+# Jordan et al. 2024: a, b and c of the polynomial a s + b s^3 + c s^5 of a singular value s, chosen
+# steep at 0 so that small singular values grow to about 1 in five iterations.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_ITERATIONS = 5
 
 # Largest number of entries of a stack, unless one matrix has more: all of a shape in GPT-2 124M.
-# Temporary copies of a stack, in float32 and in the dtype of matmuls, are the price of stacking.
+# Stacking costs temporary copies of a stack, in float32 and in the dtype of matmuls.
 STACK_ENTRIES = 2**26
 
 
 def matrix_groups(model: GPT) -> list[dict]:
-    """Return the blocks' matrices, in groups of one shape that are updated together.
+    """Return the blocks' matrices as parameter groups of one shape, which Muon updates together.
 
     "split_sizes" of a group are the row counts of the matrices that a weight stacks; of the parts
     of these that one process has, where several share a block.
     """
-    stacked = stacked_layers(model.config)
-    num_ranks = group_size(model)
+    stacked = stacked_layers(model.config)  # row counts by layer, of c_attn and a gated c_fc
+    num_ranks = group_size(model)  # processes that share each block, 1 without tensor parallelism
     groups: list[dict] = []
     for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        # one matrix of each layer; a DTensor, if it is sharded, has the size of the whole
         weights = [block.get_parameter(f"{layer_name}.weight") for block in model.transformer.h]
-        split_sizes = stacked.get(layer_name, (weights[0].size(0),))
+        split_sizes = stacked.get(layer_name, (weights[0].size(0),))  # else one matrix, all rows
+        # also of a c_proj, which is divided by columns: parts in their order are the whole matrix
         part_sizes = tuple(size // num_ranks for size in split_sizes)
-        num_stacked = max(1, STACK_ENTRIES // weights[0].numel())
+        num_stacked = max(1, STACK_ENTRIES // weights[0].numel())  # layers of a group
         for start in range(0, len(weights), num_stacked):
             stack = weights[start : start + num_stacked]
+            # the learning rate of a step is multiplied by lr_scale: training/schedule.py
             groups.append({"params": stack, "lr_scale": 1.0, "split_sizes": part_sizes})
     return groups
 
@@ -78,10 +81,11 @@ class Muon(torch.optim.Optimizer):
         Every process must call it: where parameters are sharded it gathers matrices.
         """
         for group in self.param_groups:
-            parameters = group["params"]
-            self.add_momentum(parameters)  # in float32, to the rows of this process
+            parameters = group["params"]  # n matrices (R, C) of one shape
+            self.add_momentum(parameters)  # in float32; each p.grad now holds Nesterov's momentum
             momenta = torch.stack([p.grad.to(self.dtype) for p in parameters])  # (n, R, C)
             if isinstance(momenta, DTensor):  # of which this process holds rows (n, r, C)
+                # full_tensor gathers the rows of all processes, and each computes the same
                 update = orthogonalize(momenta.full_tensor(), group["split_sizes"])
                 # src_data_rank=None: each process takes its rows of the stack that it has itself
                 update = distribute_tensor(
@@ -89,15 +93,15 @@ class Muon(torch.optim.Optimizer):
                 )
             else:
                 update = orthogonalize(momenta, group["split_sizes"])
-            if self.recipe.normuon > 0:
+            if self.recipe.normuon > 0:  # 0: Muon without the running means of NorMuon
                 update = self.normalize_rows(parameters, update)
             update = local_shard(update)  # (n, r, C)
             self.update_weights(parameters, update, group["lr"], group["weight_decay"])
 
     def add_momentum(self, parameters: list[Tensor]) -> None:
-        """Add the gradients to the momenta, and overwrite them with Nesterov's momenta: tensors of
-        their own would need the memory a second time."""
-        gradients = []
+        """Add the gradients to the momenta, and overwrite the gradients with Nesterov's momenta:
+        tensors of their own would need the memory a second time."""
+        gradients: list[Tensor] = []  # rows of this process (r, C), which share memory with p.grad
         for p in parameters:
             assert p.grad is not None  # every step trains all matrices
             gradients.append(local_shard(p.grad))
@@ -105,6 +109,7 @@ class Muon(torch.optim.Optimizer):
                 # a DTensor where the parameter is one, as checkpoints gather it like the parameter
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
+        # In place: m = mu m + (1 - mu) g, then Nesterov's step ahead, g = (1 - mu) g + mu m.
         torch._foreach_lerp_(buffers, gradients, 1 - self.recipe.momentum)
         torch._foreach_lerp_(gradients, buffers, self.recipe.momentum)
 
@@ -121,19 +126,22 @@ class Muon(torch.optim.Optimizer):
                 # the shape (R, 1), with rows sharded as those of the parameter are.
                 self.state[p]["row_squares"] = torch.ones_like(p[:, :1])
         row_squares = [self.state[p]["row_squares"] for p in parameters]  # (R, 1) each
+        # float32, as the update has the dtype of matmuls
         square_norms = update.float().square().sum(2, keepdim=True)  # (n, R, 1)
+        # the running means, in place
         torch._foreach_lerp_(row_squares, square_norms.unbind(), 1 - self.recipe.normuon)
         return update * torch.stack(row_squares).rsqrt()
 
     def update_weights(
         self, parameters: list[Tensor], update: Tensor, lr: float, weight_decay: float
     ) -> None:
-        """Decay weights, then subtract lr times the update (n, r, C)."""
-        weights = [local_shard(p) for p in parameters]
+        """Decay weights, then subtract lr times the update (n, r, C), in place. The decay is
+        decoupled (Loshchilov and Hutter 2019): lr times weight_decay of each weight."""
+        weights = [local_shard(p) for p in parameters]  # (r, C) each
         if self.recipe.cautious:
             # Chen et al. 2025: decay only the entries that the update makes smaller anyway
-            stack = torch.stack(weights)
-            shrinking = stack * update > 0
+            stack = torch.stack(weights)  # (n, r, C)
+            shrinking = stack * update > 0  # one sign: subtracting the update moves towards 0
             torch._foreach_sub_(weights, (stack * shrinking).unbind(), alpha=lr * weight_decay)
         else:
             torch._foreach_mul_(weights, 1 - lr * weight_decay)
@@ -148,18 +156,18 @@ def orthogonalize(stack: Tensor, split_sizes: tuple[int, ...]) -> Tensor:
     Tall ones are scaled by sqrt(rows / columns), so that an update changes the output of a layer by
     about as much for any shape (Jordan et al. 2024).
     """
-    orthogonalized: list[Tensor] = []
+    orthogonalized: list[Tensor] = []  # by matrix, (n, processes, rows of one, C) each
     stack = stack.unflatten(1, (-1, sum(split_sizes)))  # (n, processes, rows of one, C)
-    for parts in stack.split(split_sizes, dim=2):
-        x = parts.flatten(1, 2)  # (n, rows, C)
+    for parts in stack.split(split_sizes, dim=2):  # as queries, then keys, then values
+        x = parts.flatten(1, 2)  # (n, rows, C): the rows of all processes are the whole matrix
         _, num_rows, num_columns = x.shape
         if num_rows > num_columns:
-            # X X^T of the transpose is the smaller of the two Gram matrices
+            # newton_schulz multiplies X X^T, which of the transpose is the smaller Gram matrix
             x = newton_schulz(x.mT).mT * math.sqrt(num_rows / num_columns)
         else:
             x = newton_schulz(x)
         orthogonalized.append(x.unflatten(1, parts.shape[1:3]))
-    return torch.cat(orthogonalized, dim=2).flatten(1, 2)
+    return torch.cat(orthogonalized, dim=2).flatten(1, 2)  # (n, R, C), rows in the order of before
 
 
 def newton_schulz(x: Tensor) -> Tensor:
@@ -169,7 +177,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     norm, those of S' lie between about 0.7 and 1.2; smaller ones grow, too.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    # The iteration needs singular values up to 1; none is larger than the Frobenius norm.
+    # The iteration needs singular values up to 1; none is larger than the Frobenius norm. The small
+    # constant keeps a momentum of zeros from becoming NaN.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT  # A = X X^T, (n, rows, rows)

@@ -21,16 +21,17 @@ MOMENTS = {"adamw": 2, "muon": 1}
 def make_optimizers(
     model: GPT, options: OptimizerOptions, recipe: Recipe, dtype: torch.dtype = torch.float32
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW (Loshchilov and Hutter 2019), and Muon if the recipe asks for it.
+    """Return AdamW (Loshchilov and Hutter 2019), one for each kind of parameters, and Muon if the
+    recipe asks for it. Together they train each parameter once.
 
     Before each step the caller sets the "lr" of every group to the learning rate times the group's
-    "lr_scale". Muon's matmuls run in `dtype`.
+    "lr_scale" (training/schedule.py). Muon's matmuls run in `dtype`.
     """
     matrices = []  # of attention and MLP
     embeddings = []
     heads = []  # an untied head, or that of a reward model
     vectors = []  # biases and gains
-    for name, p in model.named_parameters():
+    for name, p in model.named_parameters():  # a tied head is named once, as the embedding
         if p.dim() < 2:
             vectors.append(p)
         elif name.startswith("transformer.h."):
@@ -43,25 +44,26 @@ def make_optimizers(
     # Without Muon, AdamW decays matrices, embeddings and an untied head, as in nanoGPT and llm.c.
     # Beside Muon, which decays its matrices, AdamW decays nothing, as in nanochat. Vectors never
     # decay.
-    assert options.weight_decay is not None  # resolved
+    assert options.weight_decay is not None  # resolved from the recipe before
     has_muon = recipe.optimizer == "muon"
     adamw_decay = 0.0 if has_muon else options.weight_decay
     adamw_groups = [
         {"params": embeddings, "lr_scale": recipe.embedding_rate, "weight_decay": adamw_decay},
         {"params": heads, "lr_scale": recipe.head_rate, "weight_decay": adamw_decay},
     ]
-    # with tensor parallelism biases are apart from gains
+    # With tensor parallelism biases of linear layers are on another mesh than vectors of norms.
     for parameters in by_mesh(vectors):
         adamw_groups.append({"params": parameters, "lr_scale": 1.0, "weight_decay": 0.0})
     if not has_muon:  # else they are Muon's, below
         adamw_groups.append({"params": matrices, "lr_scale": 1.0, "weight_decay": adamw_decay})
 
-    # An optimizer for each group, as float16's scaler takes all gradients of an optimizer in one
+    # An optimizer for each group, as float16's scaler unscales all gradients of an optimizer in one
     # operation, which needs them on one mesh.
     betas = (options.beta1, options.beta2)
     optimizers: list[torch.optim.Optimizer] = []
     for group in adamw_groups:
-        if group["params"]:  # a tied head is an embedding
+        if group["params"]:  # with a tied head there is none of its own
+            # fused: a few kernels for the whole group, not several for each parameter
             optimizers.append(torch.optim.AdamW([group], betas=betas, fused=True))
     if has_muon:
         optimizers.append(Muon(matrix_groups(model), recipe, options.weight_decay, dtype))

@@ -47,16 +47,17 @@ def wrap(
     return the module to train.
 
     A process alone gets the model itself. DDP returns a module around it; FSDP2 turns its
-    parameters into DTensors in place.
+    parameters into DTensors in place. `sharding` is --sharding, `dtype` that of matmuls.
     """
-    if sharding != "none" and dist.is_initialized():
+    if sharding != "none" and dist.is_initialized():  # a launcher has started several processes
         # before there is memory, so that no process holds more than its part
         shard(model, process, sharding, dtype)
     fill_model(model, weights, process.device)
     if sharding != "none" or not dist.is_initialized():
         return model
     device_ids = [process.device.index] if process.device.type == "cuda" else None
-    # gradients are views of the buckets that DDP reduces, so they are not held twice
+    # Gradients become views of the buckets that DDP reduces. A step of one micro-step holds them
+    # once; what several micro-steps have summed before the last one lies apart from the buckets.
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
@@ -68,13 +69,14 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
     """
     # On a mesh of two dimensions FSDP2 shards along the second one, reduce-scatters gradients
     # there, and all-reduces the shards along the first one (HSDP): where each machine has a copy,
-    # only these leave it. Along a third one, neighbours share each block.
+    # only these leave it. Along a third one, processes with consecutive numbers share each block.
     all_mesh = init_device_mesh(
         process.device.type,
         (process.copies, process.world_size // process.copies, process.tensor_parallel),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
     mesh = all_mesh["replicate", "shard"] if process.copies > 1 else all_mesh["shard"]
+    # before FSDP2, which divides what is left to a process
     if process.tensor_parallel > 1:
         parallelize(model, all_mesh["tensor"])
 
@@ -96,7 +98,7 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
     # The root takes what no block has: embeddings, final norm and head, in float32. They are needed
     # at both ends of the forward, and first in the backward, so they are not freed between.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    # Only `forward` gathers the root's parameters; evaluation and sampling enter by `hidden`.
+    # Only `forward` gathers the root's parameters by itself; evaluation and sampling call `hidden`.
     register_fsdp_forward_method(model, "hidden")
     # FSDP2 warns where a module returns a view, as an in-place operation on it would lose a hook.
     # The loss is one; nothing changes it in place.
@@ -104,32 +106,36 @@ def shard(model: GPT, process: Process, sharding: str, dtype: torch.dtype) -> No
 
 
 def sync_gradients(module: nn.Module, sharding: str, *, last: bool) -> AbstractContextManager:
-    """Return the context in which forward and backward of a micro-step run.
+    """Return the context in which forward and backward of a micro-step run; `module` is that of
+    `wrap`.
 
     Without it, gradients would be reduced in every micro-step. Only zero2 and zero3 need that, to
     hold no whole gradients; the others reduce in the `last` micro-step of a step.
     """
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if last else module.no_sync()
-    if isinstance(module, FSDPModule):
+    if isinstance(module, FSDPModule):  # the model itself, which fully_shard made one in place
         # on the last backward FSDP2 waits for the reductions that are still under way
         module.set_is_last_backward(last)
         if sharding == "zero1":
-            # accumulate whole gradients on every process until then
+            # every process sums whole gradients until the last micro-step reduces them
             module.set_requires_gradient_sync(last)
         else:
-            # reduce-scatter within a machine always, all-reduce across machines at the end
+            # reduce-scatter in each micro-step, all-reduce between copies of the state in the last
             module.set_requires_all_reduce(last)
         # Weights change with the next optimizer step only, so what was gathered is kept until then:
         # under zero3 just the root's (recurse=False), as its blocks are to be freed.
         module.set_reshard_after_backward(last, recurse=sharding != "zero3")
-    return nullcontext()
+    return nullcontext()  # FSDP2 has its settings in the module, and a process alone needs none
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients to a norm of at most `max_norm`, unless it is 0; return the norm before."""
+    """Scale gradients in place to an L2 norm, of all together, of at most `max_norm`, unless it is
+    0. Return the norm before, the same on every process, as a tensor on the device: reading it
+    makes the host wait. Every process must call it."""
+    # lists of one mesh each; without sharding one list of plain tensors
     groups = by_mesh(model.parameters())
-    norms = []
+    norms: list[Tensor] = []
     for parameters in groups:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         # of DTensors it is a DTensor, too: full_tensor adds up the shards of all processes
@@ -137,7 +143,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     full_norm = functools.reduce(torch.hypot, norms)  # root of the sum of squares
     if max_norm > 0:
         for parameters in groups:
-            # multiplies by 1 where the norm is smaller: a comparison would make the host wait for
-            # a GPU
+            # multiplies by max_norm / full_norm, at most 1: an `if` on the norm would make the host
+            # wait for a GPU
             nn.utils.clip_grads_with_norm_(parameters, max_norm, full_norm)
     return full_norm

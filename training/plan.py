@@ -29,7 +29,8 @@ USABLE = 0.9  # share of the free memory that a micro-batch is chosen for; the f
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices of a run. How the processes divide the work is not theirs, but of its options."""
+    """Devices of a run, and the number of its processes. How these divide the work follows from the
+    options of the run: count_parts."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,28 +41,30 @@ class Hardware:
     per_machine: int = 1
     """Processes of a machine."""
     gpu: GPU | None = None
-    """GPU that --device names, which need not be here, or that of this machine, if it is known."""
+    """GPU that --device names, which need not be here, or that of this machine; None for CPUs and
+    for GPUs whose peak is not known."""
 
     @classmethod
     def of(cls, options: ResolvedTrainConfig) -> "Hardware":
         """Return the hardware that the options name: a GPU by name, or that of this machine."""
-        gpu = NAMED_GPUS.get(options.device)
+        gpu = NAMED_GPUS.get(options.device)  # None: --device names a device of this machine
         if gpu is not None:
             device = torch.device("cuda")
-            free = gpu.memory * 10**9
+            free = gpu.memory * 10**9  # GB to bytes; all of it counts as free
             dtype_name = gpu.dtype if options.dtype == "auto" else options.dtype
-            dtype = getattr(torch, dtype_name)
+            dtype = getattr(torch, dtype_name)  # "bfloat16" to torch.bfloat16
         else:
+            # `launched` reads a variable of torchrun's environment; without it, 0 or the default
             device = pick_device(options.device, launched("LOCAL_RANK"))
             free = free_memory(device)
-            dtype = pick_dtype(options.dtype, device)
+            dtype = pick_dtype(options.dtype, device)  # "auto" on a CPU measures matmuls
             # the table has no peaks of float32
             if device.type == "cuda" and dtype is not torch.float32:
                 gpu = find_gpu(torch.cuda.get_device_name(device))
         # without a launcher, one group of processes that share each block
         num_processes = launched("WORLD_SIZE", options.tensor_parallel)
         per_machine = num_processes
-        if device.type == "cuda":
+        if device.type == "cuda":  # for a WORLD_SIZE that a person has set for --dry_run
             per_machine = min(GPUS_PER_MACHINE, num_processes)
         per_machine = launched("LOCAL_WORLD_SIZE", per_machine)
         return cls(device, dtype, free, num_processes, per_machine, gpu)
@@ -70,17 +73,26 @@ class Hardware:
         """Return the number of parts of the data, and that of the processes that divide one copy of
         what each process of a tensor group holds: 1 without sharding. Raises UserError for options
         that do not divide the processes."""
+        # processes that share each block read the same part
         num_parts = self.num_processes // options.tensor_parallel
+        # raises the UserError, also where the options do not shard
         num_shards = count_shards(
             self.num_processes, self.per_machine, options.tensor_parallel, options.shard_across
         )
         return num_parts, num_shards if options.sharding != "none" else 1
 
+    def count_micro_steps(self, options: ResolvedTrainConfig) -> int:
+        """Return the micro-batches that a process takes in a step, whose gradients add up. Raises
+        UserError for a --total_batch_size that does not divide into them."""
+        num_parts, _ = self.count_parts(options)
+        # `sequences_per_step` are those of all parts, `sequences_per_pass` a micro-batch's
+        return options.sequences_per_step(num_parts) // (num_parts * options.sequences_per_pass)
+
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that this process can allocate: on its GPU, or its share of the host."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[0]  # the second number is all memory of the GPU
     # half of the memory that is there: the system, other programs and cached files have the rest
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     processes_here = launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
@@ -93,21 +105,22 @@ def block_activations(
     """Return the bytes per token that autograd keeps of one block for the backward pass, in each of
     `num_ranks` processes that share it.
 
-    `itemsize` is that of the dtype of matmuls; norms and the residual stream are float32.
+    `itemsize` is the bytes of a number in matmuls, 2 or 4; norms and the residual stream are
+    float32. `checkpointing` is --activation_checkpointing.
     """
     C = shape.n_embd
-    residual = FLOAT32_BYTES * C
+    residual = FLOAT32_BYTES * C  # bytes of the residual stream, in which each process has all C
     if checkpointing == "block":
         return residual  # its input alone
 
-    # channels of a process
-    inner = shape.inner // num_ranks
-    attention = C // num_ranks
+    # channels that a process has of the block's tensors, of `itemsize` bytes each
+    inner = shape.inner // num_ranks  # of the MLP's hidden layer
+    attention = C // num_ranks  # output of the heads
     qkv = attention + 2 * shape.kv_heads * shape.head_size // num_ranks  # c_attn's output
     hidden = 2 * inner if shape.is_gated else inner  # c_fc's output
     if checkpointing == "cheap":
         # the block's input, and the outputs of the four linear layers and of attention
-        projections = 2 * C
+        projections = 2 * C  # outputs of both c_proj, whole on each process
         return residual + itemsize * (qkv + attention + hidden + projections)
 
     residuals = 2 * residual  # inputs of the two norms
@@ -121,23 +134,23 @@ def block_activations(
 
 
 def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: bool) -> int:
-    """Return the bytes that the loss of `tokens` tokens holds at its peak (model/loss.py), from the
-    output of the final norm on."""
-    itemsize = hardware.dtype.itemsize
+    """Return the bytes that the loss of `tokens` tokens, those of a micro-batch, holds at its peak
+    (model/loss.py), from the output of the final norm on."""
+    itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
     C = shape.n_embd
     V = shape.padded_vocab_size
-    hidden = FLOAT32_BYTES * tokens * C
+    hidden = FLOAT32_BYTES * tokens * C  # output of the final norm
     # the loss computes gradients of hidden states and of the head's weight in its forward pass
     gradients = FLOAT32_BYTES * (tokens * C + V * C)
     copies = 0
     if itemsize < FLOAT32_BYTES:
-        # of hidden states, of their gradient and of the weight, for the matmuls
+        # casts for the matmuls: hidden states, their gradient and the weight
         copies = itemsize * (2 * tokens * C + V * C)
-    # One chunk of logits in the dtype of matmuls. Without the compiler, which stores no
-    # intermediate results, also a copy of some of its rows in float32, and their softmax. A CPU
-    # works on too few rows at a time to count.
+    # tokens of one chunk: at most as many as have chunk_bytes of float32 logits
     max_rows = loss.rows_within(loss.chunk_bytes(hardware.device), FLOAT32_BYTES * V)
     logits = itemsize * loss.chunk_rows(tokens, max_rows) * V
+    # Without the compiler, which stores no intermediate results, also a copy of some of its rows in
+    # float32, and their softmax. A CPU works on too few rows at a time to count.
     if not compiled and hardware.device.type != "cpu":
         logits += 2 * loss.SOFTMAX_BYTES
     return hidden + gradients + copies + logits  # bytes each
@@ -146,8 +159,8 @@ def head_memory(shape: GPTConfig, tokens: int, hardware: Hardware, compiled: boo
 @functools.cache
 def count_weights(shape: GPTConfig) -> tuple[int, int]:
     """Return the number of weights in the matrices of the blocks, which a recipe's optimizer
-    trains, and of all others."""
-    model = build_without_weights(shape)
+    trains, and of all others: embeddings, head, biases and gains."""
+    model = build_without_weights(shape)  # takes a while, and `advise` asks hundreds of times
     num_weights = sum(p.numel() for p in model.parameters())
     num_matrix_weights = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() >= 2)
     return num_matrix_weights, num_weights - num_matrix_weights
@@ -156,30 +169,31 @@ def count_weights(shape: GPTConfig) -> tuple[int, int]:
 def forecast_memory(
     options: ResolvedTrainConfig, recipe: Recipe, shape: GPTConfig, hardware: Hardware
 ) -> dict[str, int]:
-    """Return the bytes of one process at its peak, by part. Names are printed by --dry_run."""
+    """Return the bytes of one process at its peak, by part. Their sum has to fit; the names are
+    printed by --dry_run."""
     itemsize = hardware.dtype.itemsize  # bytes of a number in matmuls
-    num_ranks = options.tensor_parallel
-    world_size, num_shards = hardware.count_parts(options)
+    num_ranks = options.tensor_parallel  # processes that share each block
+    num_parts, num_shards = hardware.count_parts(options)
     num_matrix_weights, num_other_weights = count_weights(shape)
     num_matrix_weights //= num_ranks  # from here on, of one process's part of the blocks
     num_weights = num_matrix_weights + num_other_weights
+    # float32 numbers of optimizer state
     num_moments = MOMENTS["adamw"] * num_other_weights
     num_moments += MOMENTS[recipe.optimizer] * num_matrix_weights
-    sequences = options.sequences_per_step(world_size)
-    micro_steps = sequences // (options.sequences_per_pass * world_size)
-    is_sharded = options.sharding != "none"  # zero1, zero2 or zero3
-    # FSDP2 copies weights also where it divides them among one process, as tensor parallelism may
-    has_copies = is_sharded and hardware.num_processes > 1
+    micro_steps = hardware.count_micro_steps(options)
+    # A process alone trains the plain model. With tensor parallelism FSDP2 may have one process to
+    # divide weights among, and gathers them into copies all the same.
+    uses_fsdp = options.sharding != "none" and hardware.num_processes > 1
 
     gradients = FLOAT32_BYTES * num_weights
-    if not is_sharded and world_size > 1 and micro_steps > 1:
+    if not uses_fsdp and num_parts > 1 and micro_steps > 1:
         gradients *= 2  # DDP's buckets, and apart from them what earlier micro-steps have summed
     if options.sharding != "zero1" or micro_steps == 1:
         gradients //= num_shards  # zero1 sums whole gradients until the last micro-step
 
-    compute_weights = 0
-    if has_copies:
-        gathered = itemsize * num_matrix_weights
+    compute_weights = 0  # bytes of copies of weights, which matmuls read
+    if uses_fsdp:
+        gathered = itemsize * num_matrix_weights  # whole blocks, all of them
         if options.sharding == "zero3":
             # the current block, the next, and a buffer to receive it
             gathered = int(itemsize * min(1, 3 / shape.n_layer) * num_matrix_weights)
@@ -191,13 +205,13 @@ def forecast_memory(
 
     # FSDP2 holds the buffer of a micro-step's last reduction, that of the root, until the next one
     held_buffer = 0
-    if has_copies and micro_steps > 1 and options.sharding != "zero1":
+    if uses_fsdp and micro_steps > 1 and options.sharding != "zero1":
         held_buffer = FLOAT32_BYTES * num_other_weights
 
-    tokens = options.sequences_per_pass * shape.block_size
+    tokens = options.sequences_per_pass * shape.block_size  # of a micro-batch
     checkpointing = options.activation_checkpointing
-    per_block = block_activations(shape, itemsize, checkpointing, num_ranks)
-    final_norm = FLOAT32_BYTES * shape.n_embd  # its input
+    per_block = block_activations(shape, itemsize, checkpointing, num_ranks)  # bytes a token
+    final_norm = FLOAT32_BYTES * shape.n_embd  # its input, bytes a token
     # One block's backward pass: its activations, where they are computed again, and three float32
     # gradients of the residual stream. The loss is over by then, so only the larger one counts.
     recomputed = block_activations(shape, itemsize, "none", num_ranks) - per_block

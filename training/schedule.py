@@ -2,7 +2,7 @@
 
 A run warms up linearly to max_lr, keeps it until the decay begins, and decays to exactly min_lr at
 `last_update` of its options. A schedule is an entry of SCHEDULES. There is no state: a resumed run
-computes the same.
+computes the same rates.
 """
 
 import math
@@ -42,12 +42,13 @@ SCHEDULES = {
 
 
 def learning_rate(step: int, options: ResolvedOptions) -> float:
-    """Return the learning rate of update `step`, which counts from 0."""
-    num_updates = options.last_update + 1
+    """Return the learning rate of update `step`, which counts from 0. The options are resolved:
+    what nobody gave follows from the recipe, and is a number."""
+    num_updates = options.last_update + 1  # last_update counts from 0, too
     # at most half of all updates, so that some are left to decay
     warmup_steps = min(options.warmup_steps, num_updates // 2)
     if step < warmup_steps:
-        # not 0 at the first update, and max_lr at the first one after warmup
+        # + 1: not 0 at the first update, and max_lr at the first one after warmup
         return options.max_lr * (step + 1) / (warmup_steps + 1)
 
     schedule = SCHEDULES[options.schedule]
@@ -58,19 +59,19 @@ def learning_rate(step: int, options: ResolvedOptions) -> float:
     # min_lr belongs to the last update itself; a run of one update has nothing to divide by
     decay_length = max(1, options.last_update - decay_start)
     progress = max(0, step - decay_start) / decay_length  # 0 to 1; 0 while wsd is constant
-    remaining = schedule.remaining(min(1.0, progress))  # 1 to 0
+    remaining = schedule.remaining(progress)  # share of the way to min_lr that is left, 1 to 0
     return options.min_lr + remaining * (options.max_lr - options.min_lr)
 
 
 def set_rates(
     optimizers: list[torch.optim.Optimizer], options: ResolvedOptions, step: int
 ) -> float:
-    """Set the learning rate of every parameter group for update `step`; return it.
+    """Set the learning rate of every parameter group for update `step`; return it, for the log.
 
     A group's "lr_scale" (training/optim.py) multiplies it: recipes give embeddings their own rate.
     """
     lr = learning_rate(step, options)  # the same on every process
-    for optimizer in optimizers:
+    for optimizer in optimizers:  # AdamW, and Muon if the recipe has it
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
     return lr

@@ -3,6 +3,7 @@ import pytest
 from scripts import ladder
 from scripts.ladder import RUNGS, LadderConfig
 from training.measure import measure
+from utils.cli import parse, to_flags
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "seconds": 0, "device": "cpu"}
 
@@ -14,7 +15,7 @@ def test_all_rungs_stand_in_a_table_with_equal_losses(tmp_path, monkeypatch, cap
     monkeypatch.setattr(ladder, "measure_in_turn", measure_here)
     for module in ("gpt", "loss"):  # test_execution.py compiles; it takes half a minute
         monkeypatch.setattr(f"model.{module}.compile_static", lambda function: function)
-    ladder.main(LadderConfig(**TINY, out=tmp_path / "ladder.svg"))
+    ladder.main(parse(LadderConfig, to_flags(TINY | {"out": tmp_path / "ladder.svg"})))
 
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith("| ")][1:]
