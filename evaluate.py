@@ -212,7 +212,7 @@ def main(config: EvalConfig) -> None:
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
     bar = tqdm(unit="row", disable=None if process.is_main else True)  # None: only on a terminal
     tokenizer = load_tokenizer(tokenizer_spec)
-    scorer = ItemScorer(model, tokenizer, process, dtype, config.batch_size, bar.update)
+    scorer = ItemScorer(model, process, dtype, config.batch_size, tokenizer, bar.update)
 
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
     score_tasks, errors = open_tasks(config, scorer, trained_on)

@@ -91,9 +91,9 @@ class Evaluator:
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-            self.scorer = Scorer(model, None, process, dtype, batch_size)
+            self.scorer = Scorer(model, process, dtype, batch_size)
             return
-        self.scorer = ItemScorer(model, tokenizer, process, dtype, batch_size)
+        self.scorer = ItemScorer(model, process, dtype, batch_size, tokenizer)
         for name, benchmark in BENCHMARKS.items():
             # hellaswag_every, lambada_every, core_every; others are not scored during training
             if getattr(config, f"{name}_every", 0) > 0:

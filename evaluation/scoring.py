@@ -9,7 +9,7 @@ not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -161,6 +161,8 @@ class ItemScorer(Scorer):
     tokenizer."""
 
     tokenizer: Tokenizer
+    progress: Callable[[int], object] = lambda num_rows: None
+    """Called before each forward pass with its number of rows on all processes."""
 
     @torch.no_grad()
     def score(

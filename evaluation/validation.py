@@ -6,14 +6,12 @@ benchmarks, are the subject of scoring.py.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from data.loader import Sequences
-from data.named_tokenizer import Tokenizer
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
@@ -42,12 +40,11 @@ class Scorer:
     the same figures. A signal ends a method between two batches: Process.map raises Stopped."""
 
     model: GPT
-    tokenizer: Tokenizer | None  # None: no text is scored, see ItemScorer
     process: Process
-    dtype: torch.dtype  # autocast dtype of matmuls
+    dtype: torch.dtype
+    """Autocast dtype of matmuls."""
     batch_size: int
-    progress: Callable[[int], None] = lambda num_rows: None
-    """Called by ItemScorer with the number of rows that were just scored."""
+    """Rows of one forward pass on one process."""
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:

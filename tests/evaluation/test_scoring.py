@@ -41,7 +41,7 @@ def scorer(request):
     model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
-    return ItemScorer(model.eval(), load_tokenizer("bytes"), ALONE, torch.float32, 16)
+    return ItemScorer(model.eval(), ALONE, torch.float32, 16, load_tokenizer("bytes"))
 
 
 def with_weights(scorer, value):
