@@ -39,22 +39,18 @@ def is_due(every: int, step: int) -> bool:
 
 
 def read_on_all(read: Callable[[], Content], process: Process) -> Content:
-    """Return the result of `read` on every process; raise UserError on all if one of them cannot.
+    """Return the result of `read` on every process; raise an error on all if one of them cannot.
 
     The main process reads first, and the others after it, so that a download happens once and the
     others find it in the cache.
     """
-    error = None  # of this process
     # first round: the main process reads; second round: all others
     for is_turn_of_main in (True, False):
-        if process.is_main == is_turn_of_main:
-            try:
+        # Each round ends when all processes have come to its end. There all of them raise an error
+        # that one has had: if that one left alone, the others would wait for it.
+        with process.together():
+            if process.is_main == is_turn_of_main:
                 content = read()
-            except UserError as read_error:
-                error = read_error
-        # All learn of an error here: a process that left alone would let the others wait.
-        if not process.all_agree(error is None):
-            raise error or UserError("another process could not read what this one could")
     return content
 
 
