@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from data.loader import Sequences
+from evaluation.tasks import batched
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
@@ -58,11 +59,9 @@ class Scorer:
         self.model.eval()  # without dropout
         # the first ones, the same at every evaluation
         num_sequences = sequences.count_within(tokens)
-        # where a new batch begins: array_split cuts there
-        starts = range(self.batch_size, num_sequences, self.batch_size)
-        batches = np.array_split(np.arange(num_sequences), starts)
+        batches = batched(list(range(num_sequences)), self.batch_size)
 
-        def sum_nats(batch: np.ndarray) -> float:
+        def sum_nats(batch: list[int]) -> float:
             """Return the sum of the loss over the targets of sequences."""
             # The last batch is filled up with sequences that do not count, as another shape would
             # be compiled anew. Targets of -1 are left out of the mean.
@@ -76,8 +75,7 @@ class Scorer:
             # the loss is a mean over the targets that count
             return loss.item() * targets[: len(batch)].size
 
-        nats = self.process.map(sum_nats, batches)
-        total_nats = torch.tensor(nats, dtype=torch.float64).sum().item()
+        total_nats = sum(self.process.map(sum_nats, batches))
         self.model.train()  # with dropout again
         num_targets = num_sequences * sequences.block_size
         scores = {"loss": total_nats / num_targets, "n": num_targets}
