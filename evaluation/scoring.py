@@ -78,7 +78,7 @@ class Batch:
 
 
 def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
-    """Return the batch of some rows.
+    """Return the batch of some rows of equal length.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row:
 
@@ -87,7 +87,7 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
         part       0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
     """
     B = len(rows)
-    T = max(row.length for row in rows)
+    T = rows[0].length
     ids = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     part = np.full((B, T), -1)
