@@ -23,10 +23,8 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix  # of lists of any kind
 from pathlib import Path
 from typing import Literal
-from urllib.request import urlopen
 
 import yaml
-from tqdm import tqdm
 
 from data.named_tokenizer import Tokenizer
 from evaluation.tasks import (
@@ -227,15 +225,14 @@ class FewShotTasks(Benchmark):
 
 def download_bundle() -> Path:
     """Return the folder of CORE's 22 tasks; download it at the first call."""
+    from torch.hub import download_url_to_file  # here, as plot.py does without PyTorch
+
     if BUNDLE.exists():
         return BUNDLE
     BUNDLE.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUNDLE.parent) as temporary:
-        archive = Path(temporary, "bundle.zip")
-        with urlopen(BUNDLE_URL, timeout=60) as response, open(archive, "wb") as file:
-            size = int(response.headers["Content-Length"])
-            with tqdm.wrapattr(response, "read", total=size, desc=BUNDLE_URL) as reader:
-                shutil.copyfileobj(reader, file)
+        archive = f"{temporary}/bundle.zip"
+        download_url_to_file(BUNDLE_URL, archive)  # with a progress bar
         # a connection that breaks off ends the file without an error; then it is no archive, whose
         # list of files stands at its end
         shutil.unpack_archive(archive, temporary)
