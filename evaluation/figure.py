@@ -6,7 +6,6 @@ on any machine and while a run goes on. Without PyTorch: drawing takes a second.
 
 import itertools
 import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +16,8 @@ from matplotlib.ticker import EngFormatter
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLIC_RUN, PUBLISHED, TOKENS_OF_PUBLIC_STEP
-from utils.errors import UserError
+from utils.errors import UserError, writing
 from utils.logger import find_metrics, logged_run, read_metrics
-
-Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 
 LABELS = {  # of the panels' y axes, by the name of the figure in the log
     "loss": "loss (nats per token)",
@@ -43,9 +40,12 @@ WIDTH = 9
 class Run:
     """A run to draw."""
 
-    label: str  # its path, as the user gave it
-    log: Log
-    record: dict  # content of the config.json beside the log; {} without one
+    label: str
+    """Its path, as the user gave it, without /logs; the middle of a long one is left out."""
+    log: dict[str, list[dict]]
+    """Rows by split, sorted by step: what read_metrics returns."""
+    record: dict
+    """Content of the config.json beside the log; {} without one."""
 
 
 def read_run(path: Path) -> Run:
@@ -226,11 +226,6 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
             # the figure grows by the lines of the legend, so that the panels keep their size
             figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))
-    try:
+    with writing(out):  # UserError, also for a file type that Matplotlib does not know
         out.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            # characters of a folder that the font lacks are drawn as boxes
-            warnings.filterwarnings("ignore", "Glyph")
-            figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows
-    except Exception as error:  # also a file type that Matplotlib does not know
-        raise UserError(f"{out} could not be written: {error}") from error
+        figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows
