@@ -7,8 +7,8 @@
 
 Prints a table for each task as soon as it is scored, with standard errors, beside published values
 of OpenAI's GPT-2, and writes its results as JSON beside the checkpoint: model_best_hellaswag.json.
-A task that cannot be scored is named at the end, and the exit code is 1. Batch size changes
-scores up to rounding, and the number of processes changes none.
+Of several tasks one that cannot be scored is named at the end, and the exit code is 1. Batch size
+changes scores up to rounding, and the number of processes changes none.
 """
 
 import json
@@ -150,7 +150,7 @@ def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> Tas
         corpora["weighted mean"] = weighted_mean(scores, val.weights)
     results = []
     for corpus, values in corpora.items():
-        num_tokens = int(values.pop("n"))  # what is left in `values` are metrics
+        num_tokens = int(values.pop("n"))  # the other values are metrics
         values["perplexity"] = math.exp(values["loss"])  # per token
         for metric, value in values.items():
             results.append(Result("val", corpus, metric, num_tokens, value))
@@ -216,7 +216,7 @@ def main(config: EvalConfig) -> None:
     config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer_spec))
     # of matmuls, under autocast; all processes have to agree on bfloat16
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
-    # None: only on a terminal
+    # of the main process; None: only if standard error is a terminal
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
     # bar.update is called with the number of rows of each forward pass
