@@ -57,7 +57,7 @@ class HellaSwag(Task):
                 endings = [clean_wikihow(ending) for ending in endings]
             # GPT-2's tokens of words begin with their space
             choices = tuple(f" {ending}" for ending in endings)
-            items.append(Item(context, choices, int(row["label"])))  # text in the hub's copy
+            items.append(Item(context, choices, int(row["label"])))  # a string in the hub's copy
         return items
 
     def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
