@@ -12,7 +12,7 @@ NANOGPT = "build-nanogpt's hellaswag.py and play.ipynb"
 HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
 TRANSFORMERS = "transformers issue 13761"
 NANOCHAT = "nanochat's estimate_gpt3_core.ipynb"
-ALIGNMENT = "<<<>><<"  # of the table's columns: n and value at the right
+ALIGNMENT = "<<<>><<"  # of the table's seven columns: n and value to the right
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ PUBLIC_RUN = {
 def openai_size(config: GPTConfig) -> str:
     """Return the size of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: that
     of its shape, else the smallest."""
+    # GPT2_SIZES has layers, heads and channels by name
     for name, size in GPT2_SIZES.items():
         if size == (config.n_layer, config.n_head, config.n_embd):
             return name
@@ -84,9 +85,10 @@ def format_table(results: list[Result], size: str) -> str:
             details.append(f"± {result.stderr:.4f}")
         if result.centered is not None:
             details.append(f"centered {result.centered:.4f}")
-        openai = ""  # no figure was published
+        openai = ""  # nothing was published for this task, protocol, metric and size
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and size in published.values:
+            # the mark that the source has, or the next number
             mark = marks.setdefault(published.source, f"[{len(marks) + 1}]")
             openai = f"{published.values[size]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # else examples
@@ -100,6 +102,7 @@ def format_table(results: list[Result], size: str) -> str:
     lines = []
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, strict=True)
+        # :<12 fills a cell with spaces on its right, up to 12 characters
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
         lines.append(line.rstrip())
     lines += [f"{mark} {source}" for source, mark in marks.items()]
