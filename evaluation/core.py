@@ -55,6 +55,7 @@ class FewShotTask(Task):
     protocols = ("nanochat",)
 
     name: str
+    """Label in core.yaml."""
     type: TaskType
     """icl_task_type of core.yaml, on which prompts and the tokens that count depend."""
     num_shots: int
@@ -85,7 +86,7 @@ class FewShotTask(Task):
 
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return an Item for each row: its context are the examples, its choices the row's prompts.
-        Where there is nothing to choose from, the question stands in the context, too."""
+        For language_modeling, which has one prompt, the question stands in the context, too."""
         assert self.num_shots < len(rows), f"{len(rows)} items, and {self.num_shots} before each"
         items = []
         for index, row in enumerate(rows):
@@ -107,9 +108,9 @@ class FewShotTask(Task):
         return items
 
     def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
-        """Return the tokens that count of each prompt, after all others: what follows the longest
-        common start of the choices, or of question and prompt; of a schema the longest common end.
-        """
+        """Return a continuation for each choice, of the tokens that count: what follows the longest
+        common start of all choices, for language_modeling that of question and prompt; for a schema
+        the longest common end. All tokens before them are its context."""
         # what begins a document of the shards: end of text, or BOS of a LLaMA
         start_ids = list(tokenizer.start_ids)
         wholes: list[list[int]] = []  # ids of examples and prompt, for each choice
@@ -184,8 +185,7 @@ class FewShotTasks(Benchmark):
             label = entry["label"]
             [num_shots] = entry.get("num_fewshot", [0])  # a list of one number
             delimiter = entry.get("continuation_delimiter", " ")
-            task_type = entry["icl_task_type"]
-            task = FewShotTask(label, task_type, num_shots, delimiter)
+            task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter)
             try:
                 rows = task.load(folder / "eval_data" / entry["dataset_uri"], limit)
             except Exception as error:  # `read` of Benchmark puts the folder before it
@@ -256,5 +256,4 @@ def download_bundle() -> Path:
         # have been faster
         with contextlib.suppress(OSError):
             os.rename(Path(temporary, "eval_bundle"), BUNDLE)
-        assert BUNDLE.exists(), "it holds no eval_bundle"
     return BUNDLE

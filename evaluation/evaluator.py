@@ -121,9 +121,9 @@ class Evaluator:
         return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
 
     def validate(self) -> dict[str, float]:
-        """Return the validation loss in nats per token and, where the shards tell the size of their
-        text, bits_per_byte, and the number n of tokens. Several corpora give the means by weight,
-        and the loss of each."""
+        """Return the validation "loss" in nats per token, the number "n" of tokens and, where the
+        shards tell the size of their text, "bits_per_byte". Several corpora give the means by
+        weight, and as "loss_NAME" the loss of each."""
         val_tokens = self.config.val_tokens
         # of each corpus, with the keys loss, n and perhaps bits_per_byte
         scores = [self.scorer.validation_loss(part, val_tokens) for part in self.val.parts]

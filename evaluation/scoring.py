@@ -36,7 +36,7 @@ GPU_SLICE_BYTES = 2**29
 class PackedItem:
     """Token ids of a context and of the continuations that share it in one row of a batch."""
 
-    first_score: int
+    first_place: int
     """Place of choices[0] among the continuations of all items; those of the others follow."""
     context: list[int]
     choices: list[list[int]]
@@ -71,8 +71,8 @@ class Batch:
     """Rows of packed items as tensors, and the N targets: tokens whose probability is needed. The
     targets of a row stand together, choice by choice."""
 
-    ids: Tensor  # (B, T)
-    positions: Tensor  # (B, T)
+    ids: Tensor  # (B, T), with padding of 0 on the right
+    positions: Tensor  # (B, T), as if each continuation stood alone after the context
     mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: plain causal
     target_rows: Tensor  # (N,) row and ...
     target_columns: Tensor  # (N,) ... column of the hidden state that predicts a target
@@ -118,8 +118,8 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
     if any(len(row.choices) > 1 for row in rows):
         # A token attends to its own part and to the context, and not to what comes after it.
         # Padding attends to padding: a softmax over nothing would be NaN.
-        same_part = part[:, None, :] == part[:, :, None]  # (B, T, T)
-        in_context = part[:, None, :] == 0  # (B, 1, T)
+        same_part = part[:, None, :] == part[:, :, None]  # (B, queries, keys)
+        in_context = part[:, None, :] == 0  # (B, 1, keys)
         mask = torch.from_numpy(same_part | in_context).tril().unsqueeze(1).to(device)
     target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
     return Batch(
@@ -231,7 +231,7 @@ class ItemScorer(Scorer):
         scores: dict[int, Score] = {}
         start = 0
         for row in rows:
-            for place, choice in enumerate(row.choices, row.first_score):
+            for place, choice in enumerate(row.choices, row.first_place):
                 end = start + len(choice)
                 # banned words may not come first, but later
                 is_rest_greedy = is_argmax[start + 1 : end].all()
