@@ -81,8 +81,7 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     rows = [row for row in run.log.get(split, []) if metric in row]
     steps = [row["step"] for row in rows]
     values = np.array([row[metric] for row in rows])
-    # Rows of other splits have no "tokens": they follow from the step, between training rows
-    # linearly.
+    # rows of other splits have no "tokens": theirs are interpolated by step
     return np.interp(steps, train_steps, train_tokens), values
 
 
@@ -99,7 +98,7 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
             if not runs and path == paths[-1]:  # none of the paths has a run
                 raise
             print(f"skipped: {error}")
-    last_rows = [run.log["train"][-1] for run in runs]  # of training
+    last_rows = [run.log["train"][-1] for run in runs]  # the newest training row of each
     metric = comparable_loss(runs)  # of the first panel
     columns = ["lr", "tokens_per_s"]  # of training rows, in panels side by side
     is_grpo = all("reward" in row for row in last_rows)  # no other method logs a reward
@@ -222,7 +221,7 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
     """Label and style all panels, and write the picture as the type that its suffix names."""
     for axes in figure.axes:
         axes.set_xlabel(x_label)
-        axes.set_xlim(0, None)  # all panels begin at 0 tokens
+        axes.set_xlim(0, None)  # all panels begin at 0
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
         axes.grid(alpha=0.25)
         for line in axes.lines:
