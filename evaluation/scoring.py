@@ -9,7 +9,7 @@ not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
-from evaluation.tasks import Continuation, EncodeItem, Item, Score, batched
+from evaluation.tasks import Continuation, Item, Score, Task, batched
 from evaluation.validation import Scorer
 from model.loss import rows_within
 from utils.devices import autocast
@@ -169,23 +169,22 @@ class ItemScorer(Scorer):
     """Called before each forward pass with its number of rows on all processes."""
 
     @torch.no_grad()
-    def score(
-        self, items: list[Item], encode: EncodeItem, banned_words: Sequence[str] = ()
-    ) -> list[list[Score]]:
-        """Return a Score for each continuation of each item. `encode` is Task.encode, and
-        `banned_words` may not come first in is_greedy_filtered. Raise UserError for NaN."""
+    def score(self, items: list[Item], task: Task) -> list[list[Score]]:
+        """Return a Score for each choice of each item; `task` encodes them. Raise UserError if one
+        is NaN."""
         self.model.eval()  # without dropout
-        # Only a word that is one token can be banned as a first token.
-        encoded_words = [
-            self.tokenizer.encode_continuation(f" {word}").tolist() for word in banned_words
-        ]
-        banned_ids = [ids[0] for ids in encoded_words if len(ids) == 1]
+        # For is_greedy_filtered. Only a word that is one token can be banned as a first token.
+        banned_ids: list[int] = []
+        for word in task.banned_words:
+            ids = self.tokenizer.encode_continuation(f" {word}").tolist()
+            if len(ids) == 1:
+                banned_ids += ids
 
         # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it
         # does so at once and not after an hour.
         block_size = self.model.config.block_size
         # `encode` raises UserError for a continuation that the context has no room for
-        rows = pack([encode(item, self.tokenizer, block_size) for item in items])
+        rows = pack([task.encode(item, self.tokenizer, block_size) for item in items])
         rows.sort(key=lambda row: row.length, reverse=True)
         batches: list[list[PackedItem]] = []
         for _, equal_rows in groupby(rows, key=lambda row: row.length):

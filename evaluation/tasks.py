@@ -87,10 +87,8 @@ class Result:
 
 TaskScores = tuple[list[Result], list[dict]]  # results, and one row per example for --dump
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
-EncodeItem = Callable[[Item, Tokenizer, int], list[Continuation]]  # Task.encode
-# ItemScorer.score: from items, Task.encode and perhaps `banned_words` a Score for each choice of
-# each item
-ScoreItems = Callable[..., list[list[Score]]]
+# ItemScorer.score: takes items and their task, gives a Score for each choice of each item
+ScoreItems = Callable[[list[Item], "Task"], list[list[Score]]]
 
 
 def mean_result(
@@ -254,7 +252,7 @@ class Task(Benchmark):
             # Protocols with the same texts differ only in how they rate. They share one pass of
             # the model.
             if items != scored_items:
-                scores = score_items(items, self.encode, banned_words=self.banned_words)
+                scores = score_items(items, self)
                 scored_items = items  # those that `scores` belong to
             ratings: dict[str, list[Rating]] = defaultdict(list)  # of all examples, by metric
             for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
