@@ -22,14 +22,9 @@ from torch import Tensor
 from data.named_tokenizer import Tokenizer
 from evaluation.tasks import Continuation, Item, Score, Task, batched
 from evaluation.validation import Scorer
-from model.loss import rows_within
+from model.loss import chunk_bytes, rows_within
 from utils.devices import autocast
 from utils.errors import UserError
-
-# Bytes of the float32 logits that are computed at a time: V = 50,257 of them for each scored token.
-# Small slices stay in the caches of a CPU; a GPU needs large matmuls to be busy.
-CPU_SLICE_BYTES = 2**24
-GPU_SLICE_BYTES = 2**29
 
 
 @dataclass(frozen=True)
@@ -139,11 +134,8 @@ def score_targets(
     weight (V, C): the target's log-probability in nats, whether it is the argmax of all ids, and
     whether it is the argmax of those that are not banned. The argmax is the first of equal logits.
     """
-    slice_bytes = GPU_SLICE_BYTES
-    if x.device.type == "cpu":
-        slice_bytes = CPU_SLICE_BYTES
-    # hidden states in a slice, whose logits have 4 bytes each
-    num_rows = rows_within(slice_bytes, 4 * len(weight))
+    # a slice at a time, as for the loss in training: a hidden state has V logits of 4 bytes
+    num_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
     logprobs, is_argmax, is_allowed_argmax = [], [], []  # tensors (n,), one of each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
     weight = weight.float()

@@ -144,7 +144,7 @@ def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes(
 def test_targets_looked_up_slice_by_slice_are_those_of_all_logits(monkeypatch, rows):
     torch.manual_seed(0)
     N, V = 90, 50
-    monkeypatch.setattr(scoring, "CPU_SLICE_BYTES", 4 * V * rows)
+    monkeypatch.setattr(scoring, "chunk_bytes", lambda device: 4 * V * rows)
     x, weight = torch.randn(N, 4).round(), torch.randn(V, 4).round()  # so products are exact
     weight[[5, 20, 33]] = weight[[30, 3, 44]]  # logits that tie
     logits = x @ weight.T
