@@ -204,19 +204,19 @@ def open_tasks(
 def main(config: EvalConfig) -> None:
     check(config)
     process = distributed.start(config.device)  # one of those that torchrun started, or alone
-    name = str(config.model or config.checkpoint or "checkpoints")
+    name = str(config.model or config.checkpoint or "checkpoints")  # a path, or one of the hub
     checkpoint_path = find_checkpoint(name)  # None for a model of another project
     # float32: all bits of the weights, so that the validation loss equals that of training.
     # `checkpoint` is the content of the file as a dict, {} for a model of another project.
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or name, float32=True)
-    # A run that diverged without a guard. Its loss would be NaN, too, which is no valid JSON.
+    # as after a run that diverged: the loss would be NaN, too, which is no valid JSON
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
-    # What finetune.py taught to chat is asked in its chat template, as in training.
+    # A model that has learned to chat is asked in the format of its chats, as in training.
     config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer_spec))
-    # of matmuls, under autocast; all processes have to agree on bfloat16
+    # of matmuls, under autocast, the same on all processes
     dtype = pick_dtype(config.dtype, process.device, process.all_agree)
-    # of the main process; None: only if standard error is a terminal
+    # on the main process alone; None: and only if standard error is a terminal
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
     # bar.update is called with the number of rows of each forward pass
