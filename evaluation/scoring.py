@@ -101,8 +101,7 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
             part[b, start:end] = n
             if n > 0:
                 positions[b, start:end] += context_length
-                # The first token is predicted from the end of the context, the others from those
-                # before them.
+                # the first token is predicted from the context's end, others from the one before
                 columns = [context_length - 1] + list(range(start, end))
                 # as many as the continuation has tokens: its inputs lack the last one
                 for column, token in zip(columns, row.choices[n - 1], strict=True):
