@@ -214,8 +214,7 @@ def main(config: EvalConfig) -> None:
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
     # A model that has learned to chat is asked in the format of its chats, as in training.
     config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer_spec))
-    # of matmuls, under autocast, the same on all processes
-    dtype = pick_dtype(config.dtype, process.device, process.all_agree)
+    dtype = pick_dtype(config.dtype, process.device, process.all_agree)  # the same on all processes
     # on the main process alone; None: and only if standard error is a terminal
     bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
