@@ -7,14 +7,15 @@
 
 Prints a table for each task as soon as it is scored, with standard errors, beside published values
 of OpenAI's GPT-2, and writes its results as JSON beside the checkpoint: model_best_hellaswag.json.
-A task that cannot be scored is named at the end, and the exit code is 1. Batch size changes
-scores up to rounding, and the number of processes changes none.
+Of several tasks one that cannot be scored is named at the end, and the exit code is 1. Batch size
+changes scores up to rounding, and the number of processes changes none.
 """
 
 import json
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ from utils.errors import UserError
 from utils.ranges import Count
 
 ScoreTasks = dict[str, ScoreTask]  # by name of the task, in the order of --tasks
-EXPECTED_ROWS = 2048  # tokens in a matmul, for which the CPU's packed weights are laid out
+EXPECTED_ROWS = 2048  # tokens in a batch, about: oneDNN lays out weights on a CPU for so many
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class EvalConfig:
     """Score only so many examples of each benchmark, evenly spread over its file; of core, so many
     of each task, as nanochat takes them."""
     val_tokens: Count = 10_485_760
-    """Validation tokens; all if there are fewer."""
+    """Validation tokens of each corpus; all if there are fewer."""
     max_new_tokens: Count = 64
     """Longest answer to a question in tokens."""
     chat: bool = False
@@ -92,12 +93,13 @@ def check(config: EvalConfig) -> None:
     """Raise UserError for a wrong option, before anything is read or scored."""
     if config.checkpoint and config.model:
         raise UserError("give --checkpoint (of train.py) or --model (of others), not both")
+    # a/sums.jsonl and b/sums.jsonl: each would write CHECKPOINT_sums.json
     if len({Path(task).stem for task in config.tasks}) < len(config.tasks):
         raise UserError(
             f"--tasks {' '.join(config.tasks)}: two tasks have one name, and so would their "
             "results; rename one"
         )
-    num_benchmarks = 0  # of --tasks: each takes one file of --data
+    num_benchmarks = 0  # in --tasks: each takes one path of --data, other tasks take none
     for task in config.tasks:
         if task in BENCHMARKS:
             num_benchmarks += 1
@@ -113,20 +115,20 @@ def output_paths(config: EvalConfig, name: str, checkpoint: Path | None) -> dict
     in logs for a model `name` of another project."""
     if config.out:
         return dict.fromkeys(config.tasks, config.out)
-    stem = Path("logs", Path(name).resolve().name)  # of a folder as "." or "..", too
+    # resolve: "." and ".." are folders without a name
+    stem = Path("logs", Path(name).resolve().name)
     if checkpoint:  # checkpoints/model_best.pt gives checkpoints/model_best_hellaswag.json
         stem = checkpoint.with_suffix("")
     return {task: Path(f"{stem}_{Path(task).stem}.json") for task in config.tasks}
 
 
-def open_validation(
-    config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]
-) -> ScoreTask:
-    """Open the validation split of --data_dir, or of the shards that the model was trained on, and
-    return the function that scores it."""
-    folders = config.data_dir or trained_on
+def open_validation(config: EvalConfig, scorer: ItemScorer, trained_on: Sequence[str]) -> ScoreTask:
+    """Open the validation split of --data_dir, or of the folders of shards that the model was
+    trained on, and return the function that scores it."""
+    folders: Sequence[Path | str] = config.data_dir or trained_on
     if not folders:
         raise UserError("the task val needs --data_dir, folders of shards")
+    # cut into sequences of the model's context length; val.stream is all tokens of all corpora
     val = Mixture(folders, "val", scorer.model.config.block_size)
     # The ids of another tokenizer would give a loss, and it would mean nothing.
     if val.stream.tokenizer_identity != scorer.tokenizer.identity:
@@ -141,40 +143,43 @@ def open_validation(
 def score_validation(val: Mixture, scorer: ItemScorer, val_tokens: Count) -> TaskScores:
     """Return loss, bits per byte and perplexity of each corpus, and of several the weighted mean.
     The corpus stands in the place of the protocol."""
+    # of each corpus: loss in nats per token, number n of targets, perhaps bits_per_byte
     scores = [scorer.validation_loss(part, val_tokens) for part in val.parts]
     corpora = dict(zip(val.names, scores, strict=True))
     if len(scores) > 1:
         corpora["weighted mean"] = weighted_mean(scores, val.weights)
     results = []
     for corpus, values in corpora.items():
-        num_tokens = int(values.pop("n"))
+        num_tokens = int(values.pop("n"))  # the other values are metrics
         values["perplexity"] = math.exp(values["loss"])  # per token
         for metric, value in values.items():
             results.append(Result("val", corpus, metric, num_tokens, value))
-    return results, []
+    return results, []  # no examples for --dump
 
 
 def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreTask:
     """Read a file of questions, and return the function that asks them."""
-    # encodes prompts as they were in fine-tuning, so that the model sees the same tokens again
+    # encodes prompts as fine-tuning does, so that the model sees the tokens that it has learned
     encoder = TextEncoder(scorer.tokenizer, config.chat, scorer.model.config.block_size)
+    # Each row becomes a Question, with its prompt as ids. read_jsonl raises UserError for a row
+    # without an answer to compare with, or whose prompt leaves no room for max_new_tokens.
     encode = partial(encoder.question, max_new_tokens=config.max_new_tokens, has_answer=True)
     questions = evenly_spread(read_jsonl(path, encode), config.limit)
     return partial(score_questions, path.stem, questions, encoder, config.max_new_tokens, scorer)
 
 
 def open_tasks(
-    config: EvalConfig, scorer: ItemScorer, trained_on: tuple[Path, ...]
+    config: EvalConfig, scorer: ItemScorer, trained_on: Sequence[str]
 ) -> tuple[ScoreTasks, dict[str, UserError]]:
     """Open the data of all tasks, before the first forward pass; return the functions that score
     them, and the errors of those that have none, by task. Raise the error of an only task."""
     score_tasks: ScoreTasks = {}
     errors: dict[str, UserError] = {}
-    data_paths = list(config.data)
+    data_paths = list(config.data)  # one for each benchmark of --tasks, or none: see check
     for task in config.tasks:
-        path = None  # from the hub
+        path = None  # open_benchmark downloads the data
         if task in BENCHMARKS and data_paths:
-            path = data_paths.pop(0)
+            path = data_paths.pop(0)  # the next one is that of the next benchmark
         try:
             if task == "val":
                 score_tasks[task] = open_validation(config, scorer, trained_on)
@@ -182,7 +187,7 @@ def open_tasks(
                 score_tasks[task] = open_questions(Path(task), config, scorer)
             else:
                 benchmark = BENCHMARKS.get(task)
-                if benchmark is None:  # a folder of the user's own tasks
+                if benchmark is None:  # `task` is a folder of the user's own tasks
                     path = Path(task)
                     benchmark = FewShotTasks(path.resolve().name)
                 score_tasks[task] = open_benchmark(
@@ -198,22 +203,25 @@ def open_tasks(
 
 def main(config: EvalConfig) -> None:
     check(config)
-    process = distributed.start(config.device)
-    name = str(config.model or config.checkpoint or "checkpoints")
+    process = distributed.start(config.device)  # one of those that torchrun started, or alone
+    name = str(config.model or config.checkpoint or "checkpoints")  # a path, or one of the hub
     checkpoint_path = find_checkpoint(name)  # None for a model of another project
     # float32: all bits of the weights, so that the validation loss equals that of training.
-    # `checkpoint` is the content of the file, {} for a model of another project.
+    # `checkpoint` is the content of the file as a dict, {} for a model of another project.
     model, tokenizer_spec, checkpoint = open_model(checkpoint_path or name, float32=True)
-    # A run that diverged without a guard. Its loss would be NaN, too, which is no valid JSON.
+    # as after a run that diverged: the loss would be NaN, too, which is no valid JSON
     if any(weights.isnan().any() for weights in model.parameters()):
         raise UserError(f"{checkpoint_path or name} has weights that are NaN (not a number)")
-    # What finetune.py taught to chat is asked in its chat template, as in training.
+    # A model that has learned to chat is asked in the format of its chats, as in training.
     config = replace(config, chat=config.chat or is_chat(checkpoint, name, tokenizer_spec))
-    dtype = pick_dtype(config.dtype, process.device, process.all_agree)
-    bar = tqdm(unit="row", disable=None if process.is_main else True)  # None: only on a terminal
+    dtype = pick_dtype(config.dtype, process.device, process.all_agree)  # the same on all processes
+    # on the main process alone; None: and only if standard error is a terminal
+    bar = tqdm(unit="row", disable=None if process.is_main else True)
     tokenizer = load_tokenizer(tokenizer_spec)
-    scorer = ItemScorer(model, tokenizer, process, dtype, config.batch_size, bar.update)
+    # bar.update is called with the number of rows of each forward pass
+    scorer = ItemScorer(model, process, dtype, config.batch_size, tokenizer, bar.update)
 
+    # folders, as strings; () for a model of another project, or of finetune.py
     trained_on = checkpoint.get("config", {}).get("data_dir", ())
     score_tasks, errors = open_tasks(config, scorer, trained_on)
     outputs = output_paths(config, name, checkpoint_path)  # by task
@@ -224,10 +232,11 @@ def main(config: EvalConfig) -> None:
                 # raises OSError now, not after hours of scoring, if there can be no file in it
                 tempfile.TemporaryFile(dir=path.parent).close()
 
-    # On a CPU, linear layers are replaced by packed ones: after the weights were read and checked.
+    # In place, so that the scorer has it, too. On a CPU it may replace linear layers by oneDNN's,
+    # whose weights are no parameters: the check for NaN above would not see them.
     prepare_for_inference(model.to(process.device), process.device, dtype, rows=EXPECTED_ROWS)
     header = {
-        "step": checkpoint.get("step"),
+        "step": checkpoint.get("step"),  # None for a model of another project
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -235,22 +244,24 @@ def main(config: EvalConfig) -> None:
     results: list[Result] = []
     examples: list[dict] = []  # a row for each example of the tasks so far, for --dump
     for task, score_task in score_tasks.items():
-        bar.reset()
+        bar.reset()  # to 0 rows
         bar.set_description(task)
         try:
+            # All processes score their share, and get the same results, or raise the same error.
             task_results, task_examples = score_task()
-        except UserError as error:  # such as a continuation longer than the context
+        except UserError as error:  # such as a model that gives NaN
             errors[task] = error
             continue
         results += task_results
         examples += task_examples
         if process.is_main:  # at once, so that an end before the last task loses none
+            # one file of --out for all tasks so far, or a file for each task
             written = results if config.out else task_results
             content = {**header, "results": [asdict(result) for result in written]}
             outputs[task].write_text(json.dumps(content, indent=1))
             if config.dump:
                 config.dump.write_text("".join(f"{json.dumps(row)}\n" for row in examples))
-            bar.clear()  # else the table begins in its line
+            bar.clear()  # otherwise the table would begin in the line of the bar
             print(format_table(task_results, openai_size(model.config)))
             print(f"wrote {outputs[task]}", flush=True)
     bar.close()

@@ -48,21 +48,22 @@ class HellaSwag(Task):
         items = []
         for row in rows:
             context = row["ctx"]
-            endings = row["endings"]  # four of them
+            endings = row["endings"]  # four texts
             if protocol != "build-nanogpt":
-                # the context in two parts, of which the second begins a sentence
+                # ctx in two parts: ctx_b begins the sentence that the endings complete
                 if "ctx_a" in row:
                     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
                 context = clean_wikihow(context)
                 endings = [clean_wikihow(ending) for ending in endings]
             # GPT-2's tokens of words begin with their space
             choices = tuple(f" {ending}" for ending in endings)
-            items.append(Item(context, choices, int(row["label"])))
+            items.append(Item(context, choices, int(row["label"])))  # a string in the hub's copy
         return items
 
     def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
         """Return the log-probability of an ending, and its mean per token, or per character and
         per byte as in the harness."""
+        # nats of the whole ending, a sum: longer endings have lower ones
         if protocol == "build-nanogpt":
             return {"acc": score.logprob, "acc_norm": score.logprob / score.num_tokens}
         ending = choice[1:]  # the harness counts without the space in front
@@ -111,22 +112,23 @@ class Lambada(Task):
         for row in rows:
             # rpartition: at the last space
             context, _, word = row["text"].rstrip().rpartition(" ")
-            items.append(Item(context, (f" {word}",)))
+            items.append(Item(context, (f" {word}",)))  # one choice, whose probability counts
         return items
 
     def rate(
         self, protocol: str, item: Item, scores: list[Score], example: dict
     ) -> dict[str, Rating]:
         """Return whether the word is what the model writes, and by lm-eval its nats."""
-        [score] = scores  # of the word
-        example |= asdict(score)
+        [score] = scores  # of the word, the only choice
+        example |= asdict(score)  # in place: to the row for --dump
         hits = {
             "lm-eval": score.is_greedy,
             "last token": score.is_last_greedy,
             "stop words": score.is_greedy_filtered,
         }
-        ratings = {"acc": Rating(hits[protocol])}
+        ratings = {"acc": Rating(hits[protocol])}  # True counts as 1
         if protocol == "lm-eval":
+            # nats of the whole word; `result` turns their mean into a perplexity
             ratings["perplexity"] = Rating(-score.logprob)
         return ratings
 
@@ -136,7 +138,7 @@ class Lambada(Task):
         mean = super().result(protocol, metric, ratings)
         if metric != "perplexity":
             return mean
-        # per word, not per token, so that tokenizers can be compared
+        # per word, not per token, so that models of different tokenizers can be compared
         perplexity = float(np.exp(mean.value))
         stderr = None
         if mean.stderr is not None:
@@ -161,10 +163,11 @@ class ChildrensBookTest(Task):
         That has the question (XXXXX is the blank), a tab, the answer, two tabs, and candidates
         separated by bars."""
         rows = []
-        # Line numbers begin anew with each question: a line "1 ..." begins one.
+        # Line numbers begin anew with each question: a line "1 ..." begins one. [1:], as nothing
+        # stands before the first one.
         for numbered_lines in re.split(r"^1 ", text, flags=re.MULTILINE)[1:]:
             lines = re.split(r"\s*\n\d+ ", numbered_lines.strip())  # without their numbers
-            columns = lines[-1].split("\t")
+            columns = lines[-1].split("\t")  # question, answer, "", candidates
             row = {
                 "sentences": lines[:-1],
                 "question": columns[0],
@@ -179,7 +182,8 @@ class ChildrensBookTest(Task):
         items = []
         for row in rows:
             before, after = row["question"].split("XXXXX", 1)
-            # CBT separates punctuation by spaces; that stays, as in the paper's setting
+            # CBT separates punctuation by spaces; that stays, as in the paper's setting. The space
+            # before the blank goes to the choices.
             context = " ".join(row["sentences"] + [before]).rstrip()
             choices = tuple(f" {option}{after}" for option in row["options"])
             items.append(Item(context, choices, row["options"].index(row["answer"])))
@@ -193,5 +197,5 @@ ALL = (
     ChildrensBookTest("cbt_ne", "NE"),
     FewShotTasks("core"),
 )
-# in the order of lists and pictures
+# by name, in the order of messages and of the colors in pictures
 BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in ALL}

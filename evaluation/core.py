@@ -23,10 +23,8 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix  # of lists of any kind
 from pathlib import Path
 from typing import Literal
-from urllib.request import urlopen
 
 import yaml
-from tqdm import tqdm
 
 from data.named_tokenizer import Tokenizer
 from evaluation.tasks import (
@@ -44,8 +42,8 @@ from evaluation.tasks import (
 from utils.errors import UserError
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-BUNDLE = Path("data/eval_bundle")  # where it is kept
-NUM_TASKS = 22  # of CORE
+BUNDLE = Path("data/eval_bundle")  # where the download is kept, below the working directory
+NUM_TASKS = 22  # of CORE; the mean over a part of them is not comparable
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 
@@ -57,8 +55,11 @@ class FewShotTask(Task):
     protocols = ("nanochat",)
 
     name: str
+    """Label in core.yaml."""
     type: TaskType
+    """icl_task_type of core.yaml, on which prompts and the tokens that count depend."""
     num_shots: int
+    """Examples with their answers before each item."""
     delimiter: str
     """Stands between a question and its answer."""
     baseline: float = 0.0
@@ -67,10 +68,11 @@ class FewShotTask(Task):
     def load(self, path: Path | None, limit: int | None) -> list[dict]:
         """Return the items in nanochat's order: shuffled, and then cut. The examples before an item
         come from the same rows."""
-        rows = super().load(path, None)
-        random.Random(1337).shuffle(rows)
-        rows = rows[:limit]
-        self.items(rows, self.protocols[0])  # again, as these may be too few
+        rows = super().load(path, None)  # all: a limit would spread them over the file
+        random.Random(1337).shuffle(rows)  # in place, with nanochat's seed
+        rows = rows[:limit]  # all if the limit is None
+        # raises AssertionError, now and not while scoring, if too few are left for examples
+        self.items(rows, self.protocols[0])
         return rows
 
     def prompts(self, row: dict) -> list[str]:
@@ -84,15 +86,17 @@ class FewShotTask(Task):
 
     def items(self, rows: list[dict], protocol: str) -> list[Item]:
         """Return an Item for each row: its context are the examples, its choices the row's prompts.
-        Where there is nothing to choose from, the question stands in the context, too."""
+        For language_modeling, which has one prompt, the question stands in the context, too."""
         assert self.num_shots < len(rows), f"{len(rows)} items, and {self.num_shots} before each"
         items = []
         for index, row in enumerate(rows):
-            # places among the other rows
+            # places in a list of the other rows, with nanochat's seed
             places = random.Random(1234 + index).sample(range(len(rows) - 1), self.num_shots)
             context = ""
             for place in places:
+                # that list lacks the row itself: what follows has moved up by one
                 example = rows[place if place < index else place + 1]
+                # "gold" is the index of the right prompt; of language_modeling there is only one
                 context += self.prompts(example)[example.get("gold", 0)] + "\n\n"
             choices = self.prompts(row)
             if self.type == "language_modeling":
@@ -104,21 +108,25 @@ class FewShotTask(Task):
         return items
 
     def encode(self, item: Item, tokenizer: Tokenizer, block_size: int) -> list[Continuation]:
-        """Return the tokens that count of each prompt, after all others: what follows the longest
-        common start of the choices, or of question and prompt; of a schema the longest common end.
-        """
-        start_ids = list(tokenizer.start_ids)  # end of text stands before a prompt
-        wholes = []
+        """Return a continuation for each choice, of the tokens that count: what follows the longest
+        common start of all choices, for language_modeling that of question and prompt; for a schema
+        the longest common end. All tokens before them are its context."""
+        # what begins a document of the shards: end of text, or BOS of a LLaMA
+        start_ids = list(tokenizer.start_ids)
+        wholes: list[list[int]] = []  # ids of examples and prompt, for each choice
         for choice in item.choices:
             wholes.append(start_ids + tokenizer.encode(item.context + choice).tolist())
         shortest = min(len(ids) for ids in wholes)
         if self.type == "schema":
+            # reversed: the start that these have in common is the end of the prompts
             num_counted = len(commonprefix([ids[::-1] for ids in wholes]))
+            # split_ids needs a token to score, and one before it
             num_counted = min(max(num_counted, 1), shortest - 1)
             starts = [len(ids) - num_counted for ids in wholes]
         else:
             compared = wholes
             if self.type == "language_modeling":
+                # the one prompt, and the same without its answer
                 compared = [*wholes, start_ids + tokenizer.encode(item.context).tolist()]
             # Of a choice that begins another one nothing would be left, and its mean loss is NaN in
             # nanochat; here the last common token counts, of all choices.
@@ -132,16 +140,20 @@ class FewShotTask(Task):
     ) -> dict[str, Rating]:
         """Return whether the choice with the lowest mean loss is right, the first of equal ones, or
         the answer is what greedy decoding writes."""
+        # nats per token: the negative of nanochat's mean loss
         means = [score.logprob / score.num_tokens for score in scores]
         pick = means.index(max(means))
         is_right = pick == item.label
-        if self.type == "language_modeling":
+        if self.type == "language_modeling":  # one choice, so there is nothing to pick
             is_right = scores[0].is_greedy
+        # in place: to the row for --dump
         example |= {"label": item.label, "pick": pick, "correct": is_right, "mean_logprobs": means}
         return {"acc": Rating(is_right, is_tie=means.count(max(means)) > 1)}
 
     def result(self, protocol: str, metric: str, ratings: list[Rating]) -> Result:
+        # the table's column of protocols shows the number of examples
         mean = super().result(f"{self.num_shots} examples", metric, ratings)
+        # 0 for guessing, 1 if all items are right
         centered = (mean.value - self.baseline) / (1 - self.baseline)
         return replace(mean, centered=centered)
 
@@ -163,25 +175,25 @@ class FewShotTasks(Benchmark):
     def load(self, path: Path | None, limit: int | None) -> list[LoadedTask]:
         """Return each task of core.yaml with its rows."""
         folder = path or download_bundle()
-        baselines = {}  # by label, from 0 to 1; without the file those of guessing, see below
+        baselines = {}  # accuracy of guessing by label, from 0 to 1
         if (folder / "eval_meta_data.csv").exists():
             lines = (folder / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
             for row in csv.DictReader(lines):
-                baselines[row["Eval Task"]] = float(row["Random baseline"]) / 100
-        tasks = []
+                baselines[row["Eval Task"]] = float(row["Random baseline"]) / 100  # percent
+        tasks: list[LoadedTask] = []
         for entry in yaml.safe_load((folder / "core.yaml").read_bytes())["icl_tasks"]:
             label = entry["label"]
-            [num_shots] = entry.get("num_fewshot", [0])
+            [num_shots] = entry.get("num_fewshot", [0])  # a list of one number
             delimiter = entry.get("continuation_delimiter", " ")
-            task_type = entry["icl_task_type"]
-            task = FewShotTask(label, task_type, num_shots, delimiter)
+            task = FewShotTask(label, entry["icl_task_type"], num_shots, delimiter)
             try:
                 rows = task.load(folder / "eval_data" / entry["dataset_uri"], limit)
-            except Exception as error:
+            except Exception as error:  # `read` of Benchmark puts the folder before it
                 raise UserError(f"task {label}: {type(error).__name__}: {error}") from error
             if label in baselines:
                 task.baseline = baselines[label]
-            elif task.type != "language_modeling":  # there nothing is right by guessing
+            elif task.type != "language_modeling":  # no guess writes an answer: it stays 0
+                # the mean over items, as they may have different numbers of choices
                 chances = [1 / len(task.prompts(row)) for row in rows]
                 task.baseline = sum(chances) / len(chances)
             tasks.append((task, rows))
@@ -203,12 +215,14 @@ class FewShotTasks(Benchmark):
         centered_sum = 0.0
         variance_sum = 0.0  # of the centered accuracies, from their standard errors
         for task, task_rows in rows:
+            # one protocol with one metric: one Result
             [result], task_examples = task.score(task_rows, score_items, protocols)
             results.append(result)
             examples += task_examples
-            assert result.centered is not None
+            assert result.centered is not None  # FewShotTask.result has set it
             centered_sum += result.centered
-            if result.stderr is not None:
+            if result.stderr is not None:  # None for a single item
+                # centering divides by 1 - baseline; variances of independent tasks add up
                 variance_sum += (result.stderr / (1 - task.baseline)) ** 2
         num_tasks = len(rows)
         protocol = self.protocols[0]
@@ -227,15 +241,14 @@ class FewShotTasks(Benchmark):
 
 def download_bundle() -> Path:
     """Return the folder of CORE's 22 tasks; download it at the first call."""
+    from torch.hub import download_url_to_file  # here, as plot.py does without PyTorch
+
     if BUNDLE.exists():
         return BUNDLE
     BUNDLE.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUNDLE.parent) as temporary:
-        archive = Path(temporary, "bundle.zip")
-        with urlopen(BUNDLE_URL, timeout=60) as response, open(archive, "wb") as file:
-            size = int(response.headers["Content-Length"])
-            with tqdm.wrapattr(response, "read", total=size, desc=BUNDLE_URL) as reader:
-                shutil.copyfileobj(reader, file)
+        archive = f"{temporary}/bundle.zip"
+        download_url_to_file(BUNDLE_URL, archive)  # with a progress bar
         # a connection that breaks off ends the file without an error; then it is no archive, whose
         # list of files stands at its end
         shutil.unpack_archive(archive, temporary)
@@ -243,5 +256,4 @@ def download_bundle() -> Path:
         # have been faster
         with contextlib.suppress(OSError):
             os.rename(Path(temporary, "eval_bundle"), BUNDLE)
-        assert BUNDLE.exists(), "it holds no eval_bundle"
     return BUNDLE

@@ -28,8 +28,8 @@ from utils.errors import UserError
 
 Content = TypeVar("Content")
 
-SUBSET_EXAMPLES = 500  # of a benchmark, scored without --eval_full
-SAMPLE_TOKENS = 128
+SUBSET_EXAMPLES = 500  # of each benchmark, scored without --eval_full
+SAMPLE_TOKENS = 128  # length of a sample
 SAMPLE_TEMPERATURE = 0.8  # a bit below 1: a small model's least likely tokens are mostly errors
 
 
@@ -39,22 +39,18 @@ def is_due(every: int, step: int) -> bool:
 
 
 def read_on_all(read: Callable[[], Content], process: Process) -> Content:
-    """Return the result of `read` on every process; raise UserError on all if one of them cannot.
+    """Return the result of `read` on every process; raise an error on all if one of them cannot.
 
     The main process reads first, and the others after it, so that a download happens once and the
     others find it in the cache.
     """
-    error = None  # of this process
     # first round: the main process reads; second round: all others
     for is_turn_of_main in (True, False):
-        if process.is_main == is_turn_of_main:
-            try:
+        # Each round ends when all processes have come to its end. There all of them raise an error
+        # that one has had: if that one left alone, the others would wait for it.
+        with process.together():
+            if process.is_main == is_turn_of_main:
                 content = read()
-            except UserError as read_error:
-                error = read_error
-        # All learn of an error here: a process that left alone would let the others wait.
-        if not process.all_agree(error is None):
-            raise error or UserError("another process could not read what this one could")
     return content
 
 
@@ -67,7 +63,9 @@ def open_benchmark(
 ) -> ScoreTask:
     """Read a benchmark's file, or download it, and return the function that scores it. Raises
     UserError for what cannot be read or scored, now and not in the middle of a run."""
+    # dicts of the file; of CORE pairs of a task and its rows
     rows = read_on_all(partial(benchmark.read, path, limit), scorer.process)
+    # raises UserError for an example that is longer than the context
     benchmark.check(rows, scorer.tokenizer, scorer.model.config.block_size)
     return partial(benchmark.score, rows, scorer.score, protocols)
 
@@ -81,28 +79,29 @@ class Evaluator:
         self, config: TrainConfig, model: GPT, val: Mixture, process: Process, dtype: torch.dtype
     ) -> None:
         self.config = config
-        self.val = val
-        batch_size = config.sequences_per_pass
+        self.val = val  # the split "val"; its `parts` are the sequences of each corpus
+        batch_size = config.sequences_per_pass  # as in training, so that it fits into memory
         self.score_tasks: list[tuple[str, ScoreTask]] = []
         """Name of each benchmark, and what scores it: the same rows each time."""
         # GPT-2's vocabulary is downloaded once. Training itself needs ids alone, so a run on a
         # machine without network goes on.
         try:
+            # val.stream.tokenizer: the spec of the tokenizer that made the shards
             tokenizer = read_on_all(partial(load_tokenizer, val.stream.tokenizer), process)
         except UserError as error:
             process.print(f"{error}; so there are no samples and benchmarks")
-            self.scorer = Scorer(model, None, process, dtype, batch_size)
+            self.scorer = Scorer(model, process, dtype, batch_size)  # scores no texts
             return
-        self.scorer = ItemScorer(model, tokenizer, process, dtype, batch_size)
+        self.scorer = ItemScorer(model, process, dtype, batch_size, tokenizer)
         for name, benchmark in BENCHMARKS.items():
             # hellaswag_every, lambada_every, core_every; others are not scored during training
             if getattr(config, f"{name}_every", 0) > 0:
                 path = getattr(config, f"{name}_data")  # None: downloaded
                 limit = None if config.eval_full else SUBSET_EXAMPLES
-                first = benchmark.protocols[:1]
+                first = benchmark.protocols[:1]  # a curve needs one
                 try:
                     score_task = open_benchmark(benchmark, path, limit, self.scorer, first)
-                except UserError as error:
+                except UserError as error:  # names the file, not the option that asks for it
                     raise UserError(f"--{name}_every cannot score {name}: {error}") from error
                 self.score_tasks.append((name, score_task))
 
@@ -110,7 +109,8 @@ class Evaluator:
     def validation_id(self) -> str:
         """Identity of the text and tokens that are validated. A run remembers it with its lowest
         loss, which counts only against losses of the same text."""
-        stream = self.val.stream
+        stream = self.val.stream  # all validation tokens; its digest changes with the shards
+        # sequences of each corpus that are validated: they follow from --block_size, too
         counts = [part.count_within(self.config.val_tokens) for part in self.val.parts]
         # losses of other tokens, shards, lengths or weights cannot be compared
         return f"{stream.tokenizer_identity} {stream.digest} {counts} {self.val.weights}"
@@ -121,10 +121,11 @@ class Evaluator:
         return step == self.config.max_steps or is_due(getattr(self.config, f"{name}_every"), step)
 
     def validate(self) -> dict[str, float]:
-        """Return the validation loss in nats per token and, where the shards tell the size of their
-        text, bits_per_byte, and the number n of tokens. Several corpora give the means by weight,
-        and the loss of each."""
+        """Return the validation "loss" in nats per token, the number "n" of tokens and, where the
+        shards tell the size of their text, "bits_per_byte". Several corpora give the means by
+        weight, and as "loss_NAME" the loss of each."""
         val_tokens = self.config.val_tokens
+        # of each corpus, with the keys loss, n and perhaps bits_per_byte
         scores = [self.scorer.validation_loss(part, val_tokens) for part in self.val.parts]
         if len(scores) == 1:  # no mixture
             return scores[0]
@@ -141,32 +142,36 @@ class Evaluator:
                 continue
             # Compiled blocks are of one shape: each length of a text would be compiled anew.
             with uncompiled(self.config.use_torch_compile):
-                results, _ = score_task()
-            figures: dict[str, float] = {"n": results[-1].n}  # examples; then each metric
+                results, _ = score_task()  # all processes get the same; _: rows for --dump
+            # the last result is that of the whole benchmark: n examples, of CORE of all tasks
+            figures: dict[str, float] = {"n": results[-1].n}
             for result in results:
-                if result.task == name:  # not those of a task of CORE
+                if result.task == name:  # not a single task of CORE
                     figures[result.metric] = result.value
             yield name, figures
 
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
         scorer = self.scorer
+        # the first condition, as at the last step everything is due, even with --sample_every 0
         is_asked = self.config.sample_every > 0 and self.due(step, "sample")
+        # a plain Scorer has no tokenizer to write with
         if not (is_asked and isinstance(scorer, ItemScorer)):
             return None
         model = scorer.model
-        num_tokens = min(SAMPLE_TOKENS, model.config.block_size)
+        num_tokens = min(SAMPLE_TOKENS, model.config.block_size)  # of the text at most
         # another seed for each step, so that samples.txt does not show one text again and again
         sampling = Sampling(num_tokens, SAMPLE_TEMPERATURE, seed=self.config.seed + step)
-        prompts = [list(scorer.tokenizer.start_ids)]
-        end_ids = scorer.tokenizer.end_ids
-        model.eval()  # no dropout
+        prompts = [list(scorer.tokenizer.start_ids)]  # one, of what begins a document in the shards
+        end_ids = scorer.tokenizer.end_ids  # the text ends before the first of these
+        model.eval()  # without dropout
         # All processes write the same text: under FSDP a forward pass needs all of them.
         with (
             autocast(scorer.process.device, scorer.dtype),
             uncompiled(self.config.use_torch_compile),  # each length would be compiled anew
         ):
-            # all_done: the processes stop together, and raise Stopped after a signal
+            # all_done: the processes stop together, and raise Stopped after a signal. One prompt
+            # gives one text, of token ids.
             texts = complete(model, prompts, end_ids, sampling, scorer.process.all_done)
         model.train()  # with dropout again
         # the last character may be cut in the middle of its bytes

@@ -6,7 +6,6 @@ on any machine and while a run goes on. Without PyTorch: drawing takes a second.
 
 import itertools
 import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +16,8 @@ from matplotlib.ticker import EngFormatter
 
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.table import PUBLIC_RUN, PUBLISHED, TOKENS_OF_PUBLIC_STEP
-from utils.errors import UserError
+from utils.errors import UserError, writing
 from utils.logger import find_metrics, logged_run, read_metrics
-
-Log = dict[str, list[dict]]  # rows by split, as read_metrics returns them
 
 LABELS = {  # of the panels' y axes, by the name of the figure in the log
     "loss": "loss (nats per token)",
@@ -34,18 +31,21 @@ LABELS = {  # of the panels' y axes, by the name of the figure in the log
     "kl": "KL divergence (nats)",
 }
 MARKERS = "os^Dv"  # of the runs in turn: circle, square, triangle, diamond, triangle down
-# GitHub shows pictures 830 pixels wide. At 9 inches that is 92 pixels an inch, and letters of 8
-# points are 10 pixels high.
-WIDTH = 9
+# GitHub shows pictures 830 pixels wide: that is 92 pixels an inch, and letters of 8 points are 10
+# pixels high.
+WIDTH = 9  # inches
 
 
 @dataclass(frozen=True)
 class Run:
     """A run to draw."""
 
-    label: str  # its path, as the user gave it
-    log: Log
-    record: dict  # content of the config.json beside the log; {} without one
+    label: str
+    """Its path, as the user gave it, without /logs; the middle of a long one is left out."""
+    log: dict[str, list[dict]]
+    """Rows by split, sorted by step: what read_metrics returns."""
+    record: dict
+    """Content of the config.json beside the log; {} without one."""
 
 
 def read_run(path: Path) -> Run:
@@ -57,13 +57,14 @@ def read_run(path: Path) -> Run:
     label = str(path).removesuffix("/logs")
     if len(label) > 41:  # the ends tell most: folder above, options and seed of a sweep
         label = f"{label[:20]}…{label[-20:]}"
+    # None: the file with the metrics has another name, so that its folder counts as none of a log
     return Run(label, log, logged_run(find_metrics(path).parent) or {})
 
 
 def comparable_loss(runs: list[Run]) -> str:
     """Return the loss by which runs are compared: "bits_per_byte" if their tokenizers differ, as a
     token of one stands for more text than a token of another, else "loss"."""
-    # None: without a config.json, as beside a metrics.jsonl that was copied alone
+    # Identities; None without a config.json, as beside a metrics.jsonl that was copied alone.
     tokenizers = {run.record.get("tokenizer") for run in runs}
     if len(tokenizers - {None}) > 1:
         return "bits_per_byte"
@@ -80,7 +81,7 @@ def curve(run: Run, split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     rows = [row for row in run.log.get(split, []) if metric in row]
     steps = [row["step"] for row in rows]
     values = np.array([row[metric] for row in rows])
-    # rows of other splits have no tokens: these follow from their step
+    # rows of other splits have no "tokens": theirs are interpolated by step
     return np.interp(steps, train_steps, train_tokens), values
 
 
@@ -94,11 +95,11 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
         try:
             runs.append(read_run(path))
         except UserError as error:  # names the path
-            if not runs and path == paths[-1]:
+            if not runs and path == paths[-1]:  # none of the paths has a run
                 raise
             print(f"skipped: {error}")
-    last_rows = [run.log["train"][-1] for run in runs]
-    metric = comparable_loss(runs)
+    last_rows = [run.log["train"][-1] for run in runs]  # the newest training row of each
+    metric = comparable_loss(runs)  # of the first panel
     columns = ["lr", "tokens_per_s"]  # of training rows, in panels side by side
     is_grpo = all("reward" in row for row in last_rows)  # no other method logs a reward
     if is_grpo:  # its loss does not tell how good the texts are
@@ -106,7 +107,8 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
         columns = ["completion_tokens", "cut"]
         if any("kl" in row for row in last_rows):  # not with --kl 0
             columns.append("kl")
-    rows = [[metric], columns]  # from above
+    rows = [[metric], columns]  # names of the panels, row by row from above
+    # scores of a benchmark are a split of the log under its name
     if any(run.log.keys() & BENCHMARKS.keys() for run in runs):
         rows.insert(1, ["accuracy"])
     figure, panels = make_panels(rows)
@@ -127,7 +129,8 @@ def draw(paths: list[Path], out: Path, size: str | None = None) -> None:
 def make_panels(rows: list[list[str]]) -> tuple[Figure, dict[str, Axes]]:
     """Return a figure of one, two or three panels in each of its rows, and the panels by name, a
     key of LABELS."""
-    # a name that stands several times in a row of the grid is one wide panel
+    # A name that stands several times in a row of the grid is one wide panel. 6 cells can be shared
+    # evenly by 1, 2 or 3 panels.
     grid = [np.repeat(names, 6 // len(names)).tolist() for names in rows]
     figure = Figure(figsize=(WIDTH, 2.6 * len(rows)), layout="constrained")
     panels = figure.subplot_mosaic(grid)
@@ -146,16 +149,16 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
         split = "held_out"
         best = max
         best_label = "highest held-out reward"
-    training = curve(run, "train", metric)  # empty for bits per byte
+    training = curve(run, "train", metric)  # empty for bits per byte, which training does not log
     validation = curve(run, split, metric)
     if metric != "reward":  # a reward begins near its later values
         training = without_start(*training)
         validation = without_start(*validation)
-    [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)
+    [line] = axes.plot(*training, lw=0.8, alpha=0.6, color=color)  # gets the label, see below
     label = run.label
     # without rows that lack the metric, or have a NaN or infinity of a run that diverged
     rows = [row for row in run.log.get(split, []) if math.isfinite(row.get(metric, math.nan))]
-    if rows:
+    if rows:  # the thick line takes the label, otherwise the legend would name the run twice
         [line] = axes.plot(*validation, lw=1.8, marker="o", ms=3, color=color)
         best_row = best(rows, key=lambda row: row[metric])
         label += f": {best_label} {best_row[metric]:.3f}, at step {best_row['step']:,}"
@@ -165,6 +168,7 @@ def draw_main(axes: Axes, run: Run, metric: str, color: str) -> None:
 def without_start(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return a curve without the first losses, if they are far above the last one, as those of an
     untrained model are: they would press all others into a strip at the bottom."""
+    # in the first 5 % of the tokens; [-1:] instead of [-1], as a curve may be empty
     is_start = (x < 0.05 * x[-1:]) & (losses > 1.5 * losses[-1:])
     return x[~is_start], losses[~is_start]
 
@@ -175,19 +179,22 @@ def draw_accuracies(axes: Axes, runs: list[Run], size: str | None) -> None:
     for i, task in enumerate(BENCHMARKS.values(), start=1):
         color = f"C{i}"  # C0 is the loss of the first run
         runs_with_scores = [run for run in runs if task.name in run.log]
+        if not runs_with_scores:
+            continue
         for run, marker in zip(runs_with_scores, itertools.cycle(MARKERS), strict=False):
             # the benchmark's rows are a split of the log
             x, accuracies = curve(run, task.name, task.metric)
             label = f"{task.name}, {run.label}: {accuracies[-1]:.3f}"
             axes.plot(x, accuracies, marker=marker, ms=3, color=color, label=label)
-        if runs_with_scores and task.metric == "centered":
+        if task.metric == "centered":
             axes.set_ylabel("accuracy (CORE: centered)")
-        if runs_with_scores:
-            draw_published(axes, (task.name, task.protocols[0], task.metric), size, color)
+        # of the protocol that train.py logs
+        draw_published(axes, (task.name, task.protocols[0], task.metric), size, color)
 
 
 def draw_published_loss(axes: Axes, runs: list[Run], size: str) -> None:
     """Draw the loss of OpenAI's GPT-2 if it is comparable: it depends on tokens and text."""
+    # a run of several corpora has all of their names as "corpus"
     texts = {(run.record.get("tokenizer"), run.record.get("corpus")) for run in runs}
     if texts == {("gpt2", "FineWeb-Edu")}:
         draw_published(axes, ("val", "FineWeb-Edu", "loss"), size, "black")
@@ -224,13 +231,8 @@ def save(figure: Figure, out: Path, x_label: str = "training tokens") -> None:
         if labels:  # Matplotlib warns of a legend without entries
             # above the panel: inside, curves may run everywhere
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
-            # the figure grows by the lines of the legend, so that the panels keep their size
+            # 0.17 inches for a line of the legend, so that the panels keep their size
             figure.set_figheight(figure.get_figheight() + 0.17 * len(labels))
-    try:
+    with writing(out):  # UserError, also for a file type that Matplotlib does not know
         out.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            # characters of a folder that the font lacks are drawn as boxes
-            warnings.filterwarnings("ignore", "Glyph")
-            figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows
-    except Exception as error:  # also a file type that Matplotlib does not know
-        raise UserError(f"{out} could not be written: {error}") from error
+        figure.savefig(out, dpi=180)  # twice the pixels that GitHub shows

@@ -9,7 +9,7 @@ not here: tasks.py chooses, evaluator.py and evaluate.py decide what is scored.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,33 +20,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.named_tokenizer import Tokenizer
-from evaluation.tasks import Continuation, EncodeItem, Item, Score, batched
+from evaluation.tasks import Continuation, Item, Score, Task, batched
 from evaluation.validation import Scorer
-from model.loss import rows_within
+from model.loss import chunk_bytes, rows_within
 from utils.devices import autocast
 from utils.errors import UserError
-
-# Bytes of the float32 logits that are computed at a time: V = 50,257 of them for each scored token.
-# Small slices stay in the caches of a CPU; a GPU needs large matmuls to be busy.
-CPU_SLICE_BYTES = 2**24
-GPU_SLICE_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class PackedItem:
     """Token ids of a context and of the continuations that share it in one row of a batch."""
 
-    first_score: int
-    """Place of the Score of choices[0] among those of all continuations of all items."""
+    first_place: int
+    """Place of choices[0] among the continuations of all items; those of the others follow."""
     context: list[int]
     choices: list[list[int]]
+    """Ids of each continuation; none is empty."""
 
     @property
     def length(self) -> int:
         """Inputs of the row, rounded up to a multiple of 8 so that few different shapes occur. The
         last token of a continuation predicts nothing, so it is no input."""
         num_inputs = len(self.context) + sum(len(choice) - 1 for choice in self.choices)
-        return -(-num_inputs // 8) * 8
+        return -(-num_inputs // 8) * 8  # -(-a // b) is a / b, rounded up
 
 
 def pack(items: list[list[Continuation]]) -> list[PackedItem]:
@@ -56,6 +52,7 @@ def pack(items: list[list[Continuation]]) -> list[PackedItem]:
     place = 0  # among all continuations
     for continuations in items:
         for i, continuation in enumerate(continuations):
+            # rows[-1] is one of this item, as i > 0
             if i > 0 and continuation.context == rows[-1].context:
                 rows[-1].choices.append(continuation.ids)
             else:
@@ -69,8 +66,8 @@ class Batch:
     """Rows of packed items as tensors, and the N targets: tokens whose probability is needed. The
     targets of a row stand together, choice by choice."""
 
-    ids: Tensor  # (B, T)
-    positions: Tensor  # (B, T)
+    ids: Tensor  # (B, T), with padding of 0 on the right
+    positions: Tensor  # (B, T), as if each continuation stood alone after the context
     mask: Tensor | None  # bool (B, 1, T, T), True where a query attends; None: plain causal
     target_rows: Tensor  # (N,) row and ...
     target_columns: Tensor  # (N,) ... column of the hidden state that predicts a target
@@ -78,7 +75,7 @@ class Batch:
 
 
 def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
-    """Return the batch of some rows.
+    """Return the batch of some rows of equal length.
 
     A context "a b" with the continuations "c d" and "e f" becomes one row:
 
@@ -87,7 +84,7 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
         part       0  0  1  2        0: context; 1, 2, ...: continuations; -1: padding
     """
     B = len(rows)
-    T = max(row.length for row in rows)
+    T = rows[0].length
     ids = np.zeros((B, T), np.int64)
     positions = np.zeros((B, T), np.int64)
     part = np.full((B, T), -1)
@@ -104,9 +101,9 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
             part[b, start:end] = n
             if n > 0:
                 positions[b, start:end] += context_length
-                # The first token is predicted from the end of the context, the others from those
-                # before them.
+                # the first token is predicted from the context's end, others from the one before
                 columns = [context_length - 1] + list(range(start, end))
+                # as many as the continuation has tokens: its inputs lack the last one
                 for column, token in zip(columns, row.choices[n - 1], strict=True):
                     targets.append((b, column, token))
             start = end
@@ -115,8 +112,8 @@ def make_batch(rows: list[PackedItem], device: torch.device) -> Batch:
     if any(len(row.choices) > 1 for row in rows):
         # A token attends to its own part and to the context, and not to what comes after it.
         # Padding attends to padding: a softmax over nothing would be NaN.
-        same_part = part[:, None, :] == part[:, :, None]  # (B, T, T)
-        in_context = part[:, None, :] == 0  # (B, 1, T)
+        same_part = part[:, None, :] == part[:, :, None]  # (B, queries, keys)
+        in_context = part[:, None, :] == 0  # (B, 1, keys)
         mask = torch.from_numpy(same_part | in_context).tril().unsqueeze(1).to(device)
     target_rows, target_columns, target_ids = torch.tensor(targets, device=device).T
     return Batch(
@@ -136,11 +133,9 @@ def score_targets(
     weight (V, C): the target's log-probability in nats, whether it is the argmax of all ids, and
     whether it is the argmax of those that are not banned. The argmax is the first of equal logits.
     """
-    slice_bytes = GPU_SLICE_BYTES
-    if x.device.type == "cpu":
-        slice_bytes = CPU_SLICE_BYTES
-    num_rows = rows_within(slice_bytes, 4 * len(weight))
-    logprobs, is_argmax, is_allowed_argmax = [], [], []
+    # a slice at a time, as for the loss in training: a hidden state has V logits of 4 bytes
+    num_rows = rows_within(chunk_bytes(x.device), 4 * len(weight))
+    logprobs, is_argmax, is_allowed_argmax = [], [], []  # tensors (n,), one of each slice
     # In float32: many of V bfloat16 logits are equal, and ties would decide what is greedy.
     weight = weight.float()
     with torch.autocast(x.device.type, enabled=False):
@@ -148,7 +143,7 @@ def score_targets(
         for hidden, ids in slices:  # (n, C), (n,)
             logits = F.linear(hidden, weight)  # (n, V)
             target_logits = logits.gather(1, ids[:, None]).squeeze(1)
-            logprobs.append(target_logits - logits.logsumexp(-1))
+            logprobs.append(target_logits - logits.logsumexp(-1))  # log-softmax of the targets
             is_argmax.append(logits.argmax(-1) == ids)
             logits[:, banned_ids] = -torch.inf  # as if the model never wrote them
             is_allowed_argmax.append(logits.argmax(-1) == ids)
@@ -161,39 +156,44 @@ class ItemScorer(Scorer):
     tokenizer."""
 
     tokenizer: Tokenizer
+    progress: Callable[[int], object] = lambda num_rows: None
+    """Called before each forward pass with its number of rows on all processes."""
 
     @torch.no_grad()
-    def score(
-        self, items: list[Item], encode: EncodeItem, banned_words: Sequence[str] = ()
-    ) -> list[list[Score]]:
-        """Return a Score for each continuation of each item. `encode` is Task.encode, and
-        `banned_words` may not come first in is_greedy_filtered. Raise UserError for NaN."""
-        self.model.eval()
-        # Only a word that is one token can be banned as a first token.
-        encoded_words = [
-            self.tokenizer.encode_continuation(f" {word}").tolist() for word in banned_words
-        ]
-        banned_ids = [ids[0] for ids in encoded_words if len(ids) == 1]
+    def score(self, items: list[Item], task: Task) -> list[list[Score]]:
+        """Return a Score for each choice of each item; `task` encodes them. Raise UserError if one
+        is NaN."""
+        self.model.eval()  # without dropout
+        # For is_greedy_filtered. Only a word that is one token can be banned as a first token.
+        banned_ids: list[int] = []
+        for word in task.banned_words:
+            ids = self.tokenizer.encode_continuation(f" {word}").tolist()
+            if len(ids) == 1:
+                banned_ids += ids
 
         # Batches of rows of equal length (rounded up), the longest first: if memory runs out, it
         # does so at once and not after an hour.
         block_size = self.model.config.block_size
-        rows = pack([encode(item, self.tokenizer, block_size) for item in items])
+        # `encode` raises UserError for a continuation that the context has no room for
+        rows = pack([task.encode(item, self.tokenizer, block_size) for item in items])
         rows.sort(key=lambda row: row.length, reverse=True)
         batches: list[list[PackedItem]] = []
         for _, equal_rows in groupby(rows, key=lambda row: row.length):
             batches += batched(list(equal_rows), self.batch_size)
 
-        scores: dict[int, Score] = {}  # by place among the continuations of all items
+        # By place among the continuations of all items. Each process scores some batches, and
+        # Process.map returns the scores of all; it raises Stopped after a signal.
+        scores: dict[int, Score] = {}
         for batch_scores in self.process.map(partial(self.score_batch, banned_ids), batches):
             scores |= batch_scores
-        self.model.train()
+        self.model.train()  # a training step may follow
         # Comparisons with NaN are all false: no choice would be the best one.
         if any(math.isnan(score.logprob) for score in scores.values()):
             raise UserError("the model gives NaN (not a number) instead of a probability")
 
-        scores_of_items = []
-        start = 0
+        # back in the order of the items, from that of the batches
+        scores_of_items: list[list[Score]] = []
+        start = 0  # place of the item's first continuation
         for item in items:
             end = start + len(item.choices)
             scores_of_items.append([scores[place] for place in range(start, end)])
@@ -202,25 +202,28 @@ class ItemScorer(Scorer):
 
     def score_batch(self, banned_ids: list[int], rows: list[PackedItem]) -> dict[int, Score]:
         """Return a Score for each choice of each row, by its place as PackedItem counts them."""
+        # every process scores a batch of about this size at the same time
         self.progress(len(rows) * self.process.world_size)
         batch = make_batch(rows, self.process.device)
         with autocast(self.process.device, self.dtype):
+            # (B, T, C)
             x = self.model.hidden(batch.ids, positions=batch.positions, mask=batch.mask)
         # Only hidden states that predict a target go through the head: logits of whole rows would
         # be V / C times as large as their hidden states, 65 times in GPT-2 124M.
         predicting = x[batch.target_rows, batch.target_columns]  # (N, C)
-        weight = self.model.head_weight[: self.model.config.vocab_size]  # without padding
+        weight = self.model.head_weight[: self.model.config.vocab_size]  # (V, C), without padding
         outputs = score_targets(predicting, weight, batch.target_ids, banned_ids)
-        logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]
+        # at once: an element of a GPU's tensor would be a copy of its own
+        logprobs, is_argmax, is_allowed_argmax = [values.cpu() for values in outputs]  # (N,) each
         logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
 
-        # Walk along the N targets in the order of Batch.
+        # Walk along the N targets in the order of Batch: those of a choice are [start, end).
         scores: dict[int, Score] = {}
         start = 0
         for row in rows:
-            for place, choice in enumerate(row.choices, row.first_score):
+            for place, choice in enumerate(row.choices, row.first_place):
                 end = start + len(choice)
-                # words are banned as first token alone
+                # banned words may not come first, but later
                 is_rest_greedy = is_argmax[start + 1 : end].all()
                 scores[place] = Score(
                     logprob=logprobs[start:end].sum().item(),

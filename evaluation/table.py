@@ -12,9 +12,7 @@ NANOGPT = "build-nanogpt's hellaswag.py and play.ipynb"
 HARNESS = "lm-evaluation-harness, in build-nanogpt's hellaswag.py and the harness's issue 2159"
 TRANSFORMERS = "transformers issue 13761"
 NANOCHAT = "nanochat's estimate_gpt3_core.ipynb"
-CORE_OF_GPT2 = {"gpt2": 0.1139, "gpt2-medium": 0.1849, "gpt2-large": 0.2146, "gpt2-xl": 0.2565}
-CORE_OF_GPT3 = {"125M": 0.1484, "1.3B": 0.2914, "175B": 0.4272}  # estimated there from its tasks
-ALIGNMENT = "<<<>><<"  # of the table's columns: n and value at the right
+ALIGNMENT = "<<<>><<"  # of the table's seven columns: n and value to the right
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,9 @@ PUBLISHED = {  # by task, protocol and metric; the protocol of "val" is the corp
     ("lambada", "stop words", "acc"): from_paper(0.4599, 0.5548, 0.6012, 0.6324),
     ("cbt_cn", "from the blank", "acc"): from_paper(0.8765, 0.9235, 0.9345, 0.9330),
     ("cbt_ne", "from the blank", "acc"): from_paper(0.834, 0.871, 0.880, 0.8905),
-    ("core", "nanochat", "centered"): Published(NANOCHAT, CORE_OF_GPT2),
+    ("core", "nanochat", "centered"): Published(
+        NANOCHAT, {"gpt2": 0.1139, "gpt2-medium": 0.1849, "gpt2-large": 0.2146, "gpt2-xl": 0.2565}
+    ),
 }
 
 # Validation loss by step of a public run of 124M with build-nanogpt's recipe, the default here, on
@@ -67,15 +67,11 @@ PUBLIC_RUN = {
 def openai_size(config: GPTConfig) -> str:
     """Return the size of OpenAI's GPT-2, a key of GPT2_SIZES, that a model is compared with: that
     of its shape, else the smallest."""
+    # GPT2_SIZES has layers, heads and channels by name
     for name, size in GPT2_SIZES.items():
         if size == (config.n_layer, config.n_head, config.n_embd):
             return name
     return "gpt2"
-
-
-def listed(values: dict[str, float]) -> str:
-    """Return figures by size as one line."""
-    return ", ".join(f"{size} {value}" for size, value in values.items())
 
 
 def format_table(results: list[Result], size: str) -> str:
@@ -89,9 +85,10 @@ def format_table(results: list[Result], size: str) -> str:
             details.append(f"± {result.stderr:.4f}")
         if result.centered is not None:
             details.append(f"centered {result.centered:.4f}")
-        openai = ""  # no figure was published
+        openai = ""  # nothing was published for this task, protocol, metric and size
         published = PUBLISHED.get((result.task, result.protocol, result.metric))
         if published and size in published.values:
+            # the mark that the source has, or the next number
             mark = marks.setdefault(published.source, f"[{len(marks) + 1}]")
             openai = f"{published.values[size]:.4f} {mark}"
         unit = " tokens" if result.task == "val" else ""  # else examples
@@ -105,10 +102,8 @@ def format_table(results: list[Result], size: str) -> str:
     lines = []
     for row in rows:
         cells = zip(row, ALIGNMENT, widths, strict=True)
+        # :<12 fills a cell with spaces on its right, up to 12 characters
         line = "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells)
         lines.append(line.rstrip())
     lines += [f"{mark} {source}" for source, mark in marks.items()]
-    if results and results[-1].task == "core":
-        lines.append(f"CORE of GPT-2, all 22 tasks: {listed(CORE_OF_GPT2)} ({NANOCHAT})")
-        lines.append(f"CORE of GPT-3, estimated there: {listed(CORE_OF_GPT3)}")
     return "\n".join(lines)

@@ -28,6 +28,7 @@ class Item:
     choices: tuple[str, ...]
     """Each begins with the white space that separates it from the context."""
     label: int = 0
+    """Index of the right choice; 0 where there is only one, which nothing is chosen from."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,14 @@ class Result:
     fields as JSON."""
 
     task: str
+    """Name of the benchmark, of a task of CORE or of a file of questions; "val" for a loss."""
     protocol: str
     metric: str
     n: int
+    """Examples; of "val" target tokens."""
     value: float
     stderr: float | None = None
+    """Standard error of the value; None for a single example and for "val"."""
     ties: int = 0
     """Examples with several best choices."""
     centered: float | None = None
@@ -83,10 +87,8 @@ class Result:
 
 TaskScores = tuple[list[Result], list[dict]]  # results, and one row per example for --dump
 ScoreTask = Callable[[], TaskScores]  # scores a task whose data has been read
-EncodeItem = Callable[[Item, Tokenizer, int], list[Continuation]]  # Task.encode
-# ItemScorer.score: from items and Task.encode the scores of each item's choices; takes
-# `banned_words`, too
-ScoreItems = Callable[..., list[list[Score]]]
+# ItemScorer.score: takes items and their task, gives a Score for each choice of each item
+ScoreItems = Callable[[list[Item], "Task"], list[list[Score]]]
 
 
 def mean_result(
@@ -94,7 +96,7 @@ def mean_result(
 ) -> Result:
     """Return the mean of one value per example (for hits: their share) and its standard error."""
     n = len(values)
-    stderr = None  # of one value there is none
+    stderr = None  # a single value has none
     if n > 1:
         # of the mean, from the sample's standard deviation, as lm-evaluation-harness has it
         stderr = float(np.std(values, ddof=1)) / n**0.5
@@ -107,6 +109,7 @@ def evenly_spread(rows: list, limit: int | None) -> list:
     ActivityNet."""
     if limit is None or len(rows) <= limit:
         return rows
+    # from the first row to the last one, the same rows each time
     return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).astype(int)]
 
 
@@ -119,12 +122,14 @@ def split_ids(ids: list[int], start: int, max_tokens: int) -> Continuation:
     """Return the continuation that begins at place `start` of the ids of a whole text. The context
     loses its start where both together have more than `max_tokens`. Raise UserError if no token of
     it is left, or the continuation has none."""
-    num_scored = len(ids) - start
+    num_scored = len(ids) - start  # tokens of the continuation
     if not 0 < num_scored < max_tokens:
         raise UserError(
             f"a continuation has {num_scored} tokens; it needs at least 1, and at most "
             f"{max_tokens - 1} fit in the model's context (--block_size)"
         )
+    # The slice begins at a negative index: it keeps the last max_tokens - num_scored tokens of the
+    # context, or all of a shorter one.
     return Continuation(ids[:start][num_scored - max_tokens :], ids[start:])
 
 
@@ -148,7 +153,7 @@ class Benchmark(ABC):
         downloaded. Raise UserError if it cannot be read or used."""
         try:
             return self.load(path, limit)
-        except Exception as error:
+        except Exception as error:  # of the network, or of a file with any content
             source = path or self.hub["path"]
             raise UserError(
                 f"{self.name} could not be read from {source} ({type(error).__name__}: {error}); "
@@ -157,7 +162,8 @@ class Benchmark(ABC):
 
     @abstractmethod
     def load(self, path: Path | None, limit: int | None) -> list:
-        """Read as `read` does, and raise any error."""
+        """Read as `read` does, and raise any error. The rows of a Task are dicts of its file; those
+        of CORE are pairs of a task and its rows."""
 
     @abstractmethod
     def check(self, rows: list, tokenizer: Tokenizer, block_size: int) -> None:
@@ -187,7 +193,7 @@ class Task(Benchmark):
         # White space at the end of a context belongs to the continuation, as in the harness.
         # Context and continuation are encoded together, as a merge can reach across the seam:
         # what follows the context's tokens counts as the continuation's.
-        context = tokenizer.encode(item.context.rstrip()).tolist()
+        context: list[int] = tokenizer.encode(item.context.rstrip()).tolist()
         wholes = [tokenizer.encode(item.context + choice).tolist() for choice in item.choices]
         # Where nothing follows, as one token spans the two, that token is the continuation's, and
         # the item's other ones begin at the same place. The harness fails on such an item.
@@ -203,15 +209,18 @@ class Task(Benchmark):
         return continuations
 
     def check(self, rows: list[dict], tokenizer: Tokenizer, block_size: int) -> None:
+        # of the first protocol, which train.py scores; texts of the others are about as long
         for item in self.items(rows, self.protocols[0]):
-            self.encode(item, tokenizer, block_size)
+            self.encode(item, tokenizer, block_size)  # raises UserError
 
     def values(self, protocol: str, choice: str, score: Score) -> dict[str, float]:
-        """Return the value of a continuation by metric: the highest value is the model's choice."""
+        """Return the value of a continuation by metric: the choice with the highest value is the
+        model's. "acc" is the log-probability."""
         return {"acc": score.logprob}
 
     def parse(self, text: str) -> list[dict]:
         """Return the rows of a data file from its text: JSON lines."""
+        # not splitlines, which would also split at U+2028 in a text
         return [json.loads(line) for line in text.split("\n") if line.strip()]
 
     def load(self, path: Path | None, limit: int | None) -> list[dict]:
@@ -227,7 +236,7 @@ class Task(Benchmark):
         # A row that lacks a field fails here, not in the middle of the scoring.
         for protocol in self.protocols:
             for item in self.items(rows, protocol):
-                assert item.choices[item.label]
+                assert item.choices[item.label]  # IndexError for a label without a choice
         return evenly_spread(rows, limit)
 
     def score(
@@ -243,12 +252,12 @@ class Task(Benchmark):
             # Protocols with the same texts differ only in how they rate. They share one pass of
             # the model.
             if items != scored_items:
-                scores = score_items(items, self.encode, banned_words=self.banned_words)
-                scored_items = items  # of the newest forward pass
-            ratings = defaultdict(list)  # of the examples, by metric
+                scores = score_items(items, self)
+                scored_items = items  # those that `scores` belong to
+            ratings: dict[str, list[Rating]] = defaultdict(list)  # of all examples, by metric
             for index, (item, item_scores) in enumerate(zip(items, scores, strict=True)):
                 example = {"task": self.name, "protocol": protocol, "index": index}
-                by_metric = self.rate(protocol, item, item_scores, example)
+                by_metric = self.rate(protocol, item, item_scores, example)  # adds to `example`
                 for metric, rating in by_metric.items():
                     ratings[metric].append(rating)
                 examples.append(example)
@@ -262,11 +271,12 @@ class Task(Benchmark):
         """Return the ratings of an example by metric, and add to its row for --dump, in place. Here
         a continuation is chosen by each metric, and compared with the label."""
         choices = zip(item.choices, scores, strict=True)
+        # of each choice, by metric: the higher, the likelier
         values = [self.values(protocol, choice, score) for choice, score in choices]
         example["label"] = item.label
         example["logprobs"] = [by_metric["acc"] for by_metric in values]
         ratings = {}
-        for metric in values[0]:
+        for metric in values[0]:  # all choices have the same metrics
             of_choices = [by_metric[metric] for by_metric in values]
             # all choices with the largest value: several where they are equal
             best = [i for i, value in enumerate(of_choices) if value == max(of_choices)]
@@ -275,7 +285,8 @@ class Task(Benchmark):
             # share: otherwise a model of zeros would be right wherever the label is 0.
             example[f"pick_{metric}"] = best[0]
             if protocol.startswith("lm-eval"):
-                best = best[:1]  # the harness has that bias
+                best = best[:1]  # the harness takes the first one
+            # 1 or 0 for a single best choice; of several, a share of 1 if the right one is there
             ratings[metric] = Rating((item.label in best) / len(best), is_tie)
         return ratings
 

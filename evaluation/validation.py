@@ -6,14 +6,13 @@ benchmarks, are the subject of scoring.py.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from data.loader import Sequences
-from data.named_tokenizer import Tokenizer
+from evaluation.tasks import batched
 from model.gpt import GPT
 from utils.devices import autocast
 from utils.distributed import Process
@@ -25,15 +24,18 @@ def weighted_mean(scores: list[dict[str, float]], weights: list[float]) -> dict[
     The weights are shares of tokens, which add up to 1. So bits per byte are the mean of bits per
     token over the mean of bytes per token, not a mean of the corpora's bits per byte.
     """
-    loss = sum(weight * x["loss"] for weight, x in zip(weights, scores, strict=True))
-    means = {"loss": loss, "n": sum(x["n"] for x in scores)}
-    if not all("bits_per_byte" in x for x in scores):
-        return means
+    loss = 0.0  # nats per token
     bytes_per_token = 0.0
-    for weight, x in zip(weights, scores, strict=True):
-        # bits per token / bits per byte = bytes per token of the corpus
-        bytes_per_token += weight * x["loss"] / math.log(2) / x["bits_per_byte"]
-    return means | {"bits_per_byte": loss / math.log(2) / bytes_per_token}
+    for weight, corpus in zip(weights, scores, strict=True):
+        loss += weight * corpus["loss"]
+        # nats / ln 2 are bits; bits per token / bits per byte = bytes per token
+        if "bits_per_byte" in corpus:
+            bytes_per_token += weight * corpus["loss"] / math.log(2) / corpus["bits_per_byte"]
+    means = {"loss": loss, "n": sum(corpus["n"] for corpus in scores)}
+    # not if the shards of one do not tell the size of their text
+    if all("bits_per_byte" in corpus for corpus in scores):
+        means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    return means
 
 
 @dataclass
@@ -42,12 +44,13 @@ class Scorer:
     the same figures. A signal ends a method between two batches: Process.map raises Stopped."""
 
     model: GPT
-    tokenizer: Tokenizer | None  # None: no text is scored, see ItemScorer
+    """The model itself, not the module that DDP wraps around it."""
     process: Process
-    dtype: torch.dtype  # autocast dtype of matmuls
+    """This process, which scores its share of the batches."""
+    dtype: torch.dtype
+    """Autocast dtype of matmuls."""
     batch_size: int
-    progress: Callable[[int], None] = lambda num_rows: None
-    """Called by ItemScorer with the number of rows that were just scored."""
+    """Rows of one forward pass on one process."""
 
     @torch.no_grad()
     def validation_loss(self, sequences: Sequences, tokens: int) -> dict[str, float]:
@@ -59,31 +62,30 @@ class Scorer:
         tokenizers can be compared.
         """
         self.model.eval()  # without dropout
-        # the first ones, the same at every evaluation
+        # the first ones of the split, the same at every evaluation, of block_size targets each
         num_sequences = sequences.count_within(tokens)
-        # where a new batch begins: array_split cuts there
-        starts = range(self.batch_size, num_sequences, self.batch_size)
-        batches = np.array_split(np.arange(num_sequences), starts)
+        # ids of sequences: the last batch may have fewer
+        batches = batched(list(range(num_sequences)), self.batch_size)
 
-        def sum_nats(batch: np.ndarray) -> float:
-            """Return the sum of the loss over the targets of sequences."""
+        def sum_nats(batch: list[int]) -> float:
+            """Return the loss of all targets of a batch of sequences, summed, in nats."""
             # The last batch is filled up with sequences that do not count, as another shape would
             # be compiled anew. Targets of -1 are left out of the mean.
-            filled = np.resize(batch, len(batches[0]))
-            inputs, targets = sequences.batch(filled)  # (B, T)
+            filled = np.resize(batch, len(batches[0]))  # repeats its ids
+            inputs, targets = sequences.batch(filled)  # int64 (B, T) each
             targets[len(batch) :] = -1
             ids = torch.from_numpy(inputs).to(self.process.device)
             target_ids = torch.from_numpy(targets).to(self.process.device)
             with autocast(self.process.device, self.dtype):
-                loss = self.model(ids, target_ids)
-            # the loss is a mean over the targets that count
-            return loss.item() * targets[: len(batch)].size
+                loss = self.model(ids, target_ids)  # a mean over the targets that are not -1
+            return loss.item() * targets[: len(batch)].size  # times their number
 
-        nats = self.process.map(sum_nats, batches)
-        total_nats = torch.tensor(nats, dtype=torch.float64).sum().item()
+        # each process computes some of the batches, and gets the sums of all
+        total_nats = sum(self.process.map(sum_nats, batches))
         self.model.train()  # with dropout again
         num_targets = num_sequences * sequences.block_size
         scores = {"loss": total_nats / num_targets, "n": num_targets}
+        # of the whole split; None if a manifest is missing or does not tell the size of the text
         bytes_per_token = sequences.stream.bytes_per_token
         if bytes_per_token:
             scores["bits_per_byte"] = scores["loss"] / math.log(2) / bytes_per_token

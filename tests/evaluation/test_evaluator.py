@@ -122,6 +122,6 @@ def test_without_a_tokenizer_the_validation_is_left(make, monkeypatch, capsys):
 
 
 def test_all_processes_refuse_what_another_cannot_read(monkeypatch):
-    monkeypatch.setattr(Process, "all_agree", lambda self, condition: False)
-    with pytest.raises(UserError, match="another process could not read"):
+    monkeypatch.setattr(Process, "merge", lambda self, errors: {1: "no such file"})
+    with pytest.raises(UserError, match="no such file"):
         read_on_all(lambda: 1, ALONE)

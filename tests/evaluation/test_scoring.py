@@ -41,7 +41,7 @@ def scorer(request):
     model = GPT(GPTConfig(n_layer=2, n_head=2, **shape))
     for p in model.parameters():
         p.data.normal_(0, 0.3)  # far from uniform
-    return ItemScorer(model.eval(), load_tokenizer("bytes"), ALONE, torch.float32, 16)
+    return ItemScorer(model.eval(), ALONE, torch.float32, 16, load_tokenizer("bytes"))
 
 
 def with_weights(scorer, value):
@@ -66,7 +66,7 @@ def likeliest_two(model, ids):
 
 @pytest.mark.parametrize("scorer", ["gpt2", "modern", "llama,n_kv_head=1"], indirect=True)
 def test_each_continuation_scores_as_if_it_stood_alone(scorer):
-    for item, scores in zip(ITEMS, scorer.score(ITEMS, LAMBADA.encode), strict=True):
+    for item, scores in zip(ITEMS, scorer.score(ITEMS, LAMBADA), strict=True):
         # white space at the end of a context belongs to the continuation, as in the harness
         context = item.context.rstrip()
         for choice, score in zip(item.choices, scores, strict=True):
@@ -77,7 +77,7 @@ def test_each_continuation_scores_as_if_it_stood_alone(scorer):
             assert score.num_tokens == len(answer)
 
 
-def test_greedy_last_and_filtered_mean_what_they_say(scorer):
+def test_greedy_last_and_filtered_mean_what_they_say(scorer, monkeypatch):
     context = list(b"The cat sat")
     first, runner_up = likeliest_two(scorer.model, context)
     second, _ = likeliest_two(scorer.model, [*context, first])
@@ -99,7 +99,8 @@ def test_greedy_last_and_filtered_mean_what_they_say(scorer):
         ((first, second), [chr(first)], (True, False, True)),
     ):
         item = Item("The cat sat", (bytes(ids).decode("latin-1"),))
-        ((score,),) = raw_scorer.score([item], LAMBADA.encode, banned_words=banned)
+        monkeypatch.setattr(LAMBADA, "banned_words", banned)
+        ((score,),) = raw_scorer.score([item], LAMBADA)
         assert (score.is_greedy, score.is_greedy_filtered, score.is_last_greedy) == flags
 
 
@@ -125,7 +126,7 @@ def test_ties_count_a_share_but_the_first_choice_under_lm_eval(scorer):
 
 def test_a_model_of_nan_is_an_error(scorer):
     with user_error("gives NaN"):
-        with_weights(scorer, math.nan).score(ITEMS, LAMBADA.encode)
+        with_weights(scorer, math.nan).score(ITEMS, LAMBADA)
 
 
 def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes():
@@ -143,7 +144,7 @@ def test_figures_of_a_mixture_are_weighted_by_tokens_and_bits_per_byte_by_bytes(
 def test_targets_looked_up_slice_by_slice_are_those_of_all_logits(monkeypatch, rows):
     torch.manual_seed(0)
     N, V = 90, 50
-    monkeypatch.setattr(scoring, "CPU_SLICE_BYTES", 4 * V * rows)
+    monkeypatch.setattr(scoring, "chunk_bytes", lambda device: 4 * V * rows)
     x, weight = torch.randn(N, 4).round(), torch.randn(V, 4).round()  # so products are exact
     weight[[5, 20, 33]] = weight[[30, 3, 44]]  # logits that tie
     logits = x @ weight.T

@@ -40,7 +40,7 @@ def test_lambada_asks_for_the_last_word():
 def test_lambada_has_three_accuracies_a_perplexity_and_their_errors():
     scores = [[Score(-1.0, 1, True, False, True)], [Score(-3.0, 1, False, False, True)]]
     rows = [{"text": "a b"}] * 2
-    results, _ = LAMBADA.score(rows, lambda *_, banned_words: scores, LAMBADA.protocols)
+    results, _ = LAMBADA.score(rows, lambda *_: scores, LAMBADA.protocols)
     perplexity = pytest.approx(math.exp(2))  # a mean of 2 nats, with an error of 1
     assert [(result.value, result.stderr) for result in results] == [
         *((0.5, 0.5), (perplexity, perplexity), (1.0, 0.0), (0.0, 0.0))
