@@ -22,7 +22,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -54,10 +54,9 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     until it lies inside (cycle walking, Black and Rogaway 2002). That stays a permutation, as each
     cycle of the network only loses its elements outside, and takes below 4 passes in the mean.
     """
-    # the fewest bits, an even number of them, that write all numbers below n
-    num_half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    half_bits = np.uint64(num_half_bits)
-    half_mask = np.uint64((1 << num_half_bits) - 1)
+    # half of the fewest bits, an even number of them, that write all numbers below n
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    half_mask = (1 << half_bits) - 1  # ones in the lower half
     # a uint64 key for each round; the hash is the same on every machine, as Python's hash() is not
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, "<u8")
@@ -71,10 +70,10 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
         for key in round_keys:
             # multiply and shift as in SplitMix64 (Steele et al. 2014), so that each bit of `right`
             # changes half of the bits; the high ones, which are mixed best, are taken
-            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-            mixed *= np.uint64(0xBF58476D1CE4E5B9)
-            mixed >>= np.uint64(32)
+            mixed = (right + key) * 0x9E3779B97F4A7C15
+            mixed ^= mixed >> 29
+            mixed *= 0xBF58476D1CE4E5B9
+            mixed >>= 32
             mixed &= half_mask
             left, right = right, left ^ mixed
         ids[outside] = (left << half_bits) | right
@@ -120,8 +119,9 @@ class Sequences:
 
     def read(self, sequence_id: int) -> np.ndarray:
         """Return the tokens of a sequence, int64 (T + 1,), T = block_size."""
-        start = int(sequence_id) * self.block_size
-        return self.stream.tokens(start, self.block_size + 1)  # and the target of the last one
+        start = sequence_id * self.block_size  # place of its first token in the stream
+        # + 1: the target of the last input, which is the first input of the next sequence
+        return self.stream.tokens(start, self.block_size + 1)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
@@ -131,10 +131,9 @@ class Sequences:
 def shift(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets, (B, T) each, of B rows (T + 1,): a target is the next token."""
     tokens = np.stack(rows)  # (B, T + 1)
-    # copies, as such slices are not contiguous in memory
-    inputs = np.ascontiguousarray(tokens[:, :-1])
-    targets = np.ascontiguousarray(tokens[:, 1:])
-    return inputs, targets
+    # Copies, not views: validation overwrites some targets in place by -1, which must not become
+    # an input.
+    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,6 @@ class Mixture:
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
-        self.block_size = block_size
         self.weights = [float(corpus.weight) for corpus in corpora]
         self.parts: list[Sequences] = []
         """Sequences of each corpus."""
@@ -339,14 +337,14 @@ def prefetch(items: Iterator) -> Iterator:
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        # Futures in the order of the items. Four are enough for a slow read between fast ones; more
-        # only take memory.
-        ready = deque(worker.submit(next, items, None) for _ in range(4))
+        # In the order of the items. Four are enough for a slow read between fast ones; more only
+        # take memory. None is what `next` returns after the last item.
+        pending: deque[Future] = deque(worker.submit(next, items, None) for _ in range(4))
         while True:
-            item = ready.popleft().result()
+            item = pending.popleft().result()  # waits for the item, and raises its error
             if item is None:  # the end
                 return
-            ready.append(worker.submit(next, items, None))
+            pending.append(worker.submit(next, items, None))
             yield item
     finally:  # also when the consumer stops early: the waiting calls are dropped
         worker.shutdown(cancel_futures=True)
