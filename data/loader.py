@@ -62,9 +62,10 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     round_keys = np.frombuffer(digest, "<u8")
 
     # uint64: a product wraps around, and a shift to the right fills with zeros
-    ids = positions.astype(np.uint64)
+    ids = positions.astype(np.uint64)  # permuted in place, until all lie in [0, n)
     outside = np.ones(ids.shape, bool)  # not yet permuted, or permuted to n or above
     while outside.any():
+        # upper and lower halves of the k ids outside, (k,) each
         left = ids[outside] >> half_bits
         right = ids[outside] & half_mask
         for key in round_keys:
@@ -75,24 +76,27 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             mixed *= 0xBF58476D1CE4E5B9
             mixed >>= 32
             mixed &= half_mask
+            # the halves change places, so that the next round alters the other one
             left, right = right, left ^ mixed
         ids[outside] = (left << half_bits) | right
-        outside = ids >= n
+        outside = ids >= n  # these go through the network again
     return ids.astype(np.int64)
 
 
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the ids (N,), out of n, at positions (N,) of the data order, epoch after epoch."""
     ids = np.empty_like(positions)
-    epochs = positions // n
+    epochs = positions // n  # epoch of each position, (N,)
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
-        in_epoch = epochs == epoch
+        in_epoch = epochs == epoch  # (N,) bool
+        # each epoch has a shuffle of its own
         ids[in_epoch] = permute(positions[in_epoch] % n, n, seed, int(epoch))
     return ids
 
 
 def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
     """Return the ids (G,), out of n, of the sequences in a step with G = `batch`."""
+    # a step takes the next G positions of the data order
     return epoch_order(step * batch + np.arange(batch), n, seed)
 
 
@@ -103,18 +107,19 @@ class Sequences:
     def __init__(self, stream: TokenStream, block_size: int) -> None:
         self.stream = stream
         self.block_size = block_size
-        if len(stream) <= block_size:
+        if len(stream) <= block_size:  # a sequence takes T + 1 tokens
             raise UserError(
                 f"{stream.folders[0].path} holds {len(stream):,} {stream.split} tokens, too few "
                 f"for one sequence of --block_size {block_size}"
             )
 
     def __len__(self) -> int:
-        # the last target needs a token, too
+        # - 1: the last target needs a token, too
         return (len(self.stream) - 1) // self.block_size
 
     def count_within(self, tokens: int) -> int:
-        """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
+        """Return how many sequences the first `tokens` targets are, those of --val_tokens: at least
+        1, at most all."""
         return min(len(self), max(1, tokens // self.block_size))
 
     def read(self, sequence_id: int) -> np.ndarray:
@@ -142,6 +147,7 @@ class Corpus:
 
     folders: list[Path]
     weight: Fraction
+    """Share of all positions."""
 
 
 def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
@@ -156,7 +162,7 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
         if match:
             corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, also for 0.1
-    if not corpora:
+    if not corpora:  # no folder has a weight
         return [Corpus([Path(name) for name in data_dir], Fraction(1))]
     if len(corpora) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
         raise UserError("--data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
@@ -182,7 +188,7 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     for place in range(period):
         first_deadline = math.inf
         for i, share in enumerate(shares):
-            # c = counts[i]: floor(c * P / share) <= place, in whole numbers
+            # floor(c * P / share) <= place, with c = counts[i], in whole numbers
             may_have_it = counts[i] * period < (place + 1) * share
             # -(-a // b) is a / b, rounded up
             deadline = -(-(counts[i] + 1) * period // share)
@@ -205,20 +211,24 @@ class Mixture:
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
         self.weights = [float(corpus.weight) for corpus in corpora]
+        """Share of each corpus in the positions; they add up to 1."""
         self.parts: list[Sequences] = []
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
+            # those that have shards of the split; UserError if none has
             folders = open_folders(corpus.folders, split)
             self.parts.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
         self.stream = TokenStream(all_folders)
-        """All tokens, whatever their corpus."""
+        """All tokens, for their number, checksum and tokenizer. Batches read `parts`."""
+        # a corpus of several folders, which have no weights, has the name of the first
         first_folders = [part.stream.folders[0] for part in self.parts]
-        self.names = [folder.name for folder in first_folders]  # keys of losses in the log
+        self.names = [folder.name for folder in first_folders]
+        """Name of each corpus, for the log: loss_NAME."""
         if len(set(self.names)) < len(self.names):  # a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
-        sizes = [len(part) for part in self.parts]
+        sizes = [len(part) for part in self.parts]  # sequences of each corpus
         self.starts = np.cumsum([0, *sizes])
         """Id of the first sequence of each corpus; last, the number of sequences."""
         # the fewest positions of which each weight is a whole number
@@ -246,7 +256,7 @@ class Mixture:
         num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
         corpus_ids = corpus_of_place[place_ids]
         # each earlier period gave a corpus its share of positions, this one its rank so far
-        shares = np.array(self.shares)[corpus_ids]
+        shares = np.array(self.shares)[corpus_ids]  # (N,), places in a period
         return corpus_ids, num_periods * shares + rank_of_place[place_ids]
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
@@ -256,6 +266,7 @@ class Mixture:
         # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
         for i, part in enumerate(self.parts):
             chosen = corpus_ids == i  # (N,) True at positions of this corpus
+            # ids within the corpus, from 0
             part_ids = epoch_order(corpus_positions[chosen], len(part), seed)
             ids[chosen] = self.starts[i] + part_ids
         return ids
@@ -268,9 +279,9 @@ class Mixture:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
         rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in ids:
-            # the last corpus whose first id is not above this one
+            # ids of corpus i are [starts[i], starts[i + 1]): the last start not above the id
             corpus_id = int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
-            part_id = sequence_id - self.starts[corpus_id]
+            part_id = sequence_id - self.starts[corpus_id]  # within the corpus
             rows.append(self.parts[corpus_id].read(part_id))
         return shift(rows)
 
@@ -279,6 +290,7 @@ class Mixture:
         """Names of the corpora; of several, with their shares."""
         if len(self.names) == 1:
             return self.names[0]
+        # .name, as some names are paths
         return ", ".join(
             f"{100 * weight:.4g} % of {Path(name).name}"
             for weight, name in zip(self.weights, self.names, strict=True)
@@ -287,7 +299,7 @@ class Mixture:
     def describe_epochs(self, tokens: int) -> str:
         """Return how often `tokens` tokens of training see their corpus; of several, the one that
         they see most often, by name."""
-        # weight * tokens is what the run draws from a corpus, len its own tokens
+        # weight * tokens is what the run draws from a corpus, len the tokens that it has
         epochs = [
             weight * tokens / len(part.stream)
             for weight, part in zip(self.weights, self.parts, strict=True)
@@ -303,6 +315,7 @@ class Slicing:
     """Division of a global batch of `batch` sequences into ranks and micro-steps."""
 
     batch: int
+    """Sequences in an optimizer step, of all ranks."""
     micro_batch: int
     """Sequences in one forward and backward pass of a rank."""
     rank: int = 0
@@ -310,6 +323,7 @@ class Slicing:
 
     @property
     def micro_steps(self) -> int:
+        # config.py has refused a --total_batch_size that leaves a remainder
         return self.batch // (self.micro_batch * self.world_size)
 
     def rank_ids(self, ids: np.ndarray) -> np.ndarray:
@@ -317,7 +331,7 @@ class Slicing:
         # Micro-step first, rank second: micro-step i of all ranks is sequences [i*B*W, (i+1)*B*W)
         # of the step, whatever the number of ranks W and the micro-batch B.
         shares = ids.reshape(self.micro_steps, self.world_size, self.micro_batch)
-        return shares[:, self.rank]
+        return shares[:, self.rank]  # (micro_steps, micro_batch)
 
 
 def train_batches(
@@ -328,7 +342,7 @@ def train_batches(
     for step in steps:
         # every rank computes the order of the whole step, and reads only its own sequences
         for ids in slicing.rank_ids(data.step_ids(step, slicing.batch, seed)):
-            yield data.batch(ids)
+            yield data.batch(ids)  # ids (B,) of a micro-step
 
 
 def prefetch(items: Iterator) -> Iterator:
