@@ -280,7 +280,7 @@ class Mixture:
         rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in ids:
             # ids of corpus i are [starts[i], starts[i + 1]): the last start not above the id
-            corpus_id = int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
+            corpus_id = np.searchsorted(self.starts, sequence_id, side="right") - 1
             part_id = sequence_id - self.starts[corpus_id]  # within the corpus
             rows.append(self.parts[corpus_id].read(part_id))
         return shift(rows)

@@ -49,8 +49,8 @@ class Shard:
     dtype: np.dtype
     """Little-endian uint16 or uint32."""
 
-    def read(self, start: int = 0, count: int = -1) -> np.ndarray:
-        """Return tokens [start, start + count), `dtype` (count,); -1: all from `start` on.
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return tokens [start, start + count), `dtype` (count,); fewer where the file ends.
 
         The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
         may hold open.
@@ -176,7 +176,8 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             # the last of these words in a name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shard = inspect_shard(path)
-                checksum = zlib.crc32(shard.read(count=1000).tobytes())
+                # no SHA-256 is known, and reading whole files would take minutes at each start
+                checksum = zlib.crc32(shard.read(0, 1000).tobytes())
                 shards.append(LazyShard(path, shard.num_tokens, f"{checksum}"))
     if not paths and not shards:  # a name that was mistyped
         raise missing_shards([folder], split)
@@ -213,7 +214,7 @@ def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazySha
             return read_tokenizer(path)
         # In practice 1,000 tokens of GPT-2 hold an id above 2**15. The ids of a smaller vocabulary,
         # as of characters, would train without an error, as another text.
-        first_ids = shards[0].shard.read(count=100_000) if shards else np.zeros(0)
+        first_ids = shards[0].shard.read(0, 100_000) if shards else np.zeros(0)
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
                 f"{folder} holds no tokens of GPT-2, and no {MANIFEST} says which: put their "
@@ -244,16 +245,16 @@ class TokenStream:
         self.folders = folders
         self.split = folders[0].split
         self.tokenizer = folders[0].tokenizer
-        self.tokenizer_identity = tokenizer_identity(self.tokenizer)
+        """Spec. Of a pre-trained model that goes on, training/summary.py puts its own here."""
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[LazyShard] = []
         for folder in folders:
             self.shards += folder.shards  # in the order given
-        identities = {tokenizer_identity(folder.tokenizer) for folder in folders}
+        # one tokenizer.json has another spec if its keys are sorted, but the same identity
+        identities = sorted({tokenizer_identity(folder.tokenizer) for folder in folders})
         if len(identities) > 1:
-            raise UserError(
-                f"the folders of --data_dir have several tokenizers: {sorted(identities)}"
-            )
+            raise UserError(f"the folders of --data_dir have several tokenizers: {identities}")
+        self.tokenizer_identity = identities[0]
         fractions: set[float] = set()
         for folder in folders:
             # the rule of other projects, and of older versions, is not known
@@ -264,12 +265,12 @@ class TokenStream:
                 f"the folders of --data_dir have several --val_fraction, {sorted(fractions)}: one "
                 "may train on the validation text of another; shard them alike"
             )
-        sizes = [entry.num_tokens for entry in self.shards]
+        sizes = [shard.num_tokens for shard in self.shards]
         self.starts = np.cumsum([0, *sizes])
         """Place of the first token of each shard in the stream; last, the length of the stream."""
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
@@ -277,12 +278,13 @@ class TokenStream:
         assert 0 <= start and start + length <= len(self)
         pieces: list[np.ndarray] = []  # of each shard that the range touches
         # the last shard that begins at `start` or before
-        index = int(np.searchsorted(self.starts, start, side="right")) - 1
+        index = np.searchsorted(self.starts, start, side="right") - 1
         while length > 0:
-            entry = self.shards[index]
-            shard = entry.shard
-            offset = start - int(self.starts[index])
-            piece = shard.read(offset, min(length, entry.num_tokens - offset))
+            lazy_shard = self.shards[index]
+            shard = lazy_shard.shard  # its file, which is checked when it is first read
+            offset = start - self.starts[index]  # tokens of the shard before `start`
+            # not shard.num_tokens: the file may have become longer than the manifest lists it
+            piece = shard.read(offset, min(length, lazy_shard.num_tokens - offset))
             # on a GPU an id beyond the embedding is an assertion without a file's name
             highest = piece.max(initial=0)
             if highest >= self.vocab_size:
@@ -314,7 +316,7 @@ class TokenStream:
         """Checksum of the lengths and checksums of the shards, in their order. It tells other data
         from the same data in another place."""
         # quick, as it runs at each start of a training run; data/verify.py reads all tokens
-        contents = [(entry.num_tokens, entry.checksum) for entry in self.shards]
+        contents = [(shard.num_tokens, shard.checksum) for shard in self.shards]
         return zlib.crc32(f"{contents}".encode())
 
     @property
