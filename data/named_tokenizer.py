@@ -6,6 +6,7 @@ data/tokenizer.py has those that come from a file, and chooses one of them all.
 from abc import ABC, abstractmethod
 
 import numpy as np
+import tiktoken
 
 from utils.errors import UserError
 
@@ -92,8 +93,6 @@ class GPT2Tokenizer(Tokenizer):
     end_ids = frozenset([eot])
 
     def __init__(self) -> None:
-        import tiktoken  # here, so that byte tokens work without it
-
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
         except OSError as error:  # the base class of the errors of requests, too
