@@ -12,12 +12,11 @@ A Hugging Face model whose tokenizer has a chat template keeps that template ins
 have the token ids that transformers gives them, or are refused.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from data.named_tokenizer import TOKENIZERS, Tokenizer
-from data.tokenizer import FileTokenizer, load_tokenizer
+from data.tokenizer import FileTokenizer, load_tokenizer, read_json
 from training.checkpoint import Checkpoint
 
 Message = dict[str, Any]  # with "role" and "content", and what a chat template may read besides
@@ -70,11 +69,11 @@ def fit_history(
     turn. The oldest questions are left out, each with its answer, until `max_new_tokens`, or half
     of the context, fit after them."""
     longest_prompt = block_size - min(max_new_tokens, block_size // 2)
-    prompt_ids = encode_prompt(messages, tokenizer, chat=True)
-    # the newest question stays, however long it is
+    prompt_ids = encode_dialog(messages, tokenizer, open_turn=True)
+    # the newest question stays, however long it is: sample.py refuses one beyond the context
     while len(prompt_ids) > longest_prompt and len(messages) > 1:
-        messages = messages[2:]
-        prompt_ids = encode_prompt(messages, tokenizer, chat=True)
+        messages = messages[2:]  # without the oldest question and its answer
+        prompt_ids = encode_dialog(messages, tokenizer, open_turn=True)
     return prompt_ids
 
 
@@ -91,7 +90,5 @@ def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bo
         return True
     # The spec of GPT-2's tokenizer is its name alone. Where convert.py has exported a chat model
     # with it, the template stands in this file.
-    tokenizer_config = Path(name, "tokenizer_config.json")
-    if not tokenizer_config.is_file():
-        return False
-    return "chat_template" in json.loads(tokenizer_config.read_text(encoding="utf-8"))
+    tokenizer_config = read_json(Path(name, "tokenizer_config.json"))  # {} if there is none
+    return "chat_template" in tokenizer_config
