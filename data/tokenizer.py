@@ -63,12 +63,12 @@ class FileTokenizer(Tokenizer):
     def __init__(self, spec: str) -> None:
         spec_fields = json.loads(spec)
         content = spec_fields[TOKENIZER_FILE]  # of the file, as a dict
-        engine = make_engine(json.dumps(content))
-        self.engine = engine
-        self.bos_ids = find_bos_ids(engine)
         # as text again, which the library reads; not ASCII, or each character would be a \u escape
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
-        self.end_of_text = spec_fields["eot"]
+        engine = make_engine(self.tokenizer_json)  # the library's tokenizer
+        self.engine = engine
+        self.bos_ids = find_bos_ids(engine)  # () if the file writes nothing before a text
+        self.end_of_text = spec_fields["eot"]  # the token; self.eot is its id
 
         # Two files with the same content are the same tokenizer, wherever they lie. With another
         # end of text or BOS they are not: their documents are separated by different tokens.
@@ -96,9 +96,9 @@ class FileTokenizer(Tokenizer):
         """What ends an answer of a chat."""
         if self.chat_template:
             self.turn_end = self.find_turn_end()
-        # the model has learned that a document ends where the next one begins
-        ends = (self.eot, self.turn_end, self.start_ids[0])
-        self.end_ids = frozenset([*ends, *spec_fields["end_ids"]])
+        # start_ids[0]: the model has learned that a document ends where the next one begins
+        end_ids = [self.eot, self.turn_end, self.start_ids[0]]
+        self.end_ids = frozenset(end_ids + spec_fields["end_ids"])
 
         # A post-processor of this type only moves offsets, also those of other vocabularies.
         components = json.dumps({**content, "post_processor": None})
@@ -180,9 +180,10 @@ class FileTokenizer(Tokenizer):
         except UserError:  # some templates demand a system message, others refuse one
             text = self.render([SYSTEM, QUESTION, ANSWER])
         after_answer = text.rpartition(ANSWER["content"])[2]  # as "<|im_end|>\n"
-        for token in self.encode_dialog(after_answer):
-            if token in self.added_ids:
-                return token
+        # white space may come before the special token, as in Llama 2's template
+        for token_id in self.encode_dialog(after_answer):
+            if token_id in self.added_ids:
+                return token_id
         return self.eot
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
@@ -299,11 +300,11 @@ def read_tokenizer(
         else:
             content = path.read_text(encoding="utf-8")
         engine = make_engine(content)
-        vocab = engine.get_vocab()
-        end_of_text = find_end_of_text(vocab, end_of_text)  # the token
-        eot = vocab[end_of_text]  # its id
-        spec_fields = {
-            "eot": end_of_text,
+        vocab = engine.get_vocab()  # ids by token
+        end_token = find_end_of_text(vocab, end_of_text)
+        eot = vocab[end_token]  # its id
+        spec_fields = {  # which FileTokenizer reads
+            "eot": end_token,
             "end_ids": list(end_ids),
             "chat_template": chat_template,
             "template_tokens": template_tokens or {},
@@ -359,9 +360,9 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
     if not path.is_file():  # some GPT-2 come without a tokenizer
         if vocab_size == 50_304:  # GPT-2's, padded for fast matmuls
             vocab_size = 50_257
-        for name, tokenizer in TOKENIZERS.items():
-            if tokenizer.vocab_size == vocab_size:
-                return name
+        for name, known in TOKENIZERS.items():
+            if known.vocab_size == vocab_size:
+                return name  # the size is all that tells
         raise UserError(
             f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens, which are neither "
             "GPT-2's (50,257, or 50,304 with padding) nor bytes (257)"
@@ -376,14 +377,14 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         elif eos is not None:
             end_ids.append(eos)
 
-    config = read_json(folder / "tokenizer_config.json")
-    template_tokens = {}
-    for name, token in config.items():
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    template_tokens: dict[str, str] = {}  # as "bos_token": "<s>"
+    for name, token in tokenizer_config.items():
         if isinstance(token, dict):  # the token and its properties
             token = token.get("content")
         if name.endswith("_token") and isinstance(token, str):
             template_tokens[name] = token
-    template = config.get("chat_template")
+    template = tokenizer_config.get("chat_template")  # None for a model of plain text
     if isinstance(template, list):  # several, of which one is the default
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     template_path = folder / "chat_template.jinja"  # where newer transformers write it
