@@ -156,8 +156,8 @@ class ShardFolder:
         if self.manifest:
             source = str(self.manifest.source)  # as "['HuggingFaceFW/fineweb-edu', 'sample-10BT']"
         # published losses are compared with those of this corpus and these tokens only
-        is_edu = re.search("fineweb-edu|edu_?fineweb", source.lower())
-        if is_edu and self.tokenizer == "gpt2":
+        edu_match = re.search("fineweb-edu|edu_?fineweb", source.lower())
+        if edu_match and self.tokenizer == "gpt2":
             return "FineWeb-Edu"
         return self.path.resolve().name  # "." has no name before it is resolved
 
