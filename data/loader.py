@@ -319,10 +319,13 @@ class Slicing:
     micro_batch: int
     """Sequences in one forward and backward pass of a rank."""
     rank: int = 0
+    """Process.rank: processes that share a block by tensor parallelism have the same."""
     world_size: int = 1
+    """Number of ranks, into which the data is divided."""
 
     @property
     def micro_steps(self) -> int:
+        """Number of forward and backward passes of a rank in an optimizer step."""
         # config.py has refused a --total_batch_size that leaves a remainder
         return self.batch // (self.micro_batch * self.world_size)
 

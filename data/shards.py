@@ -164,7 +164,7 @@ class ShardFolder:
 
 def open_folder(folder: Path, split: str) -> ShardFolder:
     """Open a split, "train" or "val": the shards that the manifest lists, in its order. Without a
-    manifest, all files of the split in name order. It may have none: see open_folders.
+    manifest, all files of the split in name order. There may be none: see open_folders.
 
     Raises UserError if there are no shards of any split, or if their tokenizer is not known. A
     shard that is missing, damaged or not the one that the manifest lists raises an error when it is
@@ -254,7 +254,8 @@ class TokenStream:
         self.folders = folders
         self.split = folders[0].split  # the same in all
         self.tokenizer = folders[0].tokenizer
-        """Spec. Of a pre-trained model that goes on, training/summary.py puts its own here."""
+        """Spec. training/summary.py puts that of a pre-trained or resumed model here instead, which
+        has the same tokens and may have a chat template."""
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[LazyShard] = []
         for folder in folders:
