@@ -23,15 +23,16 @@ class Tokenizer(ABC):
     vocab_size: int
     """Number of ids: the highest one + 1."""
     eot: int
-    """Id of the end-of-text token, which ends an answer or a completion."""
+    """Id of the end-of-text token. It ends a completion and, without a chat template, an answer."""
     end_ids: frozenset[int]
-    """Ids that end a generated text: end of text, what begins the next text in the shards, and what
-    ends an answer of a chat model."""
+    """Ids that end a generated text: end of text, what begins the next text in the shards, what
+    ends an answer of a chat model, and each eos_token_id of a Hugging Face model."""
     bos_ids: tuple[int, ...] = ()
     """Ids that the tokenizer itself writes before a text, as BOS of LLaMA; GPT-2's writes none.
     Benchmarks put them before a context. All else uses start_ids."""
     chat_template: str | None = None
-    """Jinja template of the dialogs of the model that the tokenizer came with."""
+    """Jinja template of the dialogs of the model that the tokenizer came with; None: the format of
+    finetuning/chat.py."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
