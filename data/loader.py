@@ -55,7 +55,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     cycle of the network only loses its elements outside, and takes below 4 passes in the mean.
     """
     # half of the fewest bits, an even number of them, that write all numbers below n
-    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    half_bits = ((n - 1).bit_length() + 1) // 2
     half_mask = (1 << half_bits) - 1  # ones in the lower half
     # a uint64 key for each round; the hash is the same on every machine, as Python's hash() is not
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
@@ -318,9 +318,9 @@ class Slicing:
     """Sequences in an optimizer step, of all ranks."""
     micro_batch: int
     """Sequences in one forward and backward pass of a rank."""
-    rank: int = 0
+    rank: int
     """Process.rank: processes that share a block by tensor parallelism have the same."""
-    world_size: int = 1
+    world_size: int
     """Number of ranks, into which the data is divided."""
 
     @property
