@@ -70,12 +70,12 @@ def fit_history(
     of the context, fit after them."""
     # in tokens; half of the context is for questions even where max_new_tokens would fill it
     longest_prompt = block_size - min(max_new_tokens, block_size // 2)
-    prompt_ids = encode_dialog(messages, tokenizer, open_turn=True)
-    # the newest question stays, however long it is: sample.py refuses one beyond the context
-    while len(prompt_ids) > longest_prompt and len(messages) > 1:
-        messages = messages[2:]  # without the oldest question and its answer
+    while True:
         prompt_ids = encode_dialog(messages, tokenizer, open_turn=True)
-    return prompt_ids
+        # the newest question stays, however long it is: sample.py refuses one beyond the context
+        if len(prompt_ids) <= longest_prompt or len(messages) == 1:
+            return prompt_ids
+        messages = messages[2:]  # without the oldest question and its answer
 
 
 def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bool:
