@@ -8,7 +8,7 @@ finetuning/template.py.
 import json
 import re
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -16,6 +16,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
+@cache  # compiling takes far longer than rendering a dialog
 def compile_template(source: str) -> Template:
     """Return a chat template that renders as in transformers."""
     # The tags {% generation %} and {% endgeneration %} stand around answers. They write nothing,

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Template
 from tokenizers import Tokenizer as Engine
 from tokenizers.implementations import ByteLevelBPETokenizer
 
@@ -154,15 +153,10 @@ class FileTokenizer(Tokenizer):
         # a model may have ids that its tokenizer lacks, as rows of padding
         return b"".join(self.bytes_of_id.get(token, b"") for token in ids)
 
-    @cached_property
-    def compiled_template(self) -> Template:
-        """The chat template, ready to render; only for a tokenizer that has one."""
-        assert self.chat_template
-        return compile_template(self.chat_template)
-
     def render(self, messages: list[dict[str, Any]], open_turn: bool = False) -> str:
         """Return a dialog as text by the chat template; with `open_turn`, up to the place where
         the assistant's next answer begins. Raise UserError where the template cannot write it."""
+        assert self.chat_template  # only a tokenizer that has one is asked
         variables = {  # the names that transformers gives to a template
             "messages": [template_message(message) for message in messages],
             "tools": None,
@@ -170,7 +164,8 @@ class FileTokenizer(Tokenizer):
             "add_generation_prompt": open_turn,
         }
         try:
-            return self.compiled_template.render(variables, **self.template_tokens)
+            template = compile_template(self.chat_template)
+            return template.render(variables, **self.template_tokens)
         except Exception as error:  # a program of strangers can raise anything
             reason = " ".join(str(error).split())  # one line
             raise UserError(f"the chat template of {self.name} fails: {reason}") from error
