@@ -183,19 +183,19 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """
     period = sum(shares)
     counts = [0] * len(shares)  # places of each corpus so far
+
+    def deadline(i: int) -> int:
+        """Return the place before which the next place of corpus i has to come."""
+        # -(-a // b) is a / b, rounded up
+        return -(-(counts[i] + 1) * period // shares[i])
+
     corpus_of_place = np.empty(period, np.int64)
     rank_of_place = np.empty(period, np.int64)
     for place in range(period):
-        first_deadline = math.inf
-        for i, share in enumerate(shares):
-            # floor(c * P / share) <= place, with c = counts[i], in whole numbers
-            may_have_it = counts[i] * period < (place + 1) * share
-            # -(-a // b) is a / b, rounded up
-            deadline = -(-(counts[i] + 1) * period // share)
-            if may_have_it and deadline < first_deadline:  # of equal ones the first corpus
-                first_deadline = deadline
-                next_corpus = i
-        # one corpus may always have it: together they have had fewer places than their shares
+        # Corpora with floor(c * P / share) <= place, c = counts[i], in whole numbers. There always
+        # is one: counts add up to `place`, what corpora are to have after it to one more.
+        allowed = [i for i, share in enumerate(shares) if counts[i] * period < (place + 1) * share]
+        next_corpus = min(allowed, key=deadline)  # of equal deadlines the first corpus
         corpus_of_place[place] = next_corpus
         rank_of_place[place] = counts[next_corpus]
         counts[next_corpus] += 1
@@ -248,27 +248,21 @@ class Mixture:
         """Corpus and rank of each place in a period, int64 (period,) each."""
         return assign_places(self.shares)
 
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the corpus of each position, and its position in that corpus' own order, int64
-        (N,) each, for positions (N,) of the data order."""
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Return the ids (N,) of the sequences at positions (N,) of the data order."""
         corpus_of_place, rank_of_place = self.places
         # position 10 of periods of 4 is place 2 of period 2
         num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
-        corpus_ids = corpus_of_place[place_ids]
-        # each earlier period gave a corpus its share of positions, this one its rank so far
-        shares = np.array(self.shares)[corpus_ids]  # (N,), places in a period
-        return corpus_ids, num_periods * shares + rank_of_place[place_ids]
-
-    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Return the ids (N,) of the sequences at positions (N,) of the data order."""
-        corpus_ids, corpus_positions = self.locate(positions)
-        ids = np.empty_like(corpus_positions)
-        # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
+        ids = np.empty_like(positions)
         for i, part in enumerate(self.parts):
-            chosen = corpus_ids == i  # (N,) True at positions of this corpus
-            # ids within the corpus, from 0
-            part_ids = epoch_order(corpus_positions[chosen], len(part), seed)
-            ids[chosen] = self.starts[i] + part_ids
+            chosen = corpus_of_place[place_ids] == i  # (N,) True at positions of this corpus
+            # Positions in the corpus' own order: each earlier period gave it its share of
+            # positions, this one its rank so far.
+            ranks = rank_of_place[place_ids[chosen]]
+            part_positions = num_periods[chosen] * self.shares[i] + ranks
+            # each corpus shuffles its own sequences, whose ids count from 0
+            part_ids = epoch_order(part_positions, len(part), seed)
+            ids[chosen] = self.starts[i] + part_ids  # unique over the corpora
         return ids
 
     def step_ids(self, step: int, batch: int, seed: int) -> np.ndarray:
