@@ -79,7 +79,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
             # the halves change places, so that the next round alters the other one
             left, right = right, left ^ mixed
         ids[outside] = (left << half_bits) | right
-        outside = ids >= n  # these go through the network again
+        outside = ids >= n
     return ids.astype(np.int64)
 
 
@@ -328,7 +328,7 @@ class Slicing:
         # Micro-step first, rank second: micro-step i of all ranks is sequences [i*B*W, (i+1)*B*W)
         # of the step, whatever the number of ranks W and the micro-batch B.
         shares = ids.reshape(self.micro_steps, self.world_size, self.micro_batch)
-        return shares[:, self.rank]  # (micro_steps, micro_batch)
+        return shares[:, self.rank]
 
 
 def train_batches(

@@ -143,7 +143,7 @@ class ShardFolder:
     split: str
     """"train" or "val"."""
     shards: list[LazyShard]
-    """Those of the split, in the order of the stream; may be empty."""
+    """Shards of the split, in the order of the stream; may be empty."""
     tokenizer: str
     """Spec of the tokenizer (data/tokenizer.py)."""
     manifest: Manifest | None

@@ -83,7 +83,7 @@ class FileTokenizer(Tokenizer):
         self.added_ids = set(engine.get_added_tokens_decoder())
         """Ids beside the vocabulary of plain text: special tokens."""
 
-        self.chat_template = spec_fields["chat_template"]  # None for a model that has none
+        self.chat_template = spec_fields["chat_template"]
         self.template_tokens: dict[str, str] = spec_fields["template_tokens"]
         """Strings that the chat template may insert, by the name of their variable."""
         # A chat template needs the model's own strings. Without one, exports alone read these.
@@ -356,8 +356,9 @@ def find_known_name(engine: Engine, eot: int) -> str | None:
 
 
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
-    """Return the spec of the tokenizer of a Hugging Face model with `vocab_size` tokens, or of a
-    file that has weights alone; raise UserError if there is none, or one that cannot be used."""
+    """Return the spec of the tokenizer of a Hugging Face model, or of a file that has weights
+    alone. `vocab_size` is the number of rows of its embedding. Raise UserError if there is no
+    tokenizer, or one that cannot be used."""
     path = folder / TOKENIZER_FILE
     if not path.is_file() and (folder / MERGES_FILE).is_file():
         path = folder / VOCABULARY_FILE  # read_tokenizer finds MERGES_FILE beside it

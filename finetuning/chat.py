@@ -49,7 +49,7 @@ def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = Fa
 def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, chat: bool) -> list[int]:
     """Return the token ids that a completion follows: of a dialog up to "Assistant:", or with
     `chat` false of the prompt's text as the beginning of a document."""
-    if not chat:  # a model of plain text
+    if not chat:
         assert isinstance(prompt, str)  # plain text has no turns
         return tokenizer.encode_document(prompt).tolist()
     return encode_dialog(as_messages(prompt), tokenizer, open_turn=True)
@@ -68,8 +68,7 @@ def fit_history(
     """Return the token ids that the assistant's next turn follows, for questions and answers in
     turn. The oldest questions are left out, each with its answer, until `max_new_tokens`, or half
     of the context, fit after them."""
-    # in tokens; half of the context is for questions even where max_new_tokens would fill it
-    longest_prompt = block_size - min(max_new_tokens, block_size // 2)
+    longest_prompt = block_size - min(max_new_tokens, block_size // 2)  # in tokens
     while True:
         prompt_ids = encode_dialog(messages, tokenizer, open_turn=True)
         # the newest question stays, however long it is: sample.py refuses one beyond the context
