@@ -22,7 +22,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -54,28 +54,29 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     until it lies inside (cycle walking, Black and Rogaway 2002). That stays a permutation, as each
     cycle of the network only loses its elements outside, and takes below 4 passes in the mean.
     """
-    # the fewest bits, an even number of them, that write all numbers below n
-    num_half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    half_bits = np.uint64(num_half_bits)
-    half_mask = np.uint64((1 << num_half_bits) - 1)
+    # half of the fewest bits, an even number of them, that write all numbers below n
+    half_bits = ((n - 1).bit_length() + 1) // 2
+    half_mask = (1 << half_bits) - 1  # ones in the lower half
     # a uint64 key for each round; the hash is the same on every machine, as Python's hash() is not
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     round_keys = np.frombuffer(digest, "<u8")
 
     # uint64: a product wraps around, and a shift to the right fills with zeros
-    ids = positions.astype(np.uint64)
+    ids = positions.astype(np.uint64)  # permuted in place, until all lie in [0, n)
     outside = np.ones(ids.shape, bool)  # not yet permuted, or permuted to n or above
     while outside.any():
+        # upper and lower halves of the k ids outside, (k,) each
         left = ids[outside] >> half_bits
         right = ids[outside] & half_mask
         for key in round_keys:
             # multiply and shift as in SplitMix64 (Steele et al. 2014), so that each bit of `right`
             # changes half of the bits; the high ones, which are mixed best, are taken
-            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-            mixed *= np.uint64(0xBF58476D1CE4E5B9)
-            mixed >>= np.uint64(32)
+            mixed = (right + key) * 0x9E3779B97F4A7C15
+            mixed ^= mixed >> 29
+            mixed *= 0xBF58476D1CE4E5B9
+            mixed >>= 32
             mixed &= half_mask
+            # the halves change places, so that the next round alters the other one
             left, right = right, left ^ mixed
         ids[outside] = (left << half_bits) | right
         outside = ids >= n
@@ -85,15 +86,17 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Return the ids (N,), out of n, at positions (N,) of the data order, epoch after epoch."""
     ids = np.empty_like(positions)
-    epochs = positions // n
+    epochs = positions // n  # epoch of each position, (N,)
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
-        in_epoch = epochs == epoch
+        in_epoch = epochs == epoch  # (N,) bool
+        # each epoch has a shuffle of its own
         ids[in_epoch] = permute(positions[in_epoch] % n, n, seed, int(epoch))
     return ids
 
 
 def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
     """Return the ids (G,), out of n, of the sequences in a step with G = `batch`."""
+    # a step takes the next G positions of the data order
     return epoch_order(step * batch + np.arange(batch), n, seed)
 
 
@@ -104,24 +107,26 @@ class Sequences:
     def __init__(self, stream: TokenStream, block_size: int) -> None:
         self.stream = stream
         self.block_size = block_size
-        if len(stream) <= block_size:
+        if len(stream) <= block_size:  # a sequence takes T + 1 tokens
             raise UserError(
                 f"{stream.folders[0].path} holds {len(stream):,} {stream.split} tokens, too few "
                 f"for one sequence of --block_size {block_size}"
             )
 
     def __len__(self) -> int:
-        # the last target needs a token, too
+        # - 1: the last target needs a token, too
         return (len(self.stream) - 1) // self.block_size
 
     def count_within(self, tokens: int) -> int:
-        """Return how many sequences the first `tokens` targets are: at least 1, at most all."""
+        """Return how many sequences the first `tokens` targets are, those of --val_tokens: at least
+        1, at most all."""
         return min(len(self), max(1, tokens // self.block_size))
 
     def read(self, sequence_id: int) -> np.ndarray:
         """Return the tokens of a sequence, int64 (T + 1,), T = block_size."""
-        start = int(sequence_id) * self.block_size
-        return self.stream.tokens(start, self.block_size + 1)  # and the target of the last one
+        start = sequence_id * self.block_size  # place of its first token in the stream
+        # + 1: the target of the last input, which is the first input of the next sequence
+        return self.stream.tokens(start, self.block_size + 1)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
@@ -131,10 +136,9 @@ class Sequences:
 def shift(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets, (B, T) each, of B rows (T + 1,): a target is the next token."""
     tokens = np.stack(rows)  # (B, T + 1)
-    # copies, as such slices are not contiguous in memory
-    inputs = np.ascontiguousarray(tokens[:, :-1])
-    targets = np.ascontiguousarray(tokens[:, 1:])
-    return inputs, targets
+    # Copies, not views: validation overwrites some targets in place by -1, which must not become
+    # an input.
+    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ class Corpus:
 
     folders: list[Path]
     weight: Fraction
+    """Share of all positions."""
 
 
 def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
@@ -157,7 +162,7 @@ def parse_corpora(data_dir: Sequence[Path | str]) -> list[Corpus]:
         match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", str(name))
         if match:
             corpora.append(Corpus([Path(match[1])], Fraction(match[2])))  # exact, also for 0.1
-    if not corpora:
+    if not corpora:  # no folder has a weight
         return [Corpus([Path(name) for name in data_dir], Fraction(1))]
     if len(corpora) < len(data_dir) or min(corpus.weight for corpus in corpora) == 0:
         raise UserError("--data_dir: give each folder a weight above 0, as FOLDER:0.7, or none")
@@ -178,19 +183,19 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """
     period = sum(shares)
     counts = [0] * len(shares)  # places of each corpus so far
+
+    def deadline(i: int) -> int:
+        """Return the place before which the next place of corpus i has to come."""
+        # -(-a // b) is a / b, rounded up
+        return -(-(counts[i] + 1) * period // shares[i])
+
     corpus_of_place = np.empty(period, np.int64)
     rank_of_place = np.empty(period, np.int64)
     for place in range(period):
-        first_deadline = math.inf
-        for i, share in enumerate(shares):
-            # c = counts[i]: floor(c * P / share) <= place, in whole numbers
-            may_have_it = counts[i] * period < (place + 1) * share
-            # -(-a // b) is a / b, rounded up
-            deadline = -(-(counts[i] + 1) * period // share)
-            if may_have_it and deadline < first_deadline:  # of equal ones the first corpus
-                first_deadline = deadline
-                next_corpus = i
-        # one corpus may always have it: together they have had fewer places than their shares
+        # Corpora with floor(c * P / share) <= place, c = counts[i], in whole numbers. There always
+        # is one: counts add up to `place`, what corpora are to have after it to one more.
+        allowed = [i for i, share in enumerate(shares) if counts[i] * period < (place + 1) * share]
+        next_corpus = min(allowed, key=deadline)  # of equal deadlines the first corpus
         corpus_of_place[place] = next_corpus
         rank_of_place[place] = counts[next_corpus]
         counts[next_corpus] += 1
@@ -205,22 +210,25 @@ class Mixture:
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)
-        self.block_size = block_size
         self.weights = [float(corpus.weight) for corpus in corpora]
+        """Share of each corpus in the positions; they add up to 1."""
         self.parts: list[Sequences] = []
         """Sequences of each corpus."""
         all_folders: list[ShardFolder] = []
         for corpus in corpora:
+            # those that have shards of the split; UserError if none has
             folders = open_folders(corpus.folders, split)
             self.parts.append(Sequences(TokenStream(folders), block_size))
             all_folders += folders
         self.stream = TokenStream(all_folders)
-        """All tokens, whatever their corpus."""
+        """All tokens, for their number, checksum and tokenizer. Batches read `parts`."""
+        # a corpus of several folders, which have no weights, has the name of the first
         first_folders = [part.stream.folders[0] for part in self.parts]
-        self.names = [folder.name for folder in first_folders]  # keys of losses in the log
+        self.names = [folder.name for folder in first_folders]
+        """Name of each corpus, for the log: loss_NAME."""
         if len(set(self.names)) < len(self.names):  # a/shards and b/shards
             self.names = [str(folder.path) for folder in first_folders]
-        sizes = [len(part) for part in self.parts]
+        sizes = [len(part) for part in self.parts]  # sequences of each corpus
         self.starts = np.cumsum([0, *sizes])
         """Id of the first sequence of each corpus; last, the number of sequences."""
         # the fewest positions of which each weight is a whole number
@@ -240,26 +248,21 @@ class Mixture:
         """Corpus and rank of each place in a period, int64 (period,) each."""
         return assign_places(self.shares)
 
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the corpus of each position, and its position in that corpus' own order, int64
-        (N,) each, for positions (N,) of the data order."""
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Return the ids (N,) of the sequences at positions (N,) of the data order."""
         corpus_of_place, rank_of_place = self.places
         # position 10 of periods of 4 is place 2 of period 2
         num_periods, place_ids = np.divmod(positions, self.period)  # (N,) each
-        corpus_ids = corpus_of_place[place_ids]
-        # each earlier period gave a corpus its share of positions, this one its rank so far
-        shares = np.array(self.shares)[corpus_ids]
-        return corpus_ids, num_periods * shares + rank_of_place[place_ids]
-
-    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Return the ids (N,) of the sequences at positions (N,) of the data order."""
-        corpus_ids, corpus_positions = self.locate(positions)
-        ids = np.empty_like(corpus_positions)
-        # each corpus shuffles its own sequences; `starts` makes the ids unique over the corpora
+        ids = np.empty_like(positions)
         for i, part in enumerate(self.parts):
-            chosen = corpus_ids == i  # (N,) True at positions of this corpus
-            part_ids = epoch_order(corpus_positions[chosen], len(part), seed)
-            ids[chosen] = self.starts[i] + part_ids
+            chosen = corpus_of_place[place_ids] == i  # (N,) True at positions of this corpus
+            # Positions in the corpus' own order: each earlier period gave it its share of
+            # positions, this one its rank so far.
+            ranks = rank_of_place[place_ids[chosen]]
+            part_positions = num_periods[chosen] * self.shares[i] + ranks
+            # each corpus shuffles its own sequences, whose ids count from 0
+            part_ids = epoch_order(part_positions, len(part), seed)
+            ids[chosen] = self.starts[i] + part_ids  # unique over the corpora
         return ids
 
     def step_ids(self, step: int, batch: int, seed: int) -> np.ndarray:
@@ -270,9 +273,9 @@ class Mixture:
         """Return inputs and targets, int64 (B, T) each, of the sequences `ids` (B,)."""
         rows: list[np.ndarray] = []  # (T + 1,) each
         for sequence_id in ids:
-            # the last corpus whose first id is not above this one
-            corpus_id = int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
-            part_id = sequence_id - self.starts[corpus_id]
+            # ids of corpus i are [starts[i], starts[i + 1]): the last start not above the id
+            corpus_id = np.searchsorted(self.starts, sequence_id, side="right") - 1
+            part_id = sequence_id - self.starts[corpus_id]  # within the corpus
             rows.append(self.parts[corpus_id].read(part_id))
         return shift(rows)
 
@@ -281,6 +284,7 @@ class Mixture:
         """Names of the corpora; of several, with their shares."""
         if len(self.names) == 1:
             return self.names[0]
+        # .name, as some names are paths
         return ", ".join(
             f"{100 * weight:.4g} % of {Path(name).name}"
             for weight, name in zip(self.weights, self.names, strict=True)
@@ -289,7 +293,7 @@ class Mixture:
     def describe_epochs(self, tokens: int) -> str:
         """Return how often `tokens` tokens of training see their corpus; of several, the one that
         they see most often, by name."""
-        # weight * tokens is what the run draws from a corpus, len its own tokens
+        # weight * tokens is what the run draws from a corpus, len the tokens that it has
         epochs = [
             weight * tokens / len(part.stream)
             for weight, part in zip(self.weights, self.parts, strict=True)
@@ -305,13 +309,18 @@ class Slicing:
     """Division of a global batch of `batch` sequences into ranks and micro-steps."""
 
     batch: int
+    """Sequences in an optimizer step, of all ranks."""
     micro_batch: int
     """Sequences in one forward and backward pass of a rank."""
-    rank: int = 0
-    world_size: int = 1
+    rank: int
+    """Process.rank: processes that share a block by tensor parallelism have the same."""
+    world_size: int
+    """Number of ranks, into which the data is divided."""
 
     @property
     def micro_steps(self) -> int:
+        """Number of forward and backward passes of a rank in an optimizer step."""
+        # config.py has refused a --total_batch_size that leaves a remainder
         return self.batch // (self.micro_batch * self.world_size)
 
     def rank_ids(self, ids: np.ndarray) -> np.ndarray:
@@ -330,7 +339,7 @@ def train_batches(
     for step in steps:
         # every rank computes the order of the whole step, and reads only its own sequences
         for ids in slicing.rank_ids(data.step_ids(step, slicing.batch, seed)):
-            yield data.batch(ids)
+            yield data.batch(ids)  # ids (B,) of a micro-step
 
 
 def prefetch(items: Iterator) -> Iterator:
@@ -339,14 +348,14 @@ def prefetch(items: Iterator) -> Iterator:
     # one thread: `items` is a generator, which two threads may not advance at once
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        # Futures in the order of the items. Four are enough for a slow read between fast ones; more
-        # only take memory.
-        ready = deque(worker.submit(next, items, None) for _ in range(4))
+        # In the order of the items. Four are enough for a slow read between fast ones; more only
+        # take memory. None is what `next` returns after the last item.
+        pending: deque[Future] = deque(worker.submit(next, items, None) for _ in range(4))
         while True:
-            item = ready.popleft().result()
+            item = pending.popleft().result()  # waits for the item, and raises its error
             if item is None:  # the end
                 return
-            ready.append(worker.submit(next, items, None))
+            pending.append(worker.submit(next, items, None))
             yield item
     finally:  # also when the consumer stops early: the waiting calls are dropped
         worker.shutdown(cancel_futures=True)

@@ -6,6 +6,7 @@ data/tokenizer.py has those that come from a file, and chooses one of them all.
 from abc import ABC, abstractmethod
 
 import numpy as np
+import tiktoken
 
 from utils.errors import UserError
 
@@ -16,21 +17,22 @@ class Tokenizer(ABC):
     """Interface of all tokenizers. "Special" tokens, as end of text, are ids of their own."""
 
     name: str
-    """Name in manifests."""
+    """Name in manifests: a key of TOKENIZERS, or "tokenizer-" and a checksum."""
     identity: str
     """Equal if and only if two tokenizers give the same tokens and the same end of text."""
     vocab_size: int
     """Number of ids: the highest one + 1."""
     eot: int
-    """Id of the end-of-text token, which ends an answer or a completion."""
+    """Id of the end-of-text token. It ends a completion and, without a chat template, an answer."""
     end_ids: frozenset[int]
-    """Ids that end a generated text: end of text, what begins the next text in the shards, and what
-    ends an answer of a chat model."""
+    """Ids that end a generated text: end of text, what begins the next text in the shards, what
+    ends an answer of a chat model, and each eos_token_id of a Hugging Face model."""
     bos_ids: tuple[int, ...] = ()
     """Ids that the tokenizer itself writes before a text, as BOS of LLaMA; GPT-2's writes none.
     Benchmarks put them before a context. All else uses start_ids."""
     chat_template: str | None = None
-    """Jinja template of the dialogs of the model that the tokenizer came with."""
+    """Jinja template of the dialogs of the model that the tokenizer came with; None: the format of
+    finetuning/chat.py."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -47,11 +49,13 @@ class Tokenizer(ABC):
     def encode_document(self, text: str) -> np.ndarray:
         """Return start_ids and the ids of a text, uint32 (n,): a document of the shards, or the
         beginning of one, which a model continues."""
+        # dtype given, as int64, the default, would make the whole document int64
         return np.concatenate([np.array(self.start_ids, np.uint32), self.encode(text)])
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text that follows another one: without the space, or the mark
-        for one, that some tokenizers put before a text."""
+        """Return the ids, uint32 (n,), of a text that follows another one: without the space, or
+        the mark for one, that some tokenizers put before a text."""
+        # GPT-2's and bytes put none; FileTokenizer has an engine of its own for this
         return self.encode(text)
 
     @abstractmethod
@@ -61,7 +65,7 @@ class Tokenizer(ABC):
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
         """Return the characters of a text that its ids (n,) do not give back."""
-        return ""
+        return ""  # GPT-2's and byte tokens give back any text; a FileTokenizer may not
 
 
 class ByteTokenizer(Tokenizer):
@@ -78,7 +82,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        # bytes() raises ValueError for 256
+        # end of text decodes to nothing: it is no byte, and bytes() would raise ValueError for 256
         return bytes(token for token in ids if token != self.eot)
 
 
@@ -92,10 +96,8 @@ class GPT2Tokenizer(Tokenizer):
     end_ids = frozenset([eot])
 
     def __init__(self) -> None:
-        import tiktoken  # here, so that byte tokens work without it
-
         try:
-            self.encoding = tiktoken.get_encoding("gpt2")
+            self.encoding = tiktoken.get_encoding("gpt2")  # from its cache, else downloaded
         except OSError as error:  # the base class of the errors of requests, too
             raise UserError(
                 f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}); go online "
@@ -107,9 +109,11 @@ class GPT2Tokenizer(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode_bytes(self, ids: list[int]) -> bytes:
+        # tiktoken would write end of text as "<|endoftext|>"
         return self.encoding.decode_bytes([token for token in ids if token != self.eot])
 
 
+# Classes, not instances: their attributes are known without the download of GPT-2's vocabulary.
 TOKENIZERS: dict[str, type[GPT2Tokenizer] | type[ByteTokenizer]] = {
     "gpt2": GPT2Tokenizer,
     "bytes": ByteTokenizer,

@@ -31,7 +31,7 @@ from data.named_tokenizer import TOKENIZER_FILE, TOKENIZERS
 from data.tokenizer import count_tokens, load_tokenizer, read_tokenizer, tokenizer_identity
 from utils.errors import UserError, reading
 
-SUFFIXES = (".npy", ".bin", ".ds")
+SUFFIXES = (".npy", ".bin", ".ds")  # of shards; other files of a folder are not read
 BIN_HEADER = struct.Struct("<3i1012x")  # magic, version, token count, and zeros up to 1,024 bytes
 # magic and version by the dtype of the tokens: llm.c writes GPT-2's as uint16, Llama 3's as uint32
 BIN_VERSIONS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
@@ -40,7 +40,7 @@ GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # on the Hugging Face hub, where
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard file whose header agrees with its size."""
+    """File of tokens whose header agrees with its size."""
 
     path: Path
     offset: int
@@ -49,21 +49,21 @@ class Shard:
     dtype: np.dtype
     """Little-endian uint16 or uint32."""
 
-    def read(self, start: int = 0, count: int = -1) -> np.ndarray:
-        """Return tokens [start, start + count), `dtype` (count,); -1: all from `start` on.
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return tokens [start, start + count), `dtype` (count,); fewer where the file ends.
 
         The file is opened each time: 350 billion tokens are 3,500 shards, more files than a process
         may hold open.
         """
-        offset = self.offset + start * self.dtype.itemsize
+        offset = self.offset + start * self.dtype.itemsize  # in bytes
         return np.fromfile(self.path, self.dtype, count, offset=offset)
 
 
 def inspect_shard(path: Path) -> Shard:
     """Return a shard; raise UserError if its header is wrong or contradicts the file's size."""
-    with reading(path, "a shard of tokens"):
+    with reading(path, "a shard of tokens"):  # names the file in each error
         if path.suffix == ".npy":
-            array = np.load(path, mmap_mode="r")  # reads the header only
+            array = np.load(path, mmap_mode="r")  # an np.memmap: only the header is read
             if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
                 raise ValueError(f"{array.dtype} {array.shape} instead of 1-D uint16 or uint32")
             shard = Shard(path, array.offset, len(array), array.dtype)
@@ -71,6 +71,7 @@ def inspect_shard(path: Path) -> Shard:
             shard = inspect_bin(path)
         else:
             shard = inspect_datatrove(path)
+        # in bytes; a copy that was cut off has another size
         expected_size = shard.offset + shard.num_tokens * shard.dtype.itemsize
         size = path.stat().st_size
         if size != expected_size:
@@ -79,7 +80,7 @@ def inspect_shard(path: Path) -> Shard:
 
 
 def bin_header(dtype: str, num_tokens: int) -> bytes:
-    """Return the header of a .bin shard."""
+    """Return the header of a .bin shard of tokens of `dtype`, "<u2" or "<u4"."""
     return BIN_HEADER.pack(*BIN_VERSIONS[dtype], num_tokens)
 
 
@@ -98,13 +99,13 @@ def inspect_datatrove(path: Path) -> Shard:
     """Return the shard that the metadata of a .ds file say it is. Raise UserError if they name
     another tokenizer than GPT-2's, and no tokenizer.json stands in the folder."""
     metadata = path.with_name(path.name + ".metadata").read_text(encoding="utf-8")
-    first_line, num_tokens = metadata.splitlines()[:2]
-    tokenizer, _, token_size = first_line.rpartition("|")
+    first_line, num_tokens = metadata.splitlines()[:2]  # num_tokens in digits
+    tokenizer, _, token_size = first_line.rpartition("|")  # as "gpt2", "|" and "2"
     # The file of a local path, as datatrove takes it, is not looked for there: this may be another
-    # machine. Without the name, a vocabulary of about the size of GPT-2's would be taken for it.
+    # machine. Without this check, tokens of any tokenizer would be taken for GPT-2's.
     if tokenizer not in GPT2_NAMES and not path.with_name(TOKENIZER_FILE).exists():
         raise UserError(f"{path} holds tokens of {tokenizer}: put its {TOKENIZER_FILE} beside it")
-    return Shard(path, 0, int(num_tokens), np.dtype(f"<u{token_size}"))
+    return Shard(path, 0, int(num_tokens), np.dtype(f"<u{token_size}"))  # 0: no header
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -120,6 +121,7 @@ class LazyShard:
 
     path: Path
     num_tokens: int
+    """Tokens that the manifest lists, or without one those that the file has."""
     checksum: str
     """Changes with the tokens: the SHA-256 in the manifest, or the CRC-32 of the first tokens."""
 
@@ -127,8 +129,8 @@ class LazyShard:
     def shard(self) -> Shard:
         """The file. Raises UserError if it is damaged, or not the one that the manifest lists. It
         may have become longer since, if sharding goes on: its first tokens stay."""
-        shard = inspect_shard(self.path)
-        if shard.num_tokens < self.num_tokens:
+        shard = inspect_shard(self.path)  # FileNotFoundError if it is missing
+        if shard.num_tokens < self.num_tokens:  # replaced by one of another sharding
             raise UserError(f"{self.path} is not as {MANIFEST} lists it; make or copy it again")
         return shard
 
@@ -139,7 +141,9 @@ class ShardFolder:
 
     path: Path
     split: str
+    """"train" or "val"."""
     shards: list[LazyShard]
+    """Shards of the split, in the order of the stream; may be empty."""
     tokenizer: str
     """Spec of the tokenizer (data/tokenizer.py)."""
     manifest: Manifest | None
@@ -148,26 +152,29 @@ class ShardFolder:
     @property
     def name(self) -> str:
         """Name of the corpus: FineWeb-Edu for GPT-2 tokens of that dataset, else the folder's."""
-        source = self.path.name
+        source = self.path.name  # as edu_fineweb10B of build-nanogpt
         if self.manifest:
-            source = str(self.manifest.source)
+            source = str(self.manifest.source)  # as "['HuggingFaceFW/fineweb-edu', 'sample-10BT']"
         # published losses are compared with those of this corpus and these tokens only
-        is_edu = re.search("fineweb-edu|edu_?fineweb", source.lower())
-        return "FineWeb-Edu" if is_edu and self.tokenizer == "gpt2" else self.path.resolve().name
+        edu_match = re.search("fineweb-edu|edu_?fineweb", source.lower())
+        if edu_match and self.tokenizer == "gpt2":
+            return "FineWeb-Edu"
+        return self.path.resolve().name  # "." has no name before it is resolved
 
 
 def open_folder(folder: Path, split: str) -> ShardFolder:
     """Open a split, "train" or "val": the shards that the manifest lists, in its order. Without a
-    manifest, all files of the split in name order. It may have none: see open_folders.
+    manifest, all files of the split in name order. There may be none: see open_folders.
 
     Raises UserError if there are no shards of any split, or if their tokenizer is not known. A
     shard that is missing, damaged or not the one that the manifest lists raises an error when it is
     first read; without a manifest all are inspected now.
     """
     manifest = read_manifest(folder)  # None if another project made the folder, or there is none
-    paths = shard_paths(folder)
-    shards = []  # in the order of the stream
+    paths = shard_paths(folder)  # files of all splits
+    shards: list[LazyShard] = []  # of this split, in the order of the stream
     if manifest:
+        # not `paths`: a sharding that goes on has files that the manifest does not list yet
         for entry in manifest.shards:
             if entry.split == split:
                 shards.append(LazyShard(folder / entry.file, entry.tokens, entry.sha256))
@@ -176,11 +183,12 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
             # the last of these words in a name counts, as in retrieval_train_000001.npy
             if re.findall("train|val", path.stem.lower())[-1:] == [split]:
                 shard = inspect_shard(path)
-                checksum = zlib.crc32(shard.read(count=1000).tobytes())
+                # no SHA-256 is known, and reading whole files would take minutes at each start
+                checksum = zlib.crc32(shard.read(0, 1000).tobytes())
                 shards.append(LazyShard(path, shard.num_tokens, f"{checksum}"))
-    if not paths and not shards:  # a name that was mistyped
+    if not paths and not shards:  # of no split: the folder's name was mistyped
         raise missing_shards([folder], split)
-    tokenizer = find_tokenizer(folder, manifest, shards)
+    tokenizer = find_tokenizer(folder, manifest, shards)  # its spec
     return ShardFolder(folder, split, shards, tokenizer, manifest)
 
 
@@ -209,23 +217,25 @@ def find_tokenizer(folder: Path, manifest: Manifest | None, shards: list[LazySha
     if the tokenizer.json in the folder is another."""
     path = folder / TOKENIZER_FILE
     if manifest is None:  # of another project, which shards GPT-2's tokens if it has no file
+        # the file may be of any tokenizer, or of one with a name here: then the spec is that name
         if path.exists():
             return read_tokenizer(path)
         # In practice 1,000 tokens of GPT-2 hold an id above 2**15. The ids of a smaller vocabulary,
         # as of characters, would train without an error, as another text.
-        first_ids = shards[0].shard.read(count=100_000) if shards else np.zeros(0)
+        first_ids = shards[0].shard.read(0, 100_000) if shards else np.zeros(0)
         if len(first_ids) >= 1_000 and first_ids.max() < 2**15:
             raise UserError(
                 f"{folder} holds no tokens of GPT-2, and no {MANIFEST} says which: put their "
                 f"{TOKENIZER_FILE} beside them, or shard the text anew"
             )
         return "gpt2"
-    if manifest.tokenizer in TOKENIZERS:
+    if manifest.tokenizer in TOKENIZERS:  # a name, which is a spec, too
         return manifest.tokenizer
-    # else manifest.tokenizer is a checksum, of the file that data/fineweb-edu.py has copied here
+    # else it is "tokenizer-" and a checksum of the file that data/fineweb-edu.py has copied here
     if not path.exists():
         raise UserError(f"{path}, the tokenizer of these shards, is missing")
     spec = read_tokenizer(path, manifest.end_of_text)  # JSON with the content of the file
+    # the name of a FileTokenizer is this checksum: with another file, ids would be other tokens
     if load_tokenizer(spec).name != manifest.tokenizer:
         raise UserError(
             f"{path} is not the tokenizer of these shards, which have {manifest.tokenizer} tokens"
@@ -242,18 +252,19 @@ class TokenStream:
 
     def __init__(self, folders: list[ShardFolder]) -> None:
         self.folders = folders
-        self.split = folders[0].split
+        self.split = folders[0].split  # the same in all
         self.tokenizer = folders[0].tokenizer
-        self.tokenizer_identity = tokenizer_identity(self.tokenizer)
+        """Spec. training/summary.py puts that of a pre-trained or resumed model here instead, which
+        has the same tokens and may have a chat template."""
         self.vocab_size = count_tokens(self.tokenizer)  # without the model's padding
         self.shards: list[LazyShard] = []
         for folder in folders:
             self.shards += folder.shards  # in the order given
-        identities = {tokenizer_identity(folder.tokenizer) for folder in folders}
+        # one tokenizer.json has another spec if its keys are sorted, but the same identity
+        identities = sorted({tokenizer_identity(folder.tokenizer) for folder in folders})
         if len(identities) > 1:
-            raise UserError(
-                f"the folders of --data_dir have several tokenizers: {sorted(identities)}"
-            )
+            raise UserError(f"the folders of --data_dir have several tokenizers: {identities}")
+        self.tokenizer_identity = identities[0]
         fractions: set[float] = set()
         for folder in folders:
             # the rule of other projects, and of older versions, is not known
@@ -264,33 +275,34 @@ class TokenStream:
                 f"the folders of --data_dir have several --val_fraction, {sorted(fractions)}: one "
                 "may train on the validation text of another; shard them alike"
             )
-        sizes = [entry.num_tokens for entry in self.shards]
+        sizes = [shard.num_tokens for shard in self.shards]
         self.starts = np.cumsum([0, *sizes])
         """Place of the first token of each shard in the stream; last, the length of the stream."""
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length), int64 (length,), across the borders of shards.
         Raises UserError for an id that the tokenizer does not have."""
         assert 0 <= start and start + length <= len(self)
-        pieces: list[np.ndarray] = []  # of each shard that the range touches
+        pieces: list[np.ndarray] = []  # one of each shard that the range touches
         # the last shard that begins at `start` or before
-        index = int(np.searchsorted(self.starts, start, side="right")) - 1
+        index = np.searchsorted(self.starts, start, side="right") - 1
         while length > 0:
-            entry = self.shards[index]
-            shard = entry.shard
-            offset = start - int(self.starts[index])
-            piece = shard.read(offset, min(length, entry.num_tokens - offset))
+            lazy_shard = self.shards[index]
+            shard = lazy_shard.shard  # its file, which is checked when it is first read
+            offset = start - self.starts[index]  # tokens of the shard before `start`
+            # not shard.num_tokens: the file may have become longer than the manifest lists it
+            piece = shard.read(offset, min(length, lazy_shard.num_tokens - offset))
             # on a GPU an id beyond the embedding is an assertion without a file's name
-            highest = piece.max(initial=0)
+            highest = piece.max(initial=0)  # initial: an empty shard has no maximum
             if highest >= self.vocab_size:
                 raise UserError(
                     f"{shard.path} holds token id {highest}, not one of the {self.vocab_size:,} of "
                     f"{self.tokenizer_identity}"
                 )
-            pieces.append(piece)  # unsigned; the next one is in the next shard
+            pieces.append(piece)  # uint16 or uint32; the next one is in the next shard
             start += len(piece)
             length -= len(piece)
             index += 1
@@ -314,7 +326,7 @@ class TokenStream:
         """Checksum of the lengths and checksums of the shards, in their order. It tells other data
         from the same data in another place."""
         # quick, as it runs at each start of a training run; data/verify.py reads all tokens
-        contents = [(entry.num_tokens, entry.checksum) for entry in self.shards]
+        contents = [(shard.num_tokens, shard.checksum) for shard in self.shards]
         return zlib.crc32(f"{contents}".encode())
 
     @property

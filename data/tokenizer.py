@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Template
 from tokenizers import Tokenizer as Engine
 from tokenizers.implementations import ByteLevelBPETokenizer
 
@@ -61,17 +60,17 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(self, spec: str) -> None:
-        spec_fields = json.loads(spec)
+        spec_fields = json.loads(spec)  # as read_tokenizer writes them
         content = spec_fields[TOKENIZER_FILE]  # of the file, as a dict
-        engine = make_engine(json.dumps(content))
-        self.engine = engine
-        self.bos_ids = find_bos_ids(engine)
         # as text again, which the library reads; not ASCII, or each character would be a \u escape
         self.tokenizer_json = json.dumps(content, ensure_ascii=False)
-        self.end_of_text = spec_fields["eot"]
+        engine = make_engine(self.tokenizer_json)  # the library's tokenizer
+        self.engine = engine
+        self.bos_ids = find_bos_ids(engine)  # () if the file writes nothing before a text
+        self.end_of_text = spec_fields["eot"]  # the token; self.eot is its id
 
-        # Two files with the same content are the same tokenizer, wherever they lie. With another
-        # end of text or BOS they are not: their documents are separated by different tokens.
+        # Two files with the same content, BOS included, are the same tokenizer, wherever they lie.
+        # With another end of text they are not: other tokens separate their documents.
         checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         self.name = spec_fields.get("name", f"tokenizer-{checksum:08x}")
         self.identity = self.name
@@ -79,8 +78,8 @@ class FileTokenizer(Tokenizer):
             self.identity = f"{self.name} with {self.end_of_text}"
 
         vocab = engine.get_vocab()  # ids by token, added tokens included
-        self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
-        self.eot = vocab[self.end_of_text]
+        self.vocab_size = max(vocab.values()) + 1  # not len(vocab): ids may have gaps
+        self.eot = vocab[self.end_of_text]  # read_tokenizer has found it there
         self.added_ids = set(engine.get_added_tokens_decoder())
         """Ids beside the vocabulary of plain text: special tokens."""
 
@@ -93,16 +92,18 @@ class FileTokenizer(Tokenizer):
             self.template_tokens.setdefault("eos_token", self.end_of_text)
 
         self.turn_end = self.eot
-        """What ends an answer of a chat."""
+        """Id of the token that ends an answer of a chat."""
         if self.chat_template:
             self.turn_end = self.find_turn_end()
-        # the model has learned that a document ends where the next one begins
-        ends = (self.eot, self.turn_end, self.start_ids[0])
-        self.end_ids = frozenset([*ends, *spec_fields["end_ids"]])
+        # start_ids[0]: the model has learned that a document ends where the next one begins
+        end_ids = [self.eot, self.turn_end, self.start_ids[0]]
+        self.end_ids = frozenset(end_ids + spec_fields["end_ids"])
 
-        # A post-processor of this type only moves offsets, also those of other vocabularies.
+        # A pre-tokenizer or decoder of type ByteLevel tells that tokens are bytes. A post-processor
+        # of this type only moves offsets, and files of other vocabularies have it, too.
         components = json.dumps({**content, "post_processor": None})
         self.bytes_of_id = self.find_bytes(vocab, '"type": "ByteLevel"' in components)
+        """Bytes that each id decodes to; none for end of text and BOS."""
 
     def find_bytes(self, vocab: dict[str, int], is_byte_level: bool) -> dict[int, bytes]:
         """Return the bytes of each id. Raise KeyError for a byte-level token with a character that
@@ -111,6 +112,7 @@ class FileTokenizer(Tokenizer):
         The decoder of the file is not asked: it gives strings, in which a character that spans two
         tokens is lost, and some files have none.
         """
+        # the inverse of byte_characters, as "Ġ" stands for a space, byte 32
         byte_of_character = {character: i for i, character in enumerate(byte_characters())}
         bytes_of_id: dict[int, bytes] = {}
         for token, token_id in vocab.items():
@@ -119,7 +121,7 @@ class FileTokenizer(Tokenizer):
                 token_bytes = bytes(byte_of_character[character] for character in token)
             elif token.startswith("<0x") and len(token) == 6:  # byte fallback, as <0x0A>
                 token_bytes = bytes([int(token[3:5], 16)])
-            else:
+            else:  # plain text, or SentencePiece's
                 token_bytes = token.replace(SPACE, " ").encode()
             bytes_of_id[token_id] = token_bytes
         for token_id in (self.eot, *self.start_ids):
@@ -129,7 +131,7 @@ class FileTokenizer(Tokenizer):
     @cached_property
     def continuing_engine(self) -> Engine:
         """The engine without what puts a space, or a mark for one, before a text."""
-        # the hook sees each object of the JSON, however deep in a sequence of components
+        # json.loads calls the hook for each object, however deep in a sequence of components
         content = json.loads(self.tokenizer_json, object_hook=without_prefix)
         return make_engine(json.dumps(content))
 
@@ -142,7 +144,7 @@ class FileTokenizer(Tokenizer):
     def encode_dialog(self, text: str) -> list[int]:
         """Return the token ids of a text of `render`: a special token's name is this token."""
         # An assignment fails while another thread encodes. Threads encode documents only.
-        self.engine.encode_special_tokens = False  # the library's name for "as text"
+        self.engine.encode_special_tokens = False  # True is the library's name for "as text"
         ids = self.engine.encode(text, add_special_tokens=False).ids
         self.engine.encode_special_tokens = True
         return ids
@@ -151,23 +153,19 @@ class FileTokenizer(Tokenizer):
         # a model may have ids that its tokenizer lacks, as rows of padding
         return b"".join(self.bytes_of_id.get(token, b"") for token in ids)
 
-    @cached_property
-    def compiled_template(self) -> Template:
-        """The chat template, ready to render; only for a tokenizer that has one."""
-        assert self.chat_template
-        return compile_template(self.chat_template)
-
     def render(self, messages: list[dict[str, Any]], open_turn: bool = False) -> str:
         """Return a dialog as text by the chat template; with `open_turn`, up to the place where
         the assistant's next answer begins. Raise UserError where the template cannot write it."""
-        variables = {
+        assert self.chat_template  # only a tokenizer that has one is asked
+        variables = {  # the names that transformers gives to a template
             "messages": [template_message(message) for message in messages],
             "tools": None,
             "documents": None,
             "add_generation_prompt": open_turn,
         }
         try:
-            return self.compiled_template.render(variables, **self.template_tokens)
+            template = compile_template(self.chat_template)
+            return template.render(variables, **self.template_tokens)
         except Exception as error:  # a program of strangers can raise anything
             reason = " ".join(str(error).split())  # one line
             raise UserError(f"the chat template of {self.name} fails: {reason}") from error
@@ -180,12 +178,14 @@ class FileTokenizer(Tokenizer):
         except UserError:  # some templates demand a system message, others refuse one
             text = self.render([SYSTEM, QUESTION, ANSWER])
         after_answer = text.rpartition(ANSWER["content"])[2]  # as "<|im_end|>\n"
-        for token in self.encode_dialog(after_answer):
-            if token in self.added_ids:
-                return token
+        # white space may come before the special token, as in Llama 2's template
+        for token_id in self.encode_dialog(after_answer):
+            if token_id in self.added_ids:
+                return token_id
         return self.eot
 
     def lost_text(self, text: str, ids: np.ndarray) -> str:
+        # U+FFFD in place of a character of which some bytes are lost
         decoded = self.decode_bytes(ids.tolist()).decode(errors="replace")
         if decoded in (text, f" {text}"):  # many tokenizers put a space before the first word
             return ""
@@ -193,7 +193,7 @@ class FileTokenizer(Tokenizer):
         # loss. What lacks after it was dropped by a pre-tokenizer, as white space, or has no token.
         if self.engine.normalizer is not None:
             text = self.engine.normalizer.normalize_str(text)
-        # the difference drops negative counts, as of a space that was added
+        # the characters that `text` has more of; the difference drops others, as an added space
         lost_counts = Counter(text.replace(SPACE, " ")) - Counter(decoded)
         return "".join(lost_counts.elements())
 
@@ -203,18 +203,19 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Return the tokenizer of a spec. Raise UserError if that of GPT-2 cannot be downloaded, and
     what FileTokenizer raises for a tokenizer.json that cannot be used."""
     if spec in TOKENIZERS:
-        return TOKENIZERS[spec]()  # reads the vocabulary
+        return TOKENIZERS[spec]()  # an instance, which reads the vocabulary
     return FileTokenizer(spec)
 
 
 def tokenizer_identity(spec: str) -> str:
     """Return Tokenizer.identity of a spec, without a download."""
+    # of GPT-2's and bytes the name, which is the spec
     return spec if spec in TOKENIZERS else load_tokenizer(spec).identity
 
 
 def count_tokens(spec: str) -> int:
     """Return Tokenizer.vocab_size of a spec, without a download."""
-    # vocab_size is an attribute of the class already
+    # of GPT-2's and bytes the class, which has vocab_size already
     tokenizer = TOKENIZERS[spec] if spec in TOKENIZERS else load_tokenizer(spec)
     return tokenizer.vocab_size
 
@@ -230,8 +231,9 @@ def make_engine(tokenizer_json: str) -> Engine:
 
 
 def encode_with(engine: Engine, text: str) -> np.ndarray:
-    """Return token ids, uint32 (n,)."""
-    # encode_batch_fast frees Python's interpreter lock, encode does not
+    """Return the token ids of a text, uint32 (n,), without BOS."""
+    # encode_batch_fast frees Python's interpreter lock, so that threads of data/fineweb-edu.py work
+    # at once; encode does not
     (encoding,) = engine.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoding.ids, np.uint32)
 
@@ -242,8 +244,9 @@ def find_bos_ids(engine: Engine) -> tuple[int, ...]:
     The library is asked, as several kinds of post-processors write them. A text that it has no
     token for would not tell what stands before and what after it.
     """
+    # the probe, else the first token that the tokenizer finds again as a text
     for text in (PROBE, *engine.get_vocab()):
-        encoding = engine.encode(text)
+        encoding = engine.encode(text)  # with what the post-processor writes
         if 0 in encoding.sequence_ids:  # 0: of the text; None: of the post-processor
             return tuple(encoding.ids[: encoding.sequence_ids.index(0)])
     return ()  # it has no token for any text
@@ -268,8 +271,8 @@ def byte_characters() -> list[str]:
     A printable character of Latin-1 stands for its own byte, and the n-th character from U+0100 on
     for the n-th of the other bytes (bytes_to_unicode of GPT-2's encoder.py).
     """
-    characters = []
-    num_others = 0
+    characters: list[str] = []  # one for each byte
+    num_others = 0  # bytes so far that are not printable
     for byte in range(256):
         character = chr(byte)
         if character.isprintable() and character != " ":
@@ -294,16 +297,16 @@ def read_tokenizer(
     an answer. `template_tokens` are the template's bos_token, eos_token, ...
     """
     try:
-        if path.name == VOCABULARY_FILE:
+        if path.name == VOCABULARY_FILE:  # joined with merges.txt, as JSON of the newer format
             content = ByteLevelBPETokenizer(str(path), str(path.with_name(MERGES_FILE))).to_str()
         else:
             content = path.read_text(encoding="utf-8")
         engine = make_engine(content)
-        vocab = engine.get_vocab()
-        end_of_text = find_end_of_text(vocab, end_of_text)  # the token
-        eot = vocab[end_of_text]  # its id
-        spec_fields = {
-            "eot": end_of_text,
+        vocab = engine.get_vocab()  # ids by token
+        end_token = find_end_of_text(vocab, end_of_text)
+        eot = vocab[end_token]  # its id
+        spec_fields = {  # which FileTokenizer reads
+            "eot": end_token,
             "end_ids": list(end_ids),
             "chat_template": chat_template,
             "template_tokens": template_tokens or {},
@@ -311,16 +314,16 @@ def read_tokenizer(
         }
         # A tokenizer that has a name here is known by it, so that shards, checkpoints and models
         # of others agree about it. Only what a name does not tell needs the file.
-        name = find_known_name(engine, eot)
-        if name and not find_bos_ids(engine):
+        name = find_known_name(engine, eot)  # "gpt2", "bytes" or None
+        if name and not find_bos_ids(engine):  # those with a name write no BOS
             # a name stands for one end of text, and for no template or our own
             has_one_end = set(end_ids) <= {eot}
             if has_one_end and chat_template in (None, CHAT_TEMPLATE):
                 return name
-            spec_fields["name"] = name
+            spec_fields["name"] = name  # the same tokens, so that shards of that name fit
         spec = json.dumps(spec_fields)
         load_tokenizer(spec)  # raises for a vocabulary or a chat template that cannot be used
-    except Exception as error:
+    except Exception as error:  # the library raises bare Exceptions
         raise UserError(f"{path} is no tokenizer that can be used: {error}") from error
     return spec
 
@@ -334,7 +337,7 @@ def find_end_of_text(vocab: dict[str, int], end_of_text: str | int | None) -> st
     for token, token_id in vocab.items():  # `end_of_text` may be a token or an id
         if end_of_text in (token, token_id):
             return token
-    if not isinstance(end_of_text, str):  # a name that the user gave has to be there
+    if not isinstance(end_of_text, str):  # a token that the user named has to be there
         for token in ENDS_OF_TEXT:
             if token in vocab:
                 return token
@@ -343,25 +346,28 @@ def find_end_of_text(vocab: dict[str, int], end_of_text: str | int | None) -> st
 
 def find_known_name(engine: Engine, eot: int) -> str | None:
     """Return the key of TOKENIZERS that has the same tokens, None if there is none."""
-    for name, known in TOKENIZERS.items():
+    for name, known in TOKENIZERS.items():  # known: the class
         has_same_size = engine.get_vocab_size() == known.vocab_size and eot == known.eot
+        # Size and eot are not enough: a vocabulary of another language, or a normalizer, gives the
+        # probe other ids.
         if has_same_size and encode_with(engine, PROBE).tolist() == PROBE_IDS[name]:
             return name
     return None
 
 
 def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
-    """Return the spec of the tokenizer of a Hugging Face model with `vocab_size` tokens, or of a
-    file that has weights alone; raise UserError if there is none, or one that cannot be used."""
+    """Return the spec of the tokenizer of a Hugging Face model, or of a file that has weights
+    alone. `vocab_size` is the number of rows of its embedding. Raise UserError if there is no
+    tokenizer, or one that cannot be used."""
     path = folder / TOKENIZER_FILE
     if not path.is_file() and (folder / MERGES_FILE).is_file():
         path = folder / VOCABULARY_FILE  # read_tokenizer finds MERGES_FILE beside it
     if not path.is_file():  # some GPT-2 come without a tokenizer
         if vocab_size == 50_304:  # GPT-2's, padded for fast matmuls
             vocab_size = 50_257
-        for name, tokenizer in TOKENIZERS.items():
-            if tokenizer.vocab_size == vocab_size:
-                return name
+        for name, known in TOKENIZERS.items():
+            if known.vocab_size == vocab_size:
+                return name  # the size is all that tells
         raise UserError(
             f"{folder} has no {TOKENIZER_FILE} for its {vocab_size:,} tokens, which are neither "
             "GPT-2's (50,257, or 50,304 with padding) nor bytes (257)"
@@ -376,18 +382,18 @@ def pretrained_tokenizer(folder: Path, vocab_size: int) -> str:
         elif eos is not None:
             end_ids.append(eos)
 
-    config = read_json(folder / "tokenizer_config.json")
-    template_tokens = {}
-    for name, token in config.items():
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    template_tokens: dict[str, str] = {}  # as "bos_token": "<s>"
+    for name, token in tokenizer_config.items():
         if isinstance(token, dict):  # the token and its properties
             token = token.get("content")
         if name.endswith("_token") and isinstance(token, str):
             template_tokens[name] = token
-    template = config.get("chat_template")
+    template = tokenizer_config.get("chat_template")  # None for a model of plain text
     if isinstance(template, list):  # several, of which one is the default
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     template_path = folder / "chat_template.jinja"  # where newer transformers write it
-    if template_path.is_file():
+    if template_path.is_file():  # it wins over the one in JSON, as in transformers
         template = template_path.read_text(encoding="utf-8")
 
     end_of_text = end_ids[0] if end_ids else None

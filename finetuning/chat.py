@@ -12,12 +12,11 @@ A Hugging Face model whose tokenizer has a chat template keeps that template ins
 have the token ids that transformers gives them, or are refused.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from data.named_tokenizer import TOKENIZERS, Tokenizer
-from data.tokenizer import FileTokenizer, load_tokenizer
+from data.tokenizer import FileTokenizer, load_tokenizer, read_json
 from training.checkpoint import Checkpoint
 
 Message = dict[str, Any]  # with "role" and "content", and what a chat template may read besides
@@ -34,15 +33,15 @@ def encode_dialog(messages: Messages, tokenizer: Tokenizer, open_turn: bool = Fa
     if isinstance(tokenizer, FileTokenizer) and tokenizer.chat_template:
         # all at once, as transformers does: many tokenizers begin a text otherwise than a part
         return tokenizer.encode_dialog(tokenizer.render(messages, open_turn))
-    ids = list(tokenizer.start_ids)  # before the first turn
+    ids = list(tokenizer.start_ids)  # BOS or end of text, before the first turn
     for message in messages:
         # Role and content are encoded apart: a merge of ":" with a letter would give ids in
         # training that sampling, which continues after the ":", never sees.
         ids += tokenizer.encode(f"{ROLES[message['role']]}:").tolist()
         # a continuation: tokenizers that put a space before a text must not add a second one
         ids += tokenizer.encode_continuation(f" {message['content']}").tolist()
-        ids.append(tokenizer.eot)
-    if open_turn:  # what sampling continues
+        ids.append(tokenizer.eot)  # closes the turn, and stands before the next one
+    if open_turn:  # the model continues after "Assistant:"
         ids += tokenizer.encode(f"{ROLES['assistant']}:").tolist()
     return ids
 
@@ -69,13 +68,13 @@ def fit_history(
     """Return the token ids that the assistant's next turn follows, for questions and answers in
     turn. The oldest questions are left out, each with its answer, until `max_new_tokens`, or half
     of the context, fit after them."""
-    longest_prompt = block_size - min(max_new_tokens, block_size // 2)
-    prompt_ids = encode_prompt(messages, tokenizer, chat=True)
-    # the newest question stays, however long it is
-    while len(prompt_ids) > longest_prompt and len(messages) > 1:
-        messages = messages[2:]
-        prompt_ids = encode_prompt(messages, tokenizer, chat=True)
-    return prompt_ids
+    longest_prompt = block_size - min(max_new_tokens, block_size // 2)  # in tokens
+    while True:
+        prompt_ids = encode_dialog(messages, tokenizer, open_turn=True)
+        # the newest question stays, however long it is: sample.py refuses one beyond the context
+        if len(prompt_ids) <= longest_prompt or len(messages) == 1:
+            return prompt_ids
+        messages = messages[2:]  # without the oldest question and its answer
 
 
 def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bool:
@@ -84,14 +83,13 @@ def is_chat(checkpoint: Checkpoint, name: str | Path, tokenizer_spec: str) -> bo
     A checkpoint of finetune.py tells it. Else a chat template does: that of the tokenizer, or one
     in the Hugging Face folder `name`. `checkpoint` is {} for such a folder.
     """
-    options = checkpoint.get("config", {})
-    if "plain" in options:  # an option of finetune.py alone
+    options = checkpoint.get("config", {})  # of the run that trained it
+    if "plain" in options:  # an option of finetune.py alone: texts without turns
         return not options["plain"]
+    # a tokenizer with a name has no template; loading GPT-2's could need a download
     if tokenizer_spec not in TOKENIZERS and load_tokenizer(tokenizer_spec).chat_template:
         return True
     # The spec of GPT-2's tokenizer is its name alone. Where convert.py has exported a chat model
     # with it, the template stands in this file.
-    tokenizer_config = Path(name, "tokenizer_config.json")
-    if not tokenizer_config.is_file():
-        return False
-    return "chat_template" in json.loads(tokenizer_config.read_text(encoding="utf-8"))
+    tokenizer_config = read_json(Path(name, "tokenizer_config.json"))  # {} if there is none
+    return "chat_template" in tokenizer_config

@@ -34,7 +34,8 @@ def digests(folder):
 
 
 def texts_in(folder, split):
-    tokens = np.concatenate([x.shard.read() for x in open_folder(folder, split).shards])
+    shards = open_folder(folder, split).shards
+    tokens = np.concatenate([x.shard.read(0, x.num_tokens) for x in shards])
     starts = np.flatnonzero(tokens == 256)
     assert starts[0] == 0  # each document is preceded by end of text
     return [bytes(text[1:].astype(np.uint8)).decode() for text in np.split(tokens, starts[1:])]
