@@ -69,7 +69,7 @@ def main() -> None:
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
     run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
     state = run.state  # step, tokens, lowest loss, ...: those of the checkpoint, or of a new run
-    wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
+    wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)  # gives it memory
     del start, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
@@ -78,7 +78,7 @@ def main() -> None:
     steps = range(state.step, options.max_steps)
     micro_batches = train_batches(train_data, slicing, options.seed, steps)  # NumPy, of this rank
     batches = prefetch(process.to_device(micro_batches))  # tensors; a thread reads ahead
-    evaluator = Evaluator(options, model, val_data, process, run.dtype)
+    evaluator = Evaluator(options, model, val_data, process, run.dtype)  # may raise Stopped
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
     run.open_log(model.config)
     run.validate_on(evaluator.validation_id)  # forgets the lowest loss of another text
@@ -94,7 +94,7 @@ def main() -> None:
             if evaluator.due(step):
                 scores = evaluator.validate()  # {"loss": nats per token, ...}
                 run.logger.log_scores("val", scores, step)
-                saver.save_if_best(scores["loss"])
+                saver.save_if_best(scores["loss"])  # as model_best.pt
             for task, scores in evaluator.benchmarks(step):  # those that are due
                 run.logger.log_scores(task, scores, step)
             text = evaluator.sample(step) if step > 0 else None  # also None if it is not due
@@ -121,7 +121,7 @@ def main() -> None:
         saver.save_last()
 
     saver.finish()  # waits for the last write
-    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
+    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])  # to type next
 
 
 def train_step(
@@ -140,8 +140,8 @@ def train_step(
     lr = set_rates(optimizers, options, state.step)  # warmup and decay, in training/schedule.py
     seed_step(options.seed, state.step, process.rank)  # dropout's random numbers
 
-    # forward and backward, micro-batch by micro-batch: the gradients add up
-    # in the end the mean loss of this process's micro-batches, in nats per token
+    # forward and backward, micro-batch by micro-batch: gradients add up, and so do shares of the
+    # loss, in the end to the mean of this process in nats per token
     loss_sum = torch.zeros((), device=process.device)
     for micro_step in range(micro_steps):
         if process.num_processes == 1:
@@ -173,11 +173,11 @@ def train_step(
     skip_reason = reason_to_skip(mean_loss, mean_norm)  # None: update
     figures = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
     if run.scaler.is_enabled():
-        figures["scale"] = run.scaler.get_scale()
+        figures["scale"] = run.scaler.get_scale()  # of this step
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)  # also of a skipped step
     run.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
     state.advance(options.total_batch_size, skip_reason)
     figures["tokens"] = state.tokens  # of all steps so far, skipped ones included
@@ -193,10 +193,11 @@ def build_model(
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     if start is None:
         model = build_without_weights(options.model_config(recipe, stream.vocab_size), execution)
+        # drawn when their rows are read
         return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
 
     check_tokenizer(stream, options.source, start.tokenizer)  # the shards' tokens are the model's
-    # a smaller --block_size drops the last positions of the table
+    # that of the weights; a smaller --block_size drops the last positions of the table
     shape = model_shape(options, recipe, start.shape)
     return build_without_weights(shape, execution), start.weights
 
@@ -209,7 +210,8 @@ def checkpoint_entries(
     val_data: Mixture,
     began_from: int | None,
 ) -> Checkpoint:
-    """Return what checkpoints and config.json hold of a run beside options, model and progress."""
+    """Return what checkpoints and config.json hold of a run beside options, model and progress.
+    `began_from` is the checksum of the weights of --init_from, None for random ones."""
     return {
         "script": "train.py",
         "command": sys.argv,
@@ -224,7 +226,7 @@ def checkpoint_entries(
             "weights of --data_dir": train_data.weights,
             "checksum of --data_dir": train_data.stream.digest,
         },
-        "val_checksum": val_data.stream.digest,
+        "val_checksum": val_data.stream.digest,  # of the shards' lengths and checksums
         "init_checksum": began_from,
     }
 

@@ -47,7 +47,7 @@ from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, Logger, logged_run, read_metrics
+from utils.logger import CONFIG, Logger, logged_run
 
 Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
 
@@ -83,7 +83,8 @@ class TrainState:
     """Lowest validation loss that a model_best.pt was written with, of pre-training and sft in nats
     per token; only the main process knows."""
     best_of: str | None = None
-    """Identity of the validation text that best_loss belongs to; None before a validation."""
+    """Identity of the validation text that best_loss belongs to, Evaluator.validation_id or the
+    checksum of --eval_data; None before validate_on."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the run, which a resumed run keeps."""
     bad_steps: int = 0
@@ -94,7 +95,7 @@ class TrainState:
         """Return the state of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
             return cls()
-        # its fields are keys of a checkpoint; a Mapping, as a TypedDict takes no variable as a key
+        # its fields are keys of a checkpoint; a Mapping, as mypy wants literal keys of a TypedDict
         progress: Mapping[str, Any] = checkpoint
         return cls(**{name: progress[name] for name in asdict(cls())})
 
@@ -144,7 +145,8 @@ def claim_folders(
         if process.is_main:
             # a set, as both may be one folder, which is locked once
             for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:
-                lock_folder(folder, activity="writing to")  # until the process ends
+                # until the process ends: nobody closes the descriptor that is returned
+                lock_folder(folder, activity="writing to")
             check_folders(options, checkpoint)
 
 
@@ -167,8 +169,8 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
             raise UserError(
                 f"{options.checkpoint_dir} holds the checkpoints of another run; {REMEDY}"
             )
-    # Resumed from an earlier file: the later ones would be mixed with new ones. saved[0] is
-    # model_last.pt; model_best.pt may be later after a kill, and the run comes to its step again.
+    # Resumed from an earlier file: the later ones would be mixed with new ones. saved[0] is the
+    # last one. model_best.pt may be later after a kill, and the run comes to its step again.
     if saved and saved[0]["step"] > step:
         raise UserError(
             f"{options.checkpoint_dir} holds a checkpoint of step {saved[0]['step']}, after step "
@@ -263,7 +265,7 @@ class Run(Generic[Config]):
         file."""
         # DDP around the model; the model itself under sharding, in place, or for one process
         wrapped = wrap(model, weights, self.process, self.config.sharding, self.dtype)
-        # After it, as sharding replaces the parameters. They are the model's in either case.
+        # After it, as sharding replaces the parameters of `model`, which DDP shares.
         optimizers = make_optimizers(model, self.config, recipe, self.dtype)
         if checkpoint is not None:
             assert self.config.resumed is not None  # the path that `checkpoint` was read from
@@ -320,21 +322,21 @@ class Run(Generic[Config]):
             logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
 
     def finish(self, next_commands: list[str]) -> None:
-        """Close the log, print how the run ended, and exit with 128 + the signal if one came. After
-        the last step, print `next_commands`, which end where the folder of the run is added."""
+        """Print how the run ended, close the log, and exit with 128 + the signal if one came. After
+        the last step, print `next_commands`, each with the folder of the run behind it."""
         folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
             command = f"python {sys.argv[0]} --resume {folder}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         elif self.process.is_main:
             best = ""
-            best_loss = self.state.best_loss
-            if math.isfinite(best_loss):  # else no model_best.pt was written
-                # rows of validations, in the order of steps
-                rows = read_metrics(self.config.log_dir).get("val", [])
-                steps = [row["step"] for row in rows if row["loss"] == best_loss]
-                step = steps[-1] if steps else self.state.step  # a branch has a log of its own
-                best = f", the best with a validation loss of {best_loss:.4f} at step {step:,}"
+            best_path = self.config.checkpoint_dir / BEST
+            if best_path.exists():  # not without validations
+                saved = load_checkpoint(best_path)  # its tensors are not read
+                best = (
+                    f", the best with a validation loss of {saved['best_loss']:.4f} at step "
+                    f"{saved['step']:,}"
+                )
             self.logger.print(f"done; checkpoints: {folder}{best}")
         self.logger.close()
         if self.process.is_main and not self.stopping:
