@@ -107,8 +107,8 @@ class Float32Rows:
     """Float32 weight of a file, which has its two halves: the rows that are read are joined."""
 
     def __init__(self, high: Tensor, low: Tensor) -> None:
-        self.high = high
-        self.low = low
+        self.high = high  # bfloat16, mapped from the file
+        self.low = low  # int16, likewise
         self.shape = high.shape
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
@@ -138,7 +138,7 @@ def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
     """Return the sum of the CRC-32 of some rows of a tensor; `values` (r, columns) are theirs, on
     the CPU. Their name and index change the CRC-32: so rows that change places change the sum."""
     start = zlib.crc32(name.encode())  # the CRC-32 of a row goes on from it and from the index
-    # uint8, because NumPy has no bfloat16
+    # uint8, because NumPy has no bfloat16; a view, not a copy, of rows that are contiguous
     row_bytes = values.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
     total = 0
     for index, row in zip(rows, row_bytes, strict=True):
@@ -153,7 +153,7 @@ def checksum(tensors: Mapping[str, Rows], rank: int = 0, num_ranks: int = 1) -> 
     for name, x in tensors.items():
         if is_vector(x.shape):
             if rank == 0:
-                # a Tensor may be a single number, as AdamW's "step", which has no rows
+                # a Tensor may be a single number, as AdamW's "step", which has no rows to slice
                 vector = x if isinstance(x, Tensor) else x[:]
                 total += sum_rows(name, range(1), vector.reshape(1, -1))
             continue
@@ -229,7 +229,7 @@ def load_model(
 def numbered(folder: Path) -> list[Path]:
     """Return a folder's numbered checkpoints, the newest first."""
     # by name, as zeros fill the numbers up; from seven digits on a longer name is a later step
-    paths = folder.glob("model_step_*.pt")
+    paths = folder.glob("model_step_*.pt")  # as NUMBERED
     return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
@@ -276,6 +276,7 @@ def find_checkpoint(name: str | Path) -> Path | None:
         # raises OSError for it.
         return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
+    # in the order of preference: the first one that exists is taken
     files = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
     for file in files:
         if file.exists() and is_own(file):
@@ -294,12 +295,13 @@ def find_checkpoint(name: str | Path) -> Path | None:
 def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Checkpoint]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
-    llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own.
+    llm.c, a run's folder, or a Hugging Face folder or name. `float32` takes all bits of ours, else
+    their bfloat16 half is taken.
     """
-    path = find_checkpoint(name)
+    path = find_checkpoint(name)  # None for a model of another project
     if path is not None:
         model, checkpoint = load_model(path, float32=float32)
         return model, checkpoint["tokenizer"], checkpoint
 
-    model, tokenizer = open_pretrained(name)
+    model, tokenizer = open_pretrained(name)  # float32
     return model.eval(), tokenizer, {}

@@ -123,7 +123,7 @@ class Saver:
         entries: dict,
         process: Process = ALONE,
     ) -> None:
-        """Write a file, alone or under sharding as one of `process.num_processes`, give it all of
+        """Write a file, ALONE or under sharding together with the other processes, give it all of
         its names, and only then count it in last_step and best_loss. Runs in the thread of the main
         process, or under sharding on every process."""
         folder = self.run.config.checkpoint_dir

@@ -31,6 +31,7 @@ from utils.errors import UserError
 # Ends of the names of options and entries that may differ between the machines of a run: their own
 # folders, files and devices. Checksums of the folders' and files' content are compared instead.
 PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")
+# the message where processes would train together on different things
 DIFFERENT = (
     "the processes have different options, checkpoints, weights of --init_from, tokenizers or "
     "data: give all machines the same, as in folders that they share"
@@ -76,7 +77,7 @@ def open_start(
     """Return the model that a run begins with: that of the checkpoint that is resumed, or that of
     --init_from, None without both. Every process must call it; raises UserError for a damaged file.
     """
-    if checkpoint is None:
+    if checkpoint is None:  # a new run
         return open_saved(options.init_from, process) if options.init_from else None
     # `checkpoint` is open already; its path, used in messages alone, may hold a later save by now
     assert options.resumed is not None
@@ -89,7 +90,7 @@ def init_checksum(
     """Return the checksum of the weights of --init_from that a run began from, which `start` holds
     if the run is new; None for random ones. Raises UserError if a resumed run is given other
     weights by --init_from than it began from. Every process must call it."""
-    if checkpoint is None:
+    if checkpoint is None:  # a new run; it reads all weights once more
         return start.checksum(process) if start is not None else None
     # Another path is given on some machine: it may hold the same weights in another place.
     if not process.all_agree(options.init_from == checkpoint["config"]["init_from"]):
@@ -117,7 +118,7 @@ def open_saved(name: str | Path, process: Process) -> SavedModel:
     path = find_checkpoint(name)  # None for a model of another project
     if path is not None:
         return saved_model(path, load_checkpoint(path), process)
-    model, tokenizer = open_pretrained(name)
+    model, tokenizer = open_pretrained(name)  # on the CPU, and the tokenizer's spec
     return SavedModel(model.config, model.state_dict(), tokenizer, {})
 
 
@@ -126,7 +127,7 @@ def saved_model(
 ) -> SavedModel:
     """Return the model of an open checkpoint. Every process must call it; raises UserError for a
     damaged file."""
-    check_head(path, checkpoint, is_reward_model)
+    check_head(path, checkpoint, is_reward_model)  # raises UserError for the other kind of model
     # Each process reads a part of the file below, so they must have the same one. The CRC-32 of its
     # checksums stands for the file.
     if not process.all_equal(digest(checkpoint["checksums"])):

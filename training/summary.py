@@ -32,7 +32,7 @@ def print_summary(
     it, a warning of each folder of train shards whose sharding was interrupted or still runs."""
     options = run.config
     # logger.print, on the main process alone, writes above the progress bar
-    for folder in train_data.stream.unfinished:
+    for folder in train_data.stream.unfinished:  # paths
         run.logger.print(f"warning: {folder} holds a part of its text: run the sharding to its end")
     tokens_per_step = options.total_batch_size
     # "0.53 epochs"
@@ -43,7 +43,7 @@ def print_summary(
         f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps "
         f"{slicing.micro_steps} x parts of the data {run.process.world_size}"
     )
-    if run.state.step > 0:
+    if run.state.step > 0:  # of the checkpoint
         text += f"; resumed at step {run.state.step}"
     if options.use_torch_compile:
         text += "; the first step compiles"
