@@ -6,13 +6,14 @@ which names, is training/saver.py's; the format of a file stands in training/che
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from training.checkpoint import FORMAT_VERSION, flatten, split_float32, sum_rows
 from training.parts import Piece
@@ -60,7 +61,8 @@ def save_checkpoint(
     with writing(path):  # any error becomes a UserError that names the path
         if process.num_processes == 1:
             with atomic_write(path) as file:
-                torch.save(content | map_pieces(parts, whole_tensor), file)
+                # tree_map: the same nested dicts, with a Tensor in the place of each Piece
+                torch.save(content | tree_map(whole_tensor, parts), file)
             return
         try:
             # `together`: an error of one process is raised on all, which then give up alike
@@ -87,7 +89,7 @@ def lay_out(path: Path, parts: dict[str, dict], content: dict) -> dict[str, dict
     """Write a checkpoint whose tensors are gaps, which take no disk space until they are filled.
     Return where they begin in the file, in bytes, by part and name."""
     with FakeTensorMode():  # tensors of a shape and a dtype, without memory
-        gaps = map_pieces(parts, empty_tensor)
+        gaps = tree_map(empty_tensor, parts)  # in the place of Pieces
     # skip_data: torch.save leaves empty space in the place of a tensor's bytes
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(content | gaps, path)
@@ -108,24 +110,11 @@ def empty_tensor(piece: Piece) -> Tensor:
     return torch.empty(piece.shape, dtype=piece.values.dtype)
 
 
-def map_pieces(pieces: dict, make_tensor: Callable[[Piece], Tensor]) -> dict:
-    """Return tensors made of pieces, under the same names; parts and parameters hold dicts."""
-    tensors: dict = {}
-    for name, piece in pieces.items():
-        if isinstance(piece, dict):
-            tensors[name] = map_pieces(piece, make_tensor)
-        else:
-            tensors[name] = make_tensor(piece)
-    return tensors
-
-
 def write_pieces(path: Path, parts: dict[str, dict], offsets: dict[str, dict[str, int]]) -> None:
     """Write the rows of this process into a file of lay_out, which returned the offsets, and force
     them to disk."""
-    num_rows = 0  # of all tensors
-    for pieces in parts.values():
-        num_rows += sum(len(piece.rows) for piece in flatten(pieces).values())
-    if num_rows == 0:  # a replica, whose machine need not have the folder
+    # a replica, whose machine need not have the folder, has Pieces without rows
+    if sum(len(piece.rows) for piece in tree_leaves(parts)) == 0:
         return
     # Write-only: else NFS may read a page, and write it back over another machine's rows.
     with open(os.open(path, os.O_WRONLY), "wb") as file:
