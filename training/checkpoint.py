@@ -207,7 +207,7 @@ def load_model(
     the file. Raises UserError for a reward model unless `model_class` is one, and the other way
     round."""
     checkpoint = load_checkpoint(path)
-    check_head(path, checkpoint, model_class is not GPT)  # else RewardModel of finetuning/
+    check_head(path, checkpoint, model_class is not GPT)  # then RewardModel, of finetuning/
     with reading_checkpoint(path):
         shape = GPTConfig(**checkpoint["model_config"])  # UserError for a shape that cannot be
         model = build_without_weights(shape, model_class=model_class)
