@@ -48,40 +48,40 @@ from utils.throughput import StepTimer
 
 
 def main() -> None:
-    # options: flags, then what follows from recipe and device and, with the model, from its memory
+    # options: flags, then recipe and device for those that nobody gave, which `derived` names
+    # checkpoint: content of the file of --resume, None for a new run
     given_options, derived, checkpoint = read_options(TrainConfig, "train.py", sys.argv[1:])
     options, recipe = resolve_options(given_options, derived, checkpoint)
     if options.dry_run:
         return print_forecast(options, recipe, checkpoint)
-    process = start_process(options)
+    process = start_process(options)  # joins the process group, and catches signals from here on
 
-    # data: the batch of a step is a pure function of (seed, step)
+    # data: shards cut into sequences; the batch of a step is a pure function of (seed, step)
     train_data = Mixture(options.data_dir, "train", options.block_size)
     val_data = Mixture(options.data_dir, "val", options.block_size)
 
     # model: new, pre-trained or resumed; `wrapped` shares its weights and synchronizes gradients
-    start = open_start(options, checkpoint, process)
+    start = open_start(options, checkpoint, process)  # None for random weights
     # weights: tensors by parameter name, mapped from a file or drawn row by row (model/rows.py)
-    model, weights = build_model(options, recipe, train_data.stream, start)
-    options = resolve_on_device(options, recipe, model.config, process)
-    began_from = init_checksum(options, checkpoint, start, process)
+    model, weights = build_model(options, recipe, train_data.stream, start)  # without memory yet
+    options = resolve_on_device(options, recipe, model.config, process)  # dtype and micro-batch
+    began_from = init_checksum(options, checkpoint, start, process)  # of --init_from, else None
     entries = checkpoint_entries(options, derived, recipe, train_data, val_data, began_from)
-    run = Run.start(options, checkpoint, process, entries)
-    state = run.state  # step, tokens, lowest loss, ...
-    wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)
-    # close the file of --resume or --init_from, if there is one, from which tensors are mapped
-    del start, weights, checkpoint
+    run = Run.start(options, checkpoint, process, entries)  # locks the folders of the run
+    state = run.state  # step, tokens, lowest loss, ...: those of the checkpoint, or of a new run
+    wrapped, optimizers = run.distribute(model, weights, recipe, checkpoint)  # gives it memory
+    del start, weights, checkpoint  # closes the file from which their tensors are mapped
 
     # batches, evaluation, log, checkpoints; a resumed run goes on with the data of its next step
     num_sequences = options.sequences_per_step(process.world_size)  # in a step of all processes
     slicing = Slicing(num_sequences, options.sequences_per_pass, process.rank, process.world_size)
     steps = range(state.step, options.max_steps)
-    micro_batches = train_batches(train_data, slicing, options.seed, steps)
-    batches = prefetch(process.to_device(micro_batches))  # a thread reads ahead
-    evaluator = Evaluator(options, model, val_data, process, run.dtype)
+    micro_batches = train_batches(train_data, slicing, options.seed, steps)  # NumPy, of this rank
+    batches = prefetch(process.to_device(micro_batches))  # tensors; a thread reads ahead
+    evaluator = Evaluator(options, model, val_data, process, run.dtype)  # may raise Stopped
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
     run.open_log(model.config)
-    run.validate_on(evaluator.validation_id)
+    run.validate_on(evaluator.validation_id)  # forgets the lowest loss of another text
     saver = Saver(run, model, optimizers)
     print_summary(run, model, train_data, slicing)
 
@@ -92,12 +92,12 @@ def main() -> None:
             if saver.due(step):
                 saver.save_last()
             if evaluator.due(step):
-                scores = evaluator.validate()
+                scores = evaluator.validate()  # {"loss": nats per token, ...}
                 run.logger.log_scores("val", scores, step)
-                saver.save_if_best(scores["loss"])
-            for task, scores in evaluator.benchmarks(step):
+                saver.save_if_best(scores["loss"])  # as model_best.pt
+            for task, scores in evaluator.benchmarks(step):  # those that are due
                 run.logger.log_scores(task, scores, step)
-            text = evaluator.sample(step) if step > 0 else None
+            text = evaluator.sample(step) if step > 0 else None  # also None if it is not due
             if text is not None:
                 run.logger.log_sample(text, step)
             if run.ended:  # the last step is taken, saved and evaluated
@@ -110,18 +110,18 @@ def main() -> None:
             if result.skip_reason is None:
                 run.logger.log_train(figures, state.step)
             else:
-                # which data did it: to look at, or to leave out
+                # ids of all sequences in the step: which data did it, to look at or to leave out
                 ids = train_data.step_ids(step, num_sequences, options.seed)
                 run.logger.log_skip(result.skip_reason, ids.tolist(), state.step)
-            saver.end_after_patience()
-            if result.got_signal:
+            saver.end_after_patience()  # raises UserError after several skipped steps in a row
+            if result.got_signal:  # on any process
                 raise Stopped
-    except Stopped:  # what the evaluation of this step lacks, a resumed run does again
+    except Stopped:  # after a signal; a resumed run does the evaluation of this step again
         run.stopping = True
         saver.save_last()
 
-    saver.finish()
-    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])
+    saver.finish()  # waits for the last write
+    run.finish(["sample.py --checkpoint", "evaluate.py --tasks val --checkpoint"])  # to type next
 
 
 def train_step(
@@ -131,26 +131,28 @@ def train_step(
     batches: Iterator[tuple[Tensor, Tensor]],
     micro_steps: int,
 ) -> StepResult:
-    """Run and count one optimizer step on the next `micro_steps` of the batches. Raises Stopped
-    between micro-steps where no other process has to agree: the step is not taken."""
+    """Run and count one optimizer step on the next `micro_steps` of the batches, micro-batches of
+    this process. In a run of one process a signal raises Stopped between micro-steps, and the step
+    does not count; several processes end the step first, see StepResult.got_signal."""
     options = run.config
     process = run.process
     state = run.state
-    lr = set_rates(optimizers, options, state.step)
-    seed_step(options.seed, state.step, process.rank)  # of dropout
+    lr = set_rates(optimizers, options, state.step)  # warmup and decay, in training/schedule.py
+    seed_step(options.seed, state.step, process.rank)  # dropout's random numbers
 
-    # forward and backward, micro-batch by micro-batch: the gradients add up
-    loss_sum = torch.zeros((), device=process.device)  # of shares: in the end this process's mean
+    # forward and backward, micro-batch by micro-batch: gradients add up, and so do shares of the
+    # loss, in the end to the mean of this process in nats per token
+    loss_sum = torch.zeros((), device=process.device)
     for micro_step in range(micro_steps):
         if process.num_processes == 1:
             process.end_if_stopped()  # with more processes one alone must not leave the step
-        idx, targets = next(batches)  # (B, T) each
+        idx, targets = next(batches)  # token ids (B, T) each
         is_last = micro_step == micro_steps - 1
         # under none and zero1 processes reduce gradients in the last micro-batch, else in each
         with sync_gradients(wrapped, options.sharding, last=is_last):
             # A forward pass casts each weight once: keeping the copies would only take memory.
             with autocast(process.device, run.dtype, keep_weights=False):
-                # divided, so that the sum of the gradients is that of the mean over the step
+                # divided, so that the gradients of all micro-steps sum up to that of their mean
                 loss = wrapped(idx, targets) / micro_steps
             run.scaler.scale(loss).backward()
         loss_sum += loss.detach()  # stays on the device: no wait for a GPU
@@ -158,25 +160,27 @@ def train_step(
     # clip the gradient; in float16 the loss was scaled up, and the gradient is scaled down before
     for optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # records infinities, too, for scaler.update below
+    # norm before clipping, of the gradient of all processes, and the same on each of them
     grad_norm = clip_grad_norm(wrapped, options.grad_clip)
 
     # means over processes; at `tolist` the CPU waits for the GPU, in float16 at get_scale again
-    signals = torch.full_like(loss_sum, float(process.signal != 0))
+    signals = torch.full_like(loss_sum, float(process.signal != 0))  # 1 if this process got one
     sums = process.sum(torch.stack([loss_sum, grad_norm, signals]))
     mean_loss, mean_norm, share_of_signals = (sums / process.world_size).tolist()
 
-    # update, unless a loss or gradient is not finite: then no process updates
-    skip_reason = reason_to_skip(mean_loss, mean_norm)
+    # Update, unless loss or norm is not finite: both are means, so that all processes update, or
+    # none. With scaler.step each process would decide by its own shard of the gradients.
+    skip_reason = reason_to_skip(mean_loss, mean_norm)  # None: update
     figures = {"loss": mean_loss, "lr": lr, "grad_norm": mean_norm}
     if run.scaler.is_enabled():
-        figures["scale"] = run.scaler.get_scale()
+        figures["scale"] = run.scaler.get_scale()  # of this step
     for optimizer in optimizers:
         if skip_reason is None:
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)  # also of a skipped step
     run.scaler.update()  # a lower scale after infinities, a higher one after 2,000 steps without
     state.advance(options.total_batch_size, skip_reason)
-    figures["tokens"] = state.tokens
+    figures["tokens"] = state.tokens  # of all steps so far, skipped ones included
     return StepResult(figures, skip_reason, got_signal=share_of_signals > 0)
 
 
@@ -189,10 +193,11 @@ def build_model(
     execution = Execution(options.activation_checkpointing, options.use_torch_compile)
     if start is None:
         model = build_without_weights(options.model_config(recipe, stream.vocab_size), execution)
+        # drawn when their rows are read
         return model, model.initial_weights(options.seed, zero_init=recipe.zero_init)
 
-    check_tokenizer(stream, options.source, start.tokenizer)
-    # a smaller --block_size drops the last positions of the table
+    check_tokenizer(stream, options.source, start.tokenizer)  # the shards' tokens are the model's
+    # that of the weights; a smaller --block_size drops the last positions of the table
     shape = model_shape(options, recipe, start.shape)
     return build_without_weights(shape, execution), start.weights
 
@@ -205,7 +210,8 @@ def checkpoint_entries(
     val_data: Mixture,
     began_from: int | None,
 ) -> Checkpoint:
-    """Return what checkpoints and config.json hold of a run beside options, model and progress."""
+    """Return what checkpoints and config.json hold of a run beside options, model and progress.
+    `began_from` is the checksum of the weights of --init_from, None for random ones."""
     return {
         "script": "train.py",
         "command": sys.argv,
@@ -220,7 +226,7 @@ def checkpoint_entries(
             "weights of --data_dir": train_data.weights,
             "checksum of --data_dir": train_data.stream.digest,
         },
-        "val_checksum": val_data.stream.digest,
+        "val_checksum": val_data.stream.digest,  # of the shards' lengths and checksums
         "init_checksum": began_from,
     }
 

@@ -31,9 +31,9 @@ from training.pretrained import open_pretrained
 from utils.errors import UserError, reading
 
 FORMAT_VERSION = 6
-LAST = "model_last.pt"
-BEST = "model_best.pt"
-NUMBERED = "model_step_{:06d}.pt"
+LAST = "model_last.pt"  # of the last save
+BEST = "model_best.pt"  # of the lowest validation loss
+NUMBERED = "model_step_{:06d}.pt"  # of --keep_last
 # the head that finetune.py --method reward puts in the place of the logits
 REWARD_HEAD = "reward_head.weight"
 
@@ -45,17 +45,27 @@ class Checkpoint(TypedDict, total=False):
     format_version: int
     versions: dict[str, str]
     model: dict[str, Tensor]
+    """Weights by parameter name: bfloat16, the upper half of their float32 bits."""
     model_low: dict[str, Tensor]
+    """The lower half, int16: see split_float32."""
     optimizer: dict[str, dict[str, Tensor]]
     """State by parameter name, then by its own name; empty before the first step."""
     checksums: dict[str, int]
+    """Sum of the CRC-32 of the rows of model, model_low and optimizer each."""
     script: str
+    """train.py or finetune.py, which alone resumes it."""
     config: dict
+    """Options by name, resolved."""
     derived: dict
+    """Options that were computed from others, with what was given for them: None or "auto"."""
     model_config: dict
+    """Fields of GPTConfig."""
     tokenizer: str
+    """Its spec, see data/tokenizer.py."""
     recipe: dict
+    """Fields of Recipe."""
     init_checksum: int | None
+    """Checksum of the weights of --init_from; None for random ones."""
     run_id: str
     step: int
     tokens: int
@@ -63,8 +73,10 @@ class Checkpoint(TypedDict, total=False):
     best_of: str | None
     bad_steps: int
     scaler: dict
+    """State of the GradScaler in float16, else {}."""
     command: list[str]
     data_order: dict
+    """What the batch of a step follows from, beside the step."""
     val_checksum: str | int | None
     corpus: str
 
@@ -79,13 +91,14 @@ def split_float32(x: Tensor) -> tuple[Tensor, Tensor]:
     # a view: the same 32 bits of each number, read as an integer
     bits = x.masked_fill(x.isnan(), torch.nan).contiguous().view(torch.int32)
     high = ((bits + 0x8000) >> 16).to(torch.int16)  # 0x8000 is half of a unit of the upper half
-    # what rounding has added or dropped
+    # what is left: positive where it was rounded down, negative where up
     low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
     return high.view(torch.bfloat16), low
 
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
-    """Join the two halves of split_float32, bit for bit."""
+    """Return the float32 of the two halves of split_float32, bit for bit."""
+    # as int32: int16 is too short for `<< 16`, and `low` may be negative
     bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
@@ -94,8 +107,8 @@ class Float32Rows:
     """Float32 weight of a file, which has its two halves: the rows that are read are joined."""
 
     def __init__(self, high: Tensor, low: Tensor) -> None:
-        self.high = high
-        self.low = low
+        self.high = high  # bfloat16, mapped from the file
+        self.low = low  # int16, likewise
         self.shape = high.shape
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
@@ -103,17 +116,17 @@ class Float32Rows:
 
 
 def float32_weights(checkpoint: Checkpoint) -> dict[str, Rows]:
-    """Return the float32 weights of a file, of which nothing is read yet."""
+    """Return the float32 weights of a file by name; nothing is read before their rows are."""
     low = checkpoint["model_low"]
     return {name: Float32Rows(high, low[name]) for name, high in checkpoint["model"].items()}
 
 
 def flatten(part: Mapping) -> dict:
-    """Return the tensors of a part by one name: optimizer state has two, the parameter's and its
-    own."""
+    """Return the tensors of a part of a file, or Pieces of them, by one name: optimizer state has
+    two, the parameter's and its own, such as "exp_avg"."""
     flat = {}
     for name, x in part.items():
-        if isinstance(x, dict):
+        if isinstance(x, dict):  # state of one parameter
             for own_name, value in x.items():
                 flat[f"{name} {own_name}"] = value
         else:
@@ -124,8 +137,8 @@ def flatten(part: Mapping) -> dict:
 def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
     """Return the sum of the CRC-32 of some rows of a tensor; `values` (r, columns) are theirs, on
     the CPU. Their name and index change the CRC-32: so rows that change places change the sum."""
-    start = zlib.crc32(name.encode())
-    # uint8, because NumPy has no bfloat16
+    start = zlib.crc32(name.encode())  # the CRC-32 of a row goes on from it and from the index
+    # uint8, because NumPy has no bfloat16; a view, not a copy, of rows that are contiguous
     row_bytes = values.contiguous().view(torch.uint8).numpy()  # (r, bytes of a row)
     total = 0
     for index, row in zip(rows, row_bytes, strict=True):
@@ -133,20 +146,21 @@ def sum_rows(name: str, rows: Sequence[int], values: Tensor) -> int:
     return total
 
 
-def checksum(tensors: Mapping[str, Rows], part: int = 0, num_parts: int = 1) -> int:
-    """Return the sum of the CRC-32 of the rows of tensors; a vector is one row. Of `num_parts`
-    processes each may read one `part` of the rows: the sum of theirs is the checksum."""
+def checksum(tensors: Mapping[str, Rows], rank: int = 0, num_ranks: int = 1) -> int:
+    """Return the sum of the CRC-32 of the rows of tensors; a vector is one row. Of `num_ranks`
+    processes each may read the rows of its `rank`: the sum of theirs is the checksum."""
     total = 0
     for name, x in tensors.items():
         if is_vector(x.shape):
-            if part == 0:
-                # a Tensor may be a single number, as AdamW's "step", which has no rows
+            if rank == 0:
+                # a Tensor may be a single number, as AdamW's "step", which has no rows to slice
                 vector = x if isinstance(x, Tensor) else x[:]
                 total += sum_rows(name, range(1), vector.reshape(1, -1))
             continue
         num_rows = x.shape[0]
-        first = num_rows * part // num_parts
-        end = num_rows * (part + 1) // num_parts
+        # in whole numbers, so that each row belongs to one rank
+        first = num_rows * rank // num_ranks
+        end = num_rows * (rank + 1) // num_ranks
         total += sum_rows(name, range(first, end), x[first:end])
     return total
 
@@ -154,7 +168,8 @@ def checksum(tensors: Mapping[str, Rows], part: int = 0, num_parts: int = 1) -> 
 def verify(
     checkpoint: Checkpoint, part: Literal["model", "model_low", "optimizer"], total: int
 ) -> None:
-    """Raise ValueError if `total`, the checksum of a part's tensors, is not the one in the file."""
+    """Raise ValueError if `total`, the checksum of a part's tensors, is not the one in the file;
+    reading_checkpoint makes a UserError of it."""
     if checkpoint["checksums"][part] != total:
         raise ValueError(f"the tensors of {part!r} do not have their checksum")
 
@@ -192,12 +207,12 @@ def load_model(
     the file. Raises UserError for a reward model unless `model_class` is one, and the other way
     round."""
     checkpoint = load_checkpoint(path)
-    check_head(path, checkpoint, model_class is not GPT)
+    check_head(path, checkpoint, model_class is not GPT)  # then RewardModel, of finetuning/
     with reading_checkpoint(path):
         shape = GPTConfig(**checkpoint["model_config"])  # UserError for a shape that cannot be
         model = build_without_weights(shape, model_class=model_class)
-        # all bits, or their bfloat16 half, still mapped from disk
         verify(checkpoint, "model", checksum(checkpoint["model"]))
+        # bfloat16, mapped from disk, or with `float32` all bits, in memory
         weights = checkpoint["model"]
         if float32:
             low = checkpoint["model_low"]
@@ -214,14 +229,14 @@ def load_model(
 def numbered(folder: Path) -> list[Path]:
     """Return a folder's numbered checkpoints, the newest first."""
     # by name, as zeros fill the numbers up; from seven digits on a longer name is a later step
-    paths = folder.glob("model_step_*.pt")
+    paths = folder.glob("model_step_*.pt")  # as NUMBERED
     return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder in the order in which they are resumed: the last, the
     numbered ones, the best."""
-    # the best one may be much older than the last
+    # the best one comes last, as it may be much older than the others
     paths = [folder / LAST, *numbered(folder), folder / BEST]
     return [path for path in paths if path.exists()]
 
@@ -255,14 +270,17 @@ def find_checkpoint(name: str | Path) -> Path | None:
     """
     path = Path(name)
     if path.is_file():
-        return path if is_own(path) else None
+        return path if is_own(path) else None  # None: of nanoGPT, build-nanogpt or llm.c
     if not path.is_dir():
-        # a .pt that is missing is a misspelt checkpoint, and no name of the hub
+        # A .pt that is missing is a misspelt checkpoint, and no name of the hub: load_checkpoint
+        # raises OSError for it.
         return path if path.suffix == ".pt" else None
     folder = checkpoint_folder(path)
+    # in the order of preference: the first one that exists is taken
     files = [folder / BEST, *newest_first(folder), *sorted(folder.glob("*.pt"))]
     for file in files:
         if file.exists() and is_own(file):
+            # which file of the folder, once for all processes; standard output is for results
             if os.environ.get("RANK", "0") == "0":
                 print(f"reading {file}", file=sys.stderr)
             return file
@@ -277,12 +295,13 @@ def find_checkpoint(name: str | Path) -> Path | None:
 def open_model(name: str | Path, *, float32: bool = False) -> tuple[GPT, str, Checkpoint]:
     """Return a model in evaluation mode, its tokenizer's spec, and the content of its checkpoint,
     {} for a model of another project. `name` is a checkpoint of ours, of nanoGPT, build-nanogpt or
-    llm.c, a run's folder, or a Hugging Face folder or name; `float32` takes all bits of our own.
+    llm.c, a run's folder, or a Hugging Face folder or name. `float32` takes all bits of ours, else
+    their bfloat16 half is taken.
     """
-    path = find_checkpoint(name)
+    path = find_checkpoint(name)  # None for a model of another project
     if path is not None:
         model, checkpoint = load_model(path, float32=float32)
         return model, checkpoint["tokenizer"], checkpoint
 
-    model, tokenizer = open_pretrained(name)
+    model, tokenizer = open_pretrained(name)  # float32
     return model.eval(), tokenizer, {}

@@ -33,8 +33,8 @@ from utils.distributed import Process, launched
 from utils.errors import UserError
 from utils.throughput import NAMED_GPUS
 
-Options = TypeVar("Options", bound=RunOptions)
-Machine = TypeVar("Machine", bound=MachineOptions)
+Options = TypeVar("Options", bound=RunOptions)  # TrainConfig or FinetuneConfig
+Machine = TypeVar("Machine", bound=MachineOptions)  # ResolvedTrainConfig or FinetuneConfig
 
 
 def read_options(
@@ -50,31 +50,34 @@ def read_options(
     # Of equal flags the parser takes the last one: so those of the command line stand last, those
     # of --config before them, and those of the run that is resumed first.
     flags = expand_run_dir(command_line)  # to which others are added in front
-    config_file = flag_value(flags, "config")
+    config_file = flag_value(flags, "config")  # the value of --config, None without it
     if config_file is not None:
         flags = expand_run_dir(to_flags(read_file(Path(config_file)))) + flags
 
     checkpoint = None
-    resume = flag_value(flags, "resume")
-    path = find_resumed(config_class, resume, flags)  # None: a new run
+    resume = flag_value(flags, "resume")  # a file, a folder, "auto", or None
+    path = find_resumed(config_class, resume, flags)  # the file; None: a new run
     if path is not None:
         checkpoint = load_checkpoint(path)  # mapped from disk: the tensors are read later
         if checkpoint["script"] != script:
             raise UserError(
                 f"{path} is of {checkpoint['script']}: begin from it by --init_from {path}"
             )
-        # without those that follow from others: they are derived anew, on this machine
+        # Options that follow from others are derived anew, on this machine: in place of the value
+        # that was computed comes what was given for it, None or "auto".
         saved_options = checkpoint["config"] | checkpoint["derived"]
         # the folders are those where the file lies now: it may have been copied or moved
         saved_options |= {"checkpoint_dir": path.parent, "log_dir": None}
-        # a longer run does not fall back into warmup
+        # But not the warmup, at most a tenth of a run: it would grow with a larger --max_steps, and
+        # the run would warm up again.
         saved_options["warmup_steps"] = checkpoint["config"]["warmup_steps"]
         flags = to_flags(saved_options) + flags
         resume = str(path)  # of the file, also where a folder or "auto" was given
 
-    # finetune.py names its folder after --method if no --checkpoint_dir is given
+    # --checkpoint_dir; finetune.py names its folder after --method if that is not given
     folder = config_class.checkpoint_folder(flags)
     options = replace(parse(config_class, flags), resume=resume, checkpoint_dir=folder)
+    # --overwrite removes the other checkpoints of the folder when the log is opened
     if options.overwrite and options.init_from:
         weights_folder = checkpoint_folder(Path(options.init_from)).resolve()
         if weights_folder.is_relative_to(options.checkpoint_dir.resolve()):
@@ -87,16 +90,19 @@ def read_options(
     if checkpoint and max_steps and checkpoint["step"] > int(max_steps):
         raise UserError(f"{path} is at step {checkpoint['step']}, after --max_steps {max_steps}")
 
-    # --no_use_torch_compile is the flag of False for --use_torch_compile
+    # value by option, None for a boolean flag; --no_use_torch_compile gives use_torch_compile
     given = {name.removeprefix("no_"): value for name, value in named_flags(flags)}
-    # a boolean flag has no value: None, which is not "auto"
-    derived = {name: given.get(name) for name in DERIVED if given.get(name, "auto") == "auto"}
+    derived: dict[str, str | None] = {}
+    for name in DERIVED:
+        if name not in given or given[name] == "auto":
+            derived[name] = given.get(name)
     return options, derived, checkpoint
 
 
 def expand_run_dir(words: list[str]) -> list[str]:
-    """Return the words of a command line or a file with the home folder for ~, and --checkpoint_dir
-    before them if --run_dir is among them. So a --checkpoint_dir of the same place wins."""
+    """Return the words of a command line or a file with the home folder for ~. If --run_dir is
+    among them, put the --checkpoint_dir that it stands for before them, so that a --checkpoint_dir
+    on the same command line or in the same file wins over it."""
     words = expand_home(words)
     run_dir = flag_value(words, "run_dir")
     if run_dir is None:
@@ -105,13 +111,14 @@ def expand_run_dir(words: list[str]) -> list[str]:
 
 
 def read_file(path: Path) -> dict:
-    """Return the options in a .toml file, or those of a run in its config.json."""
+    """Return the options, by name, in a .toml file, or those of a run in its config.json. Raises
+    UserError for a file of other content."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             return tomllib.loads(text)
         content = json.loads(text)
-        # None or "auto" where an option is to be derived again
+        # the options of that run; None or "auto" where one is to be derived again
         return content["config"] | content["derived"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--config {path} is no .toml and no run's config.json: {error}") from error
@@ -122,11 +129,11 @@ def find_resumed(config_class: type[Options], resume: str | None, flags: list[st
     if resume is None:
         return None
     if resume == "auto":
-        # before the options are parsed, as the run brings options of its own
+        # --checkpoint_dir, from the flags: they are parsed later, with those of the checkpoint
         return find_newest(config_class.checkpoint_folder(flags))
     path = Path(resume)
     if not path.is_dir():
-        return path
+        return path  # a file, or nothing: load_checkpoint raises OSError
     newest = find_newest(checkpoint_folder(path))
     if newest is None:
         raise UserError(f"--resume {resume}: the folder holds no checkpoint")
@@ -140,12 +147,15 @@ def resolve_options(
     the recipe."""
     recipe = find_recipe(options, checkpoint)
     resolved = resolve_compile(resolve_from_recipe(options, recipe), derived)
-    # before processes connect; of --init_from the shape is known when its file is open
+    # --tensor_parallel has to divide the heads: check it here, before processes connect. With
+    # --init_from, parallelize of training/tensor_parallel.py does, when the file is open.
     if checkpoint is not None:
         check_divides(GPTConfig(**checkpoint["model_config"]), resolved.tensor_parallel)
     elif resolved.init_from is None:
+        # any vocabulary will do, as heads and MLP do not depend on it
         check_divides(resolved.model_config(recipe, GPTConfig.vocab_size), resolved.tensor_parallel)
-    # a GPU takes what fits its memory, see resolve_on_device; on CPUs the default is as fast
+    # Nobody gave a number: resolve_on_device finds one that fits a GPU's memory. On CPUs the
+    # default of config.py is as fast.
     if "micro_batch_size" in derived and is_on_gpu(options.device):
         resolved = replace(resolved, micro_batch_size="auto")
     return resolved, recipe
@@ -158,10 +168,10 @@ def find_recipe(options: TrainConfig, checkpoint: Checkpoint | None) -> Recipe:
     if checkpoint is None:
         return parse_recipe(options.recipe)
     earlier_recipe = Recipe(**checkpoint["recipe"])
-    if options.recipe == checkpoint["config"]["recipe"]:
+    if options.recipe == checkpoint["config"]["recipe"]:  # the name, which is one of the flags
         return earlier_recipe
     recipe = parse_recipe(options.recipe)
-    # the state of a converted checkpoint is empty
+    # state is empty in a converted checkpoint, and before the first step
     if checkpoint["optimizer"] and recipe.optimizer != earlier_recipe.optimizer:
         raise UserError(
             f"{options.resume} has the state of another optimizer, {earlier_recipe.optimizer}: "
@@ -179,11 +189,12 @@ def resolve_compile(options: Machine, derived: dict[str, str | None]) -> Machine
     """Return the options with --use_torch_compile: by default on CUDA alone, and on GPUs only with
     a C compiler."""
     on_gpu = is_on_gpu(options.device)
-    # on CPUs a small model takes longer to compile than to train
+    # nobody gave it: not on CPUs, where a small model takes longer to compile than to train
     compiled = on_gpu if "use_torch_compile" in derived else options.use_torch_compile
+    # Triton needs one for a GPU; a GPU that --dry_run names need not be in this machine
     if compiled and on_gpu and options.device not in NAMED_GPUS and not has_c_compiler():
         compiled = False
-        if launched("RANK") == 0:
+        if launched("RANK") == 0:  # the main process, before there is a Process to print by
             print("warning: training is not compiled: install gcc, or name a C compiler by CC")
     return replace(options, use_torch_compile=compiled)
 
@@ -193,7 +204,7 @@ def resolve_dtype(options: Machine, process: Process) -> Machine:
     dtypes could not be summed. Every process must call it. Raises UserError for a dtype that a GPU
     lacks."""
     dtype = pick_dtype(options.dtype, process.device, process.all_agree)
-    name = str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")  # "bfloat16", for checkpoints and config.json
     return replace(options, dtype=name)  # type: ignore[arg-type]  # PyTorch names them alike
 
 
@@ -205,42 +216,44 @@ def resolve_on_device(
     options = resolve_dtype(options, process)
     if options.micro_batch_size != "auto":
         return options
-    # what is free on the device of this process
+    # device, dtype and free memory of this process, in bytes
     hardware = Hardware.of(options)
     # The process with the least memory decides for all, as they need equal micro-batches.
     hardware = replace(hardware, free=process.min(hardware.free))
+    # sequences of the largest micro-batch that fits by forecast, and why, for the user
     size, sentence = choose_micro_batch(options, recipe, shape, hardware)
     process.print(sentence)
     return replace(options, micro_batch_size=size)
 
 
-def model_shape(options: ResolvedTrainConfig, recipe: Recipe, weights: GPTConfig) -> GPTConfig:
-    """Return the architecture of a run that begins with `weights`, which are resumed or those of
-    --init_from. Raises UserError for options that ask for another one."""
-    if options.block_size > weights.block_size:
+def model_shape(options: ResolvedTrainConfig, recipe: Recipe, saved_shape: GPTConfig) -> GPTConfig:
+    """Return the architecture of a run that begins with weights of `saved_shape`, which are resumed
+    or those of --init_from. Raises UserError for options that ask for another one."""
+    if options.block_size > saved_shape.block_size:
         raise UserError(
-            f"{options.source} has a context of {weights.block_size}: give that --block_size, or a "
-            "smaller one"
+            f"{options.source} has a context of {saved_shape.block_size}: give that --block_size, "
+            "or a smaller one"
         )
     # Dropout is no part of the weights, and fewer positions of a longer context can be trained; but
     # a resumed run has data and optimizer state of its context.
-    shape = replace(weights, dropout=options.dropout)
+    shape = replace(saved_shape, dropout=options.dropout)
     if options.resumed is None:
         shape = replace(shape, block_size=options.block_size)
 
     # Options that were not given ask for GPT-2's shape. With --init_from these say nothing: the
     # architecture is that of the weights. Others must agree with it.
-    wanted_shape = options.model_config(recipe, shape.vocab_size)
+    options_shape = options.model_config(recipe, shape.vocab_size)
     gpt2_shape = GPTConfig(options.block_size, shape.vocab_size, dropout=options.dropout)
-    if options.init_from is not None and wanted_shape == gpt2_shape:
-        wanted_shape = replace(shape, block_size=options.block_size)
-    if wanted_shape == shape:
+    if options.init_from is not None and options_shape == gpt2_shape:
+        # of a resumed run, whose context is that of the file, a shorter --block_size is refused
+        options_shape = replace(shape, block_size=options.block_size)
+    if options_shape == shape:
         return shape
-    # name what differs: "n_layer 12 (here 6)"
+    # name what differs, weights (options): "n_layer 12 (here 6)"
     changes: list[str] = []
     for name, value in vars(shape).items():
-        if getattr(wanted_shape, name) != value:
-            changes.append(f"{name} {value} (here {getattr(wanted_shape, name)})")
+        if getattr(options_shape, name) != value:
+            changes.append(f"{name} {value} (here {getattr(options_shape, name)})")
     raise UserError(
         f"{options.source} holds a model of another shape: {', '.join(changes)}; leave out "
         "--recipe, --model_type and the sizes, or begin a new model in another --checkpoint_dir"

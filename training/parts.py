@@ -25,7 +25,8 @@ from utils.distributed import Process
 
 
 def placements_of(x: DTensor) -> dict[str, Placement]:
-    """Return how a tensor is divided along each dimension of its mesh, by the dimension's name."""
+    """Return how a tensor is divided along each dimension of its mesh, by the dimension's name:
+    "replicate", "shard" or "tensor" (training/parallel.py)."""
     names = x.device_mesh.mesh_dim_names
     assert names is not None
     return dict(zip(names, x.placements, strict=True))
@@ -34,6 +35,7 @@ def placements_of(x: DTensor) -> dict[str, Placement]:
 def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
     """Return the indices, int64 (r,), of the rows that this process holds of the parameter `name`,
     or of `x` of its optimizer state, in the order in which it holds them."""
+    # of the whole tensor; tensor parallelism holds those of c_attn in another order
     rows = model_rows(model, name, x.size(0))
     if not isinstance(x, DTensor):
         return rows
@@ -41,29 +43,30 @@ def held_rows(model: GPT, name: str, x: Tensor) -> Tensor:
     placements = placements_of(x)
     for dimension in ("tensor", "shard"):
         placement = placements.get(dimension, Replicate())
-        if placement.is_replicate() or placement.is_shard(1):
+        if placement.is_replicate() or placement.is_shard(1):  # all rows, or columns of them
             continue
+        # as DTensor divides rows: by `chunk`, which may return fewer chunks than it is asked for
         chunks = rows.chunk(x.device_mesh[dimension].size())
-        number = x.device_mesh.get_local_rank(dimension)
+        rank = x.device_mesh.get_local_rank(dimension)
         # a tensor of few rows leaves nothing to the last processes
-        rows = chunks[number] if number < len(chunks) else rows[:0]
+        rows = chunks[rank] if rank < len(chunks) else rows[:0]
     return rows
 
 
 @torch.no_grad()
 def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
-    """Fill in what this process holds of the parameter `name`, or of `x` of its optimizer state.
-    `whole` may have more rows than `x`: the last ones are left out."""
+    """Fill in, in place, what this process holds of `x`: the parameter `name`, or a tensor of its
+    optimizer state. `whole` may have more rows than `x`: the last ones are left out."""
     if x.dim() == 0:  # AdamW's "step", a Tensor in files, too
         assert isinstance(whole, Tensor)
         x.copy_(whole)
         return
-    values = whole[held_rows(model, name, x)]
+    values = whole[held_rows(model, name, x)]  # (r, columns) or (r,): read from a file, or drawn
     if not isinstance(x, DTensor):
         x.copy_(values)
         return
     placement = placements_of(x).get("tensor", Replicate())
-    if placement.is_shard(1):  # columns of a c_proj
+    if placement.is_shard(1):  # the process holds some columns of a c_proj
         mesh = x.device_mesh
         values = values.chunk(mesh["tensor"].size(), dim=1)[mesh.get_local_rank("tensor")]
     x.to_local().copy_(values)
@@ -72,11 +75,11 @@ def fill(model: GPT, name: str, x: Tensor, whole: Rows) -> None:
 def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) -> None:
     """Give a model on the device "meta" memory on a device, and fill in what this process holds of
     its weights."""
-    model.to_empty(device=device)
-    state = model.state_dict()
-    assert weights.keys() == state.keys()  # each tensor is used once
+    model.to_empty(device=device)  # memory of any content, which every `fill` below overwrites
+    state = model.state_dict()  # the tensors themselves, not copies
+    assert weights.keys() == state.keys()  # none is left unfilled, and none has no use
     for name, x in state.items():
-        # a shorter context drops the last positions
+        # a shorter context drops the last rows of the table of positions, "wpe"
         assert weights[name].shape == x.shape or "wpe" in name
         fill(model, name, x, weights[name])
 
@@ -84,16 +87,17 @@ def fill_model(model: GPT, weights: Mapping[str, Rows], device: torch.device) ->
 def optimizer_state(
     model: GPT, optimizers: list[torch.optim.Optimizer]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the state of optimizers by the name of the parameter and its own: the tensors
-    themselves. New optimizers get their state here, by a step with a learning rate of 0."""
+    """Return the state of optimizers by the name of the parameter and its own, such as "exp_avg":
+    the tensors themselves, not copies. New optimizers get their state here, by a step of PyTorch's
+    with a learning rate of 0."""
     return get_optimizer_state_dict(model, optimizers)["state"]  # type: ignore[return-value]
 
 
 def fill_optimizers(
     model: GPT, optimizers: list[torch.optim.Optimizer], saved: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Fill in what this process holds of the optimizer state in a checkpoint; that of a converted
-    one, which is empty, fills in nothing."""
+    """Fill in, in place, what this process holds of the optimizer state in a checkpoint, `saved`.
+    It is empty in a converted checkpoint and before the first step: then there is nothing to do."""
     if not saved:
         return
     for name, values in optimizer_state(model, optimizers).items():
@@ -103,14 +107,14 @@ def fill_optimizers(
 
 @dataclass
 class Piece:
-    """Rows of a whole tensor that this process writes to a file."""
+    """Rows of a whole tensor that this process writes to a file; none, if another one does."""
 
     shape: torch.Size
     """Shape of the whole tensor."""
     rows: Tensor
     """Indices of the rows, int64 (r,); a vector is one row."""
     values: Tensor
-    """The rows (r, columns), on the CPU."""
+    """A copy of the rows (r, columns), on the CPU."""
 
 
 @torch.no_grad()
@@ -118,25 +122,27 @@ def copy_piece(model: GPT, name: str, x: Tensor, process: Process) -> Piece:
     """Return a copy of what this process writes of the parameter `name`, or of `x` of its optimizer
     state. Of several processes that hold the same rows, one writes them. Every process must call
     it where tensors are divided."""
-    is_writer = process.is_main
-    vector = is_vector(x.shape)
+    is_writer = process.is_main  # of a tensor that every process has whole, as without sharding
+    vector = is_vector(x.shape)  # also a number, such as AdamW's "step"
     if isinstance(x, DTensor):
-        # Gather columns, so that rows are whole, and the elements of vectors, which are small.
+        # Gather columns, so that rows are whole, and the elements of vectors, which are small. What
+        # is divided by rows, Shard(0), stays with its process.
         placements: list[Placement] = []
         for placement in x.placements:
             placements.append(Replicate() if vector or placement.is_shard(1) else placement)
         x = x.redistribute(placements=placements)
-        # The first of those with the same rows. Parameters outside of the blocks have a mesh
-        # without the processes that share a block: these hold the same rows, too.
+        # Of the processes that hold the same rows the first one writes: rank 0 along each dimension
+        # that replicates. Parameters outside of the four layers of tensor parallelism have a mesh
+        # without "tensor": the processes that share a block hold the same rows of these.
         is_writer = "tensor" in placements_of(x) or process.tensor_rank == 0
         for dimension, placement in placements_of(x).items():
             if placement.is_replicate() and x.device_mesh.get_local_rank(dimension) > 0:
                 is_writer = False
     rows = held_rows(model, name, x) if x.dim() > 0 else torch.zeros(1, dtype=torch.int64)
-    shape = x.shape
+    shape = x.shape  # of a DTensor, the shape of the whole tensor
     values = x.to_local() if isinstance(x, DTensor) else x
     if vector:
-        # in the order of the model
+        # one row (1, n), whose elements argsort brings into the order of the model
         values = values.view(1, -1)[:, rows.argsort().to(values.device)]
         rows = torch.zeros(1, dtype=torch.int64)
     if not is_writer:
@@ -150,11 +156,12 @@ def copy_state(
     model: GPT, optimizers: list[torch.optim.Optimizer], process: Process
 ) -> tuple[dict[str, Piece], dict[str, dict[str, Piece]]]:
     """Return copies of what this process writes of the weights and of the optimizer state, by the
-    name of the parameter. Every process must call it where tensors are divided."""
+    name of the parameter. They take as much memory again, on the host. Every process must call it
+    where tensors are divided."""
     weights: dict[str, Piece] = {}
     for name, x in model.state_dict().items():
         weights[name] = copy_piece(model, name, x, process)
-    moments: dict[str, dict[str, Piece]] = {}
+    moments: dict[str, dict[str, Piece]] = {}  # AdamW's "exp_avg", "exp_avg_sq" and "step", ...
     # Before the first step there is no state, and PyTorch would make some by a step of its own.
     if optimizers and optimizers[0].state:
         for name, values in optimizer_state(model, optimizers).items():

@@ -19,7 +19,8 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
     """Return the model of a file, or of a Hugging Face folder or name, and the spec of its
     tokenizer. Raises UserError for a model of another kind, or whose tokenizer does not fit or is
     not known."""
-    path = find_folder(str(name))  # a file of nanoGPT, build-nanogpt or llm.c stays as it is
+    path = find_folder(str(name))  # the path itself, or the folder of a download from the hub
+    # float32 on the CPU; a file is one of nanoGPT, build-nanogpt or llm.c
     model = load_peer(path) if path.is_file() else load_pretrained(name)
     num_rows = model.config.vocab_size  # of the embedding, those of padding included
     tokenizer_spec = pretrained_tokenizer(path, num_rows)
@@ -28,6 +29,7 @@ def open_pretrained(name: str | Path) -> tuple[GPT, str]:
         raise UserError(
             f"{name} has a tokenizer of {num_tokens:,} tokens, its model only {num_rows:,}"
         )
-    if num_tokens < num_rows:  # padded, as 50,304 rows for GPT-2's 50,257 tokens
+    # Cut off padding, as 50,304 rows for GPT-2's 50,257 tokens have: sampling could draw it.
+    if num_tokens < num_rows:
         model = rebuild(model, replace(model.config, vocab_size=num_tokens))
     return model, tokenizer_spec

@@ -47,7 +47,7 @@ from utils.devices import describe
 from utils.distributed import Process
 from utils.errors import UserError
 from utils.files import atomic_write, lock_folder
-from utils.logger import CONFIG, Logger, logged_run, read_metrics
+from utils.logger import CONFIG, Logger, logged_run
 
 Config = TypeVar("Config", bound=ResolvedOptions)  # of train.py or of finetune.py
 
@@ -63,11 +63,11 @@ class StepResult:
     """Outcome of one training step, the same on every process."""
 
     figures: dict[str, float]
-    """Row for the log: loss, lr, grad_norm, ..."""
+    """Row for the log, of the whole step: loss, lr, grad_norm, ..."""
     skip_reason: str | None
     """Why the update was not applied: a loss or gradient that is not finite. None if it was."""
     got_signal: bool
-    """True if a process was told to stop."""
+    """True if a process was told to stop: all of them then save and end."""
 
 
 @dataclass
@@ -83,7 +83,8 @@ class TrainState:
     """Lowest validation loss that a model_best.pt was written with, of pre-training and sft in nats
     per token; only the main process knows."""
     best_of: str | None = None
-    """Identity of the validation text that best_loss belongs to; None before a validation."""
+    """Identity of the validation text that best_loss belongs to, Evaluator.validation_id or the
+    checksum of --eval_data; None before validate_on."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Name of the run, which a resumed run keeps."""
     bad_steps: int = 0
@@ -94,7 +95,7 @@ class TrainState:
         """Return the state of a new run, or that in the checkpoint that is resumed."""
         if checkpoint is None:
             return cls()
-        # its fields are keys of a checkpoint
+        # its fields are keys of a checkpoint; a Mapping, as mypy wants literal keys of a TypedDict
         progress: Mapping[str, Any] = checkpoint
         return cls(**{name: progress[name] for name in asdict(cls())})
 
@@ -102,11 +103,13 @@ class TrainState:
         """Count one step of `tokens` tokens, and the steps in a row that were skipped."""
         self.step += 1  # skipped steps count, too, so that a step always reads the same data
         self.tokens += tokens
+        # PATIENCE of them end the run
         self.bad_steps = 0 if skip_reason is None else self.bad_steps + 1
 
 
 def start_process(options: MachineOptions) -> Process:
-    """Return this process among those that the options describe; a signal is remembered."""
+    """Return this process among those that the launcher has started. A signal no longer ends it,
+    but is remembered until the run has saved. Raises UserError for a device that is not there."""
     return distributed.start(
         options.device,
         catch_signals=True,
@@ -117,8 +120,8 @@ def start_process(options: MachineOptions) -> Process:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Make dropout a pure function of (seed, step, rank), so that no random state is saved."""
-    # hashed, because PyTorch's generator for CPUs keeps 32 bits of a seed: sums of the three would
-    # meet again
+    # Hashed to 32 bits, all that PyTorch's generator for CPUs keeps of a seed. With a sum of the
+    # three, (seed, step + 1, rank) and (seed, step, rank + 1) would have one dropout mask.
     torch.manual_seed(zlib.crc32(f"{seed} {step} {rank}".encode()))
 
 
@@ -137,12 +140,13 @@ def claim_folders(
 ) -> None:
     """Keep other runs out of the folders of this one until its process ends. Raises UserError on
     every process if the folders hold another run. Every process must call it."""
-    # The main process alone writes, so it alone looks; the others wait for what it finds.
+    # The main process alone writes, so it alone looks; `together` raises its error on the others.
     with process.together():
         if process.is_main:
             # a set, as both may be one folder, which is locked once
             for folder in {options.checkpoint_dir.resolve(), options.log_dir.resolve()}:
-                lock_folder(folder, activity="writing to")  # until the process ends
+                # until the process ends: nobody closes the descriptor that is returned
+                lock_folder(folder, activity="writing to")
             check_folders(options, checkpoint)
 
 
@@ -151,11 +155,11 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
     ones."""
     if options.overwrite:
         return
-    # None is the id of no run: any files in the folder are then those of another
+    # None is the id of no run: any files in the folders are then those of another run
     run_id = None
-    step = 0  # where this run begins
+    step = 0  # at which this run begins
     if checkpoint is not None and not options.is_branch:
-        run_id = checkpoint["run_id"]
+        run_id = checkpoint["run_id"]  # a branch is a run of its own, with another id
         step = checkpoint["step"]
 
     # checkpoints first: they are worth more than a log; the newest one comes first
@@ -165,33 +169,35 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
             raise UserError(
                 f"{options.checkpoint_dir} holds the checkpoints of another run; {REMEDY}"
             )
-    # Resumed from an earlier file: the later ones would be mixed with new ones. model_best.pt alone
-    # is later after a kill; the run comes to its step again.
+    # Resumed from an earlier file: the later ones would be mixed with new ones. saved[0] is the
+    # last one. model_best.pt may be later after a kill, and the run comes to its step again.
     if saved and saved[0]["step"] > step:
         raise UserError(
             f"{options.checkpoint_dir} holds a checkpoint of step {saved[0]['step']}, after step "
             f"{step}; {REMEDY}"
         )
 
-    log = logged_run(options.log_dir)  # its config.json
-    if log is None or log.get("run_id", "") == run_id:
+    # config.json of the log in the folder: None without a log, {} if it cannot be read
+    log = logged_run(options.log_dir)
+    if log is None or log.get("run_id", "") == run_id:  # "", as a new run's id is None here
         return
-    # A run that was killed in its first seconds, before its first checkpoint, begins anew.
+    # A run that was killed in its first seconds, before its first checkpoint, begins anew by
+    # --resume auto; its log is the one of these checkpoints.
     its_checkpoints = Path(log.get("config", {}).get("checkpoint_dir", ""))
     if options.resume != "auto" or its_checkpoints != options.checkpoint_dir:
         raise UserError(f"{options.log_dir} holds the log of another run; {REMEDY}")
 
 
 def remove_checkpoints(folder: Path, state: TrainState) -> None:
-    """Remove the checkpoints of other runs and of later steps, and damaged ones."""
+    """Remove the checkpoints of other runs and of later steps than `state`, and damaged ones."""
     for path in newest_first(folder):
         try:
             checkpoint = load_checkpoint(path)
             is_earlier = checkpoint["run_id"] == state.run_id and checkpoint["step"] <= state.step
-        except UserError:
+        except UserError:  # damaged
             is_earlier = False
         if not is_earlier:
-            path.unlink()  # with --overwrite alone
+            path.unlink()  # called with --overwrite alone
 
 
 # a run
@@ -204,24 +210,27 @@ class Run(Generic[Config]):
     config: Config
     """Resolved options."""
     process: Process
+    """This process: rank, device, collectives."""
     dtype: torch.dtype
     """Dtype of matmuls."""
     scaler: GradScaler
-    """Scales the loss up in float16, and gradients down again."""
+    """Scales the loss up in float16, and gradients down again; disabled in other dtypes."""
     state: TrainState
+    """Progress: step, tokens, lowest loss, ..."""
     entries: Checkpoint
     """Entries of its checkpoints and config.json beside options, model and progress."""
     stopping: bool = False
-    """True once a process was told to stop."""
+    """True once a signal has ended the loop; `finish` then says how to continue."""
     logger: Logger = field(init=False)
-    """Log of the run, once it is open."""
+    """Log of the run, set by open_log; it writes and prints on the main process alone."""
 
     @classmethod
     def start(
         cls, options: Config, checkpoint: Checkpoint | None, process: Process, entries: Checkpoint
     ) -> "Run[Config]":
-        """Begin a run, or go on with that of a checkpoint, without writing anything yet. Raises
-        UserError on all processes if the folders hold another run, or if the processes differ."""
+        """Begin a run, or go on with that of a checkpoint: lock its folders, but write no log and
+        no checkpoint yet. Raises UserError on all processes if the folders hold another run, or if
+        the processes differ."""
         claim_folders(options, checkpoint, process)
         compare_processes(options, checkpoint, entries, process)
         warn_of_order(process, checkpoint, entries["data_order"])
@@ -231,15 +240,16 @@ class Run(Generic[Config]):
         if checkpoint is not None and checkpoint["scaler"]:  # {} unless it trained in float16
             scaler.load_state_dict(checkpoint["scaler"])
         state = TrainState.start(checkpoint)
-        if options.is_branch:
-            state.run_id = uuid.uuid4().hex  # the parent goes on under its own
+        if options.is_branch:  # a checkpoint of another folder is resumed
+            state.run_id = uuid.uuid4().hex  # the run there may go on under its own id
+        # "device NVIDIA H100, torch 2.13.0"
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
         return cls(options, process, dtype, scaler, state, entries)
 
     @property
     def ended(self) -> bool:
-        """True after the last step."""
+        """True after the last step; a signal raises Stopped instead."""
         return self.state.step == self.config.max_steps
 
     def distribute(
@@ -253,11 +263,13 @@ class Run(Generic[Config]):
         train, which shares them and synchronizes gradients, and its optimizers, with the state in
         the checkpoint that is resumed. Every process must call it; raises UserError for a damaged
         file."""
+        # DDP around the model; the model itself under sharding, in place, or for one process
         wrapped = wrap(model, weights, self.process, self.config.sharding, self.dtype)
-        # after it: sharding replaces the parameters
+        # After it, as sharding replaces the parameters of `model`, which DDP shares.
         optimizers = make_optimizers(model, self.config, recipe, self.dtype)
         if checkpoint is not None:
-            assert self.config.resumed is not None
+            assert self.config.resumed is not None  # the path that `checkpoint` was read from
+            # a CRC-32 of all that is read; it differs for a damaged file, and `verify` raises
             with reading_checkpoint(self.config.resumed):
                 total = checksum_together(flatten(checkpoint["optimizer"]), self.process)
                 verify(checkpoint, "optimizer", total)
@@ -269,7 +281,7 @@ class Run(Generic[Config]):
         losses of different texts cannot be compared, or if its model is not in the folder, as in
         that of a branch."""
         if self.state.best_of != text_id or not (self.config.checkpoint_dir / BEST).exists():
-            self.state.best_loss = math.inf  # so the next loss is the lowest one
+            self.state.best_loss = math.inf  # so that the next validation saves model_best.pt
         self.state.best_of = text_id
 
     def open_log(self, shape: GPTConfig) -> None:
@@ -277,8 +289,9 @@ class Run(Generic[Config]):
         checkpoints that --overwrite replaces."""
         options = self.config
         state = self.state
-        # the config.json there; a log goes on only if it is that of this very run
+        # Read before it is written anew below: the config.json of the log there, None without one.
         log = logged_run(options.log_dir)
+        # only the log of this very run goes on
         begins_empty = log is None or log.get("run_id") != state.run_id
         if self.process.is_main:
             if options.overwrite:
@@ -287,7 +300,7 @@ class Run(Generic[Config]):
             content = {
                 "run_id": state.run_id,
                 **self.entries,
-                # not its megabytes of JSON
+                # name and checksum, not the megabytes of JSON that its spec may be
                 "tokenizer": tokenizer_identity(self.entries["tokenizer"]),
                 "config": options.to_dict(),
                 "model_config": asdict(shape),
@@ -302,31 +315,28 @@ class Run(Generic[Config]):
             is_main=self.process.is_main,
             begins_empty=begins_empty,
         )
-        # finetune.py has no such option
+        # getattr, as finetune.py has no such option
         if self.process.is_main and getattr(options, "wandb", False):
             logger = self.logger
+            # None after an error, of which call_wandb warns: the run goes on without
             logger.wandb_run = logger.call_wandb(open_wandb, options, state.run_id)
 
     def finish(self, next_commands: list[str]) -> None:
-        """Print how the run ended, and exit with 128 + the signal if one came.
-        To the commands that are printed, the folder of the run is added."""
+        """Print how the run ended, close the log, and exit with 128 + the signal if one came. After
+        the last step, print `next_commands`, each with the folder of the run behind it."""
         folder = shlex.quote(str(self.config.checkpoint_dir))
         if self.stopping:
             command = f"python {sys.argv[0]} --resume {folder}"
             self.logger.print(f"stopped; saved at step {self.state.step}: continue with {command}")
         elif self.process.is_main:
             best = ""
-            log = read_metrics(self.config.log_dir)  # rows by split, in the order of steps
-            best_loss = self.state.best_loss
-            # A run that diverged, whose lowest validation loss is far above the first one of
-            # training, has no best model to name. One nat: the first loss of a log that begins in
-            # the middle of a run, as a branch's, may by chance lie below the lowest one.
-            train_rows = log.get("train", [])
-            first_loss = train_rows[0]["loss"] if train_rows else math.inf
-            if math.isfinite(best_loss) and best_loss < first_loss + 1:
-                steps = [row["step"] for row in log.get("val", []) if row["loss"] == best_loss]
-                step = steps[-1] if steps else self.state.step  # a branch has a log of its own
-                best = f", the best with a validation loss of {best_loss:.4f} at step {step:,}"
+            best_path = self.config.checkpoint_dir / BEST
+            if best_path.exists():  # not without validations
+                saved = load_checkpoint(best_path)  # its tensors are not read
+                best = (
+                    f", the best with a validation loss of {saved['best_loss']:.4f} at step "
+                    f"{saved['step']:,}"
+                )
             self.logger.print(f"done; checkpoints: {folder}{best}")
         self.logger.close()
         if self.process.is_main and not self.stopping:
@@ -336,4 +346,5 @@ class Run(Generic[Config]):
             print(f"  python plot.py --log {shlex.quote(str(self.config.log_dir))}")
         distributed.stop()  # leaves the process group
         if self.stopping:
+            # SIGTERM on a process that ends because another one got a signal
             sys.exit(128 + (self.process.signal or signal.SIGTERM))

@@ -1,8 +1,8 @@
 """What a run begins with: the model of a checkpoint that is resumed, or that of --init_from, and
 whether all processes have the same.
 
-Weights are read here for their checksum alone, by each process a part of them. Those of a new model
-are GPT.initial_weights of model/gpt.py; training/parts.py fills weights in.
+Weights of a checkpoint are read here for their checksum alone, by each process a part of the rows.
+Those of a new model are GPT.initial_weights of model/gpt.py; training/parts.py fills weights in.
 """
 
 import json
@@ -28,9 +28,10 @@ from training.pretrained import open_pretrained
 from utils.distributed import Process
 from utils.errors import UserError
 
-# Options and entries that may differ between the machines of a run: their own folders, files and
-# devices. Checksums of the folders' and files' content are compared instead.
-PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")  # ends of their names
+# Ends of the names of options and entries that may differ between the machines of a run: their own
+# folders, files and devices. Checksums of the folders' and files' content are compared instead.
+PER_MACHINE = ("_dir", "data", "device", "init_from", "command", "corpus")
+# the message where processes would train together on different things
 DIFFERENT = (
     "the processes have different options, checkpoints, weights of --init_from, tokenizers or "
     "data: give all machines the same, as in folders that they share"
@@ -39,11 +40,11 @@ DIFFERENT = (
 
 @dataclass
 class SavedModel:
-    """A model that a run begins with, before its weights are read."""
+    """A model that a run begins with, before its weights are filled in."""
 
     shape: GPTConfig
     weights: Mapping[str, Rows]
-    """Float32, by parameter name."""
+    """Float32, by parameter name: mapped from a checkpoint, or whole in memory."""
     tokenizer: str
     """Its spec, see data/tokenizer.py."""
     checkpoint: Checkpoint
@@ -51,7 +52,8 @@ class SavedModel:
 
     def checksum(self, process: Process) -> int:
         """Return the checksum of the weights. Every process must call it."""
-        # A model of another project is whole in the memory of each process, and may differ there.
+        # A model of another project is whole in the memory of each process, and may differ between
+        # machines: each sums up its own, and compare_processes finds the difference.
         if not self.checkpoint:
             return checksum(self.weights)
         return checksum_together(self.weights, process)
@@ -60,7 +62,8 @@ class SavedModel:
 def checksum_together(tensors: Mapping[str, Rows], process: Process) -> int:
     """Return the checksum of whole tensors, of which each process reads a part of the rows. Every
     process must call it."""
-    own = checksum(tensors, process.rank, process.world_size)
+    own = checksum(tensors, process.rank, process.world_size)  # of this process's rows
+    # by rank: processes that share a rank have read the same rows, which count once
     return sum(process.merge({process.rank: own}).values())
 
 
@@ -74,9 +77,9 @@ def open_start(
     """Return the model that a run begins with: that of the checkpoint that is resumed, or that of
     --init_from, None without both. Every process must call it; raises UserError for a damaged file.
     """
-    if checkpoint is None:
+    if checkpoint is None:  # a new run
         return open_saved(options.init_from, process) if options.init_from else None
-    # the file that is open already: its path may hold a later save by now
+    # `checkpoint` is open already; its path, used in messages alone, may hold a later save by now
     assert options.resumed is not None
     return saved_model(options.resumed, checkpoint, process, is_reward_model=is_reward_model)
 
@@ -87,9 +90,9 @@ def init_checksum(
     """Return the checksum of the weights of --init_from that a run began from, which `start` holds
     if the run is new; None for random ones. Raises UserError if a resumed run is given other
     weights by --init_from than it began from. Every process must call it."""
-    if checkpoint is None:
+    if checkpoint is None:  # a new run; it reads all weights once more
         return start.checksum(process) if start is not None else None
-    # a machine may have the same weights in another place
+    # Another path is given on some machine: it may hold the same weights in another place.
     if not process.all_agree(options.init_from == checkpoint["config"]["init_from"]):
         open_original(options, checkpoint, process)
     return checkpoint["init_checksum"]
@@ -112,10 +115,10 @@ def open_original(
 
 def open_saved(name: str | Path, process: Process) -> SavedModel:
     """Return the model of --init_from. Every process must call it."""
-    path = find_checkpoint(name)
+    path = find_checkpoint(name)  # None for a model of another project
     if path is not None:
         return saved_model(path, load_checkpoint(path), process)
-    model, tokenizer = open_pretrained(name)
+    model, tokenizer = open_pretrained(name)  # on the CPU, and the tokenizer's spec
     return SavedModel(model.config, model.state_dict(), tokenizer, {})
 
 
@@ -124,20 +127,22 @@ def saved_model(
 ) -> SavedModel:
     """Return the model of an open checkpoint. Every process must call it; raises UserError for a
     damaged file."""
-    check_head(path, checkpoint, is_reward_model)
-    # each process reads a part of the file below, so they must have the same one
+    check_head(path, checkpoint, is_reward_model)  # raises UserError for the other kind of model
+    # Each process reads a part of the file below, so they must have the same one. The CRC-32 of its
+    # checksums stands for the file.
     if not process.all_equal(digest(checkpoint["checksums"])):
         raise UserError(DIFFERENT)
     with reading_checkpoint(path):
-        weights = float32_weights(checkpoint)
+        weights = float32_weights(checkpoint)  # joined from the two parts when rows are read
         for part in ("model", "model_low"):
+            # ValueError, here a UserError, where the bytes on the disk have changed
             verify(checkpoint, part, checksum_together(checkpoint[part], process))
         shape = GPTConfig(**checkpoint["model_config"])
     return SavedModel(shape, weights, checkpoint["tokenizer"], checkpoint)
 
 
 def digest(content: object) -> int:
-    """Return the CRC-32 of content that JSON has."""
+    """Return the CRC-32 of plain values, written as JSON: a number that processes can compare."""
     return zlib.crc32(json.dumps(content).encode())
 
 
@@ -154,6 +159,7 @@ def compare_processes(
     for name, value in {**entries, **options.to_dict()}.items():
         if not name.endswith(PER_MACHINE):
             common[name] = value
+    # which of the folder's files each machine resumes
     if checkpoint is not None:
         common |= {"step": checkpoint["step"], "checksums": checkpoint["checksums"]}
     if not process.all_equal(digest(common)):
@@ -161,9 +167,9 @@ def compare_processes(
 
 
 def warn_of_order(process: Process, checkpoint: Checkpoint | None, data_order: dict) -> None:
-    """Warn where the batch of a step follows from other data or options than in the checkpoint that
-    is resumed."""
-    # a converted checkpoint has no optimizer state and no order of data to go on with
+    """Warn where the batch of a step follows from other data or options, `data_order` of this run,
+    than in the checkpoint that is resumed."""
+    # Without optimizer state no step has read data yet; a converted checkpoint has no data_order.
     if checkpoint is None or not checkpoint["optimizer"]:
         return
     earlier_order = checkpoint["data_order"]

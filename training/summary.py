@@ -16,7 +16,7 @@ SLOW_RUN_SECONDS = 3600  # a run on a CPU that takes longer is announced
 def check_tokenizer(stream: TokenStream, source: Path | str | None, tokenizer: str) -> None:
     """Raise UserError unless the shards hold the tokens of the model of `source`, whose tokenizer
     has the spec `tokenizer`. The shards' takes over its chat template, which checkpoints save."""
-    identity = tokenizer_identity(tokenizer)
+    identity = tokenizer_identity(tokenizer)  # equal for equal tokens: a name or a checksum
     if identity != stream.tokenizer_identity:
         raise UserError(
             f"{source} takes tokens of {identity}, the shards hold those of "
@@ -31,9 +31,11 @@ def print_summary(
     """Print the size of model and data, the steps, and how a step is cut into micro-batches; before
     it, a warning of each folder of train shards whose sharding was interrupted or still runs."""
     options = run.config
-    for folder in train_data.stream.unfinished:
+    # logger.print, on the main process alone, writes above the progress bar
+    for folder in train_data.stream.unfinished:  # paths
         run.logger.print(f"warning: {folder} holds a part of its text: run the sharding to its end")
     tokens_per_step = options.total_batch_size
+    # "0.53 epochs"
     epochs = train_data.describe_epochs(options.max_steps * tokens_per_step)
     text = (
         f"{model.num_parameters():,} parameters; {len(train_data.stream):,} train tokens; "
@@ -41,14 +43,15 @@ def print_summary(
         f"{options.block_size} x micro-batch {options.micro_batch_size} x micro-steps "
         f"{slicing.micro_steps} x parts of the data {run.process.world_size}"
     )
-    if run.state.step > 0:
+    if run.state.step > 0:  # of the checkpoint
         text += f"; resumed at step {run.state.step}"
     if options.use_torch_compile:
         text += "; the first step compiles"
     run.logger.print(text)
 
     if run.process.device.type == "cpu":
-        # measured by one matmul: a progress bar shows nothing before the first step ends
+        # Measured by a matmul, as a progress bar shows nothing before the first step ends, which
+        # may take minutes.
         step_seconds = seconds_on_cpu(tokens_per_step * model.flops_per_token(), run.dtype)
         run_seconds = step_seconds * (options.max_steps - run.state.step)
         if run_seconds > SLOW_RUN_SECONDS:

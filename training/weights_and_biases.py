@@ -13,10 +13,10 @@ def open_wandb(options: RunOptions, run_id: str) -> Any:
 
     wandb_run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "gpt2"),
-        id=run_id,
+        id=run_id,  # of TrainState, which a resumed run keeps: its charts go on
         dir=str(options.log_dir),
         config=options.to_dict(),
-        resume="allow",
+        resume="allow",  # go on with the run of this id if there is one
     )
     # The charts have the step of training as their axis. The service's own step only grows: it
     # would drop the rows of steps that a resumed run does again.

@@ -5,15 +5,15 @@ the place of the tensors, and then each fills in the rows that it holds. When to
 which names, is training/saver.py's; the format of a file stands in training/checkpoint.py.
 """
 
-import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from training.checkpoint import FORMAT_VERSION, flatten, split_float32, sum_rows
 from training.parts import Piece
@@ -32,20 +32,21 @@ def save_checkpoint(
     """Write a file atomically, from what each process has of the float32 weights and the optimizer
     state: `path` is the old file or the whole new one. Every process must call it; those that have
     rows need the same folder. Raises UserError if it cannot be written, as on a full disk."""
-    high: dict[str, Piece] = {}
-    low: dict[str, Piece] = {}
+    high: dict[str, Piece] = {}  # bfloat16
+    low: dict[str, Piece] = {}  # int16, the rest of the bits
     for name, piece in weights.items():
         high_values, low_values = split_float32(piece.values)
         high[name] = replace(piece, values=high_values)
         low[name] = replace(piece, values=low_values)
     parts: dict[str, dict] = {"model": high, "model_low": low, "optimizer": moments}
 
+    # each process sums up its rows; a row that several of them hold is in the Piece of one
     checksums: dict[str, int] = {}
     for part, pieces in parts.items():
         total = 0
         for name, piece in flatten(pieces).items():
             total += sum_rows(name, piece.rows.tolist(), piece.values)
-        checksums[part] = sum(process.merge({process.number: total}).values())
+        checksums[part] = sum(process.merge({process.number: total}).values())  # of all processes
 
     content = {
         "format_version": FORMAT_VERSION,  # first, as find_checkpoint looks for it
@@ -53,28 +54,29 @@ def save_checkpoint(
         **entries,
         "checksums": checksums,
     }
-    # Of several, the main process writes a file with gaps for the tensors, and each fills in its
-    # rows.
+    # several processes write into it, until it is whole and gets its name
     temporary = path.with_name(path.name + ".tmp")
-    offsets: dict[int, dict[str, dict[str, int]]] = {}  # {0: those of the file}, for `merge`
-    with writing(path):
+    # the main process puts where tensors begin under its number, 0, and `merge` sends it to all
+    offsets: dict[int, dict[str, dict[str, int]]] = {}
+    with writing(path):  # any error becomes a UserError that names the path
         if process.num_processes == 1:
             with atomic_write(path) as file:
-                torch.save(content | map_pieces(parts, whole_tensor), file)
+                # tree_map: the same nested dicts, with a Tensor in the place of each Piece
+                torch.save(content | tree_map(whole_tensor, parts), file)
             return
         try:
+            # `together`: an error of one process is raised on all, which then give up alike
             with process.together():
                 if process.is_main:
                     offsets[0] = lay_out(temporary, parts, content)
             offsets = process.merge(offsets)
             with process.together():
-                write_pieces(temporary, parts, offsets[0])
+                write_pieces(temporary, parts, offsets[0])  # on the disk when it returns
             if process.is_main:
                 replace_file(temporary, path)
         except Exception:
             if process.is_main:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
+                temporary.unlink(missing_ok=True)
             raise
 
 
@@ -86,12 +88,13 @@ def whole_tensor(piece: Piece) -> Tensor:
 def lay_out(path: Path, parts: dict[str, dict], content: dict) -> dict[str, dict[str, int]]:
     """Write a checkpoint whose tensors are gaps, which take no disk space until they are filled.
     Return where they begin in the file, in bytes, by part and name."""
-    with FakeTensorMode():  # of which torch.save knows the size alone
-        gaps = map_pieces(parts, empty_tensor)
+    with FakeTensorMode():  # tensors of a shape and a dtype, without memory
+        gaps = tree_map(empty_tensor, parts)  # in the place of Pieces
+    # skip_data: torch.save leaves empty space in the place of a tensor's bytes
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(content | gaps, path)
 
-    with FakeTensorMode():  # reads no tensors, but says where they lie
+    with FakeTensorMode():  # torch.load reads no tensors then, but notes where they lie
         layout = torch.load(path, weights_only=True)
     offsets: dict[str, dict[str, int]] = {}
     for part in parts:
@@ -107,35 +110,24 @@ def empty_tensor(piece: Piece) -> Tensor:
     return torch.empty(piece.shape, dtype=piece.values.dtype)
 
 
-def map_pieces(pieces: dict, make_tensor: Callable[[Piece], Tensor]) -> dict:
-    """Return tensors made of pieces, under the same names; parts and parameters hold dicts."""
-    tensors: dict = {}
-    for name, piece in pieces.items():
-        if isinstance(piece, dict):
-            tensors[name] = map_pieces(piece, make_tensor)
-        else:
-            tensors[name] = make_tensor(piece)
-    return tensors
-
-
 def write_pieces(path: Path, parts: dict[str, dict], offsets: dict[str, dict[str, int]]) -> None:
-    """Write the rows of this process into a file of lay_out, which returned the offsets."""
-    num_rows = 0
-    for pieces in parts.values():
-        num_rows += sum(len(piece.rows) for piece in flatten(pieces).values())
-    if num_rows == 0:  # a replica, whose machine need not have the folder
+    """Write the rows of this process into a file of lay_out, which returned the offsets, and force
+    them to disk."""
+    # a replica, whose machine need not have the folder, has Pieces without rows
+    if sum(len(piece.rows) for piece in tree_leaves(parts)) == 0:
         return
     # Write-only: else NFS may read a page, and write it back over another machine's rows.
     with open(os.open(path, os.O_WRONLY), "wb") as file:
         for part, pieces in parts.items():
             for name, piece in flatten(pieces).items():
                 row_bytes = piece.values.contiguous().view(torch.uint8)  # (r, bytes of a row)
-                # rows that follow each other are written at once
+                # Rows that follow each other in the file are written at once: cut where an index is
+                # not the one before plus 1.
                 breaks = torch.nonzero(piece.rows.diff() != 1).flatten() + 1
                 runs_of_rows = piece.rows.tensor_split(breaks)
                 runs_of_bytes = row_bytes.tensor_split(breaks)
                 for rows, values in zip(runs_of_rows, runs_of_bytes, strict=True):
-                    if len(rows) > 0:
+                    if len(rows) > 0:  # 0: another process writes this tensor
                         file.seek(offsets[part][name] + int(rows[0]) * values.size(1))
                         file.write(values.numpy())
         file.flush()  # Python's buffer to the kernel
