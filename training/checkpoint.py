@@ -76,7 +76,7 @@ class Checkpoint(TypedDict, total=False):
     """State of the GradScaler in float16, else {}."""
     command: list[str]
     data_order: dict
-    """What the batch of a step follows from, beside the step."""
+    """Data and options from which, with the step, its batch follows."""
     val_checksum: str | int | None
     corpus: str
 
