@@ -78,7 +78,7 @@ def main() -> None:
     steps = range(state.step, options.max_steps)
     micro_batches = train_batches(train_data, slicing, options.seed, steps)  # NumPy, of this rank
     batches = prefetch(process.to_device(micro_batches))  # tensors; a thread reads ahead
-    evaluator = Evaluator(options, model, val_data, process, run.dtype)  # may raise Stopped
+    evaluator = Evaluator(options, model, val_data, process, run.dtype)
     timer = StepTimer(model.flops_per_token(), process.device, run.dtype, process.num_processes)
     run.open_log(model.config)
     run.validate_on(evaluator.validation_id)  # forgets the lowest loss of another text
