@@ -110,7 +110,7 @@ def read_documents(
         it, and its own first `start.tokens` tokens."""
         documents: list[Document] = []
         for row, text in enumerate(batch.rows):
-            # a Skipped row is in the ledger only
+            # rows before start.documents are in the shards; a Skipped one is in the ledger only
             if row >= start.documents and isinstance(text, str):
                 document = tokenize(tokenizer, config.val_fraction, text)
                 # where a later run would read it again
@@ -195,6 +195,7 @@ def prepare(config: DataConfig, folder: Path) -> tuple[Manifest, int]:
         shard_size=config.shard_size,
         format=config.format,
         val_fraction=config.val_fraction,
+        dataset=config.dataset,
         remote_name=config.remote_name,
         text_column=config.text_column,
         worker_index=config.worker_index,

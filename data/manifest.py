@@ -76,6 +76,7 @@ class Settings:
     """"npy" or "bin", the suffix of the shards."""
     val_fraction: float | None = None
     """Share of documents for validation."""
+    dataset: str = "HuggingFaceFW/fineweb-edu"
     remote_name: str | None = None
     """Configuration of the hub's dataset, as "sample-10BT"."""
     text_column: str | None = None

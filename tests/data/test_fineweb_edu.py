@@ -85,6 +85,7 @@ def test_other_settings_or_files_foreign_or_locked_shards_are_refused(corpus, tm
             shard(source, out, **options)
 
     refused("holds shards of shard_size 20001; give another --local_dir", shard_size=1000)
+    refused("holds shards of dataset 'HuggingFaceFW/fineweb-edu'", dataset="HuggingFaceFW/fineweb")
     (source / "b.txt").write_text("a new file")
     refused(r"holds shards of files \['.*a.jsonl'\]; give another --local_dir")
     (source / "b.txt").unlink()
