@@ -146,7 +146,7 @@ class ModelOptions:
         "gpt3-13b",
         "gpt3-175b",
     ] = "gpt2"
-    """Named size: GPT-2's 124M, 350M, 774M, 1558M parameters, or one of GPT-3, whose context is
+    """Named size: GPT-2's 124M, 355M, 774M, 1558M parameters, or one of GPT-3, whose context is
     2,048 tokens (docs/SCALING.md has their batches and learning rates)."""
     n_layer: Count | None = None
     """Transformer blocks; default: those of --model_type."""

@@ -136,7 +136,7 @@ def open_validation(config: EvalConfig, scorer: ItemScorer, trained_on: Sequence
             f"{folders[0]} holds tokens of {val.stream.tokenizer_identity}, the model takes those "
             f"of {scorer.tokenizer.identity}"
         )
-    # main calls it when the data of all tasks is open
+    # a call without arguments, which main makes when the data of all tasks is open
     return partial(score_validation, val, scorer, config.val_tokens)
 
 
@@ -171,12 +171,13 @@ def open_questions(path: Path, config: EvalConfig, scorer: ItemScorer) -> ScoreT
 def open_tasks(
     config: EvalConfig, scorer: ItemScorer, trained_on: Sequence[str]
 ) -> tuple[ScoreTasks, dict[str, UserError]]:
-    """Open the data of all tasks, before the first forward pass; return the functions that score
-    them, and the errors of those that have none, by task. Raise the error of an only task."""
+    """Open the data of all tasks, before the first forward pass; return by task the functions that
+    score them, and the errors of tasks whose data could not be opened. Raise the error if there is
+    only one task."""
     score_tasks: ScoreTasks = {}
     errors: dict[str, UserError] = {}
     data_paths = list(config.data)  # one for each benchmark of --tasks, or none: see check
-    for task in config.tasks:
+    for task in config.tasks:  # "val", a name in BENCHMARKS, FILE.jsonl or a folder
         path = None  # open_benchmark downloads the data
         if task in BENCHMARKS and data_paths:
             path = data_paths.pop(0)  # the next one is that of the next benchmark

@@ -136,7 +136,7 @@ class Writer:
             # the newest messages that fit, with room for an answer; the last one in any case
             prompt_ids = fit_history(messages, self.tokenizer, block_size, config.max_new_tokens)
         else:
-            # BOS or end of text, then the prompt, as a document of the shards begins
+            # list of ids: BOS or end of text, then the prompt, as a document of the shards begins
             prompt_ids = encode_prompt(prompt, self.tokenizer, chat=False)
         if len(prompt_ids) > block_size:  # `generate` would leave out its beginning
             raise UserError(

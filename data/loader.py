@@ -84,7 +84,8 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Return the ids (N,), out of n, at positions (N,) of the data order, epoch after epoch."""
+    """Return the ids (N,) of the sequences, of n in all, at positions (N,) of the data order, epoch
+    after epoch."""
     ids = np.empty_like(positions)
     epochs = positions // n  # epoch of each position, (N,)
     for epoch in np.unique(epochs):  # a batch may reach into the next epoch
@@ -95,7 +96,7 @@ def epoch_order(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 
 def step_sequences(step: int, batch: int, n: int, seed: int) -> np.ndarray:
-    """Return the ids (G,), out of n, of the sequences in a step with G = `batch`."""
+    """Return the ids (G,) of the sequences, of n in all, in a step with G = `batch`."""
     # a step takes the next G positions of the data order
     return epoch_order(step * batch + np.arange(batch), n, seed)
 
@@ -118,8 +119,8 @@ class Sequences:
         return (len(self.stream) - 1) // self.block_size
 
     def count_within(self, tokens: int) -> int:
-        """Return how many sequences the first `tokens` targets are, those of --val_tokens: at least
-        1, at most all."""
+        """Return how many sequences have the first `tokens` targets (--val_tokens): at least 1, at
+        most all."""
         return min(len(self), max(1, tokens // self.block_size))
 
     def read(self, sequence_id: int) -> np.ndarray:
@@ -205,8 +206,9 @@ def assign_places(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 class Mixture:
     """The corpora of --data_dir, of one split, cut into sequences. Sequence ids count through the
     corpora one after the other. A position is one in the data order, a place the position within a
-    period, and a rank counts the earlier places of the same corpus in the period. Raises UserError
-    for a damaged folder, or for folders that cannot be read together."""
+    period, and a rank counts the earlier places of the same corpus in the period: of the corpora
+    a, a, b, a these are 0, 1, 0, 2. Raises UserError for a damaged folder, or for folders that
+    cannot be read together."""
 
     def __init__(self, data_dir: Sequence[Path | str], split: str, block_size: int) -> None:
         corpora = parse_corpora(data_dir)

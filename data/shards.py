@@ -170,7 +170,7 @@ def open_folder(folder: Path, split: str) -> ShardFolder:
     shard that is missing, damaged or not the one that the manifest lists raises an error when it is
     first read; without a manifest all are inspected now.
     """
-    manifest = read_manifest(folder)  # None if another project made the folder, or there is none
+    manifest = read_manifest(folder)  # None without manifest.json, as in other projects' folders
     paths = shard_paths(folder)  # files of all splits
     shards: list[LazyShard] = []  # of this split, in the order of the stream
     if manifest:

@@ -346,7 +346,7 @@ class Source:
             self.ledger[name] = counts  # grows by count_rows below
             try:
                 for batch in read(name, position):
-                    # read_dataset has set the other two fields of the position
+                    # read_dataset has set the other two fields, which are None for a file
                     batch.position.file = index
                     batch.position.counts = asdict(counts)  # a copy, of the rows before this batch
                     count_rows(counts, batch.rows)

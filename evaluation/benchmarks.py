@@ -119,7 +119,7 @@ class Lambada(Task):
         self, protocol: str, item: Item, scores: list[Score], example: dict
     ) -> dict[str, Rating]:
         """Return whether the word is what the model writes, and by lm-eval its nats."""
-        [score] = scores  # of the word, the only choice
+        [score] = scores  # of the word, the only choice: logprob in nats, is_greedy, ...
         example |= asdict(score)  # in place: to the row for --dump
         hits = {
             "lm-eval": score.is_greedy,

@@ -218,14 +218,14 @@ class ItemScorer(Scorer):
         logprobs = logprobs.double()  # sums of hundreds of tokens keep their digits
 
         # Walk along the N targets in the order of Batch: those of a choice are [start, end).
-        scores: dict[int, Score] = {}
+        score_of_place: dict[int, Score] = {}
         start = 0
         for row in rows:
             for place, choice in enumerate(row.choices, row.first_place):
                 end = start + len(choice)
                 # banned words may not come first, but later
                 is_rest_greedy = is_argmax[start + 1 : end].all()
-                scores[place] = Score(
+                score_of_place[place] = Score(
                     logprob=logprobs[start:end].sum().item(),
                     num_tokens=len(choice),
                     is_greedy=bool(is_argmax[start:end].all()),
@@ -233,4 +233,4 @@ class ItemScorer(Scorer):
                     is_last_greedy=bool(is_argmax[end - 1]),
                 )
                 start = end
-        return scores
+        return score_of_place

@@ -92,8 +92,8 @@ class Method(ABC):
         return PreparedStep(batches, self.divisor(examples))
 
     def micro_batches(self, examples: list) -> list[list]:
-        """Return examples, or for grpo places of completions, in the micro-batches of all
-        processes."""
+        """Return the examples of a step, of all processes together, in lists of micro_batch_size.
+        For grpo these are the numbers of the step's completions, from 0 on."""
         return batched(examples, self.config.micro_batch_size)
 
     def of_process(self, micro_batches: list) -> list:
@@ -192,7 +192,7 @@ class RewardModeling(Method):
         # (2,) of each pair; none with reward, and with dpo while its reference rates the pairs
         columns = [pair.ref_logprobs for pair in pairs if pair.ref_logprobs is not None]
         if columns:
-            # (2, N), flattened as the texts are: all chosen ones, then all rejected ones
+            # in the order of `batch`: of two pairs chosen 0, chosen 1, rejected 0, rejected 1
             batch.ref_logprobs = self.process.copy(torch.stack(columns, 1).flatten())
         return batch
 
@@ -229,7 +229,7 @@ class DirectPreference(RewardModeling):
 
     def rate_by_reference(self, pairs: list[Pair]) -> Tensor:
         """Return the log-probabilities (N, 2) of chosen and rejected texts of N pairs under the
-        reference model, in nats of a whole text, on the CPU."""
+        reference model, in nats summed over the completion, on the CPU."""
         assert self.reference  # finetune.py gives dpo one
         batch = self.batch(pairs)
         with autocast(self.process.device, self.dtype):
@@ -239,9 +239,9 @@ class DirectPreference(RewardModeling):
         return logprobs.view(2, -1).T.cpu()
 
     def margin(self, model: nn.Module, batch: Batch) -> Tensor:
-        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of texts
+        logprobs = token_logprobs(model, batch).sum(1)  # (2 N,), of whole completions
         assert batch.ref_logprobs is not None  # __post_init__ has computed them
-        # log of how much likelier the texts have become: beta times that is their implicit reward
+        # log of how much likelier the completions have become: times beta, their implicit reward
         chosen, rejected = (logprobs - batch.ref_logprobs).chunk(2)  # (N,) each
         return self.config.beta * (chosen - rejected)
 

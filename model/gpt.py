@@ -148,11 +148,12 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, angles: Angles | None, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
-        """Return x (B, T, C) after the block; GPT.hidden describes cache and mask."""
+        """Return x (B, T, C) after the block. `angles` are those of rotary positions, `cache` has
+        keys and values of past tokens, `mask` is true where a token may attend: see GPT.hidden."""
         # FSDP2 gathers the block's weights before `forward` and frees them after it. So graphs and
         # recomputation begin below it.
         if self.execution.compiled:
-            return self.compiled_run(x, angles, cache, mask)
+            return self.compiled_run(x, angles, cache, mask)  # `run` by torch.compile
         return self.run(x, angles, cache, mask)
 
     def run(

@@ -78,7 +78,7 @@ LLAMA_WEIGHTS = {
 }
 EMBEDDING = "transformer.wte.weight"
 LLAMA_EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"  # in all files; ours has none if it is tied to the embedding
+HEAD = "lm_head.weight"  # the same name everywhere; a tied head may be missing, and is in ours
 TABLES = (EMBEDDING, HEAD)  # with a row for each token
 # OpenAI's code multiplies x @ W, so it stores the matrices of a block as (in, out); ours (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -129,7 +129,7 @@ def config_from_hf(hf_config: dict) -> GPTConfig:
     if is_llama:
         hf_names = LLAMA_FIELDS
         defaults = LLAMA_DEFAULTS | rope  # with the "rope_theta" of transformers 5
-    # null stands for the default of transformers
+    # null stands for the default of transformers, as does a field that is missing
     not_null = {name: value for name, value in hf_config.items() if value is not None}
     hf_config = defaults | not_null
     # num_key_value_heads may be missing: None is the default of n_kv_head, too
@@ -169,6 +169,7 @@ def config_to_hf(config: GPTConfig) -> dict:
             "activation_function": GPT2_ACTIVATIONS[config.activation],
             **GPT2_CONSTANTS,
         }
+    # fields of `config`, with its values, that no LLaMA has; {}: it is one
     llama_misfits = differences(config, as_llama(config))
     if llama_misfits:
         misfits = min(gpt2_misfits, llama_misfits, key=len)  # the fewest to do without
@@ -233,7 +234,7 @@ def model_from_hf(
         if name in TABLES:  # append the padded rows: (V, C) -> (padded V, C)
             x = F.pad(x, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         weights[name] = x
-    # what was not taken out
+    # tensors that filled no parameter; `reading` of the callers makes an assert one sentence
     for hf_name, x in hf_weights.items():
         assert is_redundant(hf_name, x, config), f"it has {hf_name}, which this model lacks"
     model.load_state_dict(weights, assign=True)  # assign: `model` is on the device "meta"
@@ -244,7 +245,7 @@ def is_redundant(hf_name: str, x: Tensor, config: GPTConfig) -> bool:
     """Return whether a model computes the same without a tensor `x` of its file."""
     if config.qk_norm and hf_name.endswith("_norm.weight"):
         # gains of Qwen3's QK-norm, which ours is without
-        return bool((x == 1).all())
+        return torch.equal(x.float(), torch.ones(config.head_size))
     # buffers that nanoGPT and older versions of transformers saved; newer ones ignore them, too:
     # causal mask, value of masked logits, rotation in radians per token
     return hf_name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))

@@ -25,7 +25,8 @@ def rotary_angles(positions: Tensor, head_size: int, base: float) -> Angles:
     stands for the heads, which all turn alike. They are float32.
     """
     # The first pair turns by one radian a token, the last one by about 1 / base of it.
-    exponents = torch.arange(0, head_size, 2, device=positions.device) / head_size  # 0 to 1, (D/2,)
+    # 0, 2 / D, 4 / D, ... below 1, (D / 2,)
+    exponents = torch.arange(0, head_size, 2, device=positions.device) / head_size
     angles = positions[..., None, None] / base**exponents  # in radians
     return angles.cos(), angles.sin()
 

@@ -44,7 +44,7 @@ def matrix_groups(model: GPT) -> list[dict]:
     num_ranks = group_size(model)  # processes that share each block, 1 without tensor parallelism
     groups: list[dict] = []
     for layer_name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-        # one matrix of each layer; a DTensor, if it is sharded, has the size of the whole
+        # the same layer of each block; a DTensor, if it is sharded, has the size of the whole
         weights = [block.get_parameter(f"{layer_name}.weight") for block in model.transformer.h]
         split_sizes = stacked.get(layer_name, (weights[0].size(0),))  # else one matrix, all rows
         # also of a c_proj, which is divided by columns: parts in their order are the whole matrix

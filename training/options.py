@@ -49,7 +49,7 @@ def read_options(
     """
     # Of equal flags the parser takes the last one: so those of the command line stand last, those
     # of --config before them, and those of the run that is resumed first.
-    flags = expand_run_dir(command_line)  # to which others are added in front
+    flags = expand_run_dir(command_line)  # "--max_lr", "6e-4"; others are added in front
     config_file = flag_value(flags, "config")  # the value of --config, None without it
     if config_file is not None:
         flags = expand_run_dir(to_flags(read_file(Path(config_file)))) + flags

@@ -159,18 +159,19 @@ def check_folders(options: ResolvedOptions, checkpoint: Checkpoint | None) -> No
     run_id = None
     step = 0  # at which this run begins
     if checkpoint is not None and not options.is_branch:
-        run_id = checkpoint["run_id"]  # a branch is a run of its own, with another id
+        # not of a branch, which resumes a checkpoint of another folder and gets an id of its own
+        run_id = checkpoint["run_id"]
         step = checkpoint["step"]
 
-    # checkpoints first: they are worth more than a log; the newest one comes first
+    # checkpoints first: they are worth more than a log; model_last.pt comes first
     saved = [load_checkpoint(path) for path in newest_first(options.checkpoint_dir)]
     for content in saved:
         if content["run_id"] != run_id:
             raise UserError(
                 f"{options.checkpoint_dir} holds the checkpoints of another run; {REMEDY}"
             )
-    # Resumed from an earlier file: the later ones would be mixed with new ones. saved[0] is the
-    # last one. model_best.pt may be later after a kill, and the run comes to its step again.
+    # Resumed from an earlier file: the later ones would be mixed with new ones. model_best.pt alone
+    # may be later than model_last.pt, after a kill, and the run comes to its step again.
     if saved and saved[0]["step"] > step:
         raise UserError(
             f"{options.checkpoint_dir} holds a checkpoint of step {saved[0]['step']}, after step "
@@ -242,7 +243,7 @@ class Run(Generic[Config]):
         state = TrainState.start(checkpoint)
         if options.is_branch:  # a checkpoint of another folder is resumed
             state.run_id = uuid.uuid4().hex  # the run there may go on under its own id
-        # "device NVIDIA H100, torch 2.13.0"
+        # "device NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, matmuls torch.bfloat16"
         machine = ", ".join(f"{name} {x}" for name, x in describe(process.device).items())
         process.print(f"{machine}, matmuls {dtype}")
         return cls(options, process, dtype, scaler, state, entries)

@@ -167,7 +167,8 @@ class Saver:
         # Not one collective that lasts until then: on a slow disk it would outlast TIMEOUT of
         # utils/distributed.py. Not `join`: interrupted by a signal, it takes the thread for ended
         # in Python 3.11, and finish_writing would not wait for it.
-        while not self.run.process.all_agree(not self.thread.is_alive()):  # only main has a thread
+        # on processes other than the main one `thread` never starts
+        while not self.run.process.all_agree(not self.thread.is_alive()):
             time.sleep(POLL_SECONDS)
 
     def end_after_patience(self) -> None:

@@ -116,7 +116,7 @@ def expand_home(words: list[str]) -> list[str]:
 
 
 def to_flags(values: dict[str, object]) -> list[str]:
-    """Return the flags that parse to these options; an option that is None or empty gets none."""
+    """Return the flags that parse to these options; None and empty lists get none."""
     flags: list[str] = []
     for name, value in values.items():
         if value in (None, [], ()):

@@ -242,8 +242,9 @@ def count_shards(
     """Return the number of parts into which sharding divides what a process of each tensor group
     holds: --shard_across / --tensor_parallel.
 
-    By default the `per_machine` processes of a machine divide one copy of the state, or all
-    processes if each machine has one. Raises UserError for numbers that do not divide.
+    By default the `per_machine` processes of a machine divide one copy of the state; all processes
+    do if each machine has one, or if machines have different numbers of them. Raises UserError for
+    numbers that do not divide.
     """
     if per_machine % tensor_parallel:
         raise UserError(
@@ -252,7 +253,8 @@ def count_shards(
         )
     if shard_across is None:
         shard_across = per_machine  # links within a machine are the fastest
-        # machines of one process each have nothing to share within a machine
+        # Machines of one process each have nothing to divide within a machine, and where their
+        # numbers of processes differ, copies could not be divided alike.
         if per_machine == 1 or num_processes % per_machine:
             shard_across = num_processes
     elif num_processes % shard_across or shard_across % per_machine:
