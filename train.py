@@ -97,7 +97,7 @@ def main() -> None:
                 saver.save_if_best(scores["loss"])  # as model_best.pt
             for task, scores in evaluator.benchmarks(step):  # those that are due
                 run.logger.log_scores(task, scores, step)
-            text = evaluator.sample(step) if step > 0 else None  # also None if it is not due
+            text = evaluator.sample(step)  # None if it is not due
             if text is not None:
                 run.logger.log_sample(text, step)
             if run.ended:  # the last step is taken, saved and evaluated

@@ -153,8 +153,8 @@ class Evaluator:
     def sample(self, step: int) -> str | None:
         """Return a short text written from an empty prompt; None if no sample is due."""
         scorer = self.scorer
-        # the first condition, as at the last step everything is due, even with --sample_every 0
-        is_asked = self.config.sample_every > 0 and self.due(step, "sample")
+        # 0 steps: noise. At the last step everything is due, even with --sample_every 0.
+        is_asked = step > 0 and self.config.sample_every > 0 and self.due(step, "sample")
         # a plain Scorer has no tokenizer to write with
         if not (is_asked and isinstance(scorer, ItemScorer)):
             return None
